@@ -84,6 +84,7 @@ def _device_inputs_kernel(
         q_bound = tl.load(slot + HEADER + 2 * num_seqs + seq, mask=live, other=0)
         given_kv = tl.load(device_kv_len + seq, mask=live, other=-ahead) + ahead
         given_q = tl.load(device_q_len + seq, mask=live, other=0)
+        # Whatever is cut from here on is counted, and told at the end.
         new = tl.minimum(tl.maximum(given_q, 0), q_bound)
         length = tl.minimum(tl.maximum(given_kv, new), kv_bound)
         num_beyond += tl.sum(((new != given_q) | (length != given_kv)).to(tl.int32), 0)

@@ -186,6 +186,7 @@ def write_tokens(share, seqs, table, tokens, PAGE_SIZE: tl.constexpr, NULL_PAGE:
         live = inside & (token < num_tokens)
         kv_index = prefix + offset
         page_no = kv_index // PAGE_SIZE
+        # A token before its KV, or past its row, meets no page, and is told of below; its position says no more then.
         in_row = live & (kv_index >= 0) & (page_no < table.width)
         page = tl.load(table.entries + row * table.stride + page_no, mask=in_row, other=NO_PAGE)
         position = tl.where(live, tl.maximum(kv_index, 0), 0)
@@ -224,6 +225,8 @@ def write_page_list(share, seqs, table, page_list, page_list_len, PAGE_SIZE: tl.
     row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
     for first in range((share.id % share.of) * _PAGES, pages, share.of * _PAGES):
         page_no = first + tl.arange(0, _PAGES)
+        # Nothing of a live sequence is left out: the list has room for full rows, and one that is longer than its row
+        # has its newest token past it, which write_tokens tells of.
         live = page_no < pages
         page = tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)
         tl.store(page_list + before + page_no, page, mask=live & (before + page_no < page_list_len))
@@ -236,6 +239,7 @@ def write_page_list(share, seqs, table, page_list, page_list_len, PAGE_SIZE: tl.
 def write_block_table(share, seqs, table, block_table, PAGE_SIZE: tl.constexpr):
     """A share of one sequence's row of another table."""
     seq = share.id // share.of
+    # As in write_page_list.
     pages = tl.minimum(tl.cdiv(tl.load(seqs.kv_len + seq), PAGE_SIZE), table.width)
     row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
     for first in range((share.id % share.of) * _PAGES, block_table.width, share.of * _PAGES):

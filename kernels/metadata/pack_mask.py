@@ -101,6 +101,7 @@ def _pack_mask_kernel(
         live = (token < num_tokens) & (token < num_window_starts)
         seq = tl.load(seq_of_token + token, mask=live, other=0)
         first_place = tl.load(kv_len + seq) - tl.load(q_len + seq)
+        # No clip but the window's definition, above.
         first_key = tl.where(live, tl.maximum(position.to(tl.int32), first_place) - window_left, 0)
         tl.store(window_start + token, first_key, mask=token < num_window_starts)
 

@@ -82,7 +82,8 @@ def _place_mask_kernel(
         seq = at + lane
         older = tl.load(kv_len + seq, mask=seq < num_seqs_padded, other=0)
         older -= tl.load(q_len + seq, mask=seq < num_seqs_padded, other=0)
-        # Two steps: of all keys before, keys_before is the largest number there is.
+        # Below 0 for a pad alone: no sequence of a runtime has more new tokens than KV. Two steps: of all keys before,
+        # keys_before is the largest number there is.
         shown = tl.minimum(tl.maximum(older, 0), keys_before)
         tl.store(start + seq, tl.maximum(older, 0) - shown, mask=seq < num_seqs_padded)
     # Sequence by sequence, since q_indptr comes later; none where no window is looked at.
@@ -98,6 +99,7 @@ def _place_mask_kernel(
             token = first_token + at + lane
             is_token = (at + lane < new) & (token < num_tokens)
             position = tl.load(positions + token, mask=is_token, other=0)
+            # No clip but the window's definition, above.
             first_key = tl.maximum(position, first_place) - window_left
             tl.store(window_start + token, first_key, mask=is_token)
 

@@ -50,16 +50,21 @@ def _cells(kv_len, q_len, seq, is_seq, nodes_before):
 
 
 @triton.jit
-def _parents(line, node, branches):
-    """The parents of nodes, -1 where there is none, and whether they are others than nodes may have."""
-    given = tl.load(line + tl.maximum(node, 0))
+def _may_not_be(given, node, branches):
+    """True where what was given for a node's parent is none that it may have."""
     # Nodes before this one may be parents: of the same step none, if there are steps.
     end = node // tl.maximum(branches, 1) * tl.maximum(branches, 1)
     first = tl.where(branches > 0, tl.maximum(end - branches, 0), 0)
     # A tree may have several nodes without a parent, and of drafts those of the first step have none.
     is_lost = (given < 0) & (end * branches > 0)
-    is_wrong = (given >= end) | ((given >= 0) & (given < first)) | is_lost
-    return tl.where(is_wrong, -1, given), is_wrong
+    return (given >= end) | ((given >= 0) & (given < first)) | is_lost
+
+
+@triton.jit
+def _parents(line, node, branches):
+    """The parents of nodes; negative where there is none, or one that may not be."""
+    given = tl.load(line + tl.maximum(node, 0))
+    return tl.where(_may_not_be(given, node, branches), -1, given)
 
 
 @triton.jit(
@@ -132,13 +137,13 @@ def _place_trees_kernel(
         node = tl.where(is_token, before + token, -1)
         depth = tl.zeros([TOKENS], tl.int32) - 1
         oldest = tl.zeros([TOKENS], tl.int32) - 1
-        _, wrong = _parents(line, node, branches)
+        wrong = _may_not_be(tl.load(line + tl.maximum(node, 0)), node, branches)
         error = counts + _ERROR_WORD + tl.zeros([TOKENS], tl.int32)
         tl.atomic_or(error, _BAD_PARENT, mask=wrong & (token < num_told), sem="relaxed")
         while tl.max(node, 0) >= 0:
             depth += (node >= 0).to(tl.int32)
             oldest = tl.where((node >= 0) & (depth == window_left), node, oldest)
-            parent, _ = _parents(line, node, branches)
+            parent = _parents(line, node, branches)
             node = tl.where(node >= 0, parent, -1)
         place = first_token + token
         position = tl.where(place < num_tokens, tree_start + depth, 0)
@@ -164,7 +169,7 @@ def _place_trees_kernel(
         # Up the branch until it has passed the key's node.
         while tl.max(tl.max(node - key, 1), 0) > 0:
             up = node > key
-            parent, _ = _parents(line, node, branches)
+            parent = _parents(line, node, branches)
             node = tl.where(up, parent, node)
         lane = tl.arange(0, 32)[None, :]
         own = tl.sum(is_cell.to(tl.int32) << lane, 1)

@@ -120,12 +120,10 @@ def _publish_engine_kernel(
     num_live = 0
     tokens_before = tl.zeros([1], tl.int64)
     live_tokens = tl.zeros([1], tl.int64)
-    given_before = tl.zeros([1], tl.int64)
-    num_cut = 0
-    num_strays = 0
-    num_twice = 0
+    left_out = tl.zeros([SEQS], tl.int32) + num_seqs_padded
+    errors = tl.zeros([SEQS], tl.int32)
     if Q_FORM == _Q_BOUNDARIES:
-        num_cut += (tl.load(given_q, mask=num_seqs > 0, other=0) != 0).to(tl.int32)
+        errors += tl.where(tl.load(given_q, mask=num_seqs > 0, other=0) != 0, _BEYOND_BOUND, 0)
     for first in range(0, num_seqs_padded, SEQS):
         seq = first + tl.arange(0, SEQS)
         inside = seq < num_seqs_padded
@@ -134,13 +132,14 @@ def _publish_engine_kernel(
         if HAS_ROWS:
             row = tl.load(rows + seq.to(tl.int64) * rows_stride, mask=given, other=0).to(tl.int64)
         in_table = given & (row >= 0) & (row < num_rows)
-        num_strays += tl.sum((given & ~in_table).to(tl.int32), 0)
+        errors |= tl.where(given & ~in_table, _NO_ROW, 0)
         length = tl.load(given_kv_len + seq.to(tl.int64) * kv_stride, mask=in_table, other=0).to(tl.int64)
         bound = tl.zeros([SEQS], tl.int64) + kv_bound
         if HAS_CSR:
             list_begin = tl.load(csr_indptr + row * csr_stride, mask=in_table, other=0).to(tl.int64)
             list_end = tl.load(csr_indptr + (row + 1) * csr_stride, mask=in_table, other=0).to(tl.int64)
             bound = tl.minimum(bound, (list_end - list_begin) * PAGE_SIZE)
+        # `errors` tells of whatever is cut here and below, and left_out of tokens of a sequence without KV.
         kept = tl.minimum(tl.maximum(length, 0), tl.maximum(bound, 0))
         new = tl.where(in_table, 1, 0).to(tl.int64)
         if Q_FORM == _Q_LENGTHS:
@@ -162,18 +161,14 @@ def _publish_engine_kernel(
         room = num_tokens_padded - tokens_before - (tl.cumsum(taken, 0) - taken)
         taken = tl.minimum(taken, tl.maximum(room, 0))
         few = (taken > 0) & (taken < min_q_len)
-        num_cut += tl.sum((in_table & ((kept != length) | (is_live & ((taken != new) | few)))).to(tl.int32), 0)
-        if Q_FORM != 0:
-            # Tokens that the engine has before a sequence's own, and those that the step has there.
-            before = given_before + tl.cumsum(new, 0) - new
-            is_moved = is_live & (before != tokens_before + tl.cumsum(taken, 0) - taken)
-            num_cut += tl.sum(is_moved.to(tl.int32), 0)
-            given_before += tl.sum(new, 0)
+        errors |= tl.where(in_table & ((kept != length) | (is_live & ((taken != new) | few))), _BEYOND_BOUND, 0)
+        # Left out, its tokens lie between those of others in the engine's tensors.
+        left_out = tl.minimum(left_out, tl.where(in_table & ~is_live & (new != 0), seq, num_seqs_padded))
         if HAS_ROWS:
             stores = is_live & (taken > 0)
             number = tl.zeros([SEQS], tl.int32) + step
             found = tl.atomic_xchg(named + row, number, mask=stores, sem="relaxed")
-            num_twice += tl.sum((stores & (found == step)).to(tl.int32), 0)
+            errors |= tl.where(stores & (found == step), _ROW_TWICE, 0)
         num_live = tl.maximum(num_live, tl.max(tl.where(is_live, seq + 1, 0), 0))
         token_end = tokens_before + tl.cumsum(taken, 0)
         live_tokens = tl.maximum(live_tokens, tl.max(tl.where(is_live, token_end, 0), 0))
@@ -188,8 +183,9 @@ def _publish_engine_kernel(
     tl.debug_barrier()
     word = tl.arange(0, COUNTS)
     words = tl.load(slot + word)
-    error = tl.where(num_cut > 0, _BEYOND_BOUND, 0) | tl.where(num_strays > 0, _NO_ROW, 0)
-    error |= tl.where(num_twice > 0, _ROW_TWICE, 0)
+    if Q_FORM != 0:
+        errors |= tl.where(left_out < num_live, _BEYOND_BOUND, 0)
+    error = tl.max(errors & _BEYOND_BOUND, 0) | tl.max(errors & _NO_ROW, 0) | tl.max(errors & _ROW_TWICE, 0)
     words = tl.where(word == 0, num_live, words)
     words = tl.where(word == 1, live_tokens.to(tl.int32), words)
     tl.store(counts + word, tl.where(word == _ERROR_WORD, error, words))
@@ -249,5 +245,6 @@ def launch_publish_engine(
         to.pad_kv_len,
         to.pad_q_len,
         *fixed,
-        num_warps=4,
+        # As many threads of CDNA as sequences: a mask takes two scalar registers then, and none is spilled.
+        num_warps=8,
     )

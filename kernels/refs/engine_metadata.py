@@ -61,7 +61,8 @@ def publish_engine(
         assert given.q is not None
         cut |= given.q[0] != 0
     if given.q_form != Q_EACH_ONE:
-        cut |= (is_live & (new.cumsum(0) - new != taken.cumsum(0) - taken)).any()
+        live_after = is_live.flip(0).cumsum(0).flip(0) > 0
+        cut |= (in_table & ~is_live & (new != 0) & live_after).any()
     stored, named = row[is_live & (taken > 0) & (given.rows is not None)], bounds.rows.named
     is_twice = len(stored.unique()) < len(stored)
     named[stored] = slot[STEP].to(named.device)

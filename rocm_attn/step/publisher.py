@@ -297,7 +297,7 @@ class Publisher:
             line.recent.append((number, batch.rows))
             return
         if isinstance(batch.inputs, DeviceInputs):
-            self._write_bounds(words, batch, num_ids)
+            self._write_limits(batch, words)
         # One statement: an interrupt comes before all of it or after.
         words[ECHO], self.launching = NO_ECHO, (line, words, counts, number, False)
         try:
@@ -310,10 +310,9 @@ class Publisher:
         if child:
             self._steps_to_answer = _STEPS_TO_ANSWER
 
-    def _write_bounds(self, words: Int32Array, batch: StepBatch, num_ids: int) -> None:
-        """Write where the tokens of rows may begin, for lengths that only the device knows."""
-        parts = slot_parts(batch.num_seqs, num_ids)
-        on_host = batch.inputs.lengths_on_host
+    def _write_limits(self, batch: StepBatch, words: Int32Array) -> None:
+        """Write what lengths on the device have to keep to; of lengths that the host has, it has asked the table."""
+        parts, on_host = slot_parts(batch.num_seqs, len(batch.token_ids)), batch.inputs.lengths_on_host
         words[parts.floor] = 0 if on_host else self._table.floors(batch.rows)
         words[parts.stored] = INT32_MAX if on_host else self._table.tokens.of(batch.rows)
 

@@ -1,4 +1,4 @@
-"""What an engine's tensors lead astray or leave out: told, and no page but a sequence's own is read or written."""
+"""Where an engine's tensors lead astray or leave something out, it is told, and no other request's page is touched."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Published:
 
 def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
     """One sequence after the other."""
-    error, tokens, live, live_tokens, given_tokens = 0, 0, 0, 0, 0
+    error, tokens, live, live_tokens, left_out = 0, 0, 0, 0, False
     rows, own_rows, kept_lengths, news = [], [], [], []
     stored: set[int] = set()
     for seq, (row, length, new) in enumerate(step.seqs):
@@ -142,12 +142,11 @@ def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
             taken = min(taken, kept)
         is_live = kept > 0 or (not step.causal and step.q_form != Q_EACH_ONE and is_row and wanted > 0)
         is_few = step.q_form != Q_EACH_ONE and 0 < taken < step.min_q_len
-        is_moved = step.q_form != Q_EACH_ONE and given_tokens != tokens
-        given_tokens += wanted
+        left_out |= step.q_form != Q_EACH_ONE and is_row and not is_live and wanted != 0
         tokens += taken
         if not is_row:
             error |= ROW_NOT_IN_TABLE
-        elif kept != length or (is_live and (taken != wanted or is_few or is_moved)):
+        elif kept != length or (is_live and (taken != wanted or is_few or left_out)):
             error |= LENGTH_BEYOND_BOUND
         if is_live and taken > 0 and step.has_rows:
             error |= ROW_TWICE if row in stored else 0

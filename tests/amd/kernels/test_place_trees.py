@@ -138,7 +138,7 @@ def test_lengths_that_leave_no_room_for_older_nodes_stay_within_the_row(
 @pytest.mark.parametrize(
     ("parents", "cells", "is_wrong"),
     [
-        # Of each draft its cells: four nodes before, then the new ones, the lowest bit first.
+        # The cells of each draft: four nodes before, then the new ones, the lowest bit first.
         ((-1, -1, 0, 1, 3, 2), (0b011010, 0b100101), False),
         ((-1, -1, 0, 0, 2, 2), (0b010101, 0b100101), False),
         ((-1, -1, 0, 1, 4, 2), (0b010000, 0b100101), True),  # itself

@@ -1,4 +1,4 @@
-"""What the launch that looks for pages which do not exist needs of its masks."""
+"""The launch that looks for pages which do not exist, and what it needs of its masks."""
 
 from __future__ import annotations
 

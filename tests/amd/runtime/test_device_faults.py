@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ import torch
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault
+from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
+from rocm_attn.kernels.metadata.slot_layout import WRONG_STEP
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.step.echo import fault_of
 from rocm_attn.step.host_ring import HostRing
 from tests.amd.guards.late_device import LateDevice
 from tests.amd.guards.serving import Serving
@@ -76,6 +80,18 @@ def test_an_error_word_is_told_two_steps_later(
     assert count == 2
     assert re.match(rf"step {number}: .*{what}", message)
     serving.runtime.check_device()
+
+
+def test_every_bit_of_the_error_word_is_told_in_words_and_described() -> None:
+    """Each is a bit of its own, below those that the echo of a step has for itself."""
+    bits = {name: bit for name, bit in vars(error_word).items() if name.isupper() and name != "ERROR_WORD"}
+    assert sorted(bits.values()) == [1 << at for at in range(len(bits))]
+    assert max(bits.values()) < WRONG_STEP
+    told = [str(fault_of(7, bit)) for bit in bits.values()]
+    assert len(set(told)) == len(bits)
+    assert not [words for words in told if "the error word is" in words]
+    table = (Path(__file__).parents[3] / "docs" / "faults.md").read_text()
+    assert [name for name in bits if f"| `{name}` |" not in table] == []
 
 
 @each_provider

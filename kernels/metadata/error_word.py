@@ -16,3 +16,4 @@ WINDOW_WITHOUT_PAGE = 4  # the first key that a live token sees lies in page 0: 
 SLOT_NOT_IN_TABLE = 32  # a slot that the engine gave for a new token is not the one that its table gives: dropped
 ROW_NOT_IN_TABLE = 64  # a row that the engine gave lies outside of its table: the sequence was taken for a pad
 BAD_SELECTION = 128  # units that a token was given are not in order, or lie outside of what it sees: they give no key
+PAGE_TAKEN = 8192  # a page that a row still names was written by way of another entry of the table

@@ -48,6 +48,7 @@ from rocm_attn.providers.launches import (
     TakeInputs,
     TakeSlots,
     UpdateTable,
+    WatchPages,
     ZeroTails,
 )
 
@@ -490,6 +491,7 @@ class StepOps:
     gather_table: GatherTable
     take_slots: TakeSlots
     pack_mask: PackMask
+    watch_pages: WatchPages
     # Between pages and what engines send each other.
     export_rows: MoveRows
     import_rows: MoveRows

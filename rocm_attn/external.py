@@ -22,6 +22,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import on_device, wait_for_device, with_index
@@ -128,6 +129,8 @@ class ExternalOptions:
     causalities:   what steps may say of causality; kernels are chosen for each
     binds_calls:   whether a layer may have other pages at each call, also after seal(): pages.bind() comes before the
                    call, and the caller keeps the pages of captured calls where they are
+    watches_pages: whether a page that is written under a row that still names it is a fault: PAGE_TAKEN. It takes 8
+                   bytes for each page of a row, and for each page of the pool
     on_fault:      called with what went wrong on the device in an earlier step
     """
 
@@ -139,6 +142,7 @@ class ExternalOptions:
     short_kv: bool = False
     causalities: Sequence[Causality] = (Causality.OF_LAYERS,)
     binds_calls: bool = False
+    watches_pages: bool = False
     on_fault: FaultPolicy = raise_fault
 
     def problem(self, problem: Problem, causality: Causality) -> Problem:
@@ -240,6 +244,11 @@ class ExternalAttention:
         self.ops: StepOps = first_core.ops
         self._publisher = EnginePublisher(self.ops, self.device, guards.publishing)
         self._selections = StepSelections(first_core.layers.selecting, guards.step.layers.selection_of)
+        self._watches: tuple[PageWatch, ...] = ()
+        if options.watches_pages:
+            rows = self.tables.most_rows = self.tables.num_rows
+            sizes = rows, self.tables.width, bounds.num_pages, self.device
+            self._watches = tuple(PageWatch.of(*sizes) for _ in self.tables.spaces)
         self.layers = ExternalLayers(self._gate, self._selections)
         for layer, source in enumerate(layers):
             if source.head_weights != NO_HEAD_WEIGHTS:
@@ -342,7 +351,20 @@ class ExternalAttention:
             if isinstance(step.mask, BoolCells):
                 for tensors, window_left in device_step.windows:
                     self.ops.pack_mask(step.mask.cells, step.mask.positions, window_left, tensors)
+            for tensors, watch in zip(device_step.spaces, self._watches, strict=False):  # of all spaces or of none
+                self.ops.watch_pages(tensors, run.to.engine_row, watch, page_size=tables.page_size)
         self._gate.filled()
+
+    def forget(self, rows: Tensor) -> None:
+        """These rows of the tables go to other requests: nothing that was seen of their pages counts any more.
+
+        Only where the options say watches_pages, and only for rows that would be taken for the same request, as where
+        the next one begins with as many cached tokens as the last one has ended with.
+
+        rows: int32 or int64 [n], on the device
+        """
+        for watch in self._watches:
+            watch.rows.index_fill_(0, rows.long(), 0)
 
     def record_fill(self, recorder: Recorder, slots: Tensor | None = None) -> RecordedFill:
         """Fill the captured step that has begun, and record that, for replay_fill() in later steps of its shape.

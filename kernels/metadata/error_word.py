@@ -22,3 +22,4 @@ PAGE_NOT_IN_POOL = 512  # a page that the engine's table gives does not exist: t
 ROW_TWICE = 1024  # two sequences of the step, each with new tokens, have the same row of the engine's table
 BAD_PARENT = 2048  # a new draft's parent is none of those that it may have: it was taken for one without a parent
 UNSTORED_TOKEN = 4096  # a length that only the device knew left a gap after the stored tokens, and was cut
+PAGE_TAKEN = 8192  # a page that a row still names was written by way of another entry of the table

@@ -235,7 +235,7 @@ class AdoptedTables:
     ) -> None:
         self.page_size = page_size
         self.device = device
-        self.changes = 0
+        self.changes, self.most_rows = 0, INT32_MAX
         self.gathered = not all(source.lies_right(page_size) for source in sources.values())
         self.max_kv_len = min(max_kv_len, *(source.row_tokens(page_size) for source in sources.values()))
         self.width = -(-self.max_kv_len // page_size)
@@ -329,6 +329,11 @@ class AdoptedTables:
             raise NeverFits(
                 f"a row of the table of the {space.name} space has room for {source.row_tokens(self.page_size)} "
                 f"tokens; sequences may have {self.max_kv_len}"
+            )
+        if source.num_rows > self.most_rows:
+            raise NeverFits(
+                f"the table of the {space.name} space has {source.num_rows} rows, and those of {self.most_rows} are "
+                "watched; build with the largest table"
             )
         if self._gate.is_sealed and _places(source) != _places(table.source):
             self._gate.guards.moved(

@@ -49,6 +49,7 @@ from rocm_attn.providers.launches import (
     TakeInputs,
     TakeSlots,
     UpdateTable,
+    WatchPages,
     ZeroTails,
 )
 
@@ -492,6 +493,7 @@ class StepOps:
     check_pages: CheckPages
     take_slots: TakeSlots
     pack_mask: PackMask
+    watch_pages: WatchPages
     # Between pages and what engines send each other.
     export_rows: MoveRows
     import_rows: MoveRows

@@ -12,6 +12,7 @@ from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
 from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, GatherSource, LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
+from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import Selection
 from rocm_attn.kernels.sparse.arguments import TokenPlaces as SelectingTokens
@@ -188,6 +189,12 @@ class TakeSlots(Protocol):
         page_size: int,
         null_page: bool,
     ) -> None: ...
+
+
+class WatchPages(Protocol):
+    """launch_watch_pages, or its twin."""
+
+    def __call__(self, step: StepTensors, engine_row: Tensor, watch: PageWatch, *, page_size: int) -> None: ...
 
 
 class PackMask(Protocol):

@@ -32,6 +32,7 @@ from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_inputs import launch_take_inputs
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.metadata.watch_pages import launch_watch_pages
 from rocm_attn.kernels.sampling.cut_rows import launch_cut_rows
 from rocm_attn.kernels.sampling.likeliest import launch_likeliest
 from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
@@ -84,6 +85,7 @@ OPS = StepOps(
     check_pages=launch_check_pages,
     take_slots=launch_take_slots,
     pack_mask=launch_pack_mask,
+    watch_pages=launch_watch_pages,
     export_rows=launch_export_rows,
     accept_drawn=launch_accept_drawn,
     accept_sampled=launch_accept_sampled,

@@ -16,6 +16,7 @@ from rocm_attn.kernels.metadata.error_word import (
     LENGTH_BEYOND_BOUND,
     NOT_FINITE,
     PAGE_NOT_IN_POOL,
+    PAGE_TAKEN,
     ROW_NOT_IN_TABLE,
     ROW_TWICE,
     SHARED_TOKEN,
@@ -46,6 +47,8 @@ _WHAT = {
     "would never be read there and were dropped; give the slots of the rows that the step names, in whole pages",
     BAD_SELECTION: "the units that a token was given are not each once, in ascending order and within what it sees; "
     "those outside gave no key, and those that were listed twice counted twice; look for what selected them",
+    PAGE_TAKEN: "a page that a row still names was written by way of another entry of the table, so the row reads what "
+    "another sequence has stored; look for a page or slot that was given back, or given twice, before its row let go",
     ROW_NOT_IN_TABLE: "a row that was given lies outside of the table, and its sequence was taken for a pad; look for "
     "what wrote the rows",
     TOO_FEW_GIVEN: "fewer slots, positions or mask cells were given than the step has; tokens without a slot were "

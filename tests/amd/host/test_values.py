@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -42,7 +43,16 @@ def batch(q_len: list[int], prefix: int = 0) -> StepBatch:
         ({"num_q_heads": 7}, "multiple"),
         ({"num_kv_heads": 0}, "num_kv_heads is 0"),
         ({"page_size": 0}, "page_size is 0"),
-        ({"scale": 0.0}, "scale is 0"),
+        ({"scale": -1.0}, "scale is -1"),
+        ({"scale": 1e39}, "scale is 1e"),
+        ({"scale": "1"}, "scale is '1'; it must be a number"),
+        ({"head_dim": 8.0}, "head_dim is 8.0; it must be a whole number"),
+        ({"page_size": True}, "page_size is True; it must be a whole number"),
+        ({"window_left": 3.5}, "window_left is 3.5; it must be a whole number"),
+        ({"window_left": float("nan")}, "window_left is nan; it must be a whole number"),
+        ({"window_left": sys.maxsize}, "it is a number of previous keys below"),
+        ({"logits_soft_cap": 1e39}, "logits_soft_cap is 1e"),
+        ({"causal": "no"}, "causal is 'no'; it must be True or False"),
         ({"scale": float("nan")}, "scale is nan"),
         ({"dtype": torch.int8}, "dtype"),
         ({"window_left": -2}, "window_left is -2"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
+from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.kernels.metadata.step_tensors import NO_PADS, OWN_TABLE, Pads, StepTensors, TableTerms
 
 Launch = Callable[..., None]
@@ -43,6 +44,16 @@ _PACKED = (
     "mask_words",
     "mask_positions",
     "window_start",
+)
+_WATCHED = (
+    "counts",
+    "row_of_seq",
+    "kv_len",
+    "q_len",
+    "seq_of_token",
+    "position_of_token",
+    "slot_of_token",
+    "table",
 )
 _PUBLISHED = ("counts", "row_of_seq", "kv_len", "q_len", "prefix_len", "group_end", "token_ids")
 
@@ -149,5 +160,16 @@ def of_pack_mask(pack_mask: Launch) -> Launch:
 
     def of_tensors(cells: Tensor, positions: Tensor, *tensors: Tensor, window_left: int) -> None:
         pack_mask(cells, positions, window_left, step_of(dict(zip(_PACKED, tensors, strict=True))))
+
+    return of_tensors
+
+
+def of_watch_pages(watch_pages: Launch, terms: TableTerms = OWN_TABLE) -> Launch:
+    """watch_pages(*_WATCHED, engine_row, entries, pages, rows, page_size=)."""
+
+    def of_tensors(*tensors: Tensor, page_size: int) -> None:
+        *of_step, engine_row, entries, pages, rows = tensors
+        step = replace(step_of(dict(zip(_WATCHED, of_step, strict=True))), terms=terms)
+        watch_pages(step, engine_row, PageWatch(entries, pages, rows), page_size=page_size)
 
     return of_tensors

@@ -38,10 +38,12 @@ from rocm_attn.kernels.metadata.engine_tensors import (
 )
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
+from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTensors, TableTerms
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, NO_PADS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.metadata.watch_pages import launch_watch_pages
 from rocm_attn.kernels.sampling.asked import NUM_COLUMNS
 from rocm_attn.kernels.sampling.cut_rows import launch_cut_rows
 from rocm_attn.kernels.sampling.likeliest import launch_likeliest
@@ -564,6 +566,12 @@ def _launch_of_engines(page_size: int) -> None:
         cells, indptr = torch.empty(num_seqs, dtype=torch.uint8), torch.empty(num_seqs + 1, dtype=torch.int64)
         lengths = counts, of_seq, of_seq, of_seq
         of_pack_mask(launch_pack_mask)(cells, given, *lengths, indptr, of_seq, of_seq, of_seq, window_left=1)
+    names = ("row_of_seq", "kv_len", "q_len", "seq_of_token", "position_of_token", "slot_of_token")
+    of_step = dict.fromkeys(names, of_seq)
+    watch = PageWatch.of(num_seqs, width, width, table.device)
+    for terms in (OWN_TABLE, TableTerms(null_page=False)):
+        step = StepTensors.of(of_seq[:0], NO_PADS, terms, counts=counts, table=table, **of_step)
+        launch_watch_pages(step, of_seq, watch, page_size=page_size)
     launch_moves(page_size)
     launch_picks(num_seqs)
     launch_speculative(page_size)

@@ -38,11 +38,13 @@ from rocm_attn.kernels.metadata.step_tensors import Pads, TableTerms
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_inputs import launch_take_inputs
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.metadata.watch_pages import launch_watch_pages
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import engine_metadata, sampling
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs import speculative as speculative_twins
 from rocm_attn.kernels.refs.pads import clear_pads
+from rocm_attn.kernels.refs.page_watch import watch_pages
 from rocm_attn.kernels.sampling.cut_rows import launch_cut_rows
 from rocm_attn.kernels.sampling.likeliest import launch_likeliest
 from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
@@ -63,6 +65,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_place_trees,
     of_publish,
     of_take_inputs,
+    of_watch_pages,
 )
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
 from tests.amd.kernels.speculative_cases import (
@@ -327,6 +330,23 @@ def _of_engines() -> dict[str, _Launch]:
     cases["pack_mask"] = _Launch(
         of_pack_mask(launch_pack_mask), of_pack_mask(engine_metadata.pack_mask), mask, {"window_left": 3}
     )
+    watched = [
+        _ints(3, 9, 41, 0),
+        _ints(1, 2, 3, GARBAGE),
+        _ints(13, 9, 4, GARBAGE),
+        _ints(3, 2, 4, GARBAGE),
+        _ints(0, 0, 0, 1, 1, 2, 2, 2, 2, GARBAGE),
+        _ints(10, 11, 12, 7, 8, 0, 1, 2, 3, GARBAGE),
+        _ints(138, 139, 140, 79, 0, 112, 113, 114, 115, GARBAGE),
+        torch.arange(5 * 7, dtype=torch.int32).view(5, 7),
+        _ints(0, 1, 2, GARBAGE),
+        _watched_entries(),
+        (torch.arange(30, 70) << 32) | 3,
+        _ints(40, 30, 9, 10, 39, 30, 8, 9, 38, 20, 5, 6, 40, 20, 5, 6, 41, 9, 9, 9, 40, 9, 9, 9).view(3, 8),
+    ]
+    cases["watch_pages"] = _Launch(
+        of_watch_pages(launch_watch_pages), of_watch_pages(watch_pages), watched, {"page_size": PAGE_SIZE}
+    )
     logits = torch.randn(3, 4300, generator=torch.Generator().manual_seed(4)).bfloat16()
     picks = [logits, torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.9, 0.37], [0.7, 1.0, 0.62]]), _garbage(3), _garbage(6)]
     cases["pick_rows"] = _Launch(_picks(launch_pick_rows), _picks(sampling.pick_rows), picks, {})
@@ -334,6 +354,13 @@ def _of_engines() -> dict[str, _Launch]:
     cases["cut_rows"] = _Launch(launch_cut_rows, sampling.cut_rows, [asked_rows(), logits.float()], {})
     cases["likeliest"] = _Launch(launch_likeliest, sampling.likeliest, finding(4300), {})
     return cases
+
+
+def _watched_entries() -> Tensor:
+    """Since step 35 the first two rows name what the table says, but for one entry."""
+    entries = (35 << 32) | torch.arange(7, 21).view(2, 7)
+    entries[1, 1] = (35 << 32) | 3
+    return torch.cat([entries, torch.zeros(1, 7, dtype=torch.int64)])
 
 
 def _picks(pick: Callable[..., None]) -> Callable[..., None]:

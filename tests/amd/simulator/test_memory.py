@@ -156,6 +156,24 @@ def test_atomics_of_all_lanes_take_effect(name: str, result: int) -> None:
         assert int(core.vector[1][32]) == (32 if returns else 3)
 
 
+def test_an_atomic_swap_of_two_words_gives_both_that_were_there() -> None:
+    """Lane after lane: each gets what the one before it has put there."""
+    for line in (
+        "buffer_atomic_swap_x2 v[2:3], v0, s[0:3], 0 offen sc0",
+        "global_atomic_swap_x2 v[2:3], v0, v[2:3], s[0:1] sc0",
+    ):
+        memory = np.array([7, 7, 8, 9, 7], np.uint32)
+        core = execute(
+            line,
+            vector={0: 8, 2: LANE, 3: LANE + 100},
+            scalar=descriptor(memory),
+            allocations=[allocation(memory)],
+        )
+        assert memory.tolist() == [7, 7, 63, 163, 7]
+        assert core.vector[2].tolist() == [8, *range(63)]
+        assert core.vector[3].tolist() == [9, *range(100, 163)]
+
+
 @pytest.mark.parametrize(
     "line",
     [

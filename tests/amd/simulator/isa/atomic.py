@@ -1,4 +1,4 @@
-"""Atomic operations on 32-bit words of global memory; ISA sections 9.1 "Buffer Instructions" and 10.3 "Global".
+"""Atomic operations on one or two 32-bit words of global memory; ISA sections 9.1 "Buffer" and 10.3 "Global".
 
 Lane after lane; hardware promises no order. With sc0 the destination receives what was there before.
 """
@@ -10,14 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.amd.simulator.arrays import U32
 from tests.amd.simulator.assembly import Instruction
 from tests.amd.simulator.isa.global_memory import memory_addresses
 from tests.amd.simulator.isa.step import Builder, Context, Step
 from tests.amd.simulator.isa.words import WordSink
 from tests.amd.simulator.operands import vector_register
 
-# From the word in memory and the lane's to the new word; what exceeds 32 bits is cut.
+# From what is in memory and the lane's to what is there then; what exceeds its bits is cut.
 _OPS: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "and": operator.and_,
@@ -31,7 +30,8 @@ _OPS: dict[str, Callable[[int, int], int]] = {
 
 def _atomic(context: Context, instruction: Instruction) -> Step:
     core = context.core
-    compute = _OPS[instruction.name.rpartition("_")[2]]
+    name, size = instruction.name.removesuffix("_x2"), 8 if instruction.name.endswith("_x2") else 4
+    compute, dtype = _OPS[name.rpartition("_")[2]], np.dtype(f"<u{size}")
     operands = list(instruction.operands)
     returns = "sc0" in instruction.modifiers
     if instruction.name.startswith("buffer_"):
@@ -39,25 +39,28 @@ def _atomic(context: Context, instruction: Instruction) -> Step:
     else:
         destination = operands.pop(0) if returns else operands[1]
         value = operands.pop(1)
-    addresses = memory_addresses(core, instruction, tuple(operands), 4)
-    values = core.vector[vector_register(value).index]
-    sink = WordSink(core, vector_register(destination).index, 4)
+    addresses = memory_addresses(core, instruction, tuple(operands), size)
+    first = vector_register(value).index
+    sink = WordSink(core, vector_register(destination).index, size)
 
     def step() -> None:
         if not core.any_active:
             return
         where, in_range = addresses()
-        before = np.zeros((int(core.active.sum()), 1), U32)
+        values = core.vector[first : first + size // 4].T.copy().view(dtype)[:, 0]
+        before = np.zeros((int(core.active.sum()), 1), dtype)
         for place, lane in enumerate(np.flatnonzero(core.active)):
             if in_range[lane]:
                 address = where[lane : lane + 1]
-                before[place] = core.memory.load(address, 4).view(U32)[0]
-                after = compute(int(before[place, 0]), int(values[lane])) & 0xFFFFFFFF
-                core.memory.store(address, np.array([[after]], U32).view(np.uint8))
+                before[place] = core.memory.load(address, size).view(dtype)[0]
+                after = compute(int(before[place, 0]), int(values[lane])) & (1 << 8 * size) - 1
+                core.memory.store(address, np.array([[after]], dtype).view(np.uint8))
         if returns:
             sink.write(before.view(np.uint8))
 
     return step
 
 
-BUILDERS: dict[str, Builder] = {f"{space}_atomic_{name}": _atomic for space in ("buffer", "global") for name in _OPS}
+BUILDERS: dict[str, Builder] = {
+    f"{space}_atomic_{name}{words}": _atomic for space in ("buffer", "global") for name in _OPS for words in ("", "_x2")
+}

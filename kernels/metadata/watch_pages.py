@@ -1,0 +1,304 @@
+"""Tell a page that is written under a row that still names it.
+
+A page remembers which entry of the table led to it when it was written last, and in which step. An entry remembers
+since which step it names its page. An entry of a live row whose page was written since, by another entry, leads to
+another sequence's K and V: PAGE_TAKEN. So does a page that two entries write to in one step. Pages that many rows read
+and none writes are no fault, and neither is an entry that names another page from now on.
+
+A row is the same sequence as in its last step if it begins where that one began, or up to where it ended, and its last
+token still lies in the same page. Else it is taken for another one, whose entries name their pages from now on.
+
+The last page of a sequence without new tokens is not looked at: another one may fill the rest of it.
+
+What is told in a step is not told again. A page that another row has written in this very step is told now or in the
+row's next step. page_watch.py says what is kept; new tokens that are dropped write no page.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import repeated_launches
+from rocm_attn.kernels.metadata import error_word
+from rocm_attn.kernels.metadata.page_watch import ROW_WORDS, STEPS_OF_ROW, PageWatch
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+
+_PAGES_AT_ONCE = 1024
+_TOKENS = 256
+# About as many programs as run at a time on an H200 (2112) or an MI300X (2432).
+_PROGRAMS = 2048
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
+_PAGE_TAKEN = tl.constexpr(error_word.PAGE_TAKEN)
+_WORDS = tl.constexpr(ROW_WORDS)
+_WORDS_OF_ROW = tl.constexpr(ROW_WORDS * STEPS_OF_ROW)
+_LOW = tl.constexpr(2**32 - 1)
+
+
+@triton.jit
+def _last_step(words, live, now):
+    """Where among a row's words those of its last step before this one begin."""
+    first = tl.load(words, mask=live, other=0)
+    second = tl.load(words + _WORDS, mask=live, other=0)
+    return tl.where((second < now) & ((first >= now) | (second > first)), _WORDS, 0)
+
+
+@triton.jit
+def _goes_on(last_step, entry, page, begin, live, now):
+    """Whether a row is the same sequence as before; entry and page: of its last stored token."""
+    since = entry >> 32
+    known = live & (begin > 0) & ((entry & _LOW) == page) & (since < now)
+    known &= tl.load(last_step, mask=live, other=0) < now
+    known &= since >= tl.load(last_step + 1, mask=live, other=0)
+    known &= begin >= tl.load(last_step + 2, mask=live, other=0)
+    return known & (begin <= tl.load(last_step + 3, mask=live, other=0))
+
+
+@triton.jit
+def _look_at_row(
+    counts,
+    engine_row,
+    row_of_seq,
+    kv_len,
+    q_len,
+    table,
+    entries,
+    pages,
+    rows,
+    num_rows,
+    num_pages,
+    width,
+    table_stride,
+    shares,
+    program,
+    now,
+    PAGE_SIZE: tl.constexpr,
+    FIRST_PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A share of the pages that a row names."""
+    seq = program // shares
+    share = program % shares
+    row = tl.load(engine_row + seq).to(tl.int64)
+    live = (seq < tl.load(counts)) & (row < num_rows)
+    length = tl.where(live, tl.load(kv_len + seq), 0)
+    new = tl.load(q_len + seq)
+    begin = length - new
+    pages_of_row = table + tl.load(row_of_seq + seq).to(tl.int64) * table_stride
+    last_no = tl.maximum(begin - 1, 0) // PAGE_SIZE
+    words = rows + row * _WORDS_OF_ROW
+    of_last = _last_step(words, live, now)
+    last_step = words + of_last
+    last_entry = tl.load(entries + row * width + last_no, mask=live, other=0)
+    goes_on = _goes_on(last_step, last_entry, tl.load(pages_of_row + last_no, mask=live, other=0), begin, live, now)
+    start = tl.where(goes_on, tl.load(last_step + 1, mask=live, other=0), now)
+    looked_at = tl.where(new > 0, length + PAGE_SIZE, length)
+    num_used = tl.minimum(tl.cdiv(length, PAGE_SIZE), width)
+    for first in range(share * BLOCK, num_used, shares * BLOCK):
+        page_no = first + tl.arange(0, BLOCK)
+        used = page_no < num_used
+        page = tl.load(pages_of_row + page_no, mask=used, other=0)
+        named = used & (page >= FIRST_PAGE) & (page < num_pages)
+        cell = row * width + page_no
+        entry = tl.load(entries + cell, mask=named, other=0)
+        known = named & ((entry & _LOW) == page) & ((entry >> 32) >= start)
+        written = tl.load(pages + page, mask=known, other=0)
+        taken = known & ((written >> 32) > (entry >> 32)) & ((written & _LOW) != (cell & _LOW))
+        taken &= (page_no + 1) * PAGE_SIZE <= looked_at
+        tl.store(entries + cell, (now.to(tl.int64) << 32) | page, mask=named & (taken | (known == 0)))
+        tl.atomic_or(counts + _ERROR_WORD + tl.zeros([BLOCK], tl.int32), _PAGE_TAKEN, mask=taken, sem="relaxed")
+    if (share == 0) & live:
+        other_step = words + (_WORDS - of_last)
+        tl.store(other_step, now)
+        tl.store(other_step + 1, start)
+        tl.store(other_step + 2, begin)
+        tl.store(other_step + 3, length)
+
+
+@triton.jit
+def _remember_pages(
+    counts,
+    engine_row,
+    row_of_seq,
+    kv_len,
+    q_len,
+    seq_of_token,
+    position_of_token,
+    slot_of_token,
+    table,
+    entries,
+    pages,
+    rows,
+    num_tokens_padded,
+    num_rows,
+    num_pages,
+    width,
+    table_stride,
+    block,
+    now,
+    PAGE_SIZE: tl.constexpr,
+    FIRST_PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """The pages that a block of new tokens writes."""
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    inside = (token < num_tokens_padded) & (token < tl.load(counts + 1))
+    slot = tl.load(slot_of_token + token, mask=inside, other=-1)
+    page = slot // PAGE_SIZE
+    writes = inside & (slot >= FIRST_PAGE * PAGE_SIZE) & (page < num_pages)
+    seq = tl.load(seq_of_token + token, mask=writes, other=0)
+    row = tl.load(engine_row + seq, mask=writes, other=0).to(tl.int64)
+    writes &= row < num_rows
+    begin = tl.load(kv_len + seq, mask=writes, other=0) - tl.load(q_len + seq, mask=writes, other=0)
+    last_no = tl.maximum(begin - 1, 0) // PAGE_SIZE
+    last_page = tl.load(
+        table + tl.load(row_of_seq + seq, mask=writes, other=0).to(tl.int64) * table_stride + last_no,
+        mask=writes,
+        other=0,
+    )
+    words = rows + row * _WORDS_OF_ROW
+    last_step = words + _last_step(words, writes, now)
+    last_entry = tl.load(entries + row * width + last_no, mask=writes, other=0)
+    goes_on = _goes_on(last_step, last_entry, last_page, begin, writes, now)
+    cell = row * width + tl.load(position_of_token + token, mask=writes, other=0) // PAGE_SIZE
+    entry = tl.load(entries + cell, mask=writes, other=0)
+    known = goes_on & ((entry & _LOW) == page) & ((entry >> 32) >= tl.load(last_step + 1, mask=writes, other=0))
+    mine = (now.to(tl.int64) << 32) | (cell & _LOW)
+    before = tl.atomic_xchg(pages + page, mine, mask=writes, sem="relaxed")
+    others = writes & ((before & _LOW) != (cell & _LOW))
+    taken = others & (((before >> 32) == now) | (known & ((before >> 32) > (entry >> 32))))
+    tl.atomic_or(counts + _ERROR_WORD + tl.zeros([TOKENS], tl.int32), _PAGE_TAKEN, mask=taken, sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens_padded", "num_rows", "num_pages", "width", "table_stride", "shares", "num_checks"],
+    do_not_specialize_on_alignment=[
+        "counts",
+        "engine_row",
+        "row_of_seq",
+        "kv_len",
+        "q_len",
+        "seq_of_token",
+        "position_of_token",
+        "slot_of_token",
+        "table",
+        "entries",
+        "pages",
+        "rows",
+    ],
+)
+def _watch_pages_kernel(
+    counts,
+    engine_row,
+    row_of_seq,
+    kv_len,
+    q_len,
+    seq_of_token,
+    position_of_token,
+    slot_of_token,
+    table,
+    entries,
+    pages,
+    rows,
+    num_tokens_padded,
+    num_rows,
+    num_pages,
+    width,
+    table_stride,
+    shares,
+    num_checks,
+    PAGE_SIZE: tl.constexpr,
+    FIRST_PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    now = tl.load(counts + 2)
+    program = tl.program_id(0)
+    if program < num_checks:
+        _look_at_row(
+            counts,
+            engine_row,
+            row_of_seq,
+            kv_len,
+            q_len,
+            table,
+            entries,
+            pages,
+            rows,
+            num_rows,
+            num_pages,
+            width,
+            table_stride,
+            shares,
+            program,
+            now,
+            PAGE_SIZE,
+            FIRST_PAGE,
+            BLOCK,
+        )
+    else:
+        _remember_pages(
+            counts,
+            engine_row,
+            row_of_seq,
+            kv_len,
+            q_len,
+            seq_of_token,
+            position_of_token,
+            slot_of_token,
+            table,
+            entries,
+            pages,
+            rows,
+            num_tokens_padded,
+            num_rows,
+            num_pages,
+            width,
+            table_stride,
+            program - num_checks,
+            now,
+            PAGE_SIZE,
+            FIRST_PAGE,
+            TOKENS,
+        )
+
+
+_variant = repeated_launches(_watch_pages_kernel)
+
+
+def launch_watch_pages(step: StepTensors, engine_row: Tensor, watch: PageWatch, *, page_size: int) -> None:
+    """Look at the pages that a step's rows name, and remember them and those that its new tokens are stored to.
+
+    step:       as fill, and what takes given slots, have left it
+    engine_row: int32 [S], rows of the watch
+    """
+    (num_rows, width), num_seqs = watch.entries.shape, step.kv_len.shape[0]
+    shares = min(-(-width // _PAGES_AT_ONCE), max(1, _PROGRAMS // num_seqs))
+    num_tokens, num_checks = step.slot_of_token.shape[0], num_seqs * shares
+    fixed = page_size, int(step.terms.null_page), _PAGES_AT_ONCE, _TOKENS
+    _variant(*fixed)(
+        step.counts.device,
+        (num_checks + -(-num_tokens // _TOKENS), 1, 1),
+        step.counts,
+        engine_row,
+        step.row_of_seq,
+        step.kv_len,
+        step.q_len,
+        step.seq_of_token,
+        step.position_of_token,
+        step.slot_of_token,
+        step.table,
+        watch.entries,
+        watch.pages,
+        watch.rows,
+        num_tokens,
+        num_rows,
+        watch.pages.shape[0],
+        width,
+        step.table.stride(0),
+        shares,
+        num_checks,
+        *fixed,
+        num_warps=4,
+    )

@@ -1,0 +1,240 @@
+"""A page that is written under a row that still names it is told, and what many rows read and none writes is not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from rocm_attn.errors import DeviceFault
+from rocm_attn.paging.adopted import Source, TableSource
+from rocm_attn.paging.index_spaces import Space
+from tests.amd.external.engines import VLLM, Engine, FlashInfer, MakeEngine, Request, SGLang
+
+TAKEN = "a page that a row still names was written by way of another entry"
+
+each_page_size = pytest.mark.parametrize("page_size", [1, 16])
+each_engine = pytest.mark.parametrize("make", [SGLang, VLLM, FlashInfer])
+
+
+class InPlace(SGLang):
+    """A table of pages that is read where it lies, with a row for each request."""
+
+    def make_tables(self) -> None:
+        super().make_tables()
+        self.page_table = torch.zeros(len(self.req_to_token), self.req_to_token.shape[1], dtype=torch.int32)
+        self.page_table = self.page_table.to(self.device)
+
+    def sources(self) -> Mapping[Space, Source]:
+        return {Space.FULL: TableSource(self.page_table)}
+
+    def put_pages(self, request: Request) -> None:
+        super().put_pages(request)
+        pages = request.pages[Space.FULL]
+        self.page_table[request.row, : len(pages)] = self.ints(pages)
+
+
+each_table = pytest.mark.parametrize("make", [SGLang, InPlace])
+
+
+def watched(make: MakeEngine, page_size: int, device: torch.device, provider: str) -> Engine:
+    return make(page_size, device=device, provider=provider, empty=3.0, watches_pages=True)
+
+
+def share(engine: Engine, one: Request, pages: int) -> Request:
+    """A request whose first pages are another one's, which stay in both."""
+    other = engine.admit()
+    for space, its in one.pages.items():
+        other.pages[space] = its[:pages]
+    other.kv_len = pages * engine.page_size
+    for layer in range(len(engine.windows)):
+        k, v = engine.stored[layer, one.row]
+        engine.stored[layer, other.row] = k[: other.kv_len].copy(), v[: other.kv_len].copy()
+    return other
+
+
+def assert_told(engine: Engine) -> None:
+    with pytest.raises(DeviceFault, match=TAKEN):
+        engine.attention.check_device()
+    engine.attention.check_device()
+
+
+@each_table
+@each_page_size
+@pytest.mark.parametrize("graphed", [False, True])
+def test_a_scheduler_that_frees_slots_which_their_row_still_names_is_told(
+    make: MakeEngine, page_size: int, graphed: bool, device: torch.device, provider: str
+) -> None:
+    """A cache that takes a prompt's pages back while its request goes on, and hands them to the next one."""
+    engine = watched(make, page_size, device, provider)
+    engine.attention.seal()
+    graph = engine.capture(4) if graphed else None
+    first, second = engine.admit(), engine.admit()
+    engine.run([first, second], [40, 20])
+    engine.run([first, second], [1, 1])
+    freed = first.pages[Space.FULL][: 32 // page_size]
+    engine.free[Space.FULL].extend(reversed(freed))
+    third = engine.admit()
+    engine.run([third], [20])
+    engine.attention.check_device()
+    if graph is None:
+        engine.run_unseen([first, second], [1, 1])
+    else:
+        with pytest.raises(AssertionError, match="row 1"):
+            graph.run([first, second])
+    assert_told(engine)
+    engine.run([second, third], [1, 1])
+    engine.attention.check_device()
+
+
+@each_table
+def test_a_page_that_its_own_row_is_given_twice_is_told(make: MakeEngine, device: torch.device, provider: str) -> None:
+    engine = watched(make, 16, device, provider)
+    request = engine.admit()
+    engine.run([request], [32])
+    engine.free[Space.FULL].append(request.pages[Space.FULL][0])
+    engine.run_unseen([request], [1])
+    engine.run_unseen([request], [1])
+    assert_told(engine)
+
+
+@each_table
+@each_page_size
+def test_a_page_that_two_rows_write_in_one_step_is_told(
+    make: MakeEngine, page_size: int, device: torch.device, provider: str
+) -> None:
+    engine = watched(make, page_size, device, provider)
+    first, second = engine.admit(), engine.admit()
+    engine.run([first, second], [16, 16])
+    page = engine.free[Space.FULL][-1]
+    engine.reserve(first, 17)
+    engine.free[Space.FULL].append(page)
+    engine.run_unseen([first, second], [1, 1])
+    assert_told(engine)
+
+
+@each_engine
+@each_page_size
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_requests_that_come_and_go_and_share_what_none_of_them_writes_are_no_fault(
+    make: MakeEngine, page_size: int, seed: int, device: torch.device, provider: str
+) -> None:
+    """Prefixes in many rows, forks, rows and pages that go to others at once, drafts that are rejected, chunks."""
+    engine, choice = watched(make, page_size, device, provider), random.Random(seed)
+    root = engine.admit()
+    engine.run([root], [32])
+    shared = {root.row: 0}
+    for _ in range(40):
+        others = [request for request in engine.requests.values() if request is not root]
+        if len(engine.requests) < 5 and choice.random() < 0.6:
+            of = choice.choice(list(engine.requests.values()))
+            pages = choice.randint(0, of.kv_len // page_size)
+            new = share(engine, of, pages)
+            shared[new.row] = pages
+            engine.run([new], [choice.randint(1, 20)])
+        elif others and choice.random() < 0.3:
+            leaves = [each for each in others if not any(is_shared(each, other) for other in others)]
+            if leaves:
+                gone = choice.choice(leaves)
+                end(engine, gone, shared.pop(gone.row))
+        else:
+            running = [each for each in engine.requests.values() if each.kv_len < 80]
+            news = [choice.choice([1, 1, 3]) for _ in running]
+            if running:
+                engine.run(running, news)
+                for request, new in zip(running, news, strict=True):
+                    request.kv_len -= choice.randint(0, new - 1)  # drafts that are rejected
+        engine.attention.check_device()
+
+
+def is_shared(one: Request, other: Request) -> bool:
+    """Whether another request may read pages of this one's own."""
+    return one is not other and bool(set(one.pages[Space.FULL]) & set(other.pages[Space.FULL]))
+
+
+def end(engine: Engine, request: Request, shared: int) -> None:
+    """A request is over, and its own pages are the next that are given out."""
+    request.pages[Space.FULL] = request.pages[Space.FULL][shared:]
+    own = len(request.pages[Space.FULL])
+    engine.free_request(request)
+    free = engine.free[Space.FULL]
+    engine.free[Space.FULL] = free[own:] + free[:own]
+
+
+@each_table
+def test_a_row_and_pages_that_go_to_others_are_no_fault(make: MakeEngine, device: torch.device, provider: str) -> None:
+    """A prompt was computed anew, in another row, in the pages that its first row once had, and is a prefix there."""
+    engine = watched(make, 16, device, provider)
+    first, writer = engine.admit(), engine.admit()
+    engine.run([first], [32])
+    engine.run([first], [1])
+    engine.run([first], [1])
+    pages = list(first.pages[Space.FULL])
+    end(engine, first, 0)
+    engine.free[Space.FULL] = [page for page in engine.free[Space.FULL] if page not in pages] + pages[::-1]
+    engine.run([writer], [32])
+    assert writer.pages[Space.FULL] == pages[:2]
+    cached = share(engine, writer, 2)
+    assert cached.row == first.row
+    engine.run([cached, writer], [1, 1])
+    engine.attention.check_device()
+
+
+@each_page_size
+def test_a_row_whose_pages_are_replaced_by_those_of_a_cache_is_no_fault(
+    page_size: int, device: torch.device, provider: str
+) -> None:
+    """Two requests with one prompt, in chunks: the second's pages are given back for the first's."""
+    engine = watched(SGLang, page_size, device, provider)
+    first, second = engine.admit(), engine.admit()
+    engine.run([second], [16])
+    engine.run([first, second], [32, 16])
+    engine.attention.check_device()
+    for layer in range(len(engine.windows)):
+        k, v = engine.stored[layer, first.row]
+        engine.stored[layer, second.row] = k.copy(), v.copy()
+    count = 32 // page_size
+    given_back, second.pages[Space.FULL][:count] = (
+        second.pages[Space.FULL][:count],
+        first.pages[Space.FULL][:count],
+    )
+    engine.free[Space.FULL].extend(given_back)
+    third = engine.admit()
+    engine.run([first, second, third], [1, 1, 20])
+    engine.run([first, second, third], [1, 1, 1])
+    engine.attention.check_device()
+
+
+@pytest.mark.parametrize("is_said", [False, True])
+def test_a_row_that_goes_to_a_request_of_the_same_length_may_be_said_to(
+    is_said: bool, device: torch.device, provider: str
+) -> None:
+    """A prompt was computed anew in the pages that its row once had, and is that row's prefix now."""
+    engine = watched(SGLang, 16, device, provider)
+    first, writer = engine.admit(), engine.admit()
+    engine.run([first], [32])
+    pages = list(first.pages[Space.FULL])
+    engine.free_request(first)
+    engine.free[Space.FULL] = [page for page in engine.free[Space.FULL] if page not in pages] + pages[::-1]
+    engine.run([writer], [32])
+    assert writer.pages[Space.FULL] == pages
+    cached = share(engine, writer, 2)
+    assert cached.row == first.row
+    if is_said:
+        engine.attention.forget(engine.ints([cached.row]))
+        engine.run([cached], [1])
+        engine.attention.check_device()
+    else:
+        engine.run([cached], [1])
+        assert_told(engine)
+
+
+def test_a_larger_table_than_the_one_that_is_watched_is_refused(device: torch.device, provider: str) -> None:
+    engine = watched(SGLang, 16, device, provider)
+    source = engine.sources()[Space.FULL]
+    assert isinstance(source, TableSource)
+    larger = torch.cat([source.entries, source.entries])
+    with pytest.raises(Exception, match="14 rows, and those of 7 are watched; build with the largest table"):
+        engine.attention.tables.use(larger)

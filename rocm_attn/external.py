@@ -202,16 +202,17 @@ class ExternalAttention:
     ) -> None:
         self.device, self.bounds = with_index(device), bounds
         self.options = options = options if options is not None else ExternalOptions()
-        self.guards = guards = guards if guards is not None else guards_from_settings()
+        self.guards = guards = guards_from_settings() if guards is None else guards
         guards.warn()
         problems, spaces = [layer.problem for layer in layers], [layer.space for layer in layers]
+        page_size = _page_size(problems)
         tables = tables if isinstance(tables, Mapping) else {Space.FULL: tables}
         _check_spaces(spaces, tables)
         self._gate = ExternalGate(guards.adopted)
         self.tables = AdoptedTables(
             tables,
             {space: _window([p for p, its in zip(problems, spaces, strict=True) if its == space]) for space in tables},
-            page_size=_page_size(problems),
+            page_size=page_size,
             max_kv_len=bounds.kv_len,
             num_seqs=bounds.num_seqs,
             short_kv=options.short_kv,
@@ -246,7 +247,7 @@ class ExternalAttention:
         self._selections = StepSelections(first_core.layers.selecting, guards.step.layers.selection_of)
         self._watches: tuple[PageWatch, ...] = ()
         if options.watches_pages:
-            rows = self.tables.most_rows = self.tables.num_rows
+            rows = self.tables.most_rows = self.tables.rows.num
             sizes = rows, self.tables.width, bounds.num_pages, self.device
             self._watches = tuple(PageWatch.of(*sizes) for _ in self.tables.spaces)
         self.layers = ExternalLayers(self._gate, self._selections)

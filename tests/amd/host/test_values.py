@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs
 from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, step_kind
-from rocm_attn.batch.prefixes import NO_PREFIXES
+from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded
@@ -239,3 +239,22 @@ def test_a_batch_takes_plain_sequences() -> None:
     assert batch.num_tokens == 3
     assert [values.tolist() for values in (batch.rows, batch.kv_len, batch.q_len)] == [[1, 2], [10, 3], [1, 2]]
     assert batch.rows.dtype == np.int32
+
+
+def test_what_was_checked_of_a_batch_is_what_a_step_reads() -> None:
+    ids = np.array([5, 6], np.int32)
+    prefixes = SharedPrefixes([PrefixGroup(2, 4)])
+    one = np.array([1, 1], np.int32)
+    made = StepBatch(one.copy(), one + 7, one, ids, prefixes=prefixes)
+    ids[:] = 0
+    assert made.token_ids.tolist() == [5, 6]
+    for array in (made.rows, made.kv_len, made.q_len, made.token_ids, prefixes.prefix_len, prefixes.group_end):
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 8
+
+
+def test_v_and_scale_are_those_of_most_models_unless_they_are_given() -> None:
+    problem = Problem(8, 2, 64, torch.bfloat16, 16)
+    assert (problem.v_head_dim, problem.scale) == (64, 0.125)
+    wider = replace(problem, head_dim=128)
+    assert (wider.v_head_dim, wider.scale) == (64, 0.125), "they were given by now"

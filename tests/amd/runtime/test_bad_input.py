@@ -206,3 +206,15 @@ def test_integers_of_numpy_are_numbers(device: torch.device) -> None:
     assert (
         build_runtime([small_problem()], RuntimeOptions(provider=PROVIDER, **numbers), device=device).max_kv_len == 16
     )
+
+
+def test_pages_join_no_graph_of_gradients(world: World) -> None:
+    """A forward without no_grad() would keep every step's K, and fail in a later step."""
+    for _ in range(2):
+        part = world.runtime.step(world.batch(world.requests, [1, 1])).parts[0]
+        q, k, v = (rows.requires_grad_() for rows in world.qkv(world.problems[0], part))
+        part.layers.store(0, k, v)
+        assert not world.runtime.pool.layer(0).k.requires_grad
+        with torch.no_grad():
+            part.layers.attend(0, q, torch.empty_like(q))
+        world.runtime.end_step()

@@ -139,3 +139,8 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(device: torc
         with pytest.raises(BadTensor, match=sentence):
             convert_pages(*given)
     assert torch.equal(target.raw_k, before)
+    # The same memory under both encodings: a page would be read after it was overwritten.
+    k, v = (side.view(FNUZ.dtype) for side in (source.raw_k, source.raw_v))
+    itself = LayerPages(k, v, replace(FORM, encoding=FNUZ), source.k_scale, source.v_scale)
+    with pytest.raises(BadTensor, match="page 2 is read and written, and both pools are one"):
+        convert_pages(source, itself, ids(1, 2, device=device), ids(2, 1, device=device))

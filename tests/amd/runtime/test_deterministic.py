@@ -269,3 +269,16 @@ def test_long_sequences_give_the_same_bits_on_a_gpu(layer: str, graphs: bool, de
             if not same_bits(told, alone):
                 different.append((chunks, companions))
     assert not different
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(8, 7), (10, 10), (7, 5)])
+def test_rows_of_no_multiple_of_16_bytes_have_the_same_bits_too(dim: int, v_dim: int) -> None:
+    problem = small_problem(16, head_dim=dim, v_head_dim=v_dim)
+    story = Story.random(problem, 150, 4)
+
+    def teller() -> Teller:
+        return Teller(torch.device("cpu"), "torch", problem)
+
+    alone = in_chunks(150)(teller(), story)
+    for name in ("one_token_last", "small", "odd", "beside_others", "halves"):
+        assert same_bits(WAYS[name](teller(), story), alone), name

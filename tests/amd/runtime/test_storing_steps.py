@@ -44,6 +44,14 @@ def over_keys(layers: LayerCalls, q: Tensor, k: Tensor, v: Tensor, out: Tensor) 
     out.copy_(memory.view_as(q))
 
 
+def over_values(layers: LayerCalls, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """As at_once, with V in the middle of the memory that outputs go to."""
+    memory = torch.zeros(q.numel(), dtype=v.dtype, device=v.device)
+    given = memory[32 : 32 + v.numel()].view_as(v).copy_(v)
+    layers.store_and_attend(0, q, k, given, memory.view_as(q))
+    out.copy_(memory.view_as(q))
+
+
 def one_by_one(layers: LayerCalls, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     layers.store(0, k, v)
     layers.attend(0, q, out)
@@ -98,10 +106,13 @@ def test_a_layer_that_stores_and_attends_is_both_calls_with_a_launch_less(kernel
 
 
 @with_triton
-def test_outputs_may_lie_where_k_came_in(kernel_device: torch.device) -> None:
+@pytest.mark.parametrize("layer", [over_keys, over_values])
+def test_outputs_may_lie_where_k_or_v_came_in(
+    layer: Callable[[LayerCalls, Tensor, Tensor, Tensor, Tensor], None], kernel_device: torch.device
+) -> None:
     """A launch that does both would write there before all of it is stored: there are two."""
     q_lens = [FIRST, 1, 1]
-    outs, _, launches = serve(over_keys, q_lens, kernel_device)
+    outs, _, launches = serve(layer, q_lens, kernel_device)
     others, _, apart = serve(one_by_one, q_lens, kernel_device)
     assert all(map(torch.equal, outs, others))
     assert launches == apart

@@ -42,7 +42,11 @@ class FitsLater(CapacityExceeded):
 
 
 class OutOfPages(FitsLater):
-    """The KV pool has too few free pages."""
+    """The KV pool has too few free pages. missing: how many more must become free"""
+
+    def __init__(self, message: str, *, missing: int = 0) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class OutOfRows(FitsLater):

@@ -135,7 +135,9 @@ class AttentionRuntime:
         """
         problem = self.core.layers.problem(layer)
         packed = PackedAttention(problem, self.target, self.options.provider, self.head_weights.of(layer).sinks)
-        return ExpandedPrefill(problem, self.pool.layer(layer), self.table.entries, packed, self.gate.running_batch)
+        return ExpandedPrefill(
+            problem, self.pool.layer(layer), self.table.full.entries, packed, self.gate.running_batch
+        )
 
     @property
     def padding(self) -> PaddingPolicy:

@@ -86,8 +86,8 @@ class StepBatch:
         drafts: AnyDrafts = NO_DRAFTS,
     ) -> None:
         if not (_is_int32(rows) and _is_int32(kv_len) and _is_int32(q_len) and _is_int32(token_ids)):
-            rows, kv_len = _as_int32("rows", rows), _as_int32("kv_len", kv_len)
-            q_len, token_ids = _as_int32("q_len", q_len), _as_int32("token_ids", token_ids)
+            rows, kv_len = as_int32("rows", rows), as_int32("kv_len", kv_len)
+            q_len, token_ids = as_int32("q_len", q_len), as_int32("token_ids", token_ids)
         num_seqs = len(rows)
         if not (num_seqs == len(kv_len) == len(q_len)):
             raise BadBatch(
@@ -149,7 +149,7 @@ def draft_batch(
 
     Raises BadBatch.
     """
-    before = _as_int32("prefix_len", prefix_len)
+    before = as_int32("prefix_len", prefix_len)
     if len(before) and before.item(before.argmax()) > INT32_MAX - drafts.tokens:
         raise BadBatch(f"a prefix of {int(before.max())} tokens with {drafts.tokens} drafts overflows int32")
     q_len = as_many(len(before), drafts.tokens)
@@ -223,7 +223,7 @@ def _is_int32(values: object) -> TypeGuard[Int32Array]:
     return type(values) is np.ndarray and values.dtype is _INT32 and values.strides == _STRIDES
 
 
-def _as_int32(name: str, values: object) -> Int32Array:
+def as_int32(name: str, values: object) -> Int32Array:
     """values as a contiguous int32 vector, without wrapping a value that does not fit."""
     array = np.asarray(values)
     if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous:

@@ -124,7 +124,7 @@ class StepRunner(Generic[Outputs]):
         """A snapshot of what was done so far, and of the pages that are held now."""
         held = {table.space: table.num_usable_pages - table.num_free_pages for table in self._runtime.table.spaces}
         return self.metrics.snapshot(
-            usable_pages=self._runtime.table.num_usable_pages,
+            usable_pages=self._runtime.table.full.num_usable_pages,
             pages_in_use=held[Space.FULL],
             swa_pages_in_use=held.get(Space.SWA, 0),
             graphs_off=self._why_no_graphs(),

@@ -15,12 +15,12 @@ ChangedRows = Callable[[int, Int32Array], list[int]]
 
 def checked_batch(table: RequestTable) -> ForBatch:
     """Batches that the table has no rows or no room for are refused."""
-    return table.check_batch
+    return table.checks.check
 
 
 def stored_before_it_is_read(table: RequestTable) -> tuple[ForBatch, ForBatch]:
     """What refuses a step that begins after what is stored, and one that stores nothing and needs more than that."""
-    return table.check_stored, table.require_stored
+    return table.checks.check_stored, table.checks.require_stored
 
 
 def before_the_steps_windows(table: RequestTable) -> ForBatch:

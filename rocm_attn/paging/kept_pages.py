@@ -71,6 +71,11 @@ class KeptPages:
         self._ids[places] = ids
         return ids
 
+    def ids(self) -> KeptIds:
+        """int64 [n]: all ids that are kept."""
+        kept: KeptIds = self._ids[self._ids > 0]
+        return kept
+
     def places_of(self, given: GivenIds) -> KeptIds:
         """int64 [n]: the places of ids. Raises WrongState unless all are kept, and each is named once."""
         ids = np.asarray(given, np.int64)

@@ -256,13 +256,14 @@ class PageTable:
                 + ("" if self.window_left == ALL_KEYS else ", or go on by fewer tokens at a time, with evict() before")
             )
 
-    def refuse(self, rows: Sequence[int], kv_len: Sequence[int]) -> NoReturn:
+    def refuse(self, rows: Sequence[int], kv_len: Sequence[int], needed: int) -> NoReturn:
         """Raise for rows that need more pages than are free: NeverFits as must_fit, else OutOfPages."""
         for row, length in zip(rows, kv_len, strict=True):
             self.must_fit(row, length)
         raise OutOfPages(
-            f"{len(rows)} sequences need more pages{self.pages.of} than the {self.num_free_pages} that are free; "
-            f"free a request or raise {self.pages.knob}"
+            f"{len(rows)} sequences need {needed} more pages{self.pages.of} and {self.num_free_pages} are free; "
+            f"free a request or raise {self.pages.knob}",
+            missing=needed - self.num_free_pages,
         )
 
     def shares(self, rows: Int32Array, page_no: Int32Array) -> npt.NDArray[np.bool_]:

@@ -166,7 +166,7 @@ class PrefixCache:
         self._has_rows = self._has_rows or row.is_cached
         self._begin_change()
         start = len(found) * self._page_size
-        number = self._table.admit_over([page.kept_id for page in found], start) if found else self._table.admit()
+        number = self._table.kept.admit_over([page.kept_id for page in found], start) if found else self._table.admit()
         row.pages = list(found)
         row.first_held = [pages.pages.first_needed(start, self._page_size) for pages in self._table.spaces]
         row.moves_at = self._next_move(row)
@@ -191,7 +191,7 @@ class PrefixCache:
                 numbers += [number] * len(missing)
                 page_nos += missing
         if numbers:
-            ids = self._table.keep_all(np.array(numbers, np.int32), np.array(page_nos, np.int32)).tolist()
+            ids = self._table.kept.keep_all(np.array(numbers, np.int32), np.array(page_nos, np.int32)).tolist()
             for page, kept_id in zip(fresh.values(), ids, strict=True):
                 page.kept_id = kept_id
                 self._put(page)
@@ -242,14 +242,14 @@ class PrefixCache:
         if space == _FULL:
             while idle and missing > 0:
                 missing -= self._remove(next(iter(idle)), given_back)
-            self._table.drop(given_back)
+            self._table.kept.drop(given_back)
         else:
             while idle and missing > 0:
                 page, _ = idle.popitem(last=False)
                 page.num_rows[space] = _NOT_KEPT
                 given_back.append(page.kept_id)
                 missing -= 1
-            self._table.drop(given_back, (self._table.spaces[space].space,))
+            self._table.kept.drop(given_back, (self._table.spaces[space].space,))
         self._is_changing = False
 
     def end_step(self) -> None:
@@ -306,7 +306,7 @@ class PrefixCache:
             page.after, old.after = old.after, {}
             for after in page.after.values():
                 after.before = page
-            self._table.drop([self._give_up(old)])
+            self._table.kept.drop([self._give_up(old)])
         self._pages[page.key] = page
         page.num_rows = [1] * len(self._idle)
         if page.before is not None:
@@ -362,7 +362,7 @@ class PrefixCache:
             page.num_rows, page.before, page.after = [_NOT_KEPT] * len(self._idle), None, {}
         for idle in self._idle:
             idle.clear()
-        self._table.drop_all()
+        self._table.kept.drop_all()
         self._pages = {}
         self._is_changing = False
 
@@ -372,7 +372,7 @@ class PrefixCache:
         for page in pages:
             if page.num_rows[_FULL] != _NOT_KEPT:
                 self._remove(page, given_back)
-        self._table.drop(given_back)
+        self._table.kept.drop(given_back)
         self._is_changing = False
 
     def _remove(self, page: CachedPage, given_back: list[int]) -> int:

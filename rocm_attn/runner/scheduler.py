@@ -269,7 +269,7 @@ class Scheduler:
         rows, kv_len: int32 [n]; of sequences that run
         """
         table = self._table
-        if table.has_room(rows, kv_len):
+        if table.is_reserved(rows, kv_len):
             return True
         held = num_pages(table.room(rows), table.page_size)
         needed = int((num_pages(kv_len, table.page_size) - held).clip(min=0).sum())
@@ -433,7 +433,7 @@ class Scheduler:
             if self._cache.has_windows:
                 self._evict(scheduled, rows, stored)
             kv_len, page_size = stored + new, self._table.page_size
-            if self._table.has_room(rows, kv_len):
+            if self._table.is_reserved(rows, kv_len):
                 return scheduled, verified, lengths, budget
             # At most: mostly as many are free, and there is nothing to be counted.
             if sum([q_len for _, q_len in scheduled]) // page_size + len(scheduled) > self._table.fewest_free_pages:
@@ -457,7 +457,7 @@ class Scheduler:
         table, page_size = self._table, self._table.page_size
         if not (self._waiting or self._cache.has_windows):
             own = int((num_pages(kv_len, page_size) - num_pages(stored, page_size)).sum())
-            if table.num_free_pages >= own + 2 * len(rows) * (_TOKENS_AHEAD // page_size + 1):
+            if table.full.num_free_pages >= own + 2 * len(rows) * (_TOKENS_AHEAD // page_size + 1):
                 self._has_ahead = True
                 kv_len = np.minimum(kv_len + np.int32(_TOKENS_AHEAD), np.int32(table.max_kv_len))
         table.reserve_all(rows, kv_len)

@@ -44,14 +44,14 @@ def place_rows(table: RequestTable, kv_len: Sequence[int], boundaries: Sequence[
     """
     wanted = sum(num_pages(length, table.page_size) for length in kv_len)
     share = -(-wanted // (len(boundaries) + 1)) + 1
-    spans = _spans(boundaries, share, table.num_usable_pages)
+    spans = _spans(boundaries, share, table.full.num_usable_pages)
     others, ours = [], []
     page = 1
     for first, end in spans:
         others += _take(table, first - page)
         ours += _take(table, end - first)
         page = end
-    others += _take(table, table.num_free_pages)
+    others += _take(table, table.full.num_free_pages)
     for row in ours:  # the only pages that are free now
         table.free(row)
     rows = [table.admit() for _ in kv_len]

@@ -387,7 +387,7 @@ class World:
     def held_pages(self, space: Space) -> set[int]:
         """The pages of a space that requests hold, or that are kept; page 0 may be among them."""
         of_requests = (self._table.pages_of(request.row, space).tolist() for request in self.requests)
-        return set().union(*of_requests, *(self._table.kept_pages(kept.ids, space).tolist() for kept in self.kept))
+        return set().union(*of_requests, *(self._table.kept.pages(kept.ids, space).tolist() for kept in self.kept))
 
     def _draw(self, action: Action, bucket_sizes: tuple[int, ...]) -> DrawnStep:
         if action is Action.DRAFT:
@@ -487,14 +487,14 @@ class World:
         """The sequences of a step by their first page, in the order in which these come."""
         families: dict[int, list[tuple[Request, int]]] = {}
         for request, q_len in new:
-            families.setdefault(int(self._table.entries_host[request.row, 0]), []).append((request, q_len))
+            families.setdefault(int(self._table.full.entries_host[request.row, 0]), []).append((request, q_len))
         return list(families.values())
 
     def _group(self, family: list[tuple[Request, int]]) -> PrefixGroup:
         """Sequences that share all whole pages that are the same for all of them, or some of these."""
         rows = [request.row for request, _ in family]
         most = min(request.num_stored for request, _ in family) // self.scenario.page_size
-        entries = self._table.entries_host[rows, :most]
+        entries = self._table.full.entries_host[rows, :most]
         common = int((entries == entries[0]).all(0).cumprod().sum())
         pages = common if self._chance(0.7) else self._below(common + 1)
         return PrefixGroup(len(family), pages * self.scenario.page_size)
@@ -584,8 +584,8 @@ class World:
             has_swa = self._table.pages_of(request.row, Space.SWA)[:end] > 0
             first = int(np.argmax(has_swa)) if has_swa.any() else end
             ids = [
-                *self._table.keep(request.row, 0, first, [Space.FULL]).tolist(),
-                *self._table.keep(request.row, first, end).tolist(),
+                *self._table.kept.keep(request.row, 0, first, [Space.FULL]).tolist(),
+                *self._table.kept.keep(request.row, first, end).tolist(),
             ]
             if ids:
                 self.kept.append(KeptTokens(ids, request.token_ids[: end * page_size]))
@@ -602,7 +602,7 @@ class World:
         kv_len = min(end * page_size - back, self.scenario.max_kv_len - 1)
         ids = [self._any_like(kept, page_no) for page_no in range(-(-kv_len // page_size))]
         try:
-            row = self._table.admit_over(ids, kv_len)
+            row = self._table.kept.admit_over(ids, kv_len)
         except BadBatch:  # what its window needs is not kept; a refusal must leave everything as it is
             return
         limit = self._between(kv_len + 1, self.scenario.max_kv_len)
@@ -619,15 +619,15 @@ class World:
         if not self.kept:
             return
         kept = self.kept[self._below(len(self.kept))]
-        in_swa = [id_ for id_, page in zip(kept.ids, self._table.kept_pages(kept.ids, Space.SWA), strict=True) if page]
+        in_swa = [id_ for id_, page in zip(kept.ids, self._table.kept.pages(kept.ids, Space.SWA), strict=True) if page]
         if in_swa and self._chance(0.4):
-            self._table.drop(in_swa, [Space.SWA])
+            self._table.kept.drop(in_swa, [Space.SWA])
             self._happened(Action.DROP, f"{len(in_swa)} kept pages of the SWA space")
         else:
             self._drop(kept)
 
     def _drop(self, kept: KeptTokens) -> None:
-        self._table.drop(kept.ids)
+        self._table.kept.drop(kept.ids)
         self.kept.remove(kept)
         self._happened(Action.DROP, f"{len(kept.ids)} kept pages")
 

@@ -159,7 +159,7 @@ class StepGate:
     def _checked(self, batch: StepBatch) -> str:
         """Why a step of the batch may not store, or nothing. Raises BadBatch."""
         self._check_stored(batch)
-        return self._table.why_no_store(batch)
+        return self._table.checks.why_no_store(batch)
 
     def _publish(self, batch: StepBatch, plan: StepPlan, refusal: str, takers: Collection[StepPlan]) -> Step:
         """Bring a checked step to where the device reads it. The gate's device is the current one."""

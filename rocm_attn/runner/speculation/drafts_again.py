@@ -53,7 +53,7 @@ class DeviceSlot:
         header = slot_header(self._num_seqs, self._num_seqs * self._q_len, number, False, number)
         words[: parts.rows.start] = np.frombuffer(header, np.int32)
         words[parts.rows], words[parts.kv_len], words[parts.q_len] = rows, most, self._q_len
-        words[parts.floor] = self._runtime.table.floors(rows)
+        words[parts.floor] = self._runtime.table.checks.floors(rows)
         # The step's lengths are made of what is stored: no gap can be between.
         words[parts.stored] = most
         self.words.copy_(sent(words, self._runtime.device))

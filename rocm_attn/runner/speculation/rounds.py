@@ -278,7 +278,7 @@ class DeviceRounds:
         self._picker = picker = asking.plain
         self._width = 1 + num_drafts
         table, device = runtime.table, runtime.device
-        num_rows, most_seqs = len(table.entries_host), len(picker.tokens) // self._width
+        num_rows, most_seqs = len(table.full.entries_host), len(picker.tokens) // self._width
         with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
             most = table.max_kv_len + 1 + self._width
             self._texts = torch.zeros(num_rows, most, dtype=torch.int32, device=device)

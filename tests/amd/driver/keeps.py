@@ -80,7 +80,11 @@ def dropped_twice(world: World) -> None:
     if not world.dropped:
         return
     table, id_ = world.runtime.table, world.rng.choice(world.dropped)
-    uses = (lambda: table.drop([id_]), lambda: table.admit_over([id_], 1), lambda: table.num_holders_of([id_]))
+    uses = (
+        lambda: table.kept.drop([id_]),
+        lambda: table.kept.admit_over([id_], 1),
+        lambda: table.kept.num_holders_of([id_]),
+    )
     world.say(f"the dropped id {id_} is used again")
     if not world.refusal(world.rng.choice(uses)):
         raise Finding(f"the dropped id {id_} was taken for a kept page")

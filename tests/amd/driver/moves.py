@@ -231,7 +231,7 @@ def wiped_table(world: World) -> None:
     if row not in world.requests or not begin < world.end(row) < world.runtime.max_kv_len:
         return
     world.say(f"the table's row {row} is wiped on the device")
-    world.runtime.table.entries[row].zero_()
+    world.runtime.table.full.entries[row].zero_()
     again = plain(world)
     if again is not None and any(seq.row == row and seq.ids for seq in again.seqs):
         again.seqs[:] = [seq for seq in again.seqs if seq.row == row]
@@ -420,4 +420,4 @@ def _must_raise_wrong_state(call: Callable[[], object]) -> None:
 
 def _shares_page(world: World, row: int, page_no: int) -> bool:
     table = world.runtime.table
-    return table.num_holders(int(table.pages_of(row)[page_no])) > 1
+    return table.kept.num_holders(int(table.pages_of(row)[page_no])) > 1

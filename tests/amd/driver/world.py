@@ -187,7 +187,7 @@ class World:
 
     def kept_pages(self) -> dict[Space, tuple[int, ...]]:
         """What is kept; 0 where that is nothing."""
-        return {space: tuple(self.runtime.table.kept_pages([*self.kept], space).tolist()) for space in self.spaces()}
+        return {space: tuple(self.runtime.table.kept.pages([*self.kept], space).tolist()) for space in self.spaces()}
 
     def state(self) -> Held:
         """What a refused call must leave as it was."""
@@ -210,7 +210,7 @@ class World:
             del holders[0]
             pages = set(holders)
             of_space = table.space(space)
-            counted = {page: table.num_holders(page, space) for page in holders}
+            counted = {page: table.kept.num_holders(page, space) for page in holders}
             if counted != holders and not (
                 self.was_interrupted and all(holders[page] <= counted[page] for page in pages)
             ):
@@ -315,7 +315,7 @@ class World:
     def keep(self, row: int, first: int, end: int, spaces: Sequence[Space]) -> None:
         """Keep pages of a request. Raises what the table does."""
         table, request = self.runtime.table, self.requests[row]
-        ids = table.keep(row, first, end, spaces).tolist()
+        ids = table.kept.keep(row, first, end, spaces).tolist()
         # What a step that is said to have gone back would store again is refused.
         request.may_be_refused |= end * table.page_size > request.end
         for page_no, id_ in enumerate(ids, first):
@@ -324,7 +324,7 @@ class World:
 
     def begin_over(self, ids: Sequence[int], kv_len: int) -> int:
         """A request over kept pages. Raises what the table does."""
-        row = self.runtime.table.admit_over(ids, kv_len)
+        row = self.runtime.table.kept.admit_over(ids, kv_len)
         last = self.kept[ids[-1]]
         self.requests[row] = Request(last.script, kv_len, kv_len, kv_len, last.ancestor)
         self.oracle.begin(row, [token for id_ in ids for token in self.kept[id_].looked_up][:kv_len])
@@ -332,7 +332,7 @@ class World:
 
     def drop(self, ids: Sequence[int], spaces: Sequence[Space]) -> None:
         """Let go of kept pages. Raises what the table does."""
-        self.runtime.table.drop(ids, spaces)
+        self.runtime.table.kept.drop(ids, spaces)
         for id_ in ids:
             self.kept[id_].spaces -= {*spaces}
             if not self.kept[id_].spaces:

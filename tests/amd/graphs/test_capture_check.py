@@ -111,7 +111,7 @@ def test_right_graphs_pass_and_nothing_is_left_behind(rows: int, provider: str, 
         assert runner.counters.graphs_off == ""
         assert runner.counters.replays == len(SERVED) - 1
         table = tiny.runtime.table
-        assert (table.num_free_rows, table.num_free_pages) == (rows, 199)
+        assert (table.num_free_rows, table.full.num_free_pages) == (rows, 199)
     assert same(*outs)
 
 

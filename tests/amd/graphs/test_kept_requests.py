@@ -26,7 +26,7 @@ def kept_values(runtime: AttentionRuntime, ids: np.ndarray[tuple[int, ...], np.d
     values = []
     for layer in range(2):
         space = runtime.pool.space_of_layer(layer)
-        pages = torch.from_numpy(runtime.table.kept_pages(ids, space)).long().to(runtime.device)
+        pages = torch.from_numpy(runtime.table.kept.pages(ids, space)).long().to(runtime.device)
         values += [side[pages].clone() for side in (runtime.pool.layer(layer).k, runtime.pool.layer(layer).v)]
     return values
 
@@ -41,7 +41,7 @@ def test_the_check_of_a_graph_leaves_kept_pages_alone(swa_pages: int, device: to
     requests = Requests(runtime)
     requests.admit(1)
     requests.run(runner, [12])
-    ids = table.keep(requests.rows[0], 0, 3)
+    ids = table.kept.keep(requests.rows[0], 0, 3)
     table.free(requests.rows.pop())
     requests.kv_len.pop()
     before = kept_values(runtime, ids)
@@ -52,7 +52,7 @@ def test_the_check_of_a_graph_leaves_kept_pages_alone(swa_pages: int, device: to
     assert runner.counters.replays > 0
     for old, new in zip(before, kept_values(runtime, ids), strict=True):
         assert torch.equal(old, new)
-    assert all(table.num_holders_of(ids, space.space).tolist() == [1, 1, 1] for space in table.spaces)
+    assert all(table.kept.num_holders_of(ids, space.space).tolist() == [1, 1, 1] for space in table.spaces)
 
 
 def test_a_request_over_kept_pages_is_served_as_if_it_had_stored_them(device: torch.device) -> None:
@@ -64,7 +64,7 @@ def test_a_request_over_kept_pages_is_served_as_if_it_had_stored_them(device: to
         first = table.admit()
         ids = torch.randint(1, 50, (11,), generator=torch.Generator().manual_seed(5)).tolist()
         run(tiny.runtime, runner, first, ids[:9], 0)
-        row = table.admit_over(table.keep(first, 0, 2), 8) if over else table.fork(first, 8)
+        row = table.kept.admit_over(table.kept.keep(first, 0, 2), 8) if over else table.fork(first, 8)
         table.free(first)
         outs.append([run(tiny.runtime, runner, row, ids[at : at + 1], at).clone() for at in range(8, 11)])
         assert runner.counters.replays > 0

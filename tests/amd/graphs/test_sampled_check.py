@@ -142,7 +142,7 @@ def test_a_write_to_what_is_reserved_is_counted(
     tiny = Tiny.build(device, provider)
     tap = LayerTap()
     tiny.around = tap.around
-    table, pages = tiny.runtime.table.entries, tiny.runtime.pool.layer(1)
+    table, pages = tiny.runtime.table.full.entries, tiny.runtime.pool.layer(1)
     requests, writes = Requests(tiny.runtime), torch.zeros((), dtype=torch.int32, device=tiny.runtime.device)
 
     def forward(step: Part) -> Tensor:

@@ -122,8 +122,8 @@ def test_the_reserved_row_is_never_written(graphs: bool, device: torch.device) -
         requests = serving.admit(2)
         serving.run(requests, [4, 3])
         table = serving.runtime.table
-        table.entries_host[0, 0] = table.pages_of(requests[0].row)[0]
-        table.pending.cells.append((0, 0, 1))
+        table.full.entries_host[0, 0] = table.pages_of(requests[0].row)[0]
+        table.full.pending.cells.append((0, 0, 1))
         serving.run(requests, [1, 1])
         return serving.out[2:8], requests[0].v[0][0].repeat_interleave(3, 0)
 

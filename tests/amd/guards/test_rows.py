@@ -42,7 +42,7 @@ def test_a_row_filled_past_its_width_stays_out_of_the_next_row(
     serving.run([second], [1])
     # Four of its nine tokens are looked for in a page of the other request, to which nothing was stored.
     assert not serving.is_right([second], [1])
-    assert serving.runtime.table.entries[second.row, 0] == serving.runtime.table.pages_of(second.row)[0]
+    assert serving.runtime.table.full.entries[second.row, 0] == serving.runtime.table.pages_of(second.row)[0]
 
 
 @pytest.mark.parametrize("provider", providers())

@@ -68,7 +68,7 @@ def forked(served: Repeating) -> None:
 
 
 def kept(served: Repeating) -> None:
-    served.runtime.table.keep(served.row, 0, 2)
+    served.runtime.table.kept.keep(served.row, 0, 2)
 
 
 def cut(served: Repeating) -> None:

@@ -54,10 +54,10 @@ def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: boo
         (parent,) = serving.admit(1)
         serving.step([parent], [7])
         serving.step([parent], [1])
-        heir = serving.world.begin_over(parent, serving.runtime.table.keep(parent.row, 0, 2), 8)
+        heir = serving.world.begin_over(parent, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
         serving.free(heir)  # what is kept stays, without a row
         take_back(parent, 5)
-        heir = serving.world.begin_over(heir, serving.runtime.table.keep(parent.row, 0, 2), 8)
+        heir = serving.world.begin_over(heir, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
         return serving, parent, heir
 
     serving, parent, heir = parent_and_heir(ALL_ON)
@@ -86,15 +86,15 @@ def test_dropped_pages_are_not_begun_over(provider: str, graphs: bool, device: t
         table = serving.runtime.table
         first, other = serving.admit(2)
         serving.step([first, other], [8, 8])
-        ids = table.keep(first.row, 0, 2)
-        table.drop(ids)
-        table.keep(other.row, 0, 2)
+        ids = table.kept.keep(first.row, 0, 2)
+        table.kept.drop(ids)
+        table.kept.keep(other.row, 0, 2)
         return serving, first, ids
 
     serving, first, ids = dropped(ALL_ON)
     with pytest.raises(WrongState, match="is not the id of a page that is kept: it was dropped already"):
         serving.world.begin_over(first, ids, 8)
-    serving.step([serving.world.begin_over(first, serving.runtime.table.keep(first.row, 0, 2), 8)], [1])
+    serving.step([serving.world.begin_over(first, serving.runtime.table.kept.keep(first.row, 0, 2), 8)], [1])
 
     serving, first, ids = dropped(Guards().without("kept_ids"))
     over = serving.world.begin_over(first, ids, 8)

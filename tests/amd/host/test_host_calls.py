@@ -187,7 +187,7 @@ def test_room_within_pages_is_reserved_by_few_calls() -> None:
     assert within_pages() > 20, "a shared page is looked at, and copied"
     assert table.pages_of(int(rows[0]))[-1] != table.pages_of(int(rows[1]))[-1]
     within_pages()
-    table.check_batch(StepBatch(rows, server.kv_len, server.ones))  # by which the rows are known to be distinct
+    table.checks.check(StepBatch(rows, server.kv_len, server.ones))  # by which the rows are known to be distinct
     assert within_pages() == counts[0]
 
 

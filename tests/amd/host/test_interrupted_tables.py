@@ -34,7 +34,7 @@ def make_table() -> RequestTable:
 
 def kept_in(table: RequestTable, space: int) -> Counter[int]:
     """Kept page -> keeps of it, by what admit_over would hold."""
-    return Counter(table._kept._pages[space, table._kept._ids > 0].tolist())
+    return Counter(table.kept._pages._pages[space, table.kept._pages._ids > 0].tolist())
 
 
 def pages_are_safe(table: RequestTable, rows: list[int]) -> None:
@@ -61,10 +61,10 @@ def tokens_are_safe(table: RequestTable, rows: list[int]) -> None:
     Not by the counts of holders: a fork that an interrupt lost holds pages as well, and no one reads there.
     """
     for row in rows:
-        room, floor = int(table._reserved_len[row]), int(table.tokens.floor[row])
+        room, floor = int(table._rows.reserved_len[row]), int(table.tokens.floor[row])
         assert table.tokens.stored_len[row] <= room, "tokens without pages count as stored"
         for pages, other in product(table.spaces, set(rows) - {row}):
-            of_both = min(room, int(table._reserved_len[other]))
+            of_both = min(room, int(table._rows.reserved_len[other]))
             both = zip(*(table.pages_of(one, pages.space).tolist() for one in (row, other)), strict=False)
             for page_no, (page, others) in enumerate(both):
                 if page == others != RESERVED_PAGE:
@@ -98,13 +98,13 @@ def keep(table: RequestTable, row: int, ids: list[int], rng: random.Random) -> N
     """Keep some of a row's first pages, in both spaces while the other has them."""
     end = rng.randint(0, int(table.tokens.stored_len[row]) // 4)
     spaces = [Space.FULL] if rng.random() < 0.3 else [Space.FULL, Space.SWA]
-    ids += table.keep(row, 0, end, spaces).tolist()
+    ids += table.kept.keep(row, 0, end, spaces).tolist()
 
 
 def drop(table: RequestTable, ids: list[int], rng: random.Random) -> None:
     """Drop some of what is kept, or a space of it; what was interrupted before may be dropped already."""
     some = rng.sample(ids, rng.randint(0, min(3, len(ids))))
-    table.drop(some, [[Space.FULL, Space.SWA], [Space.SWA]][rng.random() < 0.3])
+    table.kept.drop(some, [[Space.FULL, Space.SWA], [Space.SWA]][rng.random() < 0.3])
 
 
 def over_kept(table: RequestTable, ids: list[int], rng: random.Random) -> int:
@@ -112,24 +112,24 @@ def over_kept(table: RequestTable, ids: list[int], rng: random.Random) -> int:
     run: list[int] = []
     for id_ in ids:
         with suppress(RocmAttnError):
-            if table._kept.page_no_at(table._kept.places_of([id_])).tolist() == [len(run)]:
+            if table.kept._pages.page_no_at(table.kept._pages.places_of([id_])).tolist() == [len(run)]:
                 run.append(id_)
     run = run[: rng.randint(0, len(run))]
-    return table.admit_over(run, max(0, 4 * len(run) - rng.randint(0, 3)))
+    return table.kept.admit_over(run, max(0, 4 * len(run) - rng.randint(0, 3)))
 
 
 def call_of(table: RequestTable, rows: list[int], ids: list[int], rng: random.Random) -> Callable[[], object]:
     """Something that the owner of the rows may do next."""
     row = rng.choice(rows)
-    room = int(table._reserved_len[row])
+    room = int(table._rows.reserved_len[row])
     some = np.array(rng.sample(rows, rng.randint(1, len(rows))), np.int32)
-    longer = np.array([min(32, int(table._reserved_len[at]) + rng.randint(0, 9)) for at in some], np.int32)
+    longer = np.array([min(32, int(table._rows.reserved_len[at]) + rng.randint(0, 9)) for at in some], np.int32)
     return rng.choice(
         (
             partial(table.reserve, row, min(32, room + rng.randint(0, 12))),
             partial(table.reserve_all, some, longer),
             partial(table.truncate, row, rng.randint(0, room)),
-            partial(table.evict, some, np.array([rng.randint(0, int(table._reserved_len[at])) for at in some])),
+            partial(table.evict, some, np.array([rng.randint(0, int(table._rows.reserved_len[at])) for at in some])),
             partial(table.mark_stored, np.array([row]), np.array([rng.randint(0, room)])),
             partial(keep, table, row, ids, rng),
             partial(drop, table, ids, rng),
@@ -146,7 +146,7 @@ def lives(seed: int, table: RequestTable, interrupt: Callable[[Callable[[], obje
         chance = rng.random()
         if chance < 0.2 and table.num_free_rows:
             parent = rng.choice(rows)
-            make = partial(table.fork, parent, rng.randint(0, int(table._reserved_len[parent])))
+            make = partial(table.fork, parent, rng.randint(0, int(table._rows.reserved_len[parent])))
             if rng.random() < 0.4:
                 make = partial(over_kept, table, ids, rng)
             made: list[int] = []
@@ -156,7 +156,7 @@ def lives(seed: int, table: RequestTable, interrupt: Callable[[Callable[[], obje
             row = rng.choice(rows)
             if interrupt(partial(attempt, partial(table.free, row))):
                 interrupted += 1
-                pages_are_safe(table, [at for at in rows if table._capacity[at] >= 0])
+                pages_are_safe(table, [at for at in rows if table._rows.capacity[at] >= 0])
                 attempt(partial(table.free, row))
             rows.remove(row)
         else:
@@ -189,10 +189,10 @@ def test_pages_that_interrupts_have_lost_come_back_when_nothing_is_kept_any_more
     """All but those that a row holds whose number its owner was not told."""
     table, lines = make_table(), random.Random(-seed)
     lives(seed, table, lambda call: interrupted_at(lines.randint(1, 60), call))
-    interrupted_at(lines.randint(1, 30), table.drop_all)
-    table.drop_all()
-    pages_are_safe(table, [row for row in range(1, 5) if table._capacity[row] >= 0])
-    assert not (table._kept._ids > 0).any()
+    interrupted_at(lines.randint(1, 30), table.kept.drop_all)
+    table.kept.drop_all()
+    pages_are_safe(table, [row for row in range(1, 5) if table._rows.capacity[row] >= 0])
+    assert not (table.kept._pages._ids > 0).any()
     deliver(table)
     for pages in table.spaces:
         held = set(pages.entries_host[pages.entries_host != RESERVED_PAGE].tolist())
@@ -203,10 +203,10 @@ def test_without_interrupts_no_page_is_lost() -> None:
     for seed in range(20):
         table = make_table()
         lives(seed, table, lambda call: bool(call()))
-        rows = [row for row in range(1, 5) if table._capacity[row] >= 0]
+        rows = [row for row in range(1, 5) if table._rows.capacity[row] >= 0]
         deliver(table)
         for row in rows:
             table.free(row)
-        table.drop(table._kept._ids[table._kept._ids > 0])
+        table.kept.drop(table.kept._pages._ids[table.kept._pages._ids > 0])
         deliver(table)
         assert [pages.num_free_pages for pages in table.spaces] == [39, 40]

@@ -58,89 +58,89 @@ def state_of(table: RequestTable) -> object:
         (pages.entries_host.tolist(), list(pages._free), pages._holders.tolist(), list(pages.pending.cells))
         for pages in table.spaces
     ]
-    kept = table._kept
+    kept = table.kept._pages
     tokens = table.tokens.stored_len.tolist(), table.tokens.floor.tolist()
-    return spaces, tokens, kept._ids.tolist(), kept._pages.tolist(), list(table._free_rows)
+    return spaces, tokens, kept._ids.tolist(), kept._pages.tolist(), list(table._rows.free)
 
 
 def test_kept_pages_stay_when_their_row_is_freed_and_until_they_are_dropped() -> None:
     table = make_table()
     row = stored_row(table, 10)
     pages = table.pages_of(row).tolist()
-    ids = table.keep(row, 0, 2)
+    ids = table.kept.keep(row, 0, 2)
     table.free(row)
-    assert table.kept_pages(ids).tolist() == pages[:2]
-    assert table.num_free_pages == FULL_PAGES - 1 - 2
-    assert [table.num_holders(page) for page in pages] == [1, 1, 0]
-    table.drop(ids)
-    assert table.num_free_pages == FULL_PAGES - 1
-    assert table.num_holders(pages[0]) == 0
+    assert table.kept.pages(ids).tolist() == pages[:2]
+    assert table.full.num_free_pages == FULL_PAGES - 1 - 2
+    assert [table.kept.num_holders(page) for page in pages] == [1, 1, 0]
+    table.kept.drop(ids)
+    assert table.full.num_free_pages == FULL_PAGES - 1
+    assert table.kept.num_holders(pages[0]) == 0
 
 
 def test_a_row_begins_over_kept_pages_of_several_rows() -> None:
     table = make_table()
     one, other = stored_row(table, 8), stored_row(table, 12)
-    ids = np.concatenate([table.keep(one, 0, 1), table.keep(other, 1, 3)])
+    ids = np.concatenate([table.kept.keep(one, 0, 1), table.kept.keep(other, 1, 3)])
     wanted = [table.pages_of(one)[0], *table.pages_of(other)[1:3]]
     table.free(one)
     table.free(other)
-    row = table.admit_over(ids, 12)
+    row = table.kept.admit_over(ids, 12)
     assert table.pages_of(row).tolist() == wanted
-    assert table.num_holders_of(ids).tolist() == [2, 2, 2]
+    assert table.kept.num_holders_of(ids).tolist() == [2, 2, 2]
     table.reserve(row, 13)
     batch = step_of(row, 13)
-    table.check_batch(batch)
-    table.check_stored(batch)
-    assert table.why_no_store(batch) == ""
-    again = table.admit_over(ids[:2].tolist(), 8)
+    table.checks.check(batch)
+    table.checks.check_stored(batch)
+    assert table.checks.why_no_store(batch) == ""
+    again = table.kept.admit_over(ids[:2].tolist(), 8)
     assert table.pages_of(again).tolist() == wanted[:2]
-    assert table.num_holders_of(ids).tolist() == [3, 3, 2]
+    assert table.kept.num_holders_of(ids).tolist() == [3, 3, 2]
     table.reserve(again, 9)
     with pytest.raises(BadBatch, match=f"attends to the first 9 tokens of row {again}, of which 8 are stored"):
-        table.require_stored(step_of(again, 9))
+        table.checks.require_stored(step_of(again, 9))
 
 
 def test_a_row_that_begins_within_a_kept_page_copies_it_before_it_stores() -> None:
     table = make_table()
-    ids = table.keep(stored_row(table, 8), 0, 2)
-    row = table.admit_over(ids, 7)
-    kept = int(table.kept_pages(ids)[1])
+    ids = table.kept.keep(stored_row(table, 8), 0, 2)
+    row = table.kept.admit_over(ids, 7)
+    kept = int(table.kept.pages(ids)[1])
     assert table.pages_of(row)[1] == kept
     table.reserve(row, 8)
     own = int(table.pages_of(row)[1])
     assert own != kept
-    assert table.pending.copies == {own: kept}
-    assert table.why_no_store(step_of(row, 8)) == ""
+    assert table.full.pending.copies == {own: kept}
+    assert table.checks.why_no_store(step_of(row, 8)) == ""
 
 
 @pytest.mark.parametrize("whose", ["the row that was kept from", "a row over kept pages"])
 def test_a_row_stores_in_a_kept_page_only_after_it_went_back_to_a_copy(whose: str) -> None:
     table = make_table()
     row = stored_row(table, 8)
-    ids = table.keep(row, 0, 2)
+    ids = table.kept.keep(row, 0, 2)
     if whose == "a row over kept pages":
-        row = table.admit_over(ids, 8)
+        row = table.kept.admit_over(ids, 8)
     message = rf"store token 6 of row {row} in a page that another row, or keep\(\), holds too; call truncate\({row}, 6"
     with pytest.raises(AssertionError, match=message):
-        assert table.why_no_store(step_of(row, 7)) == "", table.why_no_store(step_of(row, 7))
-    assert table.floors(ints(row)).tolist() == [8]
+        assert table.checks.why_no_store(step_of(row, 7)) == "", table.checks.why_no_store(step_of(row, 7))
+    assert table.checks.floors(ints(row)).tolist() == [8]
     table.truncate(row, 6)
     table.reserve(row, 7)
-    assert table.pages_of(row)[1] not in table.kept_pages(ids)
-    assert table.why_no_store(step_of(row, 7)) == ""
+    assert table.pages_of(row)[1] not in table.kept.pages(ids)
+    assert table.checks.why_no_store(step_of(row, 7)) == ""
 
 
 def test_a_row_may_store_again_where_nothing_is_kept_any_more() -> None:
     table = make_table()
     row = stored_row(table, 12)
-    first, second = table.keep(row, 0, 1), table.keep(row, 1, 3)
-    assert table.floors(ints(row)).tolist() == [12]
-    table.drop(second)
-    assert table.floors(ints(row)).tolist() == [4]
-    assert table.why_no_store(step_of(row, 5)) == ""
-    assert table.why_no_store(step_of(row, 4)) != ""
-    table.drop(first)
-    assert table.floors(ints(row)).tolist() == [0]
+    first, second = table.kept.keep(row, 0, 1), table.kept.keep(row, 1, 3)
+    assert table.checks.floors(ints(row)).tolist() == [12]
+    table.kept.drop(second)
+    assert table.checks.floors(ints(row)).tolist() == [4]
+    assert table.checks.why_no_store(step_of(row, 5)) == ""
+    assert table.checks.why_no_store(step_of(row, 4)) != ""
+    table.kept.drop(first)
+    assert table.checks.floors(ints(row)).tolist() == [0]
 
 
 def test_pages_that_are_not_full_of_stored_tokens_are_not_kept() -> None:
@@ -151,60 +151,65 @@ def test_pages_that_are_not_full_of_stored_tokens_are_not_kept() -> None:
     with pytest.raises(
         BadBatch, match="row 1 has 7 stored tokens, which fill the pages before page_no 1; page_no 1 ca"
     ):
-        table.keep(row, 0, 2)
+        table.kept.keep(row, 0, 2)
     with pytest.raises(BadBatch, match=r"pages \[1, 0\) were to be kept"):
-        table.keep(row, 1, 0)
+        table.kept.keep(row, 1, 0)
     with pytest.raises(BadBatch, match="page_no -1 cannot be kept"):
-        table.keep_all(ints(row), ints(-1))
+        table.kept.keep_all(ints(row), ints(-1))
     with pytest.raises(WrongState, match="row 3 is not admitted"):
-        table.keep(3, 0, 1)
+        table.kept.keep(3, 0, 1)
     assert state_of(table) == before
-    assert table.keep(row, 1, 1).tolist() == []
+    assert table.kept.keep(row, 1, 1).tolist() == []
 
 
 def test_what_was_dropped_is_known_as_dropped_whatever_has_come_to_its_pages() -> None:
     table = make_table()
     row = stored_row(table, 8)
-    ids = table.keep(row, 0, 2)
-    others = table.keep(row, 0, 2)
-    table.drop(ids)
+    ids = table.kept.keep(row, 0, 2)
+    others = table.kept.keep(row, 0, 2)
+    table.kept.drop(ids)
     table.free(row)
-    newer = table.keep(stored_row(table, 8), 0, 2)  # in the places of those that were dropped
+    newer = table.kept.keep(stored_row(table, 8), 0, 2)  # in the places of those that were dropped
     before = state_of(table)
-    for use in (table.drop, table.kept_pages, table.num_holders_of, lambda ids: table.admit_over(ids, 8)):
+    for use in (
+        table.kept.drop,
+        table.kept.pages,
+        table.kept.num_holders_of,
+        lambda ids: table.kept.admit_over(ids, 8),
+    ):
         with pytest.raises(WrongState, match=f"{ids[0]} is not the id of a page that is kept: it was dropped already"):
             use(ids)
     for nonsense in ([1], [-int(ids[0])], [0], [2**62], [int(others.max()) + 1]):
         with pytest.raises(WrongState, match=f"{nonsense[0]} is not the id of a page that is kept"):
-            table.drop(nonsense)
+            table.kept.drop(nonsense)
     with pytest.raises(WrongState, match="a kept page is named twice"):
-        table.drop([others[0], others[0]])
+        table.kept.drop([others[0], others[0]])
     assert state_of(table) == before
-    table.drop(np.concatenate([others, newer]))
+    table.kept.drop(np.concatenate([others, newer]))
 
 
 def test_a_row_begins_only_over_pages_that_make_a_sequence_of_its_length() -> None:
     table = make_table()
-    ids = table.keep(stored_row(table, 12), 0, 3)
+    ids = table.kept.keep(stored_row(table, 12), 0, 3)
     before = state_of(table)
     for kv_len in (0, 4, 8, 13, -1):
         with pytest.raises(BadBatch, match="give as many as the tokens need"):
-            table.admit_over(ids, kv_len)
+            table.kept.admit_over(ids, kv_len)
     with pytest.raises(BadBatch, match="kept page 0 was page_no 1 of its sequence; a row begins with page_no 0"):
-        table.admit_over(ids[1:], 8)
+        table.kept.admit_over(ids[1:], 8)
     with pytest.raises(BadBatch, match="kept page 1 was page_no 2 of its sequence"):
-        table.admit_over(ids[::2], 8)
+        table.kept.admit_over(ids[::2], 8)
     assert state_of(table) == before
-    assert table.pages_of(table.admit_over([], 0)).tolist() == []
+    assert table.pages_of(table.kept.admit_over([], 0)).tolist() == []
 
 
 def test_a_row_over_kept_pages_is_as_long_as_any_row_and_takes_one() -> None:
     table = make_table(max_num_seqs=2)
-    ids = table.keep(stored_row(table, 28), 0, 7)
-    table.admit_over(ids, 28)
+    ids = table.kept.keep(stored_row(table, 28), 0, 7)
+    table.kept.admit_over(ids, 28)
     before = state_of(table)
     with pytest.raises(CapacityExceeded, match="all 2 rows are taken; free a request or raise max_num_rows"):
-        table.admit_over(ids, 28)
+        table.kept.admit_over(ids, 28)
     assert state_of(table) == before
 
 
@@ -213,30 +218,30 @@ def test_pages_of_several_rows_are_kept_by_one_call() -> None:
     row = stored_row(table, 8)
     child = table.fork(row, 8)
     other = stored_row(table, 4)
-    ids = table.keep_all(ints(row, child, other, row), ints(0, 0, 0, 1))
+    ids = table.kept.keep_all(ints(row, child, other, row), ints(0, 0, 0, 1))
     held = [table.pages_of(row)[0], table.pages_of(row)[0], table.pages_of(other)[0], table.pages_of(row)[1]]
-    assert table.kept_pages(ids).tolist() == held
-    assert table.num_holders_of(ids).tolist() == [4, 4, 2, 3]
+    assert table.kept.pages(ids).tolist() == held
+    assert table.kept.num_holders_of(ids).tolist() == [4, 4, 2, 3]
     for each in (row, child, other):
         table.free(each)
-    assert table.num_holders_of(ids).tolist() == [2, 2, 1, 1]
-    table.drop(ids)
-    assert table.num_free_pages == FULL_PAGES - 1
+    assert table.kept.num_holders_of(ids).tolist() == [2, 2, 1, 1]
+    table.kept.drop(ids)
+    assert table.full.num_free_pages == FULL_PAGES - 1
 
 
 def test_rows_over_the_same_last_page_alone_share_no_prefix() -> None:
     table = make_table()
     one, other = stored_row(table, 8), stored_row(table, 8)
-    first, second = table.keep(one, 0, 2), table.keep(other, 0, 2)
-    mixed = table.admit_over([first[0], second[1]], 8)
+    first, second = table.kept.keep(one, 0, 2), table.kept.keep(other, 0, 2)
+    mixed = table.kept.admit_over([first[0], second[1]], 8)
     table.reserve_all(ints(other, mixed), ints(9, 9))
     batch = StepBatch(ints(other, mixed), ints(9, 9), ints(1, 1), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
     with pytest.raises(BadBatch, match="sequence 1 does not share the 8 tokens of sequence 0"):
-        table.check_batch(batch)
+        table.checks.check(batch)
     table.free(mixed)
-    same = table.admit_over(second, 8)
+    same = table.kept.admit_over(second, 8)
     table.reserve(same, 9)
-    table.check_batch(StepBatch(ints(other, same), ints(9, 9), ints(1, 1), prefixes=batch.prefixes))
+    table.checks.check(StepBatch(ints(other, same), ints(9, 9), ints(1, 1), prefixes=batch.prefixes))
 
 
 def test_pages_that_left_the_window_are_kept_in_the_full_space_alone() -> None:
@@ -245,54 +250,54 @@ def test_pages_that_left_the_window_are_kept_in_the_full_space_alone() -> None:
     table.evict(ints(row), ints(15))  # tokens from 10 on are seen: page_no 0 and 1 have left
     before = state_of(table)
     with pytest.raises(BadBatch, match="page_no 0 of row 1 has left the window of the SWA space; keep it before"):
-        table.keep(row, 0, 4)
+        table.kept.keep(row, 0, 4)
     assert state_of(table) == before
-    ids = np.concatenate([table.keep(row, 0, 2, spaces=[Space.FULL]), table.keep(row, 2, 4)])
-    assert (table.kept_pages(ids, Space.SWA) > 0).tolist() == [False, False, True, True]
-    assert table.num_holders_of(ids, Space.SWA).tolist() == [0, 0, 2, 2]
+    ids = np.concatenate([table.kept.keep(row, 0, 2, spaces=[Space.FULL]), table.kept.keep(row, 2, 4)])
+    assert (table.kept.pages(ids, Space.SWA) > 0).tolist() == [False, False, True, True]
+    assert table.kept.num_holders_of(ids, Space.SWA).tolist() == [0, 0, 2, 2]
     table.free(row)
-    over = table.admit_over(ids, 16)
-    assert table.pages_of(over, Space.SWA).tolist() == [0, 0, *table.kept_pages(ids[2:], Space.SWA)]
+    over = table.kept.admit_over(ids, 16)
+    assert table.pages_of(over, Space.SWA).tolist() == [0, 0, *table.kept.pages(ids[2:], Space.SWA)]
     with pytest.raises(BadBatch, match="page_no 1 is not kept in the SWA space any more, and steps after 12 tokens"):
-        table.admit_over(ids[:3], 12)
+        table.kept.admit_over(ids[:3], 12)
 
 
 @pytest.mark.parametrize("kv_len", range(1, 29))
 def test_a_row_over_kept_pages_holds_its_windows_and_nothing_before_them(kv_len: int) -> None:
     table = make_table(windowed=True)
-    ids = table.keep(stored_row(table, 28), 0, 7)[: -(-kv_len // PAGE_SIZE)]
-    row = table.admit_over(ids, kv_len)
+    ids = table.kept.keep(stored_row(table, 28), 0, 7)[: -(-kv_len // PAGE_SIZE)]
+    row = table.kept.admit_over(ids, kv_len)
     held = table.pages_of(row, Space.SWA) > 0
     first_seen = max(0, kv_len - WINDOW) // PAGE_SIZE
     assert held.tolist() == [page_no >= first_seen for page_no in range(len(ids))]
     table.reserve(row, kv_len + 1)
-    table.check_batch(step_of(row, kv_len + 1))
+    table.checks.check(step_of(row, kv_len + 1))
 
 
 def test_a_space_can_be_dropped_before_the_other() -> None:
     table = make_table(windowed=True)
     row = stored_row(table, 12)
-    ids = table.keep(row, 0, 3)
+    ids = table.kept.keep(row, 0, 3)
     table.free(row)
-    table.drop(ids[:1], spaces=[Space.SWA])
+    table.kept.drop(ids[:1], spaces=[Space.SWA])
     assert [pages.num_free_pages for pages in table.spaces] == [FULL_PAGES - 1 - 3, SWA_PAGES - 2]
     before = state_of(table)
     with pytest.raises(WrongState, match=f"{ids[0]} is kept, but not in SWA: it was dropped there already, or never"):
-        table.drop(ids, spaces=[Space.SWA])
+        table.kept.drop(ids, spaces=[Space.SWA])
     assert state_of(table) == before
-    assert len(table.pages_of(table.admit_over(ids, 12))) == 3
-    table.drop(ids)
+    assert len(table.pages_of(table.kept.admit_over(ids, 12))) == 3
+    table.kept.drop(ids)
     with pytest.raises(WrongState, match="dropped already"):
-        table.drop(ids[:1])
+        table.kept.drop(ids[:1])
 
 
 def test_pages_that_do_not_exist_have_no_holders_to_count() -> None:
     table = make_table()
     for page in (0, -1, FULL_PAGES):
         with pytest.raises(BadBatch, match=f"{page} is not a page; pages run from 1 to 15"):
-            table.num_holders(page)
+            table.kept.num_holders(page)
     with pytest.raises(BadSetting, match="no pages in the SWA space"):
-        table.num_holders(1, Space.SWA)
+        table.kept.num_holders(1, Space.SWA)
 
 
 def test_a_table_may_have_more_rows_than_a_step_has_sequences() -> None:
@@ -304,9 +309,9 @@ def test_a_table_may_have_more_rows_than_a_step_has_sequences() -> None:
         table.admit()
     for row in rows:
         table.reserve(row, 4)
-    table.check_batch(StepBatch(ints(*rows[3:]), ints(4, 4), ints(4, 4)))
+    table.checks.check(StepBatch(ints(*rows[3:]), ints(4, 4), ints(4, 4)))
     with pytest.raises(NeverFits, match="3 sequences in one step; raise max_num_seqs = 2 or split it"):
-        table.check_batch(StepBatch(ints(*rows[:3]), ints(4, 4, 4), ints(4, 4, 4)))
+        table.checks.check(StepBatch(ints(*rows[:3]), ints(4, 4, 4), ints(4, 4, 4)))
     with pytest.raises(CapacityExceeded, match="max_num_rows is 1 and a step may have max_num_seqs = 2"):
         RequestTable(max_num_seqs=2, max_num_rows=1, max_kv_len=8, num_pages=9, page_size=4, device=torch.device("cpu"))
 
@@ -383,9 +388,9 @@ class Keeps(RuleBasedStateMachine):
         except CapacityExceeded:
             return
         batch = step_of(row, stop, new)
-        self.table.check_batch(batch)
-        self.table.check_stored(batch)
-        assert self.table.why_no_store(batch) == ""
+        self.table.checks.check(batch)
+        self.table.checks.check_stored(batch)
+        assert self.table.checks.why_no_store(batch) == ""
         self.table.evict(ints(row), ints(start))
         known.reached = max(known.reached, start)
         self.flush()
@@ -412,9 +417,9 @@ class Keeps(RuleBasedStateMachine):
         held = {space: self.table.pages_of(row, space).tolist()[first:end] for space in spaces}
         if count and (end * PAGE_SIZE > len(tokens) or any(0 in pages for pages in held.values())):
             with pytest.raises(BadBatch):
-                self.table.keep(row, first, end, spaces)
+                self.table.kept.keep(row, first, end, spaces)
             return
-        ids = self.table.keep(row, first, end, spaces).tolist()
+        ids = self.table.kept.keep(row, first, end, spaces).tolist()
         assert len(ids) == count
         assert not set(ids) & {*self.keeps, *self.dropped}
         for at, id_ in enumerate(ids):
@@ -434,9 +439,9 @@ class Keeps(RuleBasedStateMachine):
         whole = all(Space.SWA in keep.pages for keep in seen) and all(Space.FULL in k.pages for k in self.keeps_of(ids))
         if not whole:
             with pytest.raises(BadBatch):
-                self.table.admit_over(ids, kv_len)
+                self.table.kept.admit_over(ids, kv_len)
             return
-        row = self.table.admit_over(ids, kv_len)
+        row = self.table.kept.admit_over(ids, kv_len)
         self.rows[row] = Row([token for keep in self.keeps_of(ids) for token in keep.tokens][:kv_len], kv_len)
 
     @rule(pick=st.integers(0, 3), length=st.integers(0, 31))
@@ -468,9 +473,9 @@ class Keeps(RuleBasedStateMachine):
         ids = data.draw(st.lists(st.sampled_from(sorted(self.keeps)), unique=True)) if self.keeps else []
         if any(not {*spaces} & {*keep.pages} for keep in self.keeps_of(ids)):
             with pytest.raises(WrongState, match="is kept, but not in"):
-                self.table.drop(ids, spaces)
+                self.table.kept.drop(ids, spaces)
             return
-        self.table.drop(ids, spaces)
+        self.table.kept.drop(ids, spaces)
         for id_ in ids:
             for space in spaces:
                 self.keeps[id_].pages.pop(space, None)
@@ -482,7 +487,7 @@ class Keeps(RuleBasedStateMachine):
     def use_after_drop(self, data: st.DataObject) -> None:
         if self.dropped:
             ids = [data.draw(st.sampled_from(self.dropped))]
-            for use in (self.table.drop, self.table.kept_pages, lambda ids: self.table.admit_over(ids, 1)):
+            for use in (self.table.kept.drop, self.table.kept.pages, lambda ids: self.table.kept.admit_over(ids, 1)):
                 with pytest.raises(WrongState, match="not the id of a page that is kept"):
                     use(ids)
 
@@ -498,7 +503,9 @@ class Keeps(RuleBasedStateMachine):
         for pages in self.table.spaces:
             held = self.holders(pages.space)
             first = pages.pages.first_page
-            counted = {page: self.table.num_holders(page, pages.space) for page in range(first, pages.pages.num_pages)}
+            counted = {
+                page: self.table.kept.num_holders(page, pages.space) for page in range(first, pages.pages.num_pages)
+            }
             assert {page: count for page, count in counted.items() if count} == held
             assert len(held) + pages.num_free_pages + len(pages._sources) == pages.num_usable_pages
 
@@ -522,7 +529,7 @@ class Keeps(RuleBasedStateMachine):
         for row in list(self.rows):
             self.table.free(row)
         self.rows.clear()
-        self.table.drop(list(self.keeps))
+        self.table.kept.drop(list(self.keeps))
         self.keeps.clear()
         self.flush()
         for pages in self.table.spaces:

@@ -37,7 +37,7 @@ def test_row_zero_and_page_zero_are_never_handed_out() -> None:
         table.reserve(row, 16)
     held = np.concatenate([table.pages_of(row) for row in rows])
     assert sorted(held.tolist()) == list(range(1, 9))
-    assert not table.entries_host[0].any()
+    assert not table.full.entries_host[0].any()
 
 
 def test_growth_is_page_by_page() -> None:
@@ -58,18 +58,18 @@ def test_no_row_has_room_for_more_tokens_than_the_longest_although_its_last_page
         table.reserve(int(rows[0]), 21)
     assert [len(table.pages_of(int(row))) for row in rows] == [3, 1]
     with pytest.raises(BadBatch, match="has room for 20 tokens"):
-        table.check_batch(batch_of(rows[:1].tolist(), [21]))
+        table.checks.check(batch_of(rows[:1].tolist(), [21]))
 
 
 def test_exhaustion_changes_nothing() -> None:
     table = make_table(num_pages=4)
     row, other = table.admit(), table.admit()
     table.reserve(row, 8)
-    before = table.entries_host.copy()
+    before = table.full.entries_host.copy()
     with pytest.raises(OutOfPages, match="needs 2 more pages for 5 tokens and 1 are free"):
         table.reserve(other, 5)
-    assert np.array_equal(table.entries_host, before)
-    assert table.num_free_pages == 1
+    assert np.array_equal(table.full.entries_host, before)
+    assert table.full.num_free_pages == 1
     table.reserve(other, 4)
 
 
@@ -122,7 +122,7 @@ class Twins:
         for _ in range(3):
             kv_len = [min(20, max(1, self.room(row) + int(random.integers(0, 3)))) for row in rows]
             short = sum(map(len, map(self.pages_after, rows, kv_len)))
-            if not rows or short > self.at_once.num_free_pages:
+            if not rows or short > self.at_once.full.num_free_pages:
                 return
             self.at_once.reserve_all(np.array(rows, np.int32), np.array(kv_len, np.int32))
             for row, length in zip(rows, kv_len, strict=True):
@@ -132,12 +132,12 @@ class Twins:
     def check(self, rows: list[int], kv_len: list[int]) -> None:
         """What a row holds, who else holds it, and up to which length it may be used."""
         for table in (self.at_once, self.one_by_one):
-            table.check_batch(batch_of(rows, kv_len))
+            table.checks.check(batch_of(rows, kv_len))
         assert self.holders(self.at_once) == self.holders(self.one_by_one)
-        assert self.at_once.num_free_pages == self.one_by_one.num_free_pages
+        assert self.at_once.full.num_free_pages == self.one_by_one.full.num_free_pages
 
     def holders(self, table: RequestTable) -> dict[int, list[int]]:
-        return {row: [table.num_holders(page) for page in table.pages_of(row).tolist()] for row in self.rows}
+        return {row: [table.kept.num_holders(page) for page in table.pages_of(row).tolist()] for row in self.rows}
 
     def any_row(self, random: np.random.Generator) -> tuple[int, int]:
         row = self.rows[int(random.integers(len(self.rows)))]
@@ -145,7 +145,7 @@ class Twins:
         return row, self.room(row) if random.random() < 0.5 else int(random.integers(0, self.room(row) + 1))
 
     def room(self, row: int) -> int:
-        return int(self.one_by_one._reserved_len[row])
+        return int(self.one_by_one._rows.reserved_len[row])
 
     def pages_after(self, row: int, kv_len: int) -> range:
         """No fewer than row will take, a copy included."""
@@ -165,16 +165,16 @@ def test_a_step_is_refused_for_room_that_was_given_back_since_it_was_reserved() 
     rows = [table.admit(), table.admit()]
     step = batch_of(rows, [9, 6])
     table.reserve_all(step.rows, step.kv_len)
-    table.check_batch(step)
+    table.checks.check(step)
     table.truncate(rows[0], 5)
     with pytest.raises(BadBatch, match="sequence 0 has kv_len 9, but row 1 has room for 5 tokens"):
-        table.check_batch(step)
+        table.checks.check(step)
     table.reserve_all(step.rows, step.kv_len)
-    table.check_batch(step)
+    table.checks.check(step)
     assert len(table.pages_of(rows[0])) == 3
     table.free(rows[1])
     with pytest.raises(BadBatch, match="row 2 of sequence 1 is not admitted"):
-        table.check_batch(step)
+        table.checks.check(step)
     with pytest.raises(WrongState, match="row 2 is not admitted"):
         table.reserve_all(step.rows, step.kv_len)
 
@@ -182,17 +182,17 @@ def test_a_step_is_refused_for_room_that_was_given_back_since_it_was_reserved() 
 def test_there_is_room_where_reserving_would_change_nothing() -> None:
     table = RequestTable(max_num_seqs=3, max_kv_len=16, num_pages=12, page_size=4, device=torch.device("cpu"))
     rows = np.array([table.admit(), table.admit()], np.int32)
-    assert not table.has_room(rows, np.array([1, 1], np.int32))
+    assert not table.is_reserved(rows, np.array([1, 1], np.int32))
     table.reserve_all(rows, np.array([5, 3], np.int32))
-    held, changes = [table.num_held(int(row)) for row in rows], list(table.pending.cells)
+    held, changes = [table.num_held(int(row)) for row in rows], list(table.full.pending.cells)
     for kv_len, expected in (([5, 3], True), ([1, 0], True), ([6, 3], False), ([5, 4], False)):
-        assert table.has_room(rows, np.array(kv_len, np.int32)) is expected
-    assert ([table.num_held(int(row)) for row in rows], list(table.pending.cells)) == (held, changes)
+        assert table.is_reserved(rows, np.array(kv_len, np.int32)) is expected
+    assert ([table.num_held(int(row)) for row in rows], list(table.full.pending.cells)) == (held, changes)
     table.truncate(int(rows[1]), 2)
-    assert not table.has_room(rows, np.array([5, 3], np.int32))
+    assert not table.is_reserved(rows, np.array([5, 3], np.int32))
     table.free(int(rows[0]))
-    assert not table.has_room(rows, np.array([5, 2], np.int32))
-    assert not table.has_room(rows[:0], rows[:0])
+    assert not table.is_reserved(rows, np.array([5, 2], np.int32))
+    assert not table.is_reserved(rows[:0], rows[:0])
 
 
 def test_a_second_free_is_an_error() -> None:
@@ -224,11 +224,11 @@ def test_whole_pages_of_a_prefix_are_shared_and_freed_once() -> None:
     table.reserve(parent, 8)
     child = table.fork(parent, 8)
     assert table.pages_of(child).tolist() == table.pages_of(parent).tolist()
-    assert table.num_free_pages == 6
+    assert table.full.num_free_pages == 6
     table.free(parent)
-    assert table.num_free_pages == 6
+    assert table.full.num_free_pages == 6
     table.free(child)
-    assert table.num_free_pages == 8
+    assert table.full.num_free_pages == 8
 
 
 def test_a_partly_filled_page_is_copied_before_either_side_writes() -> None:
@@ -241,7 +241,7 @@ def test_a_partly_filled_page_is_copied_before_either_side_writes() -> None:
     own = table.pages_of(child)[1]
     assert own != shared
     assert table.pages_of(parent)[1] == shared
-    assert table.pending.copies == {own: shared}
+    assert table.full.pending.copies == {own: shared}
     table.reserve(parent, 7)
     assert table.pages_of(parent)[1] == shared, "the last holder writes in place"
 
@@ -253,7 +253,7 @@ def test_a_copy_that_no_row_waits_for_any_more_is_dropped() -> None:
     child = table.fork(parent, 6)
     table.reserve(child, 7)
     table.free(child)
-    assert table.pending.copies == {}
+    assert table.full.pending.copies == {}
 
 
 def test_a_page_that_is_still_to_be_copied_is_not_handed_out() -> None:
@@ -264,14 +264,14 @@ def test_a_page_that_is_still_to_be_copied_is_not_handed_out() -> None:
     whole, shared = table.pages_of(parent).tolist()
     table.reserve(child, 7)
     table.free(parent)
-    free = table.num_free_pages
+    free = table.full.num_free_pages
     other = table.admit()
     table.reserve(other, 4 * free)
     assert shared not in table.pages_of(other)
     with pytest.raises(OutOfPages):
         table.reserve(table.admit(), 1)
     table.space(Space.FULL).copies_made()
-    assert table.num_free_pages == 1
+    assert table.full.num_free_pages == 1
     assert whole in table.pages_of(child)
 
 
@@ -283,7 +283,7 @@ def test_a_page_whose_copy_is_dropped_is_handed_out_again() -> None:
     table.reserve(child, 7)
     table.free(parent)
     table.free(child)
-    assert table.num_free_pages == table.num_usable_pages
+    assert table.full.num_free_pages == table.full.num_usable_pages
 
 
 def test_sharing_more_than_is_held_is_refused() -> None:
@@ -308,15 +308,15 @@ def test_a_batch_that_the_table_does_not_know_is_refused(rows: list[int], kv_len
     table = make_table()
     table.reserve(table.admit(), 8)
     with pytest.raises(BadBatch, match=message):
-        table.check_batch(batch_of(rows, kv_len))
+        table.checks.check(batch_of(rows, kv_len))
 
 
 def test_a_row_that_is_named_twice_takes_no_page() -> None:
     table = make_table()
-    row, free = table.admit(), table.num_free_pages
+    row, free = table.admit(), table.full.num_free_pages
     with pytest.raises(BadBatch, match="occurs twice"):
         table.reserve_all(np.array([row, row], np.int32), np.array([4, 4], np.int32))
-    assert table.num_free_pages == free
+    assert table.full.num_free_pages == free
     table.free(row)
     assert table.is_empty
 
@@ -328,11 +328,11 @@ def test_updates_carry_the_newest_entry_of_a_cell() -> None:
     table.free(row)
     again = table.admit()
     table.reserve(again, 4)
-    device = np.full_like(table.entries_host, 77)
-    device[table.entries_host == 0] = 0
-    for r, column, entry in table.pending_updates().tolist():
+    device = np.full_like(table.full.entries_host, 77)
+    device[table.full.entries_host == 0] = 0
+    for r, column, entry in table.full.pending_updates().tolist():
         device[r, column] = entry
-    assert np.array_equal(device, table.entries_host)
+    assert np.array_equal(device, table.full.entries_host)
 
 
 class Requests(RuleBasedStateMachine):
@@ -353,10 +353,10 @@ class Requests(RuleBasedStateMachine):
         return max(0, -(-stop // 3) - len(held)) + is_copied
 
     def flush(self) -> None:
-        copied = {target: list(self.content[source]) for target, source in self.table.pending.copies.items()}
+        copied = {target: list(self.content[source]) for target, source in self.table.full.pending.copies.items()}
         self.content.update(copied)
-        self.table.pending.copies.clear()
-        self.table.pending.cells.clear()
+        self.table.full.pending.copies.clear()
+        self.table.full.pending.cells.clear()
 
     @rule()
     def admit(self) -> None:
@@ -369,7 +369,7 @@ class Requests(RuleBasedStateMachine):
         if row is None:
             return
         start, stop = len(self.tokens[row]), len(self.tokens[row]) + new
-        if stop > 15 or self.pages_wanted(row, stop) > self.table.num_free_pages:
+        if stop > 15 or self.pages_wanted(row, stop) > self.table.full.num_free_pages:
             with pytest.raises(CapacityExceeded):
                 self.table.reserve(row, stop)
             return
@@ -404,7 +404,7 @@ class Requests(RuleBasedStateMachine):
 
     @invariant()
     def every_row_reads_its_own_tokens(self) -> None:
-        waiting = self.table.pending.copies
+        waiting = self.table.full.pending.copies
         for row, tokens in self.tokens.items():
             pages = self.table.pages_of(row)
             read = [
@@ -415,14 +415,14 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def no_page_leaks(self) -> None:
         held = {int(page) for row in self.tokens for page in self.table.pages_of(row)}
-        assert len(held) + self.table.num_free_pages == 11
+        assert len(held) + self.table.full.num_free_pages == 11
         assert 0 not in held
 
     def teardown(self) -> None:
         for row in list(self.tokens):
             self.table.free(row)
-        assert self.table.num_free_pages == 11
-        assert not self.table.entries_host.any()
+        assert self.table.full.num_free_pages == 11
+        assert not self.table.full.entries_host.any()
 
 
 TestRequests = Requests.TestCase
@@ -440,4 +440,4 @@ def test_a_row_that_got_pages_by_itself_keeps_them_when_all_rows_are_reserved_fo
     assert [table.num_held(int(row)) for row in rows] == [6, 2]
     table.reserve_all(rows, np.array([25, 9], np.int32))
     assert [table.num_held(int(row)) for row in rows] == [7, 3]
-    assert table.num_free_pages == 19 - 10
+    assert table.full.num_free_pages == 19 - 10

@@ -57,9 +57,9 @@ def test_pages_before_the_window_and_what_is_kept_are_given_back() -> None:
     assert table.pages_of(row, Space.SWA).tolist()[0] == 0
     assert swa.num_free_pages == 7
     assert len(set(table.pages_of(row).tolist())) == 4
-    assert table.num_free_pages == 7
+    assert table.full.num_free_pages == 7
     assert (row, 0, 1) in swa.pending.cells
-    assert (row, 0, 1) not in table.pending.cells
+    assert (row, 0, 1) not in table.full.pending.cells
 
 
 @pytest.mark.parametrize("start", range(21))
@@ -71,20 +71,20 @@ def test_nothing_that_a_step_or_one_a_few_tokens_back_sees_is_given_back(start: 
     first_seen = max(0, start - KEPT - WINDOW)
     assert (pages[first_seen // PAGE_SIZE :] > 0).all()
     assert not pages[: first_seen // PAGE_SIZE].any()
-    table.check_batch(StepBatch(ints(row), ints(21), ints(21 - max(0, start - KEPT))))
+    table.checks.check(StepBatch(ints(row), ints(21), ints(21 - max(0, start - KEPT))))
 
 
 def test_a_step_that_goes_back_too_far_is_refused() -> None:
     table = make_table()
     row = table.admit()
     grow(table, row, 15, 18)  # holds tokens from 6 on, so windows from token 11 on
-    table.check_batch(StepBatch(ints(row), ints(12), ints(1)))
+    table.checks.check(StepBatch(ints(row), ints(12), ints(1)))
     with pytest.raises(BadBatch, match="first new token at 10, but row 1 holds the keys of windows from 11 on; raise"):
-        table.check_batch(StepBatch(ints(row), ints(11), ints(1)))
+        table.checks.check(StepBatch(ints(row), ints(11), ints(1)))
     table.free(row)
     assert table.admit() == row
     table.reserve(row, 3)
-    table.check_batch(StepBatch(ints(row), ints(3), ints(3)))
+    table.checks.check(StepBatch(ints(row), ints(3), ints(3)))
 
 
 def test_a_long_prompt_needs_room_for_its_window_and_a_chunk() -> None:
@@ -132,7 +132,9 @@ def test_running_out_of_one_space_changes_neither_and_names_the_knob() -> None:
     table = make_table(swa_pages=2)
     rows = ints(table.admit(), table.admit())
     before = [space.entries_host.copy() for space in table.spaces]
-    with pytest.raises(OutOfPages, match=r"more pages of the SWA space than the 2 that are free; .* raise swa_pages"):
+    with pytest.raises(
+        OutOfPages, match=r"2 sequences need 3 more pages of the SWA space and 2 are free; .* raise swa_pages"
+    ):
         table.reserve_all(rows, ints(6, 3))
     with pytest.raises(NeverFits, match=r"needs 3 pages of the SWA space for 9 tokens and there are 2; .* swa_pages"):
         table.reserve(int(rows[0]), 9)
@@ -159,7 +161,7 @@ def test_a_fork_shares_the_window_and_needs_all_of_it() -> None:
     assert np.count_nonzero(table.pages_of(child, Space.SWA)) == 3
     nothing = table.fork(child, 0)
     table.reserve(nothing, 3)
-    table.check_batch(StepBatch(ints(nothing), ints(3), ints(3)))
+    table.checks.check(StepBatch(ints(nothing), ints(3), ints(3)))
 
 
 def test_a_shared_page_of_a_window_is_copied_in_its_own_space() -> None:
@@ -195,10 +197,10 @@ def test_room_that_was_reserved_ahead_is_given_back_in_every_space(stored: int) 
     assert [pages.num_free_pages for pages in table.spaces] == free
     assert table.tokens.stored_len[row] == stored
     with pytest.raises(BadBatch, match=f"row {row} has room for {stored} tokens; call reserve"):
-        table.check_batch(StepBatch(ints(row), ints(stored + 1), ints(1)))
+        table.checks.check(StepBatch(ints(row), ints(stored + 1), ints(1)))
     table.reserve(row, stored + 1)
-    table.check_batch(StepBatch(ints(row), ints(stored + 1), ints(1)))
-    table.check_stored(StepBatch(ints(row), ints(stored + 1), ints(1)))
+    table.checks.check(StepBatch(ints(row), ints(stored + 1), ints(1)))
+    table.checks.check_stored(StepBatch(ints(row), ints(stored + 1), ints(1)))
 
 
 def test_a_table_of_one_space_has_no_other() -> None:
@@ -277,7 +279,7 @@ class Requests(RuleBasedStateMachine):
             return
         self.table.reserve_all(ints(row), ints(stop))
         self.room[row] = max(self.room[row], stop)
-        self.table.check_batch(StepBatch(ints(row), ints(stop), ints(new)))
+        self.table.checks.check(StepBatch(ints(row), ints(stop), ints(new)))
         self.table.evict(ints(row), ints(start))
         self.reached[row] = max(self.reached[row], start)
         self.flush()

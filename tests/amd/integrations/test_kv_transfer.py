@@ -380,7 +380,7 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
     target.table.reserve(source_of_copy, 3)
     child = target.table.fork(source_of_copy, 3)
     target.table.reserve(child, 4)
-    assert target.table.num_holders(target.table.pages_of(source_of_copy)[0]) == 1, "the copy is still to be made"
+    assert target.table.kept.num_holders(target.table.pages_of(source_of_copy)[0]) == 1, "the copy is still to be made"
     target.table.reserve(source_of_copy, 11)
     with pytest.raises(BadBatch, match="shares pages with others"):
         importer.import_row(source_of_copy, extent, buffer)
@@ -575,7 +575,7 @@ def test_a_page_that_is_still_to_be_copied_is_read_where_its_tokens_are(provider
     row = story.prefill(source, 10)
     child = source.table.fork(row, 10)
     source.table.reserve(child, 12)
-    assert source.table.pending.copies
+    assert source.table.full.pending.copies
     new_row = moved(source, child, 10, target)
     assert all(map(torch.equal, story.decode(source, child, 10), story.decode(target, new_row, 10)))
 

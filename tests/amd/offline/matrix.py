@@ -462,7 +462,7 @@ def _launch_fix_ups(runtime: AttentionRuntime) -> None:
     out = torch.empty(16, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
     # Where page 0 belongs to no one, and, as in some engines, where it is a page like others.
     for null_page in (True, False):
-        ops.zero_tails(runtime.table.entries, seqs, seqs, seqs, pages, null_page=null_page)
+        ops.zero_tails(runtime.table.full.entries, seqs, seqs, seqs, pages, null_page=null_page)
     ops.clear_pads(counts, out, None)
     ops.clear_pads(counts, out, torch.empty(16, problem.num_q_heads))
 

@@ -59,7 +59,10 @@ def is_empty(served: Engine) -> bool:
         return False
     served.forget_prefixes()
     table = served.runtime.table
-    return (table.num_free_pages, table.num_free_rows) == (table.num_usable_pages, served.options.max_batch_size)
+    return (table.full.num_free_pages, table.num_free_rows) == (
+        table.full.num_usable_pages,
+        served.options.max_batch_size,
+    )
 
 
 async def read(stream: RequestStream) -> Completion:

@@ -18,10 +18,10 @@ def check_cache(cache: PrefixCache, table: RequestTable) -> None:
     for space, pages in enumerate(table.spaces):
         kept = [page for page in cache._pages.values() if page.num_rows[space] != _NOT_KEPT]
         ids = [page.kept_id for page in kept]
-        holders = table.num_holders_of(ids, pages.space).tolist()
+        holders = table.kept.num_holders_of(ids, pages.space).tolist()
         assert holders == [1 + page.num_rows[space] for page in kept]
         assert set(cache._idle[space]) == {page for page in kept if page.num_rows[space] == 0}
-        num_kept = len({int(page) for page in table.kept_pages(ids, pages.space)})
+        num_kept = len({int(page) for page in table.kept.pages(ids, pages.space)})
         assert num_kept == len(kept)
     _check_order(cache)
 

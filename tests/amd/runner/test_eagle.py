@@ -51,7 +51,7 @@ def assert_lossless(loaded: LoadedModel, options: EngineOptions, requests: Many[
     drafter = drafter_of(engine)
     drafter.draft([], frozenset())
     assert drafter.table.num_free_rows == options.max_batch_size
-    assert drafter.table.num_free_pages == drafter.table.num_usable_pages
+    assert drafter.table.full.num_free_pages == drafter.table.full.num_usable_pages
     return engine
 
 
@@ -158,7 +158,7 @@ def test_a_head_of_eagle_3_changes_no_token(changes: dict[str, Any], loaded: Loa
     assert engine.report().metrics.drafts > 50
     drafter = drafter_of(engine)
     drafter.draft([], frozenset())
-    assert drafter.table.num_free_pages == drafter.table.num_usable_pages
+    assert drafter.table.full.num_free_pages == drafter.table.full.num_usable_pages
 
 
 KNOWN = tuple(range(3, CONFIG.vocab_size, 2))

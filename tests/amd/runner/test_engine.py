@@ -154,7 +154,7 @@ def test_all_pages_come_back(loaded: LoadedModel) -> None:
     served.generate(some_requests())
     served.forget_prefixes()
     table = served.runtime.table
-    assert (table.num_free_pages, table.num_free_rows) == (table.num_usable_pages, BASE.max_batch_size)
+    assert (table.full.num_free_pages, table.num_free_rows) == (table.full.num_usable_pages, BASE.max_batch_size)
 
 
 def test_an_end_token_ends_the_text_unless_it_is_passed_over(loaded: LoadedModel) -> None:
@@ -425,7 +425,7 @@ def test_the_report_says_what_runs_and_what_waits(loaded: LoadedModel) -> None:
     served.step()
     metrics = served.report().metrics
     assert (metrics.running, metrics.waiting) == (2, 3)
-    assert 0 < metrics.pages_in_use < metrics.usable_pages == served.runtime.table.num_usable_pages
+    assert 0 < metrics.pages_in_use < metrics.usable_pages == served.runtime.table.full.num_usable_pages
 
 
 def test_a_step_has_8192_tokens_on_a_gpu_and_512_on_a_cpu(loaded: LoadedModel) -> None:

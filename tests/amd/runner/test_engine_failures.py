@@ -74,8 +74,8 @@ def all_pages_are_free(engine: Engine) -> bool:
     """But for those of the prefix cache, which is emptied."""
     engine.forget_prefixes()
     table = engine.runtime.table
-    everything = (table.num_usable_pages, engine.options.max_batch_size)
-    return (table.num_free_pages, table.num_free_rows) == everything and not engine.has_work
+    everything = (table.full.num_usable_pages, engine.options.max_batch_size)
+    return (table.full.num_free_pages, table.num_free_rows) == everything and not engine.has_work
 
 
 # Both ways of sampling, with graphs and without.
@@ -143,7 +143,7 @@ class _Wiped:
     def __call__(self, batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
         if next(self._numbers) in self._steps:
             self._engine.runtime.gate._publisher.apply_table_changes()
-            self._engine.runtime.table.entries.zero_()
+            self._engine.runtime.table.full.entries.zero_()
         return self._run(batch, pad_to)
 
 

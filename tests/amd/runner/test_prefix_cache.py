@@ -168,7 +168,7 @@ def test_what_is_found_is_what_a_brute_force_finds(
     for row in rows:
         pages.leave(row)
     pages.cache.clear()
-    assert pages.table.num_free_pages == pages.table.num_usable_pages
+    assert pages.table.full.num_free_pages == pages.table.full.num_usable_pages
 
 
 def _is_of_the_cache(frame: FrameType) -> bool:
@@ -285,7 +285,7 @@ def test_a_prefix_is_as_long_as_there_are_windows_for_it(
         found = pages.cache.find(CachedRow(), tokens)
         keys = CachedRow().keys_up_to(pages.longest_known(tokens, "") // PAGE, tokens, PAGE)
         known = [pages.cache._pages[key].kept_id for key in keys]
-        kept = pages.table.kept_pages(known, Space.SWA)
+        kept = pages.table.kept.pages(known, Space.SWA)
         lengths = range(len(known) + 1)
         assert len(found) == max(num for num in lengths if kept[max(0, num * PAGE - window_left) // PAGE : num].all())
         with suppress(CapacityExceeded):
@@ -360,7 +360,7 @@ def test_the_least_recently_used_chain_goes_first_and_its_end_before_its_beginni
     lengths = []
     for freed in range(9):
         lengths.append([pages.find((first, 1, 2, 3, 4, 5, 0)) // PAGE for first in (10, 20, 30)])
-        pages.cache.make_room(0, pages.table.num_free_pages + 1)
+        pages.cache.make_room(0, pages.table.full.num_free_pages + 1)
         assert pages.cache.num_idle(0) == 8 - freed
     assert lengths == [
         [3, 3, 3],
@@ -381,7 +381,7 @@ def test_two_rows_that_compute_the_same_page_enter_it_once() -> None:
     assert len(pages.cache) == 2
     pages.leave(one)
     pages.leave(other)
-    assert pages.table.num_free_pages == pages.table.num_usable_pages - 2
+    assert pages.table.full.num_free_pages == pages.table.full.num_usable_pages - 2
 
 
 @pytest.mark.parametrize("what", ["fails", "went wrong"])
@@ -400,7 +400,7 @@ def test_what_may_be_wrong_is_not_found_and_what_was_right_before_is(what: str) 
     assert pages.find((1, 2, 3, 4, 6, 7, 8, 9, 0)) == (0 if what == "fails" else 4)
     check_cache(pages.cache, pages.table)
     pages.leave(shared)
-    assert pages.table.num_free_pages == pages.table.num_usable_pages - len(pages.cache)
+    assert pages.table.full.num_free_pages == pages.table.full.num_usable_pages - len(pages.cache)
 
 
 def test_after_clear_rows_go_on_and_leave_nothing() -> None:
@@ -411,7 +411,7 @@ def test_after_clear_rows_go_on_and_leave_nothing() -> None:
     pages.idle_steps()
     assert len(pages.cache) == pages.find((1, 2, 3, 4, 5, 6)) == 0
     pages.leave(row)
-    assert pages.table.num_free_pages == pages.table.num_usable_pages
+    assert pages.table.full.num_free_pages == pages.table.full.num_usable_pages
 
 
 def test_a_row_that_opts_out_finds_and_leaves_nothing() -> None:

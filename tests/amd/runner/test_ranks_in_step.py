@@ -273,7 +273,7 @@ def the_table_of_one_rank_is_wiped(rank: int) -> list[str]:
         number += 1
         if rank == 1 and number == 3:
             serving.runtime.gate._publisher.apply_table_changes()
-            serving.runtime.table.entries.zero_()
+            serving.runtime.table.full.entries.zero_()
         return run(batch, pad_to)
 
     serving._runner.run = wiping  # type: ignore[assignment, method-assign]

@@ -167,7 +167,7 @@ class World:
             assert self.unread
             self.read()
             return
-        self.table.check_batch(step.batch)
+        self.table.checks.check(step.batch)
         self.steps.append(step)
         outputs = self._forward(step)
         whole = [sequence.num_stored + q >= sequence.num_tokens for sequence, q in self._q_len(step)]
@@ -525,7 +525,7 @@ def test_a_sequence_that_is_dropped_leaves_its_place_and_pages(steps: int) -> No
     served_in_turn(served)
     assert served.results[1] == expected_tokens(served.sequences[1].request, 32)
     served.scheduler.forget_pages()
-    assert served.table.num_free_pages == served.table.num_usable_pages
+    assert served.table.full.num_free_pages == served.table.full.num_usable_pages
 
 
 @pytest.mark.parametrize("num_drafts", [1, 4, 7])
@@ -600,12 +600,12 @@ def test_a_decoding_sequence_gets_its_pages_ahead_and_most_steps_change_nothing_
     changed = []
     while served.scheduler.has_work:
         served.step()
-        pending = served.table.pending
+        pending = served.table.full.pending
         changed.append(bool(pending.cells))
         pending.cells.clear()
     assert len(changed) == 120
     assert sum(changed[:-1]) == 3, "for the prompts, for the first 64 tokens after them, and for the next ones"
-    assert served.table.num_free_pages + served.metrics.cached_pages == 200
+    assert served.table.full.num_free_pages + served.metrics.cached_pages == 200
     for number, sequence in served.sequences.items():
         assert served.results[number] == expected_tokens(sequence.request, 300)
 

@@ -403,7 +403,7 @@ def test_a_model_that_drafts_for_another_changes_no_token(changes: dict[str, Any
     assert isinstance(drafter, ModelDrafter)
     drafter.draft([], frozenset())
     assert drafter.table.num_free_rows == options.max_batch_size
-    assert drafter.table.num_free_pages == drafter.table.num_usable_pages
+    assert drafter.table.full.num_free_pages == drafter.table.full.num_usable_pages
 
 
 def test_a_model_with_a_shorter_context_drafts_as_far_as_that_goes(loaded: LoadedModel) -> None:

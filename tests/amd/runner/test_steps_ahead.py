@@ -53,7 +53,7 @@ def assert_is_empty(engine: Engine) -> None:
     assert not engine.has_work
     engine.forget_prefixes()
     table = engine.runtime.table
-    assert (table.num_free_pages, table.num_free_rows) == (table.num_usable_pages, BASE.max_batch_size)
+    assert (table.full.num_free_pages, table.num_free_rows) == (table.full.num_usable_pages, BASE.max_batch_size)
     engine.runtime.check_device()
 
 
@@ -209,7 +209,7 @@ def test_one_that_has_ended_is_not_failed_by_the_step_that_it_was_in_too_many(
     def wiping(engine: Engine, step: Any) -> StepPicks:
         if next(numbers) == last + 1:
             engine.runtime.gate._publisher.apply_table_changes()
-            engine.runtime.table.entries.zero_()
+            engine.runtime.table.full.entries.zero_()
         return run(engine, step)
 
     monkeypatch.setattr(Engine, "_run", wiping)

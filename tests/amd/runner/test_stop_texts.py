@@ -107,7 +107,7 @@ def test_every_part_of_a_text_ends_it_as_a_stop(loaded: LoadedModel, text: str, 
         assert stop not in tokenizer.decode(done.token_ids[:-1])
     engine.forget_prefixes()
     table = engine.runtime.table
-    assert (table.num_free_pages, table.num_free_rows) == (table.num_usable_pages, BASE.max_batch_size)
+    assert (table.full.num_free_pages, table.num_free_rows) == (table.full.num_usable_pages, BASE.max_batch_size)
 
 
 @pytest.mark.parametrize("topk", [1, 2])
@@ -140,7 +140,7 @@ def test_who_has_ended_by_its_text_takes_nothing_of_the_step_that_runs(
     metrics = engine.report().metrics
     assert metrics.new_tokens == sum(len(done.token_ids) for done in alone)
     assert metrics.requests_ended == {"stop": 3, "length": 1}
-    assert engine.runtime.table.num_free_pages == engine.runtime.table.num_usable_pages
+    assert engine.runtime.table.full.num_free_pages == engine.runtime.table.full.num_usable_pages
 
 
 def alike(done: Completion) -> tuple[object, ...]:

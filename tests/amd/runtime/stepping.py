@@ -188,7 +188,7 @@ class World:
 
     def begin_over(self, kept: Request, ids: KeptIds, kv_len: int) -> Request:
         """A request over kept pages with the first tokens of another one."""
-        row = self.runtime.table.admit_over(ids, kv_len)
+        row = self.runtime.table.kept.admit_over(ids, kv_len)
         request = Request(row, [k[:kv_len] for k in kept.k], [v[:kv_len] for v in kept.v])
         self.requests.append(request)
         return request

@@ -392,9 +392,9 @@ def test_a_row_goes_back_no_further_than_its_room(device: torch.device) -> None:
         table.truncate(row, 10)
     table.truncate(row, 5)
     assert len(table.pages_of(row)) == 2
-    assert table.num_free_pages == table.num_usable_pages - 2
+    assert table.full.num_free_pages == table.full.num_usable_pages - 2
     table.truncate(row, 0)
-    assert table.num_free_pages == table.num_usable_pages
+    assert table.full.num_free_pages == table.full.num_usable_pages
     table.reserve(row, 3)
     table.free(row)
     with pytest.raises(WrongState, match="row 1 is not admitted"):

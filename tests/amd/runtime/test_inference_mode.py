@@ -74,7 +74,7 @@ def test_a_fault_is_told_outside_of_the_mode_that_the_step_ran_in(device: torch.
         serving = Serving(device, graphs=True)
         requests = serving.admit(2)
         serving.step(requests, [3, 1])
-        serving.runtime.table.entries.zero_()
+        serving.runtime.table.full.entries.zero_()
         serving.run(requests, [1, 1])
     with pytest.raises(DeviceFault, match="a new token had no page"):
         serving.runtime.check_device()

@@ -103,7 +103,7 @@ def test_an_interrupt_while_a_graph_is_made_leaves_the_next_step_right(stride: i
     line = 1
     while True:
         served = Counted(graphs=True)
-        free = served.runtime.table.num_free_rows, served.runtime.table.num_free_pages
+        free = served.runtime.table.num_free_rows, served.runtime.table.full.num_free_pages
         if not interrupted_at(line, lambda served=served: served.run("whole", 1)):  # type: ignore[misc]
             break
         for number in range(3):
@@ -111,7 +111,7 @@ def test_an_interrupt_while_a_graph_is_made_leaves_the_next_step_right(stride: i
         served.runtime.check_device()
         assert served.runner.counters.graphs_off == ""
         assert served.runner.counters.replays >= 3  # the step that was interrupted may have been replayed by then
-        assert (served.runtime.table.num_free_rows, served.runtime.table.num_free_pages) == free
+        assert (served.runtime.table.num_free_rows, served.runtime.table.full.num_free_pages) == free
         line += stride
     assert line > 1000
 

@@ -130,7 +130,7 @@ def test_freed_pages_serve_the_next_request(provider: str, device: torch.device)
         world.step([request], [17])
         world.step([request], [1])
         world.free(request)
-    assert world.runtime.table.num_free_pages == 5
+    assert world.runtime.table.full.num_free_pages == 5
 
 
 def test_the_order_of_sequences_rows_and_pages_does_not_matter(provider: str, device: torch.device) -> None:

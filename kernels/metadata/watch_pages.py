@@ -147,16 +147,13 @@ def _remember_pages(
     slot = tl.load(slot_of_token + token, mask=inside, other=-1)
     page = slot // PAGE_SIZE
     writes = inside & (slot >= FIRST_PAGE * PAGE_SIZE) & (page < num_pages)
+    # Where nothing is written, the first sequence is looked at, which there always is.
     seq = tl.load(seq_of_token + token, mask=writes, other=0)
-    row = tl.load(engine_row + seq, mask=writes, other=0).to(tl.int64)
+    row = tl.load(engine_row + seq).to(tl.int64)
     writes &= row < num_rows
-    begin = tl.load(kv_len + seq, mask=writes, other=0) - tl.load(q_len + seq, mask=writes, other=0)
+    begin = tl.load(kv_len + seq) - tl.load(q_len + seq)
     last_no = tl.maximum(begin - 1, 0) // PAGE_SIZE
-    last_page = tl.load(
-        table + tl.load(row_of_seq + seq, mask=writes, other=0).to(tl.int64) * table_stride + last_no,
-        mask=writes,
-        other=0,
-    )
+    last_page = tl.load(table + tl.load(row_of_seq + seq).to(tl.int64) * table_stride + last_no)
     words = rows + row * _WORDS_OF_ROW
     last_step = words + _last_step(words, writes, now)
     last_entry = tl.load(entries + row * width + last_no, mask=writes, other=0)

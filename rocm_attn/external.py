@@ -338,8 +338,9 @@ class ExternalAttention:
             if isinstance(step.mask, BoolCells):
                 for tensors, window_left in device_step.windows:
                     self.ops.pack_mask(step.mask.cells, step.mask.positions, window_left, tensors)
-            for tensors, watch in zip(device_step.spaces, self._watches, strict=False):  # of all spaces or of none
-                self.ops.watch_pages(tensors, run.to.engine_row, watch, page_size=tables.page_size)
+            if self._watches:
+                for tensors, watch in zip(device_step.spaces, self._watches, strict=True):
+                    self.ops.watch_pages(tensors, run.to.engine_row, watch, page_size=tables.page_size)
         self._gate.filled()
 
     def forget(self, rows: Tensor) -> None:

@@ -234,22 +234,12 @@ class ExternalAttention:
             for causality in options.causalities
         }
         first_core = next(iter(self._cores.values()))
-        self._runs = ExternalRuns(
-            self._cores,
-            self.tables,
-            self.device,
-            num_seqs=bounds.num_seqs,
-            num_tokens=bounds.num_tokens,
-            short_kv=options.short_kv,
-        )
+        sizes = bounds.num_seqs, bounds.num_tokens
+        self._runs = ExternalRuns(self._cores, self.tables, self.device, *sizes, short_kv=options.short_kv)
         self.ops: StepOps = first_core.ops
         self._publisher = EnginePublisher(self.ops, self.device, guards.publishing)
         self._selections = StepSelections(first_core.layers.selecting, guards.step.layers.selection_of)
-        self._watches: tuple[PageWatch, ...] = ()
-        if options.watches_pages:
-            rows = self.tables.most_rows = self.tables.rows.num
-            sizes = rows, self.tables.width, bounds.num_pages, self.device
-            self._watches = tuple(PageWatch.of(*sizes) for _ in self.tables.spaces)
+        self._watches = _watches(self.tables, bounds.num_pages) if options.watches_pages else ()
         self.layers = ExternalLayers(self._gate, self._selections)
         for layer, source in enumerate(layers):
             if source.head_weights != NO_HEAD_WEIGHTS:
@@ -352,8 +342,9 @@ class ExternalAttention:
             if isinstance(step.mask, BoolCells):
                 for tensors, window_left in device_step.windows:
                     self.ops.pack_mask(step.mask.cells, step.mask.positions, window_left, tensors)
-            for tensors, watch in zip(device_step.spaces, self._watches, strict=False):  # of all spaces or of none
-                self.ops.watch_pages(tensors, run.to.engine_row, watch, page_size=tables.page_size)
+            if self._watches:
+                for tensors, watch in zip(device_step.spaces, self._watches, strict=True):
+                    self.ops.watch_pages(tensors, run.to.engine_row, watch, page_size=tables.page_size)
         self._gate.filled()
 
     def forget(self, rows: Tensor) -> None:
@@ -452,6 +443,12 @@ class ExternalAttention:
         rows, kv_len = run.to.engine_row, run.to.kv_len
         for table in tables:
             self.ops.gather_table(table.gather, rows, kv_len, table.entries, page_size=self.tables.page_size)
+
+
+def _watches(tables: AdoptedTables, num_pages: int) -> tuple[PageWatch, ...]:
+    """Of every space, for the rows that its table has now."""
+    rows = tables.most_rows = tables.rows.num
+    return tuple(PageWatch.of(rows, tables.width, num_pages, tables.device) for _ in tables.spaces)
 
 
 def _page_size(problems: Sequence[Problem]) -> int:

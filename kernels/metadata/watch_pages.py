@@ -55,122 +55,6 @@ def _goes_on(last_step, entry, page, begin, live, now):
     return known & (begin <= tl.load(last_step + 3, mask=live, other=0))
 
 
-@triton.jit
-def _look_at_row(
-    counts,
-    engine_row,
-    row_of_seq,
-    kv_len,
-    q_len,
-    table,
-    entries,
-    pages,
-    rows,
-    num_rows,
-    num_pages,
-    width,
-    table_stride,
-    shares,
-    program,
-    now,
-    PAGE_SIZE: tl.constexpr,
-    FIRST_PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A share of the pages that a row names."""
-    seq = program // shares
-    share = program % shares
-    row = tl.load(engine_row + seq).to(tl.int64)
-    live = (seq < tl.load(counts)) & (row < num_rows)
-    length = tl.where(live, tl.load(kv_len + seq), 0)
-    new = tl.load(q_len + seq)
-    begin = length - new
-    pages_of_row = table + tl.load(row_of_seq + seq).to(tl.int64) * table_stride
-    last_no = tl.maximum(begin - 1, 0) // PAGE_SIZE
-    words = rows + row * _WORDS_OF_ROW
-    of_last = _last_step(words, live, now)
-    last_step = words + of_last
-    last_entry = tl.load(entries + row * width + last_no, mask=live, other=0)
-    goes_on = _goes_on(last_step, last_entry, tl.load(pages_of_row + last_no, mask=live, other=0), begin, live, now)
-    start = tl.where(goes_on, tl.load(last_step + 1, mask=live, other=0), now)
-    looked_at = tl.where(new > 0, length + PAGE_SIZE, length)
-    num_used = tl.minimum(tl.cdiv(length, PAGE_SIZE), width)
-    for first in range(share * BLOCK, num_used, shares * BLOCK):
-        page_no = first + tl.arange(0, BLOCK)
-        used = page_no < num_used
-        page = tl.load(pages_of_row + page_no, mask=used, other=0)
-        named = used & (page >= FIRST_PAGE) & (page < num_pages)
-        cell = row * width + page_no
-        entry = tl.load(entries + cell, mask=named, other=0)
-        known = named & ((entry & _LOW) == page) & ((entry >> 32) >= start)
-        written = tl.load(pages + page, mask=known, other=0)
-        taken = known & ((written >> 32) > (entry >> 32)) & ((written & _LOW) != (cell & _LOW))
-        taken &= (page_no + 1) * PAGE_SIZE <= looked_at
-        tl.store(entries + cell, (now.to(tl.int64) << 32) | page, mask=named & (taken | (known == 0)))
-        tl.atomic_or(counts + _ERROR_WORD + tl.zeros([BLOCK], tl.int32), _PAGE_TAKEN, mask=taken, sem="relaxed")
-    if (share == 0) & live:
-        other_step = words + (_WORDS - of_last)
-        tl.store(other_step, now)
-        tl.store(other_step + 1, start)
-        tl.store(other_step + 2, begin)
-        tl.store(other_step + 3, length)
-
-
-@triton.jit
-def _remember_pages(
-    counts,
-    engine_row,
-    row_of_seq,
-    kv_len,
-    q_len,
-    seq_of_token,
-    position_of_token,
-    slot_of_token,
-    table,
-    entries,
-    pages,
-    rows,
-    num_tokens_padded,
-    num_rows,
-    num_pages,
-    width,
-    table_stride,
-    block,
-    now,
-    PAGE_SIZE: tl.constexpr,
-    FIRST_PAGE: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """The pages that a block of new tokens writes."""
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    inside = (token < num_tokens_padded) & (token < tl.load(counts + 1))
-    slot = tl.load(slot_of_token + token, mask=inside, other=-1)
-    page = slot // PAGE_SIZE
-    writes = inside & (slot >= FIRST_PAGE * PAGE_SIZE) & (page < num_pages)
-    seq = tl.load(seq_of_token + token, mask=writes, other=0)
-    row = tl.load(engine_row + seq, mask=writes, other=0).to(tl.int64)
-    writes &= row < num_rows
-    begin = tl.load(kv_len + seq, mask=writes, other=0) - tl.load(q_len + seq, mask=writes, other=0)
-    last_no = tl.maximum(begin - 1, 0) // PAGE_SIZE
-    last_page = tl.load(
-        table + tl.load(row_of_seq + seq, mask=writes, other=0).to(tl.int64) * table_stride + last_no,
-        mask=writes,
-        other=0,
-    )
-    words = rows + row * _WORDS_OF_ROW
-    last_step = words + _last_step(words, writes, now)
-    last_entry = tl.load(entries + row * width + last_no, mask=writes, other=0)
-    goes_on = _goes_on(last_step, last_entry, last_page, begin, writes, now)
-    cell = row * width + tl.load(position_of_token + token, mask=writes, other=0) // PAGE_SIZE
-    entry = tl.load(entries + cell, mask=writes, other=0)
-    known = goes_on & ((entry & _LOW) == page) & ((entry >> 32) >= tl.load(last_step + 1, mask=writes, other=0))
-    mine = (now.to(tl.int64) << 32) | (cell & _LOW)
-    before = tl.atomic_xchg(pages + page, mine, mask=writes, sem="relaxed")
-    others = writes & ((before & _LOW) != (cell & _LOW))
-    taken = others & (((before >> 32) == now) | (known & ((before >> 32) > (entry >> 32))))
-    tl.atomic_or(counts + _ERROR_WORD + tl.zeros([TOKENS], tl.int32), _PAGE_TAKEN, mask=taken, sem="relaxed")
-
-
 @triton.jit(
     do_not_specialize=["num_tokens_padded", "num_rows", "num_pages", "width", "table_stride", "shares", "num_checks"],
     do_not_specialize_on_alignment=[
@@ -216,52 +100,73 @@ def _watch_pages_kernel(
     now = tl.load(counts + 2)
     program = tl.program_id(0)
     if program < num_checks:
-        _look_at_row(
-            counts,
-            engine_row,
-            row_of_seq,
-            kv_len,
-            q_len,
-            table,
-            entries,
-            pages,
-            rows,
-            num_rows,
-            num_pages,
-            width,
-            table_stride,
-            shares,
-            program,
-            now,
-            PAGE_SIZE,
-            FIRST_PAGE,
-            BLOCK,
-        )
+        # A share of the pages that a row names.
+        seq = program // shares
+        share = program % shares
+        row = tl.load(engine_row + seq).to(tl.int64)
+        live = (seq < tl.load(counts)) & (row < num_rows)
+        length = tl.where(live, tl.load(kv_len + seq), 0)
+        new = tl.load(q_len + seq)
+        begin = length - new
+        pages_of_row = table + tl.load(row_of_seq + seq).to(tl.int64) * table_stride
+        last_no = tl.maximum(begin - 1, 0) // PAGE_SIZE
+        words = rows + row * _WORDS_OF_ROW
+        of_last = _last_step(words, live, now)
+        last_step = words + of_last
+        last_entry = tl.load(entries + row * width + last_no, mask=live, other=0)
+        goes_on = _goes_on(last_step, last_entry, tl.load(pages_of_row + last_no, mask=live, other=0), begin, live, now)
+        start = tl.where(goes_on, tl.load(last_step + 1, mask=live, other=0), now)
+        looked_at = tl.where(new > 0, length + PAGE_SIZE, length)
+        num_used = tl.minimum(tl.cdiv(length, PAGE_SIZE), width)
+        for first in range(share * BLOCK, num_used, shares * BLOCK):
+            page_no = first + tl.arange(0, BLOCK)
+            used = page_no < num_used
+            page = tl.load(pages_of_row + page_no, mask=used, other=0)
+            named = used & (page >= FIRST_PAGE) & (page < num_pages)
+            cell = row * width + page_no
+            entry = tl.load(entries + cell, mask=named, other=0)
+            known = named & ((entry & _LOW) == page) & ((entry >> 32) >= start)
+            written = tl.load(pages + page, mask=known, other=0)
+            taken = known & ((written >> 32) > (entry >> 32)) & ((written & _LOW) != (cell & _LOW))
+            taken &= (page_no + 1) * PAGE_SIZE <= looked_at
+            tl.store(entries + cell, (now.to(tl.int64) << 32) | page, mask=named & (taken | (known == 0)))
+            tl.atomic_or(counts + _ERROR_WORD + tl.zeros([BLOCK], tl.int32), _PAGE_TAKEN, mask=taken, sem="relaxed")
+        if (share == 0) & live:
+            other_step = words + (_WORDS - of_last)
+            tl.store(other_step, now)
+            tl.store(other_step + 1, start)
+            tl.store(other_step + 2, begin)
+            tl.store(other_step + 3, length)
     else:
-        _remember_pages(
-            counts,
-            engine_row,
-            row_of_seq,
-            kv_len,
-            q_len,
-            seq_of_token,
-            position_of_token,
-            slot_of_token,
-            table,
-            entries,
-            pages,
-            rows,
-            num_tokens_padded,
-            num_rows,
-            num_pages,
-            width,
-            table_stride,
-            program - num_checks,
-            now,
-            PAGE_SIZE,
-            FIRST_PAGE,
-            TOKENS,
+        # The pages that a block of new tokens writes.
+        token = (program - num_checks) * TOKENS + tl.arange(0, TOKENS)
+        inside = (token < num_tokens_padded) & (token < tl.load(counts + 1))
+        slot = tl.load(slot_of_token + token, mask=inside, other=-1)
+        its_page = slot // PAGE_SIZE
+        writes = inside & (slot >= FIRST_PAGE * PAGE_SIZE) & (its_page < num_pages)
+        # Where nothing is written, the first sequence is looked at, which there always is.
+        its_seq = tl.load(seq_of_token + token, mask=writes, other=0)
+        its_row = tl.load(engine_row + its_seq).to(tl.int64)
+        writes &= its_row < num_rows
+        its_begin = tl.load(kv_len + its_seq) - tl.load(q_len + its_seq)
+        its_last_no = tl.maximum(its_begin - 1, 0) // PAGE_SIZE
+        its_last_page = tl.load(table + tl.load(row_of_seq + its_seq).to(tl.int64) * table_stride + its_last_no)
+        its_words = rows + its_row * _WORDS_OF_ROW
+        its_last_step = its_words + _last_step(its_words, writes, now)
+        its_last_entry = tl.load(entries + its_row * width + its_last_no, mask=writes, other=0)
+        its_goes_on = _goes_on(its_last_step, its_last_entry, its_last_page, its_begin, writes, now)
+        its_cell = its_row * width + tl.load(position_of_token + token, mask=writes, other=0) // PAGE_SIZE
+        its_entry = tl.load(entries + its_cell, mask=writes, other=0)
+        its_known = (
+            its_goes_on
+            & ((its_entry & _LOW) == its_page)
+            & ((its_entry >> 32) >= tl.load(its_last_step + 1, mask=writes, other=0))
         )
+        mine = (now.to(tl.int64) << 32) | (its_cell & _LOW)
+        before = tl.atomic_xchg(pages + its_page, mine, mask=writes, sem="relaxed")
+        others = writes & ((before & _LOW) != (its_cell & _LOW))
+        its_taken = others & (((before >> 32) == now) | (its_known & ((before >> 32) > (its_entry >> 32))))
+        tl.atomic_or(counts + _ERROR_WORD + tl.zeros([TOKENS], tl.int32), _PAGE_TAKEN, mask=its_taken, sem="relaxed")
 
 
 _variant = repeated_launches(_watch_pages_kernel)

@@ -24,7 +24,7 @@ def watch_pages(step: StepTensors, engine_row: Tensor, watch: PageWatch, *, page
     begin = length - step.q_len
     page_no = torch.arange(width, device=row.device)
     table = step.table[torch.where(live, step.row_of_seq, 0).long(), :width].long()
-    entries, cell = watch.entries[row], row[:, None] * width + page_no
+    entries, cell = watch.entries[row], torch.where(live, row * width, -width)[:, None] + page_no
     last, other = _last_step(watch.rows[row].long(), now)
     last_no = (begin - 1).clamp(min=0)[:, None] // page_size
     last_entry, last_page = entries.gather(1, last_no).squeeze(1), table.gather(1, last_no).squeeze(1)
@@ -78,6 +78,7 @@ def _write(
     writes = (token < step.counts[1]) & (slot >= int(step.terms.null_page) * page_size) & (page < len(watch.pages))
     seq = torch.where(writes, step.seq_of_token, 0).long()
     at = (step.position_of_token.long() // page_size).clamp(0, width - 1)
+    writes &= cell[seq, at] >= 0  # of rows that are not watched it is below
     mine = cell[seq, at] & _LOW
     page = torch.where(writes, page, 0)
     before = watch.pages[page]

@@ -157,6 +157,9 @@ class RequestTable:
         is_array = rows.__class__ is kv_len.__class__ is np.ndarray
         if not is_array or rows.dtype is not _INT32 or kv_len.dtype is not _INT32:  # type: ignore[union-attr]
             rows, kv_len = as_int32("rows", rows), as_int32("kv_len", kv_len)
+        self._reserve_all(rows, kv_len)  # type: ignore[arg-type]
+
+    def _reserve_all(self, rows: Int32Array, kv_len: Int32Array) -> None:
         named = rows.tobytes()
         checked, places = self._rows.known_rows
         if named != checked:

@@ -51,9 +51,9 @@ class ExternalRuns:
         cores: Mapping[Causality, StepCore],
         tables: AdoptedTables,
         device: torch.device,
-        *,
         num_seqs: int,
         num_tokens: int,
+        *,
         short_kv: bool,
     ) -> None:
         self._cores, self._tables, self._device = cores, tables, device

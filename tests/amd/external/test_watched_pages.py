@@ -144,8 +144,8 @@ def test_requests_that_come_and_go_and_share_what_none_of_them_writes_are_no_fau
             news = [choice.choice([1, 1, 3]) for _ in running]
             if running:
                 engine.run(running, news)
-                for going, new in zip(running, news, strict=True):
-                    going.kv_len -= choice.randint(0, new - 1)  # drafts that are rejected
+                for going, count in zip(running, news, strict=True):
+                    going.kv_len -= choice.randint(0, count - 1)  # drafts that are rejected
         engine.attention.check_device()
 
 

@@ -79,6 +79,7 @@ from tests.amd.mutation.segment_parts_check import segment_parts
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
 from tests.amd.mutation.speculative_checks import SPECULATIVE_CHECKS
 from tests.amd.mutation.take_check import take_inputs
+from tests.amd.mutation.watch_check import watch_pages
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 # Heads that leave lanes of every tile empty, dims that are no powers of two, gaps between all rows.
@@ -651,6 +652,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "metadata/take_inputs.py": take_inputs,
     "metadata/table_update.py": table_update,
     "metadata/take_slots.py": slots,
+    "metadata/watch_pages.py": watch_pages,
     "sampling/order.py": pick_rows,
     **ASKS_CHECKS,
     **SPARSE_CHECKS,

@@ -64,12 +64,12 @@ _Q_BOUNDARIES = tl.constexpr(Q_BOUNDARIES)
         "max_q_len",
         "pad_kv_len",
         "pad_q_len",
+        "named",  # Triton 3.6 would exchange by way of a buffer on AMD, where it has no such instruction
     ],
     do_not_specialize_on_alignment=[
         "slot",
         "counts_before",
         "rows",
-        "named",
         "given_kv_len",
         "given_q",
         "csr_indptr",

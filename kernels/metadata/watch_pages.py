@@ -56,7 +56,16 @@ def _goes_on(last_step, entry, page, begin, live, now):
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens_padded", "num_rows", "num_pages", "width", "table_stride", "shares", "num_checks"],
+    do_not_specialize=[
+        "num_tokens_padded",
+        "num_rows",
+        "num_pages",
+        "width",
+        "table_stride",
+        "shares",
+        "num_checks",
+        "pages",  # Triton 3.6 would exchange by way of a buffer on AMD, where it has no such instruction
+    ],
     do_not_specialize_on_alignment=[
         "counts",
         "engine_row",
@@ -68,7 +77,6 @@ def _goes_on(last_step, entry, page, begin, live, now):
         "slot_of_token",
         "table",
         "entries",
-        "pages",
         "rows",
     ],
 )

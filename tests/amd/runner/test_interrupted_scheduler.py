@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.paging.rows import Rows
 from rocm_attn.runner import prefix_cache, scheduler
 from rocm_attn.runner.request import Request
 from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep, Scheduler
@@ -19,7 +19,7 @@ from tests.amd.runner.test_scheduler import World, expected_tokens
 
 _FILES = (scheduler.__file__, prefix_cache.__file__)
 # Of the table's lines those alone that hand a row out: an interrupt anywhere else there may lose pages.
-_ADMIT = RequestTable.admit.__code__
+_ADMIT = Rows.admit.__code__
 
 
 @dataclass

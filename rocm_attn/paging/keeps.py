@@ -72,7 +72,7 @@ class Keeps:
         for table, is_named in zip(self._rows.spaces, named, strict=True):
             if is_named:
                 table.must_hold(rows, page_no)
-        self._rows.generations.change(rows)
+        self._rows.generations.share(rows)
         self._rows.tokens.raise_floor(rows, kv_len)
         pages = np.zeros((len(self._rows.spaces), len(rows)), np.int32)
         for space, table in enumerate(self._rows.spaces):

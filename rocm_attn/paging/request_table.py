@@ -284,7 +284,7 @@ class RequestTable:
         if not 0 <= kv_len <= self._rows.reserved_len[row]:
             raise BadBatch(f"row {row} holds {self._rows.reserved_len[row]} tokens; {kv_len} of them cannot be shared")
         child, end = self.admit(), num_pages(kv_len, self.page_size)
-        self.generations.change(row)
+        self.generations.share(row)
         self._rows.look_from[row] = ALWAYS
         try:
             for table in reversed(self.spaces):  # what may be refused comes first

@@ -19,7 +19,8 @@ from typing import Final, NamedTuple
 
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.halves import HALVES, split_batch
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import WrongState
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import StreamOrder, is_current, on_device
@@ -276,7 +277,7 @@ class StepGate:
     def may_go_again(self) -> RanStep | None:
         """The step that AGAIN would run now; None where there is none, or one of its rows has changed."""
         last = self.last
-        if last is None or self._changed(last.change, last.batch.rows):
+        if last is None or self._changed(last.change, last.batch, 0):
             return None
         return last
 
@@ -286,20 +287,32 @@ class StepGate:
         self._staged = step.batch, step.plan, (step.views,), step.change
         self._ran, self._may_repeat = step, True
 
-    def _require_rows(self, step: RanStep, refused: str) -> None:
-        """Raise WrongState where a row of a step was freed, cut, forked or kept since that step was staged."""
-        changed = self._changed(step.change, step.batch.rows)
+    def _require_rows(self, step: RanStep, refused: str, *, staying: int = 0, rows: Int32Array | None = None) -> None:
+        """Raise WrongState where a row of a step was freed, cut, forked or kept since that step was staged.
+
+        staying: new tokens of a sequence that are not written
+        rows:    those that count; not given: all
+        """
+        changed = self._changed(step.change, step.batch, staying)
+        if rows is not None:
+            changed = [row for row in changed if row in rows]
         if changed:
             raise WrongState(
                 f"{refused}: row {changed[0]} was freed, cut, forked or kept since it was staged; stage a step anew"
             )
 
-    def before_move(self) -> None:
-        """Ask whether the last verify step may move what was accepted, once. Raises WrongState, BadBatch."""
+    def before_move(self, rows: Int32Array | None = None) -> None:
+        """Ask whether the last verify step may move what was accepted, once. Raises WrongState, BadBatch.
+
+        rows: in which something is moved; not given: all of the step's
+        """
         step = self._ran_step()
-        if step is None or not self._may_move:
-            raise WrongState("no step has stored draft tokens to move, or they were moved already; move once a step")
-        self._require_rows(step, "accepted tokens cannot be moved")
+        if step is None or not self._may_move or step.batch.mask is NO_MASK:
+            raise WrongState(
+                "the last step has stored no trees of drafts, or they were moved already; move once a step"
+            )
+        # The first node of a tree is accepted in its place.
+        self._require_rows(step, "accepted tokens cannot be moved", staying=1, rows=rows)
         self.stores.before_move()
         self._may_move = False
         with on_device(self.device):

@@ -372,6 +372,19 @@ class StepGate:
             raise WrongState(f"this needs a running step, but {self.holder.state.value}; call runtime.step() first")
         return self._staged[0]
 
+    def stored_now(self, row: int, layers: Collection[int]) -> int:
+        """Tokens of a row once the step that runs is over, if it has stored in all of these layers; else 0."""
+        step, staged = self._step, self._staged
+        if step is None or staged is None:
+            return 0
+        selecting = self._core.layers.selecting
+        sides = [
+            *layers,
+            *(len(self._core.layers) + selecting.place_of(each) for each in layers if each in selecting.indexed),
+        ]
+        done, batch = self.stores.layers, staged[0]
+        return max(batch.kv_len[batch.rows == row], default=0) if all(done >> side & 1 for side in sides) else 0
+
     def end(self) -> None:
         """Close the step; see AttentionRuntime.end_step."""
         if self.holder.is_mine:

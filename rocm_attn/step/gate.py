@@ -116,7 +116,7 @@ class StepGate:
         has_windows = len(table.spaces) > 1
         self._evict: Callable[[StepBatch], None] | None = guards.evict(table) if has_windows else None
         selecting = core.layers.selecting
-        self.stores = StepStores(len(core.layers) + len(selecting.indexed), table.tokens, require_stored)
+        self.stores = StepStores(len(core.layers), len(selecting.indexed), table.tokens, require_stored)
         self._selections = StepSelections(selecting, selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)

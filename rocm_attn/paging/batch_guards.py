@@ -44,12 +44,15 @@ def changed_rows(table: RequestTable) -> ChangedRows:
         if change == generations.last_change:
             return []
         rows = batch.rows
-        shared = generations.shared_since(change, rows)
-        # Where a length that only the device knows begins is not known: any page may hold new tokens.
-        if batch.inputs.lengths_on_host and shared[shared.argmax()]:
-            first = batch.kv_len - batch.q_len + num_staying
-            shared &= (first < table.checks.floors(rows)) & (first < batch.kv_len)
-        found: list[int] = rows[generations.changed_since(change, rows) | shared].tolist()
+        changed = generations.changed_since(change, rows)
+        if num_staying < batch.max_q_len:
+            shared = generations.shared_since(change, rows)
+            # Where a length that only the device knows begins is not known: any page may hold new tokens.
+            if batch.inputs.lengths_on_host and shared[shared.argmax()]:
+                first = batch.kv_len - batch.q_len + num_staying
+                shared &= (first < table.checks.floors(rows)) & (first < batch.kv_len)
+            changed |= shared
+        found: list[int] = rows[changed].tolist()
         return found
 
     return changed

@@ -128,7 +128,7 @@ class StepGate:
         # The step that was staged last, and what may still come of it.
         self._staged: tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int] | None = None
         self._ran: RanStep | None = None
-        self._may_repeat = self._may_move = False
+        self._may_repeat = self._may_move = self._moves_on = False
         # Whose layers may be called: the views of a step that graphs replay, or what stands for one step.
         self._who_runs: object = None
 
@@ -168,7 +168,7 @@ class StepGate:
         # From here on the step runs: a log, a signal handler or a finalizer begins no other one within it.
         self.holder.state = STAGED
         # Before pages leave the windows of the step that might run again.
-        self._ran, self._may_repeat = None, False
+        self._ran, self._may_repeat, self._moves_on = None, False, False
         if self._evict is not None:
             self._evict(batch)
         self._streams.follow()
@@ -277,12 +277,24 @@ class StepGate:
     def may_go_again(self) -> RanStep | None:
         """The step that AGAIN would run now; None where there is none, or one of its rows has changed."""
         last = self.last
-        if last is None or self._changed(last.change, last.batch, 0):
+        if last is None or self._changed(last.change, last.batch, self._num_staying(last)):
             return None
         return last
 
+    def move_on(self) -> None:
+        """The step that AGAIN runs has later tokens each time, and its caller sees to it that no row shares them by then."""
+        self._moves_on = True
+
+    def _num_staying(self, step: RanStep) -> int:
+        """Of the tokens that the host knows of, those of a sequence that the step does not write when it runs again."""
+        return step.batch.max_q_len if self._moves_on else 0
+
     def resume(self, step: RanStep) -> None:
-        """Have AGAIN run this step, after which only steps of its own round were staged. Raises WrongState."""
+        """Have AGAIN run this step, after which only steps of its own round were staged, with later tokens: move_on().
+
+        Raises WrongState.
+        """
+        self._moves_on = True
         self._require_rows(step, "the step cannot run again")
         self._staged = step.batch, step.plan, (step.views,), step.change
         self._ran, self._may_repeat = step, True
@@ -293,7 +305,7 @@ class StepGate:
         staying: new tokens of a sequence that are not written
         rows:    those that count; not given: all
         """
-        changed = self._changed(step.change, step.batch, staying)
+        changed = self._changed(step.change, step.batch, max(staying, self._num_staying(step)))
         if rows is not None:
             changed = [row for row in changed if row in rows]
         if changed:

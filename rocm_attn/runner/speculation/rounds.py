@@ -345,6 +345,7 @@ class DeviceRounds:
             self._has_ranks,
         )
         rounds.make_next()
+        self._runtime.gate.move_on()
         return self._told(series, lambda: picked.found)
 
     def goes_on(self, scheduler: Scheduler) -> bool:

@@ -310,7 +310,8 @@ class RequestTable:
                 f"row {row} has room for {self._rows.reserved_len[row]} tokens; it cannot go back to {kv_len}"
             )
         end, new_end = self._rows.end(row), num_pages(kv_len, self.page_size)
-        self.generations.change(row)
+        if kv_len < self.tokens.stored_len[row]:
+            self.generations.change(row)
         self._rows.known_room, self._rows.look_from[row] = NO_ROOM, ALWAYS
         # In this order an interrupt leaves no token that counts as stored without its page, and none that may be stored
         # in a page that another row holds.

@@ -282,7 +282,7 @@ class StepGate:
         return last
 
     def move_on(self) -> None:
-        """The step that AGAIN runs has later tokens each time, and its caller sees to it that no row shares them by then."""
+        """AGAIN has later tokens each time, and its caller sees to it that no row shares them by then."""
         self._moves_on = True
 
     def _num_staying(self, step: RanStep) -> int:

@@ -114,6 +114,9 @@ def test_a_step_runs_again_while_its_rows_are_its_own() -> None:
     other = served.runtime.table.admit()
     served.runtime.table.free(other)  # another row's changes are none of this step's
     run_by_runner(served)
+    served.runtime.table.reserve(served.row, TOKENS + 5)
+    served.runtime.table.truncate(served.row, TOKENS)  # room that was reserved ahead
+    run_by_runner(served)
     served.runtime.table.kept.keep(served.row, 0, 2)  # it stores after these, as a prefix cache's requests do
     run_by_runner(served)
     given_to_another(served)

@@ -60,9 +60,9 @@ def measured(name: str, num_layers: int, problem: Problem, kv_len: int) -> dict[
     runtime = runtime_of(num_layers, problem, kv_len)
     exporter = KVExporter(runtime)
     importer = KVImporter(runtime, exporter.passport)
-    count = kv_len // problem.page_size
-    order = torch.randperm(2 * count).add(1).tolist()
-    pages, others = {Space.FULL: order[:count]}, {Space.FULL: order[count:]}
+    row, other = two_rows(runtime, kv_len)
+    runtime.table.mark_stored([row], [kv_len])
+    pages, others = exporter.pages_of(row, kv_len), importer.pages_of(other, kv_len)
     extent = exporter.extent(pages, kv_len)
     buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=CUDA)
     one = torch.empty(exporter.num_layer_bytes(extent, 0), dtype=torch.uint8, device=CUDA)
@@ -99,6 +99,16 @@ def runtime_of(num_layers: int, problem: Problem, kv_len: int) -> AttentionRunti
             else:
                 tensor.uniform_(0.5, 1.5)
     return runtime
+
+
+def two_rows(runtime: AttentionRuntime, kv_len: int) -> tuple[int, int]:
+    """Two rows of kv_len tokens whose pages lie among each other."""
+    table, page_size = runtime.table, runtime.table.page_size
+    rows, lengths = [table.admit(), table.admit()], [0, 0]
+    for at in (torch.randperm(2 * kv_len // page_size) % 2).tolist():
+        lengths[at] += page_size
+        table.reserve(rows[at], lengths[at])
+    return rows[0], rows[1]
 
 
 def moved_right(runtime: AttentionRuntime, layer: int, ids: Tensor, to: Tensor) -> bool:

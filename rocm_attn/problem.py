@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import numbers
 from dataclasses import dataclass
 
@@ -35,9 +36,10 @@ __all__ = [
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in choices.DTYPES)
 UNLIMITED_WINDOW = scores.UNLIMITED_WINDOW
-# Kernels count keys in int32, and take scales and caps as float32: their products with scores are finite, too.
+# Kernels count keys in int32, and take scales and caps as float32: their products with scores are finite, too. Stores
+# divide by the factors of codes: reciprocals, and products with any code, are then normal float32.
 _LARGEST_WINDOW = 2**31 - 2
-_SMALLEST_FACTOR, _LARGEST_FACTOR = 2.0**-100, 2.0**100
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-100, 2.0**100
 # Problem.v_head_dim, Problem.scale: those of most models.
 AS_HEAD_DIM = 0
 # Of a vectorised pool: what a thread loads at once.
@@ -136,7 +138,10 @@ def _number(name: str, value: object) -> float:
     """A number as a float. Raises BadProblem."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise BadProblem(f"{name} is {value!r}; it must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _check_scales(of: str, encoding: KVEncoding, scales: Scales) -> None:
@@ -195,6 +200,9 @@ class Problem:
             object.__setattr__(self, name, _whole(name, getattr(self, name)))
         for name in ("scale", "logits_soft_cap"):
             object.__setattr__(self, name, _number(name, getattr(self, name)))
+        for name, kind in (("pool", PoolKind), ("kv_encoding", KVEncoding), ("kv_scales", Scales)):
+            if not isinstance(getattr(self, name), kind):
+                raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
         for name in ("has_sinks", "has_alibi_slopes", "causal", "custom_mask", "wants_lse"):
             if not isinstance(getattr(self, name), bool):
                 raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -212,7 +220,7 @@ class Problem:
             )
         if self.dtype not in DTYPES:
             raise BadProblem(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
-        if not _SMALLEST_FACTOR <= self.scale <= _LARGEST_FACTOR:
+        if not SMALLEST_SCALE <= self.scale <= LARGEST_SCALE:
             raise BadProblem(
                 f"scale is {self.scale}; it must be a positive number from 2**-100 to 2**100, for instance "
                 "head_dim ** -0.5"
@@ -225,7 +233,7 @@ class Problem:
             raise BadProblem(
                 f"window_left is {self.window_left} and causal is False; a window is counted back from a causal query"
             )
-        if self.logits_soft_cap != 0 and not _SMALLEST_FACTOR <= self.logits_soft_cap <= _LARGEST_FACTOR:
+        if self.logits_soft_cap != 0 and not SMALLEST_SCALE <= self.logits_soft_cap <= LARGEST_SCALE:
             raise BadProblem(
                 f"logits_soft_cap is {self.logits_soft_cap}; it must be a positive number from 2**-100 to 2**100, or 0 "
                 "for none"

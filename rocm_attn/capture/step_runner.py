@@ -5,6 +5,7 @@ What is captured is fill and forward, as one function; an eager step calls the s
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight, Watch
 from rocm_attn.step.step import Series, Step
 
+_LOG = logging.getLogger(__name__)
 # A first capture may compile every kernel; one that takes longer than this has never been seen to end.
 CAPTURE_SECONDS = 300.0
 CAPTURE_WATCHDOG = Watchdog(CAPTURE_SECONDS)
@@ -94,8 +96,7 @@ class StepRunner(Generic[Outputs]):
         self._forward = forward
         self._half_by_half = halves_in_turn(self._run_half)
         self._split_forward = split_forward if split_forward is not None else self._half_by_half
-        self._recorder = recorder
-        self._wants_graphs = recorder is not None
+        self._recorder = self._given_recorder = recorder  # the first is None while graphs are switched off
         self._check = check if check is not None else CaptureCheck()
         self._watchdog = watchdog
         self._flight = flight
@@ -322,16 +323,19 @@ class StepRunner(Generic[Outputs]):
     def reopen(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
         """Drain the device, drop every graph and its memory, and seal again for other capture sizes.
 
-        Graphs are made anew as steps need them, or by capture_all(); also those of other runners of the runtime.
+        Graphs are made anew as steps need them, or by capture_all(); also those of other runners of the runtime. Where
+        they were switched off, they are on again.
         Requests, pages and their content stay. Under tensor parallelism all ranks must call it between the same two
         steps. Raises what Seals.reseal raises: nothing has changed then, and graphs go on serving. After an
         interrupt, steps may be eager until it is called again; counters.graphs_off says so.
         """
-        if self._recorder is None:
+        if self._given_recorder is None:
             self._runtime.seals.unseal(capture_sizes, capture_tokens)
         else:
             self._runtime.seals.reseal(capture_sizes, capture_tokens)
-            self._start_over(self._recorder)
+            self._runtime.seals.users.add(self)
+            self._recorder, self._graphs_off = self._given_recorder, ""
+            self._start_over(self._given_recorder)
 
     def check_addresses(self) -> None:
         """Compare the address, shape, stride and dtype of everything that graphs read. Raises GraphStale."""
@@ -432,7 +436,9 @@ class StepRunner(Generic[Outputs]):
         step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._takers)
         entry = self._entry_of_plan.get(step.plan)
         if entry is None:
-            return self._without_graph(step, "graphs are off" if self._recorder is None else "too few pages were free")
+            return self._without_graph(
+                step, "graphs are off" if self._recorder is None else "none could be checked now"
+            )
         return self._replay(step.plan, entry)
 
     def _new_tokens_like(self, plan: StepPlan, batch: StepBatch) -> Int32Array:
@@ -467,7 +473,7 @@ class StepRunner(Generic[Outputs]):
         return "" if self._is_due(plan) else "eager steps come first"
 
     def _without_graph(self, step: Step, reason: str) -> Outputs:
-        if self._wants_graphs and step.plan.replayable:
+        if self._given_recorder is not None and step.plan.replayable:
             self.metrics.fallbacks[reason] = self.metrics.fallbacks.get(reason, 0) + 1
         return self._body(step)
 
@@ -605,6 +611,11 @@ class StepRunner(Generic[Outputs]):
         except (RecordingRefused, StaleRecording) as refusal:
             return self._agreed(self._refused(str(refusal)), recorded)
         except (torch.OutOfMemoryError, DeviceFault) as refusal:  # of the steps that the graph was tried on
+            if isinstance(refusal, DeviceFault) and live is not None and not set(live.rows).isdisjoint(refusal.rows):
+                # The step itself is wrong, and says so when it runs: it says nothing of the graph.
+                self._runtime.faults.forget()
+                self._eager_steps[plan] = self._capture_after - _STEPS_BEFORE_ANOTHER_TRY
+                return self._agreed(Trial(None, Verdict("", "", 0.0, bitwise=True)), recorded)
             return self._agreed(self._refused(f"{type(refusal).__name__}: {refusal}"), recorded)
         except BaseException as error:
             self._end_on_all_ranks(f"the check was broken off by {type(error).__name__}: {error}", recorded)
@@ -658,6 +669,7 @@ class StepRunner(Generic[Outputs]):
     def _switch_off(self, reason: str) -> None:
         """Give up all graphs, and the sealed addresses with them unless graphs of another runner read them."""
         assert self._recorder is not None
+        _LOG.warning("graphs are switched off, until reopen(): %s", reason)
         recorder, self._recorder, self._graphs_off = self._recorder, None, reason
         self._drop_graphs()
         recorder.release_memory()

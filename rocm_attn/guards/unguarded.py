@@ -417,9 +417,9 @@ def any_batch(table: RequestTable) -> Callable[[StepBatch], None]:
     return take
 
 
-def rows_as_they_were(table: RequestTable) -> Callable[[int, Int32Array], list[int]]:
+def rows_as_they_were(table: RequestTable) -> Callable[[int, StepBatch, int], list[int]]:
     """An earlier step's rows are taken for its own, whatever became of them."""
-    return lambda change, rows: []
+    return lambda change, batch, num_staying: []
 
 
 def in_any_order(steps: int) -> int:

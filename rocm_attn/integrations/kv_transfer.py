@@ -6,7 +6,7 @@ they are only put together and put back, by launches on the current stream, with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 
@@ -32,6 +32,7 @@ from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.convert import KEEPING_BITS, code_tables
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
+from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.launches import MoveRows
 from rocm_attn.runtime import AttentionRuntime
 
@@ -252,18 +253,16 @@ class KVExporter(_Mover):
         Raises BadBatch for tokens that are not stored, BadTensor, WrongState.
         """
         pages = self.pages_of(row, kv_len)
-        stored = int(self._runtime.table.tokens.of(np.array([row], np.int32))[0])
-        if kv_len > stored:
-            raise BadBatch(f"row {row} has {stored} stored tokens; {kv_len} of them cannot be sent")
-        # A page that is still to be copied from another has nothing yet.
-        copies = {each.space: each.pending.copies for each in self._runtime.table.spaces}
-        pages = {space: [copies[space].get(page, page) for page in listed] for space, listed in pages.items()}
         extent = self.extent(pages, kv_len)
         self.export(pages, extent, buffer)
         return extent
 
     def export(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        """Put the tokens of an extent into a buffer, all layers. Raises BadBatch, BadTensor, WrongState."""
+        """Put the tokens of an extent into a buffer, all layers.
+
+        pages: of a runtime those of a row, or kept ones
+        Raises BadBatch for tokens of a runtime that are not stored, BadTensor, WrongState.
+        """
         self._export(self._all, pages, extent, buffer)
 
     def export_layer(self, layer: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
@@ -272,6 +271,8 @@ class KVExporter(_Mover):
 
     def _export(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
         self._check(pages, extent.kv_len, layers)
+        if isinstance(self._owner, AttentionRuntime):
+            pages = self._stored(self._owner, layers, pages, extent.kv_len)
         parts = stretches(self.passport, extent, layers)
         for space in {self._spaces[layer] for layer in layers}:
             if self._gone[space] in pages[space][extent.first[space.value] // self._page_size :]:
@@ -284,6 +285,22 @@ class KVExporter(_Mover):
             return extent.first[space.value] // unit
 
         self._move(ops_of(self._owner).export_rows, layers, pages, parts, first_of, used, clears=False)
+
+    def _stored(self, runtime: AttentionRuntime, layers: Sequence[int], pages: Pages, kv_len: int) -> Pages:
+        """The pages that tokens lie in: for one that is still to be copied, the page that it is copied from.
+
+        Raises BadBatch unless a row that has these pages has stored as many tokens in these layers, or all are kept.
+        """
+        table, spaces = runtime.table, {self._spaces[layer] for layer in layers}
+        row = _row_of(table, pages, spaces)
+        if row is not None:
+            stored = max(int(table.tokens.of(np.array([row]))[0]), runtime.gate.stored_now(row, layers))
+            if kv_len > stored:
+                raise BadBatch(f"row {row} has {stored} stored tokens; {kv_len} of them cannot be sent")
+        elif not all(table.kept.are_kept(pages[space], space) for space in spaces):
+            raise BadBatch("no row has these pages, and not all of them are kept; give those of pages_of()")
+        copies = {space: table.space(space).pending.copies for space in spaces}
+        return {space: [copies[space].get(page, page) for page in pages[space]] for space in spaces}
 
 
 class KVImporter(_Mover):
@@ -331,10 +348,7 @@ class KVImporter(_Mover):
         buffer: as KVExporter.export() filled it
         Raises BadBatch, BadTensor, WrongState; nothing was written then.
         """
-        pages = self.pages_of(row, extent.kv_len)
-        self._must_be_own(row, pages)
-        self._must_go_back(extent)
-        self.import_pages(pages, extent, buffer)
+        self.import_pages(self.pages_of(row, extent.kv_len), extent, buffer)
         self._runtime.table.mark_stored([row], [extent.kv_len])
 
     def import_pages(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
@@ -342,6 +356,7 @@ class KVImporter(_Mover):
 
         So does what follows the last token in its page, but where ExternalOptions say that it is kept.
 
+        pages: of a runtime those of a row of admit(), in which no step has stored
         Raises BadBatch, BadTensor, WrongState; nothing was written then.
         """
         self._import(self._all, pages, extent, buffer)
@@ -361,6 +376,9 @@ class KVImporter(_Mover):
         begins = {space: self._begin(space, pages) for space in {self._spaces[layer] for layer in layers}}
         for part in parts:
             self._must_see(part, extent, begins[self._spaces[part.layer]])
+        if isinstance(self._owner, AttentionRuntime):
+            _must_be_own(self._owner.table, pages, begins)
+            self._must_go_back(self._owner.table, layers, extent)
         used = self._recoded(self._buffer(buffer, _num_bytes(parts)), parts)
 
         def first_of(space: Space, unit: int) -> int:
@@ -388,21 +406,11 @@ class KVImporter(_Mover):
                 f"those from {begin} on"
             )
 
-    def _must_be_own(self, row: int, pages: Pages) -> None:
-        table = self._runtime.table
-        for each in table.spaces:
-            held = np.array([page for page in pages[each.space] if page != RESERVED_PAGE], np.int32)
-            # Of a copy that was not made yet, neither page may change.
-            copied = {*each.pending.copies, *each.pending.copies.values()}
-            if (each.num_holders(held) > 1).any() or not copied.isdisjoint(held.tolist()):
-                raise BadBatch(
-                    f"row {row} shares pages with others, which must not be written; import into one of admit()"
-                )
-
-    def _must_go_back(self, extent: KVExtent) -> None:
+    def _must_go_back(self, table: RequestTable, layers: Sequence[int], extent: KVExtent) -> None:
         """Raises BadBatch where the tokens were not sent that a row keeps for going back."""
-        kept_from = {each.space: each.pages.first_needed(extent.kv_len, 1) for each in self._runtime.table.spaces}
-        for layer, space in enumerate(self._spaces):
+        kept_from = {each.space: each.pages.first_needed(extent.kv_len, 1) for each in table.spaces}
+        for layer in layers:
+            space = self._spaces[layer]
             sent = extent.first.get(self.source.layers[layer].space, 0)
             if space != Space.FULL and sent > kept_from[space]:
                 raise BadBatch(
@@ -450,6 +458,36 @@ class KVImporter(_Mover):
             elif at in self._factors:
                 stretch.view(torch.float32).mul_(self._factors[at])
         return buffer
+
+
+def _row_of(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> int | None:
+    """A row that begins with these pages in these spaces, or None."""
+    for_rows = np.ones(len(table.full.entries_host), np.bool_)
+    for space in spaces:
+        listed, entries = np.array(pages[space], np.int32), table.space(space).entries_host
+        if len(listed) > entries.shape[1]:
+            return None
+        for_rows &= entries[:, len(listed) - 1] == listed[-1]  # few have that one
+        rows = np.flatnonzero(for_rows)
+        for_rows[rows] = (entries[rows, : len(listed)] == listed).all(axis=1)
+    found = np.flatnonzero(for_rows)
+    return int(found[0]) if len(found) else None
+
+
+def _must_be_own(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> None:
+    """Raises BadBatch unless a row has these pages alone, and nothing is stored in it."""
+    row = _row_of(table, pages, spaces)
+    if row is None:
+        raise BadBatch("no row has these pages; import into those of one of admit()")
+    for each in map(table.space, spaces):
+        held = np.array([page for page in pages[each.space] if page != RESERVED_PAGE], np.int32)
+        # Of a copy that was not made yet, neither page may change.
+        copied = {*each.pending.copies, *each.pending.copies.values()}
+        if (each.num_holders(held) > 1).any() or not copied.isdisjoint(held.tolist()):
+            raise BadBatch(f"row {row} shares pages with others, which must not be written; import into one of admit()")
+    stored = int(table.tokens.of(np.array([row]))[0])
+    if stored:
+        raise BadBatch(f"row {row} has {stored} stored tokens already; import into one of admit()")
 
 
 def _num_bytes(parts: Sequence[Stretch]) -> int:

@@ -15,7 +15,7 @@ from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.paging.adopted import Gate
 from rocm_attn.paging.adopted_index import AdoptedIndexPages
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE, PoolKind, Problem, Scales
 
 _AXES = "kv", "page", "token", "head", "dim"
 
@@ -49,7 +49,7 @@ class EnginePages:
 
     k_scale, v_scale: float32, on the device: [] or [1] for a layer, [kv_heads] for heads, [pages, kv_heads, page_size]
                       for tokens; they stay the engine's, and are read and, those of tokens, written where they lie.
-                      None where the format has none
+                      Those of a layer and of heads are positive from bind() on. None where the format has none
     format:           what its pages hold, by whom. Bytes (uint8) do not say it, so of eight bits it must be declared;
                       of others it may be
     """
@@ -246,11 +246,32 @@ class AdoptedPages:
                 raise BadTensor(f"a factor of layer {layer} is on {scale.device}, its pages on {self.device}")
         try:
             # A factor without a dimension is an engine's way to keep one for the layer.
-            return LayerPages(
+            pages = LayerPages(
                 k, v, form, *(scale.view(1) if scale is not None and not scale.dim() else scale for scale in scales)
             )
         except FormatMismatch as error:
             raise BadTensor(f"layer {layer}: {error}") from error
+        if form.scales in (Scales.LAYER, Scales.HEAD) and not self._binds_calls:
+            self._check_factors(layer, pages)
+        return pages
+
+    def _check_factors(self, layer: int, pages: LayerPages) -> None:
+        """Raise BadTensor for factors that no store can divide by, and for two of latent rows. Waits for the device."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        assert pages.k_scale is not None
+        assert pages.v_scale is not None
+        for name, factors in (("k", pages.k_scale), ("v", pages.v_scale)):
+            if not bool(((factors >= SMALLEST_SCALE) & (factors <= LARGEST_SCALE)).all()):
+                raise BadTensor(
+                    f"the factors of {name} of layer {layer} are {factors.tolist()}; each must be a positive number "
+                    "from 2**-100 to 2**100"
+                )
+        if pages.format.kind is PoolKind.LATENT and not torch.equal(pages.k_scale, pages.v_scale):
+            raise BadTensor(
+                f"layer {layer} is latent, and its factors are {pages.k_scale.tolist()} for k and "
+                f"{pages.v_scale.tolist()} for v: its V is a part of its K, so give both the same"
+            )
 
     def layer(self, layer: int) -> LayerPages:
         """The pages of one layer. Raises WrongState while it has none."""

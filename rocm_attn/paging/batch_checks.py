@@ -73,10 +73,12 @@ class BatchChecks:
         if gaps.any():
             seq = int(gaps.argmax())
             row = batch.rows[seq]
+            start, layers = self._rows.tokens.left_out.get(int(row), (0, ""))
+            left_out = f" (its last step did not store in {layers})" if layers and start == stored[seq] else ""
             raise BadBatch(
                 f"sequence {seq} attends to the first {needed[seq]} tokens of row {row}, of which {stored[seq]} are "
-                f"stored in every layer; store the others first, or call mark_stored([{row}], [{needed[seq]}]) if "
-                "their K and V came into the pages by other means"
+                f"stored in every layer{left_out}; store the others first, or call mark_stored([{row}], "
+                f"[{needed[seq]}]) if their K and V came into the pages by other means"
             )
 
     def why_no_store(self, batch: StepBatch) -> str:

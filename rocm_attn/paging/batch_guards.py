@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.paging.request_table import RequestTable
 
 ForBatch = Callable[[StepBatch], None]
-# (a change of the table, rows): the rows that have changed after it.
-ChangedRows = Callable[[int, Int32Array], list[int]]
+# (a change of the table, a batch, new tokens of a sequence that stay as they are): the rows that have changed since.
+ChangedRows = Callable[[int, StepBatch, int], list[int]]
 
 
 def checked_batch(table: RequestTable) -> ForBatch:
@@ -37,8 +37,25 @@ def before_the_steps_windows(table: RequestTable) -> ForBatch:
 
 
 def changed_rows(table: RequestTable) -> ChangedRows:
-    """Rows that were freed, cut, forked or kept are others than an earlier step's."""
-    return table.generations.changed_since
+    """Rows that were freed or cut are others than an earlier step's; so are those whose new tokens others hold too."""
+    generations = table.generations
+
+    def changed(change: int, batch: StepBatch, num_staying: int) -> list[int]:
+        if change == generations.last_change:
+            return []
+        rows = batch.rows
+        changed = generations.changed_since(change, rows)
+        if num_staying < batch.max_q_len:
+            shared = generations.shared_since(change, rows)
+            # Where a length that only the device knows begins is not known: any page may hold new tokens.
+            if batch.inputs.lengths_on_host and shared[shared.argmax()]:
+                first = batch.kv_len - batch.q_len + num_staying
+                shared &= (first < table.checks.floors(rows)) & (first < batch.kv_len)
+            changed |= shared
+        found: list[int] = rows[changed].tolist()
+        return found
+
+    return changed
 
 
 def one_draft_step_after_the_other(steps: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import numpy as np
@@ -31,6 +31,11 @@ class Keeps:
     def ids(self) -> KeptIds:
         """int64 [n]: all ids that are kept, so that a caller can tell whether it has lost some."""
         return self._pages.ids()
+
+    def are_kept(self, pages: Sequence[int], space: Space) -> bool:
+        """Whether all of these pages of a space are kept; 0 stands for none. Raises BadSetting."""
+        kept = self._pages.of_space(self._rows.spaces.index(self._rows.space(space)))
+        return bool(np.isin(pages, np.append(kept, RESERVED_PAGE)).all())
 
     def keep(self, row: int, first_page_no: int, end_page_no: int, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
         """Keep the pages [first_page_no, end_page_no) of row until drop(), whatever becomes of row.
@@ -72,7 +77,7 @@ class Keeps:
         for table, is_named in zip(self._rows.spaces, named, strict=True):
             if is_named:
                 table.must_hold(rows, page_no)
-        self._rows.generations.change(rows)
+        self._rows.generations.share(rows)
         self._rows.tokens.raise_floor(rows, kv_len)
         pages = np.zeros((len(self._rows.spaces), len(rows)), np.int32)
         for space, table in enumerate(self._rows.spaces):

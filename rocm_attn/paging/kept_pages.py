@@ -101,6 +101,11 @@ class KeptPages:
         pages: Int32Array = self._pages[space, places]
         return pages
 
+    def of_space(self, space: int) -> Int32Array:
+        """int32 [n]: the pages that are kept in a space, given by its number, and 0."""
+        pages: Int32Array = self._pages[space]
+        return pages
+
     def clear(self, places: KeptIds, space: int) -> None:
         """Nothing is kept at these places in a space any more."""
         self._pages[space, places] = 0

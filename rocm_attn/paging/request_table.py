@@ -111,7 +111,7 @@ class RequestTable:
 
     def is_admitted(self, row: int) -> bool:
         """Whether a row was admitted and not freed."""
-        return bool(self._rows.reserved_len[row] >= 0)
+        return 0 <= row < len(self._rows.reserved_len) and bool(self._rows.reserved_len[row] >= 0)
 
     def reserve(self, row: int, kv_len: int) -> None:
         """Make room for kv_len tokens in row, in every space. What the row holds beyond them stays.
@@ -156,7 +156,7 @@ class RequestTable:
         # Each step reserves: arrays that are right already cost no call.
         is_array = rows.__class__ is kv_len.__class__ is np.ndarray
         if not is_array or rows.dtype is not _INT32 or kv_len.dtype is not _INT32:  # type: ignore[union-attr]
-            rows, kv_len = as_int32("rows", rows), as_int32("kv_len", kv_len)
+            rows, kv_len = _each("kv_len", rows, kv_len)
         self._reserve_all(rows, kv_len)  # type: ignore[arg-type]
 
     def _reserve_all(self, rows: Int32Array, kv_len: Int32Array) -> None:
@@ -284,7 +284,7 @@ class RequestTable:
         if not 0 <= kv_len <= self._rows.reserved_len[row]:
             raise BadBatch(f"row {row} holds {self._rows.reserved_len[row]} tokens; {kv_len} of them cannot be shared")
         child, end = self.admit(), num_pages(kv_len, self.page_size)
-        self.generations.change(row)
+        self.generations.share(row)
         self._rows.look_from[row] = ALWAYS
         try:
             for table in reversed(self.spaces):  # what may be refused comes first
@@ -310,7 +310,8 @@ class RequestTable:
                 f"row {row} has room for {self._rows.reserved_len[row]} tokens; it cannot go back to {kv_len}"
             )
         end, new_end = self._rows.end(row), num_pages(kv_len, self.page_size)
-        self.generations.change(row)
+        if kv_len < self.tokens.stored_len[row]:
+            self.generations.change(row)
         self._rows.known_room, self._rows.look_from[row] = NO_ROOM, ALWAYS
         # In this order an interrupt leaves no token that counts as stored without its page, and none that may be stored
         # in a page that another row holds.
@@ -331,7 +332,7 @@ class RequestTable:
         Raises WrongState, BadBatch.
         """
         if len(rows):
-            self._mark_stored(as_int32("rows", rows), as_int32("kv_len", kv_len))
+            self._mark_stored(*_each("kv_len", rows, kv_len))
 
     def _mark_stored(self, rows: Int32Array, kv_len: Int32Array) -> None:
         self._rows.must_all_be_admitted(rows)
@@ -370,6 +371,14 @@ class RequestTable:
         """Whether the next token of row would land in a page that another row holds too."""
         page_no, offset = divmod(int(self._rows.reserved_len[row]), self.page_size)
         return offset > 0 and bool(table.shares(np.array([row], np.int32), np.array([page_no], np.int32))[0])
+
+
+def _each(name: str, rows: Integers, values: Integers) -> tuple[Int32Array, Int32Array]:
+    """Rows, and a number for each that is not negative. Raises BadBatch."""
+    of_rows, of_each = as_int32("rows", rows), as_int32(name, values)
+    if len(of_rows) != len(of_each) or int(of_each.min()) < 0:
+        raise BadBatch(f"{len(of_rows)} rows were given, and as {name} {of_each.tolist()}; give each row 0 or more")
+    return of_rows, of_each
 
 
 def _length(kv_len: int) -> int:

@@ -29,6 +29,7 @@ class StoredTokens:
     stored_len: tokens whose K and V are stored in every layer
     changed:    rows that were cut since the step that runs was staged: they may be others now
     floor:      the first token that a step may store; those before it may lie in pages that have other holders
+    left_out:   row -> its stored tokens, and the layers in which a step after these did not store, in words
     """
 
     def __init__(self, num_rows: int, shared_floor: SharedFloor) -> None:
@@ -39,6 +40,7 @@ class StoredTokens:
         self.has_floors = False
         self._shared_floor = shared_floor
         self.changed: list[int] = []
+        self.left_out: dict[int, tuple[int, str]] = {}
 
     @property
     def stored_len(self) -> Int32Array:
@@ -93,6 +95,7 @@ class StoredTokens:
     def forget(self, row: int, kv_len: int) -> None:
         """Tokens of row from kv_len on do not count as stored."""
         self.changed.append(row)
+        self.left_out.pop(row, None)
         stored_len = self.stored_len
         stored_len[row] = min(kv_len, int(stored_len[row]))
 
@@ -123,14 +126,18 @@ class StoredTokens:
 class StepStores:
     """The layers that the step that runs has stored in.
 
-    num_layers:     of the runtime, and after them those that have index keys to store
+    num_layers:     of the runtime
+    num_indexed:    of those that have index keys to store, which come after the layers
     tokens:         learns what was stored
     require_stored: raises BadBatch unless all tokens of a step's rows are stored
     """
 
-    def __init__(self, num_layers: int, tokens: StoredTokens, require_stored: Callable[[StepBatch], None]) -> None:
+    def __init__(
+        self, num_layers: int, num_indexed: int, tokens: StoredTokens, require_stored: Callable[[StepBatch], None]
+    ) -> None:
         self._tokens = tokens
-        self._all = (1 << num_layers) - 1
+        self._num_layers = num_layers
+        self._all = (1 << num_layers + num_indexed) - 1
         self._require_stored = require_stored
         self._batch: StepBatch | None = None
         self._done = [0]
@@ -206,5 +213,19 @@ class StepStores:
             batch = self._batch
             # No child has stored in more layers than all of them, which is the largest number.
             is_whole = min(self._done) == self._all
+            if not is_whole:
+                self._note_left_out(batch)
             self._tokens.end_step(batch, complete=is_whole and (batch.is_plain or batch.drafts.branches <= 1))
         self._batch = None
+
+    def _note_left_out(self, batch: StepBatch) -> None:
+        """A step is over that has not stored in every layer: keep which, for what the next step is told."""
+        done = self.layers
+        missing = [number for number in range(self._all.bit_length()) if not done >> number & 1]
+        names = [
+            f"layer {number}" if number < self._num_layers else f"index keys {number - self._num_layers}"
+            for number in missing[:8]
+        ]
+        words = ", ".join(names) + (" and others" if len(missing) > len(names) else "")
+        for row, start in zip(batch.rows.tolist(), (batch.kv_len - batch.q_len).tolist(), strict=True):
+            self._tokens.left_out[row] = start, words

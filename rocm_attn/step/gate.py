@@ -19,7 +19,8 @@ from typing import Final, NamedTuple
 
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.halves import HALVES, split_batch
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import WrongState
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import StreamOrder, is_current, on_device
@@ -115,7 +116,7 @@ class StepGate:
         has_windows = len(table.spaces) > 1
         self._evict: Callable[[StepBatch], None] | None = guards.evict(table) if has_windows else None
         selecting = core.layers.selecting
-        self.stores = StepStores(len(core.layers) + len(selecting.indexed), table.tokens, require_stored)
+        self.stores = StepStores(len(core.layers), len(selecting.indexed), table.tokens, require_stored)
         self._selections = StepSelections(selecting, selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)
@@ -127,7 +128,7 @@ class StepGate:
         # The step that was staged last, and what may still come of it.
         self._staged: tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int] | None = None
         self._ran: RanStep | None = None
-        self._may_repeat = self._may_move = False
+        self._may_repeat = self._may_move = self._moves_on = False
         # Whose layers may be called: the views of a step that graphs replay, or what stands for one step.
         self._who_runs: object = None
 
@@ -167,7 +168,7 @@ class StepGate:
         # From here on the step runs: a log, a signal handler or a finalizer begins no other one within it.
         self.holder.state = STAGED
         # Before pages leave the windows of the step that might run again.
-        self._ran, self._may_repeat = None, False
+        self._ran, self._may_repeat, self._moves_on = None, False, False
         if self._evict is not None:
             self._evict(batch)
         self._streams.follow()
@@ -276,30 +277,54 @@ class StepGate:
     def may_go_again(self) -> RanStep | None:
         """The step that AGAIN would run now; None where there is none, or one of its rows has changed."""
         last = self.last
-        if last is None or self._changed(last.change, last.batch.rows):
+        if last is None or self._changed(last.change, last.batch, self._num_staying(last)):
             return None
         return last
 
+    def move_on(self) -> None:
+        """AGAIN has later tokens each time, and its caller sees to it that no row shares them by then."""
+        self._moves_on = True
+
+    def _num_staying(self, step: RanStep) -> int:
+        """Of the tokens that the host knows of, those of a sequence that the step does not write when it runs again."""
+        return step.batch.max_q_len if self._moves_on else 0
+
     def resume(self, step: RanStep) -> None:
-        """Have AGAIN run this step, after which only steps of its own round were staged. Raises WrongState."""
+        """Have AGAIN run this step, after which only steps of its own round were staged, with later tokens: move_on().
+
+        Raises WrongState.
+        """
+        self._moves_on = True
         self._require_rows(step, "the step cannot run again")
         self._staged = step.batch, step.plan, (step.views,), step.change
         self._ran, self._may_repeat = step, True
 
-    def _require_rows(self, step: RanStep, refused: str) -> None:
-        """Raise WrongState where a row of a step was freed, cut, forked or kept since that step was staged."""
-        changed = self._changed(step.change, step.batch.rows)
+    def _require_rows(self, step: RanStep, refused: str, *, staying: int = 0, rows: Int32Array | None = None) -> None:
+        """Raise WrongState where a row of a step was freed, cut, forked or kept since that step was staged.
+
+        staying: new tokens of a sequence that are not written
+        rows:    those that count; not given: all
+        """
+        changed = self._changed(step.change, step.batch, max(staying, self._num_staying(step)))
+        if rows is not None:
+            changed = [row for row in changed if row in rows]
         if changed:
             raise WrongState(
                 f"{refused}: row {changed[0]} was freed, cut, forked or kept since it was staged; stage a step anew"
             )
 
-    def before_move(self) -> None:
-        """Ask whether the last verify step may move what was accepted, once. Raises WrongState, BadBatch."""
+    def before_move(self, rows: Int32Array | None = None) -> None:
+        """Ask whether the last verify step may move what was accepted, once. Raises WrongState, BadBatch.
+
+        rows: in which something is moved; not given: all of the step's
+        """
         step = self._ran_step()
-        if step is None or not self._may_move:
-            raise WrongState("no step has stored draft tokens to move, or they were moved already; move once a step")
-        self._require_rows(step, "accepted tokens cannot be moved")
+        if step is None or not self._may_move or step.batch.mask is NO_MASK:
+            raise WrongState(
+                "the last step has stored no trees of drafts, or they were moved already; move once a step"
+            )
+        # The first node of a tree is accepted in its place.
+        self._require_rows(step, "accepted tokens cannot be moved", staying=1, rows=rows)
         self.stores.before_move()
         self._may_move = False
         with on_device(self.device):
@@ -358,6 +383,19 @@ class StepGate:
         if self.holder.state is not StepState.RUNNING or self._staged is None:
             raise WrongState(f"this needs a running step, but {self.holder.state.value}; call runtime.step() first")
         return self._staged[0]
+
+    def stored_now(self, row: int, layers: Collection[int]) -> int:
+        """Tokens of a row once the step that runs is over, if it has stored in all of these layers; else 0."""
+        step, staged = self._step, self._staged
+        if step is None or staged is None:
+            return 0
+        selecting = self._core.layers.selecting
+        sides = [
+            *layers,
+            *(len(self._core.layers) + selecting.place_of(each) for each in layers if each in selecting.indexed),
+        ]
+        done, batch = self.stores.layers, staged[0]
+        return max(batch.kv_len[batch.rows == row], default=0) if all(done >> side & 1 for side in sides) else 0
 
     def end(self) -> None:
         """Close the step; see AttentionRuntime.end_step."""

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.step.head_weights import NewHeadWeights
 
-# The store divides by factors: reciprocals, and products with any code, are then normal float32.
-SMALLEST_SCALE, LARGEST_SCALE = 2.0**-100, 2.0**100
 # An E4M3FN code is worth twice what the same bits are in E4M3FNUZ.
 _DOUBLED = {(KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ): 2.0, (KVEncoding.E4M3FNUZ, KVEncoding.E4M3FN): 0.5}
 

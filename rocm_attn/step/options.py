@@ -37,7 +37,7 @@ class RuntimeOptions:
     first_swa_page:  the first page of that pool that is handed out. From num_pages on, no id is used in both pools
     provider:        "auto", "torch", "triton" or "aiter"
     capture_sizes:   sequence counts that decode steps are padded to and may be captured at; None: a ladder up to
-                     max_num_seqs
+                     max_num_seqs. Steps without graphs are those of a StepRunner whose recorder is None
     capture_tokens:  token counts that steps with more than one new token a sequence are padded to and may be captured
                      at; such steps run eagerly above the largest, and by default that is all of them
     verify_tokens:   new tokens of a sequence in steps that verify drafts, its last token among them: steps of up to as
@@ -90,6 +90,9 @@ class RuntimeOptions:
             "verify_tokens",
         ):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        for name in ("split_steps", "shared_prefixes", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadSetting(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.max_num_rows and self.max_num_rows < self.max_num_seqs:
             raise BadSetting(
                 f"max_num_rows is {self.max_num_rows} and max_num_seqs is {self.max_num_seqs}; each sequence of a step "
@@ -108,6 +111,11 @@ class RuntimeOptions:
                 f"first_swa_page is {self.first_swa_page}; page {RESERVED_PAGE} is reserved, so it is at least 1"
             )
         if self.capture_sizes is not None:
+            if not self.capture_sizes:
+                raise BadSetting(
+                    "capture_sizes is empty, and steps are padded to one of them; give at least one size. For steps "
+                    "without graphs build the StepRunner with recorder=None"
+                )
             object.__setattr__(self, "capture_sizes", _ladder("capture_sizes", self.capture_sizes).sizes)
         object.__setattr__(self, "capture_tokens", _ladder("capture_tokens", self.capture_tokens).sizes)
         if self.prompt_tokens:

@@ -11,6 +11,7 @@ from rocm_attn.errors import BadSetting, BadTensor
 from rocm_attn.integrations.flashinfer.asked import Geometry, check_rows
 from rocm_attn.integrations.flashinfer.batch import Inputs
 from rocm_attn.integrations.flashinfer.planned import LOG2_E, PlannedAttention
+from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE
 
 Scale = float | Tensor | None
 # K and V in one tensor, or in two.
@@ -136,4 +137,6 @@ def _factor(scale: Scale, device: torch.device) -> Tensor:
         return scale.to(device, torch.float32).reshape(1)
     if isinstance(scale, Tensor):
         raise BadTensor(f"a scale of shape {list(scale.shape)} is not served; K and V have one factor each")
+    if scale is not None and not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise BadTensor(f"a scale of K or V is {scale}; it must be a positive number from 2**-100 to 2**100")
     return torch.full((1,), 1.0 if scale is None else scale, dtype=torch.float32, device=device)

@@ -345,6 +345,7 @@ class DeviceRounds:
             self._has_ranks,
         )
         rounds.make_next()
+        self._runtime.gate.move_on()
         return self._told(series, lambda: picked.found)
 
     def goes_on(self, scheduler: Scheduler) -> bool:
@@ -385,8 +386,8 @@ class DeviceRounds:
         is_shaped = len(shaping.rows) > 0
         whole = None if is_shaped else rounds.as_one(runner.graph_again)
         if whole is not None:
-            rounds.guessed.before_accepting()
             runner.run_joined(whole)
+            rounds.guessed.before_accepting()  # the step and what it accepts are one recording
         else:
             logits = runner.run_again(series.batch)
             rounds.pick(logits, runner.graph_again if runner.replays_again else None)

@@ -377,11 +377,9 @@ class _Verified:
         counts = np.array([len(path) for path in paths.values()], np.int32)
         kv_len = batch.kv_len[seqs] - batch.q_len[seqs] + 1 + counts
         device = self._runtime.device
-        num_accepted, path_of, length, rows = (
-            torch.from_numpy(values).to(device) for values in (counts, nodes, kv_len, batch.rows[seqs])
-        )
+        num_accepted, path_of, length = (torch.from_numpy(values).to(device) for values in (counts, nodes, kv_len))
         accepted = Accepted.empty(*nodes.shape, device)._replace(num_accepted=num_accepted, path=path_of, kv_len=length)
-        self._runtime.move_accepted(accepted, rows)
+        self._runtime.move_accepted(accepted, batch.rows[seqs])
 
 
 def _asking(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, Asking]:

@@ -189,8 +189,8 @@ def one_row(tiny: Tiny, wrong: bool) -> StepBatch:
     return StepBatch(*arrays, inputs=DeviceInputs(kv_len=lengths))
 
 
-def admitted() -> tuple[Tiny, StepRunner]:
-    tiny = Tiny.build(CPU, "torch", [1, 2])
+def admitted(max_num_seqs: int = 8) -> tuple[Tiny, StepRunner]:
+    tiny = Tiny.build(CPU, "torch", [1, 2], max_num_seqs=max_num_seqs)
     assert tiny.runtime.table.admit() == 1
     tiny.runtime.table.reserve(1, 8)
     eagerly = StepRunner(tiny.runtime, tiny.forward, None)
@@ -210,6 +210,33 @@ def test_a_bad_first_batch_of_its_shape_is_reported_once() -> None:
     assert reported == [(3, (1,))]
     tiny.runtime.check_device()
     assert runner.counters.graphs_off == ""
+
+
+def test_a_bad_batch_on_which_alone_a_graph_can_be_tried_leaves_graphs_on() -> None:
+    """No other row is free, so its graph is tried on the step itself, whose length on the device is wrong."""
+    tiny, runner = admitted(max_num_seqs=1)
+    reported = []
+    for at in range(80):
+        try:
+            runner.run(one_row(tiny, wrong=at == 0))
+        except DeviceFault as fault:
+            reported.append(fault.rows)
+    assert reported == [(1,)]
+    assert runner.counters.graphs_off == ""
+    assert runner.counters.fallbacks == {"none could be checked now": 1, "eager steps come first": 64}
+    assert runner.counters.replays == 80 - 1 - 65
+
+
+def test_graphs_that_an_exception_has_switched_off_come_back_by_reopen(caplog: pytest.LogCaptureFixture) -> None:
+    tiny = Tiny.build(CPU, "torch", [4])
+    runner = StepRunner(tiny.runtime, tiny.forward, Fails(RuntimeError("not while capturing"), times=1))
+    assert same(serve(runner, tiny.runtime), eager())
+    assert "graphs are switched off, until reopen(): RuntimeError: not while capturing" in caplog.text
+    assert runner.counters.replays == 0
+    runner.reopen([4])
+    assert runner.counters.graphs_off == ""
+    assert runner.capture_all().graphs_off == ""
+    runner.check_addresses()
 
 
 @pytest.mark.parametrize("rows", [1, 8], ids=["no free row", "free rows"])

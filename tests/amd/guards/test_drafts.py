@@ -274,7 +274,8 @@ def test_a_prefix_on_the_device_beyond_its_bound_reaches_no_neighbour(
 def token_after_a_path_past_the_row(guards: Guards, provider: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """K of the last token of a row of eight, before and after a path that moves token 10, of no page, to its place."""
     drafting = Drafting(device, guards, drafts=TREE, provider=provider, graphs=False)
-    (request,) = drafting.admit([8])
+    (request,) = drafting.admit([4])
+    drafting.world.step([request], [4], visible=[torch.ones(4, 8, dtype=torch.bool)])
     table, pages = drafting.runtime.table.spaces[0], drafting.runtime.pool.layer(0)
     page = int(table.entries[request.row, 1])
     path = torch.tensor([[0, 4]], dtype=torch.int32, device=device)

@@ -199,6 +199,32 @@ def test_what_an_engine_says_of_its_bytes_is_checked(provider: str, device: torc
 
 
 @each_provider
+@pytest.mark.parametrize("factor", [0.0, -0.5, float("nan"), float("inf"), 1e-45])
+@pytest.mark.parametrize("side", [0, 1])
+def test_factors_that_no_store_can_divide_by_are_not_adopted(
+    side: int, factor: float, provider: str, device: torch.device
+) -> None:
+    engine = Adopted(device, provider)
+    engine.scales[side].fill_(factor)
+    with pytest.raises(BadTensor, match=f"the factors of {'kv'[side]} of layer 0 are .*a positive number from"):
+        engine.bind(FN.page_format)
+    with pytest.raises(WrongState, match="layer 0 has no pages yet"):
+        engine.attention.pages.layer(0)
+
+
+def test_latent_rows_of_an_engine_have_one_factor(device: torch.device) -> None:
+    """V is a part of K: with a factor of its own, K would be stored by it."""
+    latent = replace(FN, num_kv_heads=1, head_dim=16, v_head_dim=8, pool=PoolKind.LATENT)
+    engine = Adopted(device, "torch", problem=latent)
+    engine.k = torch.zeros(PAGES, 16, 1, 16, dtype=torch.uint8, device=device)
+    engine.v = engine.k[..., :8]
+    with pytest.raises(BadTensor, match=r"layer 0 is latent, and its factors are .* give both the same"):
+        engine.bind(latent.page_format)
+    engine.scales = engine.scales[0], engine.scales[0].clone()
+    engine.bind(latent.page_format)
+
+
+@each_provider
 def test_pages_that_have_no_factors_may_be_declared_too(provider: str, device: torch.device) -> None:
     """An engine that lays float32 pages out in an order of its own says so, and is refused."""
     plain = small_problem(16)

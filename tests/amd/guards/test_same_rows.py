@@ -27,17 +27,21 @@ PROBLEM = small_problem()
 PAGE = PROBLEM.page_size
 
 
+# The last token of the request fills a page.
+TOKENS = 3 * PAGE
+
+
 class Repeating:
-    """One request of 9 tokens whose last step may run again; K and V of a token are its id."""
+    """One request whose last step may run again; K and V of a token are its id."""
 
     def __init__(self, guards: Guards, *, graphs: bool = True) -> None:
         options = RuntimeOptions(num_pages=16, max_num_seqs=2, max_kv_len=32, provider="torch", capture_sizes=(1, 2))
         self.runtime: AttentionRuntime = build_runtime([PROBLEM], options, device=CPU, guards=guards)
         self.runner = StepRunner(self.runtime, self.forward, recorder_for(CPU) if graphs else None, check=NO_CHECK)
         self.row = self.runtime.table.admit()
-        self.runtime.table.reserve(self.row, 9)
-        self.runner.run(StepBatch([self.row], [8], [8], list(range(1, 9))))
-        self.batch = StepBatch([self.row], [9], [1], [9])
+        self.runtime.table.reserve(self.row, TOKENS)
+        self.runner.run(StepBatch([self.row], [TOKENS - 1], [TOKENS - 1], list(range(1, TOKENS))))
+        self.batch = StepBatch([self.row], [TOKENS], [1], [TOKENS])
         self.runner.run(self.batch)
 
     def forward(self, step: Part) -> torch.Tensor:
@@ -48,9 +52,9 @@ class Repeating:
         return out[step.last_token_of_seq.long()]
 
     def last_stored(self) -> float:
-        """The value of K in the place of the request's token 8."""
-        page = int(self.runtime.table.pages_of(self.row)[8 // PAGE])
-        return float(self.runtime.pool.layer(0).k[page, 8 % PAGE, 0, 0])
+        """The value of K in the place of the request's last token."""
+        page = int(self.runtime.table.pages_of(self.row)[-1])
+        return float(self.runtime.pool.layer(0).k[page, -1, 0, 0])
 
 
 def given_to_another(served: Repeating) -> None:
@@ -58,22 +62,22 @@ def given_to_another(served: Repeating) -> None:
     table = served.runtime.table
     table.free(served.row)
     assert table.admit() == served.row
-    table.reserve(served.row, 9)
+    table.reserve(served.row, TOKENS)
     served.runtime.pool.layer(0).k[1:] = -1.0
-    table.mark_stored([served.row], [9])
+    table.mark_stored([served.row], [TOKENS])
 
 
 def forked(served: Repeating) -> None:
-    served.runtime.table.fork(served.row, 9)
+    served.runtime.table.fork(served.row, TOKENS)
 
 
 def kept(served: Repeating) -> None:
-    served.runtime.table.kept.keep(served.row, 0, 2)
+    served.runtime.table.kept.keep(served.row, 2, 3)
 
 
 def cut(served: Repeating) -> None:
-    served.runtime.table.truncate(served.row, 8)
-    served.runtime.table.reserve(served.row, 9)
+    served.runtime.table.truncate(served.row, TOKENS - 1)
+    served.runtime.table.reserve(served.row, TOKENS)
 
 
 CHANGES = [given_to_another, forked, kept, cut]
@@ -101,7 +105,7 @@ def test_a_step_whose_row_has_changed_does_not_run_again(
     assert not served.runner.may_run_again
     with pytest.raises(WrongState, match=f"cannot run again: row {served.row} was freed, cut, forked or kept since"):
         run(served)
-    served.runtime.table.reserve(served.row, 9)
+    served.runtime.table.reserve(served.row, TOKENS)
     served.runtime.check_device()
 
 
@@ -109,6 +113,11 @@ def test_a_step_runs_again_while_its_rows_are_its_own() -> None:
     served = Repeating(ALL_ON)
     other = served.runtime.table.admit()
     served.runtime.table.free(other)  # another row's changes are none of this step's
+    run_by_runner(served)
+    served.runtime.table.reserve(served.row, TOKENS + 5)
+    served.runtime.table.truncate(served.row, TOKENS)  # room that was reserved ahead
+    run_by_runner(served)
+    served.runtime.table.kept.keep(served.row, 0, 2)  # it stores after these, as a prefix cache's requests do
     run_by_runner(served)
     given_to_another(served)
     with pytest.raises(WrongState):
@@ -118,13 +127,13 @@ def test_a_step_runs_again_while_its_rows_are_its_own() -> None:
     served = Repeating(Guards().without("same_rows"))
     given_to_another(served)
     run_by_runner(served)
-    assert served.last_stored() == 9.0, "the other request's token was overwritten"
+    assert served.last_stored() == TOKENS, "the other request's token was overwritten"
 
 
 def test_another_batch_does_not_run_again() -> None:
     served = Repeating(ALL_ON)
     with pytest.raises(WrongState, match="with another batch than the step that was staged last"):
-        served.runtime.stage(StepBatch([served.row], [9], [1], [9]), AGAIN)
+        served.runtime.stage(StepBatch([served.row], [TOKENS], [1], [TOKENS]), AGAIN)
     run_by_runner(served)
 
 

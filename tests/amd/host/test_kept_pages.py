@@ -316,6 +316,20 @@ def test_a_table_may_have_more_rows_than_a_step_has_sequences() -> None:
         RequestTable(max_num_seqs=2, max_num_rows=1, max_kv_len=8, num_pages=9, page_size=4, device=torch.device("cpu"))
 
 
+def test_ids_that_a_caller_has_lost_are_found() -> None:
+    """Their pages are held for ever, which an integrity check sees."""
+    table = make_table()
+    row = stored_row(table, 12)
+    known, lost = table.kept.keep(row, 0, 2), table.kept.keep(row, 1, 3)
+    table.free(row)
+    assert sorted(table.kept.ids().tolist()) == sorted([*known.tolist(), *lost.tolist()])
+    table.kept.drop(known)
+    assert sorted(table.kept.ids().tolist()) == sorted(lost.tolist())
+    table.kept.drop(table.kept.ids())
+    assert not len(table.kept.ids())
+    assert table.is_empty
+
+
 @dataclass
 class Row:
     """What the model knows of a row.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadBatch, CapacityExceeded, OutOfPages, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, OutOfPages, WrongState
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.request_table import RequestTable
 
@@ -319,6 +322,93 @@ def test_a_row_that_is_named_twice_takes_no_page() -> None:
     assert table.full.num_free_pages == free
     table.free(row)
     assert table.is_empty
+
+
+@pytest.mark.parametrize("kv_len", [-5, 8.5, True, "3", None, float("nan")])
+def test_a_reservation_of_no_length_is_refused(kv_len: Any) -> None:
+    table = make_table()
+    row = table.admit()
+    with pytest.raises(BadSetting, match=r"^kv_len is "):
+        table.reserve(row, kv_len)
+    assert not len(table.pages_of(row))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_len", "message"),
+    [
+        ([1, 1], [3, 1], "row 1 occurs twice"),
+        (np.array([2**32 + 1]), np.array([3]), "rows holds values beyond int32"),
+        ([1], np.array([2**32 + 3]), "kv_len holds values beyond int32"),
+        ([1], [3.5], "kv_len holds float64; it must hold integers"),
+        ([1, 2], [3], r"2 rows were given, and as kv_len \[3\]"),
+        ([1], [-3], r"as kv_len \[-3\]; give each row 0 or more"),
+        ([1], [9], "row 1 has room for 8 tokens; 9 of them cannot be stored"),
+    ],
+)
+def test_what_says_nothing_of_rows_marks_none_stored(rows: Any, kv_len: Any, message: str) -> None:
+    table = make_table()
+    for _ in range(2):
+        table.reserve(table.admit(), 8)
+    with pytest.raises(BadBatch, match=message):
+        table.mark_stored(rows, kv_len)
+    assert table.tokens.stored_len.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("of", [list, torch.tensor, np.array, tuple], ids=lambda of: of.__name__)
+def test_rows_and_lengths_are_any_integers(of: Callable[[list[int]], Any]) -> None:
+    """Lists, tensors and int64 arrays, as a batch takes them."""
+    table = make_table()
+    rows = [table.admit(), table.admit()]
+    table.reserve_all(of(rows), of([8, 3]))
+    table.mark_stored(of(rows), of([8, 3]))
+    table.evict(of(rows), of([8, 3]))
+    assert [len(table.pages_of(row)) for row in rows] == [2, 1]
+    assert table.tokens.stored_len.tolist() == [0, 8, 3, 0]
+    with pytest.raises(BadBatch, match=r"2 rows were given, and as kv_len \[8\]"):
+        table.reserve_all(of(rows), of([8]))
+
+
+def test_a_row_that_was_checked_in_another_type_is_another_row() -> None:
+    """Row 1 as int64 has the bytes of rows 1 and 0 as int32."""
+    table = make_table()
+    row = table.admit()
+    table.reserve_all(np.array([row]), np.array([5]))
+    table.mark_stored([row], [5])
+    with pytest.raises(BadBatch, match="row 0 is not a request's row"):
+        table.checks.check(batch_of([row, 0], [5, 0], [5, 0]))
+    table = make_table()
+    table.admit()
+    with pytest.raises(BadBatch, match="row 0 is not a request's row"):
+        table.checks.check(batch_of([1, 0], [0, 0], [0, 0]))
+    table.reserve_all(np.array([row]), np.array([5]))
+    table.checks.check(batch_of([row], [5], [5]))
+
+
+def test_what_is_short_of_pages_says_how_many() -> None:
+    """A scheduler drops or preempts until so many more are free."""
+    table = make_table(num_pages=6)
+    row, other = table.admit(), table.admit()
+    table.reserve(row, 12)
+    for reserve in (lambda: table.reserve(other, 16), lambda: table.reserve_all([other], [16])):
+        with pytest.raises(OutOfPages) as caught:
+            reserve()
+        assert caught.value.missing == table.missing_pages(other, 16) == 2
+    assert table.missing_pages(other, 8) == 0
+    table.truncate(row, 4)
+    table.reserve(other, 16)
+
+
+def test_a_row_that_is_none_is_not_admitted() -> None:
+    table = make_table()
+    row = table.admit()
+    assert [table.is_admitted(each) for each in (-3, -1, 0, row, row + 1, 99)] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_updates_carry_the_newest_entry_of_a_cell() -> None:

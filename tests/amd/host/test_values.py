@@ -46,6 +46,9 @@ def batch(q_len: list[int], prefix: int = 0) -> StepBatch:
         ({"scale": -1.0}, "scale is -1"),
         ({"scale": 1e39}, "scale is 1e"),
         ({"scale": "1"}, "scale is '1'; it must be a number"),
+        ({"scale": 10**400}, "scale is inf"),
+        ({"pool": "latent"}, "pool is 'latent'; it must be a PoolKind"),
+        ({"kv_encoding": "float8_e4m3fn"}, "kv_encoding is 'float8_e4m3fn'; it must be a KVEncoding"),
         ({"head_dim": 8.0}, "head_dim is 8.0; it must be a whole number"),
         ({"page_size": True}, "page_size is True; it must be a whole number"),
         ({"window_left": 3.5}, "window_left is 3.5; it must be a whole number"),
@@ -74,6 +77,11 @@ def test_a_problem_that_contradicts_itself_is_refused(changes: dict[str, object]
     }
     with pytest.raises(BadProblem, match=message):
         Problem(**(good | changes))  # type: ignore[arg-type]
+
+
+def test_v_and_scale_are_those_of_the_head_where_nothing_is_said() -> None:
+    problem = Problem(8, 2, 64, torch.bfloat16, 16)
+    assert (problem.v_head_dim, problem.scale) == (64, 0.125)
 
 
 @pytest.mark.parametrize(

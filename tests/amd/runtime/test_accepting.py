@@ -113,6 +113,11 @@ def test_what_cannot_be_accepted_is_refused(provider: str, device: torch.device)
     world.runtime.end_step()
 
 
+def step_with_mask(world: World, request: Request, tokens: int) -> None:
+    """A step of one request that may be a verify step: it has a mask, in which every token sees all."""
+    world.step([request], [tokens], visible=[torch.ones(tokens, request.kv_len + tokens, dtype=torch.bool)])
+
+
 def one_path(world: World, request: Request) -> tuple[Accepted, torch.Tensor]:
     """The path 0, 2 of a tree of three nodes, which are the last tokens of a request, and its row."""
 
@@ -128,7 +133,7 @@ def one_path(world: World, request: Request) -> tuple[Accepted, torch.Tensor]:
 def test_paths_that_a_move_would_read_past_the_end_of_are_refused(device: torch.device) -> None:
     world = World.build([MASKED], device, "torch")
     request = world.admit()
-    world.step([request], [5])
+    step_with_mask(world, request, 5)
     accepted, rows = one_path(world, request)
     for wrong, named in (
         ((accepted, rows.repeat(2)), r"row_of_seq of a move is torch.int32 of shape \[2\]"),
@@ -150,7 +155,8 @@ def test_a_step_that_may_not_store_moves_nothing(device: torch.device) -> None:
     child = world.fork(request, 7)
     rows = torch.tensor([child.row], dtype=torch.int32).numpy()
     before = world.runtime.pool.layer(0).k.clone()
-    step = world.runtime.step(StepBatch(rows, [7], [3])).parts[0]
+    mask = TreeMask(torch.tensor([[NO_PARENT, 0, 0]], dtype=torch.int32, device=device))
+    step = world.runtime.step(StepBatch(rows, [7], [3], mask=mask)).parts[0]
     q = world.random(step.token_ids.shape[0], 6, 16)
     step.layers.attend(0, q, torch.empty_like(q))
     for _ in range(2):
@@ -164,7 +170,7 @@ def test_what_is_forked_after_its_step_is_not_moved(device: torch.device) -> Non
     """The move would write to pages that the fork reads."""
     world = World.build([MASKED], device, "torch")
     request, runtime = world.admit(), world.runtime
-    world.step([request], [8])
+    step_with_mask(world, request, 8)
     accepted, rows = one_path(world, request)
     child = runtime.table.fork(request.row, 6)
     before = runtime.pool.layer(0).k.clone()
@@ -178,7 +184,7 @@ def test_a_move_on_another_stream_comes_between_its_step_and_the_next_one() -> N
     world = World.build([MASKED], torch.device("cpu"), "torch")
     streams = world.runtime.gate._streams._streams = Streams()
     request = world.admit()
-    world.step([request], [5])
+    step_with_mask(world, request, 5)
     streams.now = 7
     accepted, rows = one_path(world, request)
     world.runtime.move_accepted(accepted._replace(num_accepted=torch.zeros_like(rows)), rows)
@@ -191,12 +197,47 @@ def test_a_move_on_another_stream_comes_between_its_step_and_the_next_one() -> N
 def test_what_was_accepted_is_moved_once_and_while_its_rows_are_its_own(device: torch.device) -> None:
     world = World.build([MASKED], device, "torch")
     request, runtime = world.admit(), world.runtime
-    world.step([request], [8])
+    step_with_mask(world, request, 8)
     runtime.move_accepted(*one_path(world, request))
     with pytest.raises(WrongState, match="they were moved already; move once a step"):
         runtime.move_accepted(*one_path(world, request))
     request = world.admit()
-    world.step([request], [3])
+    step_with_mask(world, request, 3)
     runtime.table.free(request.row)
     with pytest.raises(WrongState, match=f"row {request.row} was freed, cut, forked or kept since"):
         runtime.move_accepted(*one_path(world, request))
+
+
+def test_what_was_accepted_is_not_moved_after_the_row_has_another_request(device: torch.device) -> None:
+    """The last step is the other request's prompt by then, whose tokens stay where they are."""
+    world = World.build([MASKED], device, "torch")
+    request = world.admit()
+    world.step([request], [5])
+    step_with_mask(world, request, 5)
+    stale = one_path(world, request)
+    world.free(request)
+    other = world.admit()
+    assert other.row == request.row
+    world.step([other], [11])
+    with pytest.raises(WrongState, match="the last step has stored no trees of drafts"):
+        world.runtime.move_accepted(*stale)
+    world.step([other], [1])
+
+
+def test_rows_that_go_or_are_kept_meanwhile_leave_the_moves_of_others_alone(device: torch.device) -> None:
+    """As in an engine: a prefix cache keeps what is known, and one of the step's requests has ended by its text."""
+    world = World.build([MASKED], device, "torch")
+    requests = [world.admit() for _ in range(2)]
+    world.step(requests, [4, 4])
+    world.step(requests, [3, 3], visible=[torch.ones(3, 7, dtype=torch.bool)] * 2)
+    stays, goes = requests
+    accepted, rows = one_path(world, stays)
+    world.runtime.table.kept.keep(stays.row, 0, 1)
+    world.free(goes)
+    with pytest.raises(WrongState, match=f"row {goes.row} was freed, cut, forked or kept since"):
+        world.runtime.move_accepted(accepted, rows)
+    world.runtime.move_accepted(accepted, rows.cpu().numpy())
+    world.runtime.table.truncate(stays.row, 6)
+    path = [0, 1, 2, 3, 4, 6]
+    stays.k, stays.v = [k[path] for k in stays.k], [v[path] for v in stays.v]
+    world.step([stays], [2])

@@ -151,6 +151,46 @@ def test_capture_sizes_that_make_no_ladder_are_refused(device: torch.device) -> 
             World.build([small_problem()], device, PROVIDER, capture_sizes=sizes)
 
 
+def test_no_capture_sizes_say_how_to_do_without_graphs() -> None:
+    with pytest.raises(BadSetting, match=r"capture_sizes is empty.*build the StepRunner with recorder=None"):
+        RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=8, capture_sizes=())
+
+
+@pytest.mark.parametrize("name", ["deterministic", "shared_prefixes", "split_steps"])
+def test_an_option_that_is_a_word_is_refused(name: str) -> None:
+    words: dict[str, Any] = {name: "no"}
+    with pytest.raises(BadSetting, match=f"{name} is 'no'; it must be True or False"):
+        RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=8, **words)
+
+
+def test_layers_that_did_not_store_are_named_by_the_next_step(device: torch.device) -> None:
+    world = World.build([small_problem()] * 3, device, PROVIDER)
+    request = world.admit()
+    batch = world.batch([request], [3])
+    with world.runtime.step(batch) as step:
+        _, k, v = world.qkv(world.problems[1], step.parts[0])
+        step.parts[0].layers.store(1, k, v)
+    world.runtime.table.reserve(request.row, 4)
+    with pytest.raises(
+        BadBatch, match=r"0 are stored in every layer \(its last step did not store in layer 0, layer 2\)"
+    ):
+        world.runtime.step(StepBatch([request.row], [4], [1]))
+    world.step([request], [3])
+    world.runtime.table.reserve(request.row, 5)
+    with pytest.raises(BadBatch, match="of which 3 are stored in every layer; store the others first"):
+        world.runtime.step(StepBatch([request.row], [5], [1]))
+
+
+def test_pages_of_more_tokens_than_a_gpu_serves_are_refused_on_a_cpu_too() -> None:
+    with pytest.raises(Unsupported) as caught:
+        build_runtime(
+            [small_problem(256)],
+            RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=8, provider=PROVIDER),
+            device="cpu",
+        )
+    assert all("page_size 256 is outside 1..128" in reason for reason in caught.value.reasons)
+
+
 def test_a_choice_that_cannot_serve_lists_every_reason() -> None:
     problem = Problem(192, 1, 640, torch.bfloat16, 256, v_head_dim=640, scale=0.1)
     with pytest.raises(Unsupported) as caught:

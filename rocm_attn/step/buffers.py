@@ -1,4 +1,4 @@
-"""StepBuffers: every index tensor of a step, at a fixed address, reached by name.
+"""StepBuffers: the tensors of a step, and the workspace of its kernels, at fixed addresses and reached by name.
 
 Each buffer declares its unit, dtype, size and pad value, and grows by itself when a padded step exceeds what it holds:
 the padded batch may be larger than the pool's rows. After seal() nothing moves any more. The children of a split step
@@ -33,6 +33,7 @@ class BufferSpec:
     elements: padded shape of a child -> elements that a child of that shape uses
     pad:      what an element holds where no real sequence, token or page is
     of_round: whether the steps of a round of drafts have one of it
+    exact:    whether no more is allocated than is needed
     """
 
     name: str
@@ -41,6 +42,7 @@ class BufferSpec:
     elements: Callable[[PaddedShape], int]
     pad: int
     of_round: bool = False
+    exact: bool = False
 
     def children(self, shape: PaddedShape) -> int:
         """Parts of a buffer that a step of this shape uses, one after the other."""
@@ -311,15 +313,14 @@ class StepBuffers:
                 "raise the largest of capture_sizes before the first capture"
             )
         with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
-            grown = {
-                spec.name: torch.full(
-                    (self._guards.capacity.allocated(needed),), spec.pad, dtype=spec.dtype, device=self._device
-                )
-                for spec, needed in short
-            }
+            grown = {spec.name: self._allocated(spec, needed) for spec, needed in short}
         # All or none, and views of the old ones are void before they are: an allocation may fail, and so may we.
         self.epoch += 1
         self._tensors = {**self._tensors, **grown}
+
+    def _allocated(self, spec: BufferSpec, needed: int) -> Tensor:
+        elements = needed if spec.exact else self._guards.capacity.allocated(needed)
+        return torch.full((elements,), spec.pad, dtype=spec.dtype, device=self._device)
 
     def view(self, name: str, elements: int, first: int = 0) -> Tensor:
         """The elements of a buffer from the first one on. Raises NeverFits past its end."""

@@ -33,7 +33,6 @@ from rocm_attn.step.buffers import (
     TableSizes,
     draft_buffers,
     name_in,
-    one_after_another,
     pool_slot_buffers,
     pool_slots_name,
     selection_buffers,
@@ -43,7 +42,6 @@ from rocm_attn.step.buffers import (
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan, keep_latest
 from rocm_attn.step.prepared import PreparedCalls
-from rocm_attn.step.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +90,7 @@ class StepPart:
     """
 
     buffers: StepBuffers
-    workspace: Workspace
     views: dict[StepPlan, tuple[int, tuple[DeviceStep, ...]]] = field(default_factory=dict)
-
-    def seal(self) -> None:
-        """From now on graphs read the addresses: growing raises."""
-        self.buffers.seal()
-        self.workspace.seal()
 
 
 def table_sizes(selections: Sequence[Selection], table: Table, mask_keys: int) -> TableSizes:
@@ -116,7 +108,7 @@ def table_sizes(selections: Sequence[Selection], table: Table, mask_keys: int) -
 
 
 class StepMemory:
-    """Buffers and workspace for every step of a model.
+    """The buffers of every step of a model.
 
     kinds:     the layers, whose kernels say what they need
     mask_keys: keys before the new ones that masks of steps which graphs replay have room for; others have it for all
@@ -143,8 +135,7 @@ class StepMemory:
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor for everything that graphs read."""
-        workspace = self._sealed.workspace
-        return {**self._sealed.buffers.tensors(), "workspace": workspace.view(workspace.capacity)}
+        return self._sealed.buffers.tensors()
 
     @property
     def epochs(self) -> tuple[int, int]:
@@ -153,13 +144,12 @@ class StepMemory:
 
     @property
     def num_bytes(self) -> int:
-        parts = (self._sealed, self._open)
-        return sum(part.buffers.num_bytes + part.workspace.capacity * 4 for part in parts)
+        return self._sealed.buffers.num_bytes + self._open.buffers.num_bytes
 
     def seal(self, shapes: Sequence[PaddedShape]) -> None:
         """Make room for steps of all these shapes and smaller ones, then fix every address that such steps read."""
         self._make_room(self._sealed, shapes)
-        self._sealed.seal()
+        self._sealed.buffers.seal()
 
     def part_for(self, shapes: Sequence[PaddedShape]) -> StepPart:
         """Room for steps of all these shapes and smaller ones, which nothing uses before it is taken."""
@@ -190,8 +180,7 @@ class StepMemory:
         part = self._part_of(plan)
         epoch = part.buffers.epoch
         part.buffers.ensure(plan.shape)
-        has_grown = part.workspace.ensure(words_of_children(plan.workspace_words, plan.shape.num_halves))
-        if not plan.replayable and (has_grown or part.buffers.epoch != epoch):
+        if not plan.replayable and part.buffers.epoch != epoch:
             part.views.clear()  # they hold memory that was given up
         return tuple(self._views(plan, part, child) for child in range(plan.shape.num_children))
 
@@ -203,21 +192,16 @@ class StepMemory:
         return self._part(self._sizes)
 
     def _part(self, sizes: TableSizes) -> StepPart:
-        buffers = StepBuffers(self._all_specs(sizes), self._device, self._guards)
-        return StepPart(buffers, Workspace(self._device, self._guards))
+        return StepPart(StepBuffers(self._specs(sizes), self._device, self._guards))
 
     def _make_room(self, part: StepPart, shapes: Sequence[PaddedShape]) -> None:
         for shape in shapes:
             part.buffers.ensure(shape)
-            kernels = (selection.kernel(shape.kind).bound for selection in self._selections)
-            words = max(kernel.workspace_words(shape.child) for kernel in kernels)
-            part.workspace.ensure(words_of_children(words, shape.num_halves))
 
     def _views(self, plan: StepPlan, part: StepPart, child: int) -> DeviceStep:
         def view(name: str) -> Tensor:
             return part.buffers.step_view(name, plan.shape, child)
 
-        words = plan.workspace_words
         spaces = {pages.space: self._space_views(plan, pages, view) for pages in self._table.spaces}
         first = next(iter(spaces.values()))
         of_window = {window: view(window_name(window)) for window in windows_of(self._selections)}
@@ -231,8 +215,7 @@ class StepMemory:
             windows=tuple((replace(first, window_start=at), window) for window, at in of_window.items())
             or ((first, ALL_KEYS),),
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
-            # The steps of a round of drafts follow each other, and use one.
-            workspace=part.workspace.view(words, self._guards.first_of_child(child // plan.shape.drafts.steps, words)),
+            workspace=view(WORKSPACE),
             queries=plan.bounds.queries(first),
             places=TokenPlaces(
                 first.row_of_token,
@@ -274,12 +257,8 @@ class StepMemory:
 
     @property
     def specs(self) -> list[BufferSpec]:
-        """The buffers of steps that graphs replay, but for the schedules."""
+        """The buffers of steps that graphs replay."""
         return self._specs(self._sizes)
-
-    def _all_specs(self, sizes: TableSizes) -> list[BufferSpec]:
-        schedules = (_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections))
-        return [*self._specs(sizes), *schedules]
 
     def _specs(self, sizes: TableSizes) -> list[BufferSpec]:
         spaces = [pages.space for pages in self._table.spaces]
@@ -289,7 +268,9 @@ class StepMemory:
         pools = pool_slot_buffers([(space, tokens) for space, tokens in self._pools if tokens > 1])
         windows = window_buffers(windows_of(self._selections))
         declared = *sizes.buffers(needs, of_drafts), *draft_buffers(needs), *windows
-        return [*declared, *selection_buffers(indexings), *pools]
+        schedules = (_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections))
+        workspace = _workspace_spec(self._selections)
+        return [*declared, *selection_buffers(indexings), *pools, *schedules, workspace]
 
     def _needs_in(self, space: Space, kinds: Collection[StepKind]) -> set[Need]:
         """The needs of a space's kernels for these kinds of steps, besides lengths and the table."""
@@ -323,9 +304,20 @@ def pools_of(kinds: LayerKinds) -> tuple[tuple[Space, int], ...]:
     return tuple(zip(kinds.spaces, tokens, strict=True))
 
 
-def words_of_children(words: int, num_children: int) -> int:
-    """Words for all parts of a step that have some of their own, each of which needs this many."""
-    return one_after_another(num_children - 1, words) + words
+WORKSPACE = "workspace"
+
+
+def _workspace_spec(selections: Sequence[Selection]) -> BufferSpec:
+    """Scratch memory of the layers' kernels, which use it one after the other: as large as the largest need.
+
+    Its content is undefined. The draft steps of a round follow each other and share it; halves may run at the same
+    time, and each has a part of its own.
+    """
+
+    def words(shape: PaddedShape) -> int:
+        return max(selection.kernel(shape.kind).bound.workspace_words(shape) for selection in selections)
+
+    return BufferSpec(WORKSPACE, Unit.WORD, torch.float32, words, pad=0, of_round=True, exact=True)
 
 
 def _schedule_name(kind: int) -> str:

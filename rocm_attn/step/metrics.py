@@ -1,4 +1,4 @@
-"""Metrics: what steps have come to so far, in numbers.
+"""Metrics: counts and times of steps and requests, and Prometheus' text format of them, version 0.0.4.
 
 A metric is one field of Metrics: its help, its words and its kind. The object that sees an event counts it there;
 snapshots, their text, their JSON, what Prometheus reads, and the reports of the engine and the command line follow from
@@ -10,11 +10,12 @@ the field.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import FrozenInstanceError, dataclass, field, fields
+from functools import partial
 from typing import Any, NoReturn
 
-from rocm_attn.step.durations import Durations
-from rocm_attn.step.exposition import heading, histogram, sample, text_of
+from rocm_attn.step.durations import BOUNDS, Durations
 
 
 class MetricKind(enum.Enum):
@@ -26,34 +27,18 @@ class MetricKind(enum.Enum):
     STATE = "state"
 
 
-def _metric(help: str, words: str, start: int | float | str = 0, kind: MetricKind = MetricKind.COUNTER) -> Any:
-    """A field that begins with `start`. help: what it is; words: its text, with the value in the place of {}"""
-    return field(default=start, metadata={"help": help, "words": words, "kind": kind})
+def _metric(kind: MetricKind, start: type, help: str, words: str) -> Any:
+    """A field that begins with start(). help: what it is; words: its text, with the value in the place of {}"""
+    return field(default_factory=start, metadata={"help": help, "words": words, "kind": kind})
 
 
-def _counter(help: str, words: str, start: int | float = 0) -> Any:
-    """What has happened since a runner was built."""
-    return _metric(help, words, start)
-
-
-def _gauge(help: str, words: str) -> Any:
-    """What is so at the moment of a snapshot."""
-    return _metric(help, words, 0, MetricKind.GAUGE)
-
-
-def _state(help: str, words: str) -> Any:
-    """A sentence."""
-    return _metric(help, words, "", MetricKind.STATE)
-
-
-def _reasons(help: str, words: str) -> Any:
-    """Counts by reason."""
-    return field(default_factory=dict, metadata={"help": help, "words": words, "kind": MetricKind.COUNTER})
-
-
-def _durations(help: str, words: str) -> Any:
-    """How long something took each time."""
-    return field(default_factory=Durations, metadata={"help": help, "words": words, "kind": MetricKind.HISTOGRAM})
+# Counters count since a runner was built, reasons do so by reason; a gauge holds at the moment of a snapshot.
+_counter = partial(_metric, MetricKind.COUNTER, int)
+_seconds = partial(_metric, MetricKind.COUNTER, float)
+_reasons = partial(_metric, MetricKind.COUNTER, dict)
+_gauge = partial(_metric, MetricKind.GAUGE, int)
+_state = partial(_metric, MetricKind.STATE, str)
+_durations = partial(_metric, MetricKind.HISTOGRAM, Durations)
 
 
 @dataclass(slots=True)
@@ -70,7 +55,7 @@ class Metrics:
         "{} without the graph that their size may have",
     )
     captures: int = _counter("graphs made", "{} graphs made")
-    capture_seconds: float = _counter("time spent making and checking graphs", "{:.1f} s making graphs", 0.0)
+    capture_seconds: float = _seconds("time spent making and checking graphs", "{:.1f} s making graphs")
     real_seqs: int = _counter("sequences over all steps", "{} sequences in all steps")
     padded_seqs: int = _counter("padded sequences that came on top of them", "{} padded sequences beside them")
     faults: int = _counter("faults that the device has reported", "{} device faults")
@@ -93,7 +78,7 @@ class Metrics:
     accepted_drafts: int = _counter("of them, those that were right", "{} of them accepted")
     prompt_tokens: int = _counter("tokens of the prompts of all requests that were taken", "{} prompt tokens")
     new_tokens: int = _counter("tokens generated", "{} new tokens")
-    seconds: float = _counter("time spent in steps, making graphs included", "{:.1f} s in steps", 0.0)
+    seconds: float = _seconds("time spent in steps, making graphs included", "{:.1f} s in steps")
     step_seconds: Durations = _durations("wall time of a step, from scheduling it to its tokens", "a step {}")
     host_seconds: Durations = _durations(
         "time that the host took to schedule and launch a step; a CPU computes it in that time", "of it the host {}"
@@ -231,3 +216,38 @@ def _in_words(value: object) -> object:
     if isinstance(value, dict):
         return f"{sum(value.values())} ({', '.join(f'{count}: {reason}' for reason, count in value.items())})"
     return value
+
+
+def heading(name: str, help: str, of_type: str) -> list[str]:
+    """The two lines that stand above a metric's samples. of_type: "counter", "gauge" or "histogram"."""
+    escaped = help.replace("\\", "\\\\").replace("\n", "\\n")
+    return [f"# HELP {name} {escaped}", f"# TYPE {name} {of_type}"]
+
+
+def sample(name: str, value: float, **labels: str) -> str:
+    """One value."""
+    return f"{name}{_in_braces(labels)} {value}"
+
+
+def histogram(name: str, value: Durations, **labels: str) -> list[str]:
+    """Durations: how many took at most as long as each bound, their sum in seconds, and their number."""
+    lines, below = [], 0
+    for bound, count in zip((*BOUNDS, float("inf")), value.counts, strict=True):
+        below += count
+        le = "+Inf" if bound == float("inf") else format(bound, "g")
+        lines.append(sample(f"{name}_bucket", below, **labels, le=le))
+    return [*lines, sample(f"{name}_sum", value.total, **labels), sample(f"{name}_count", below, **labels)]
+
+
+def text_of(lines: Iterable[str]) -> str:
+    """What a scrape gets; texts of several sources may follow one another, if no metric is in two of them."""
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _in_braces(labels: dict[str, str]) -> str:
+    return f"{{{','.join(f'{name}={_quoted(value)}' for name, value in labels.items())}}}" if labels else ""
+
+
+def _quoted(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

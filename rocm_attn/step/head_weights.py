@@ -51,12 +51,25 @@ def written_in_place(owned: Tensor, given: Tensor) -> Tensor:
 NewHeadWeights = Callable[[Tensor, Tensor], Tensor]
 
 
+class _Given(dict[int, HeadWeights]):
+    """Layer -> what it has. A layer that wants something has no entry until it is given that."""
+
+    def __init__(self, wanted: Sequence[tuple[str, ...]]) -> None:
+        super().__init__({layer: NO_HEAD_WEIGHTS for layer, names in enumerate(wanted) if not names})
+        self._wanted = wanted
+
+    def __missing__(self, layer: int) -> HeadWeights:
+        names = " and ".join(self._wanted[layer])
+        raise WrongState(f"layer {layer} has {names} that were never given; call head_weights.set() before a step")
+
+
 class LayerHeadWeights:
     """The head weights of every layer, in memory of the runtime: what is given is copied, and is the caller's.
 
     Graphs read that memory. It stays where it is once a layer has it, and new values are written into it.
 
     renew: how a layer that has weights gets others
+    of:    a layer -> what it was given; raises WrongState while it wants something
     """
 
     def __init__(
@@ -65,8 +78,10 @@ class LayerHeadWeights:
         self._problems = tuple(problems)
         self._device = device
         self._renew = renew
-        self._weights = [NO_HEAD_WEIGHTS for _ in problems]
-        self._wanting = {layer for layer, problem in enumerate(problems) if _names(problem)}
+        self._wanted = tuple(map(_names, problems))
+        self._given = _Given(self._wanted)
+        # Of the dict itself, as each layer of a step asks.
+        self.of: Callable[[int], HeadWeights] = self._given.__getitem__
 
     def set(self, layer: int, weights: HeadWeights) -> None:
         """Give a layer what its problem says that it has, all at once. Steps that come later use it, graphs too.
@@ -79,31 +94,24 @@ class LayerHeadWeights:
         problem = self._problems[layer]
         for name in ("sinks", "alibi_slopes"):
             tensor = getattr(weights, name)
+            is_wanted = name in self._wanted[layer]
             if tensor is None:
-                if name in _names(problem):
+                if is_wanted:
                     raise BadTensor(f"layer {layer} has {name} and none were given; give them in its HeadWeights")
                 continue
-            if name not in _names(problem):
+            if not is_wanted:
                 raise BadTensor(f"{name} were given to layer {layer}, whose problem has none; leave them out")
             self._check(name, tensor, problem)
-        owned = self._weights[layer]
-        self._weights[layer] = HeadWeights(
+        owned = self._given.get(layer, NO_HEAD_WEIGHTS)
+        self._given[layer] = HeadWeights(
             self._owned(owned.sinks, weights.sinks), self._owned(owned.alibi_slopes, weights.alibi_slopes)
         )
-        self._wanting.discard(layer)
-
-    def of(self, layer: int) -> HeadWeights:
-        """What a layer was given. Raises WrongState while it wants something."""
-        if layer in self._wanting:
-            names = " and ".join(_names(self._problems[layer]))
-            raise WrongState(f"layer {layer} has {names} that were never given; call head_weights.set() before a step")
-        return self._weights[layer]
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor, for what graphs read."""
         return {
             f"{name}_{layer}": tensor
-            for layer, weights in enumerate(self._weights)
+            for layer, weights in self._given.items()
             for name, tensor in (("sinks", weights.sinks), ("alibi_slopes", weights.alibi_slopes))
             if tensor is not None
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -24,34 +25,12 @@ class Steps(Protocol[Outputs_co]):
         ...
 
 
-class _StoresAndAttends(Protocol):
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None: ...
-
-    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None: ...
-
-
-class StoreAndAttend:
-    """LayerCalls.store_and_attend, of what stores and attends."""
-
-    __slots__ = ()
-
-    def store_and_attend(
-        self: _StoresAndAttends,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor | None = None,
-    ) -> None:
-        """store, then attend."""
-        self.store(layer, k, v)
-        self.attend(layer, q, out, lse)
-
-
 class LayerCalls(Protocol):
     """What a model's forward calls in each layer: the layers of a step, or something around them. T padded tokens."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the step's new keys and values of a layer to their slots; padded tokens are dropped.
 
@@ -59,8 +38,8 @@ class LayerCalls(Protocol):
               k: k[..., :v_head_dim]
         Raises BadTensor, WrongState, and BadBatch for a step that begins within tokens that a row shares.
         """
-        ...
 
+    @abstractmethod
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the step's new tokens over everything that is stored for their sequences.
 
@@ -72,14 +51,15 @@ class LayerCalls(Protocol):
         Raises BadTensor, WrongState, and BadBatch where the step has not stored and needs tokens that were never
         stored.
         """
-        ...
 
     def store_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """store, then attend."""
-        ...
+        self.store(layer, k, v)
+        self.attend(layer, q, out, lse)
 
+    @abstractmethod
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """Norms and rotary embedding of q, k and v as the projections gave them, and the store, in one launch.
 
@@ -92,13 +72,13 @@ class LayerCalls(Protocol):
         A token at a position that the rope's table has not gets NaN in q_out, and is reported as not finite.
         Raises as store().
         """
-        ...
 
+    @abstractmethod
     def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """q_out of rope_and_store() alone: for layers that keep no K and V and read another's. Raises BadTensor,
         WrongState."""
-        ...
 
+    @abstractmethod
     def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
         """What follows attention before a layer's projection, in place and in one launch; pads stay zero.
 
@@ -109,8 +89,8 @@ class LayerCalls(Protocol):
         undo: turns out by the negative angle of its token, for layers whose V is turned with K (DeepSeek-V4)
         Raises BadTensor, WrongState.
         """
-        ...
 
+    @abstractmethod
     def store_index(self, layer: int, k: Tensor) -> None:
         """Write the step's new index keys of a layer that has an indexer; padded tokens are dropped.
 
@@ -118,8 +98,8 @@ class LayerCalls(Protocol):
            of the last of them is written, and those of the others are not looked at
         Raises as store().
         """
-        ...
 
+    @abstractmethod
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
         """Choose the keys that each new token of a layer attends to, by its indexer, on the device.
 
@@ -131,8 +111,8 @@ class LayerCalls(Protocol):
                  not given: 1
         Raises BadTensor, WrongState, and BadBatch where index keys are needed that were never stored.
         """
-        ...
 
+    @abstractmethod
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
         """In place of select(): the units that the caller has chosen, of a layer that has an indexer; they are copied.
 
@@ -141,19 +121,18 @@ class LayerCalls(Protocol):
         Units that are not in order, or that lie outside of what their token sees, are a fault of the step, and those
         outside give no key. Raises BadTensor, WrongState.
         """
-        ...
 
+    @abstractmethod
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """As attend, over the keys that were chosen in this step: by the layer's own indexer, or by the nearest earlier
         layer's that has one, as the layer's problem says.
 
         Raises as attend(), and WrongState where nothing was chosen in this step, or another layer has chosen since.
         """
-        ...
 
 
-class Flight(Protocol):
-    """Hears of every step."""
+class Flight:
+    """Hears of every step, and remembers nothing."""
 
     def note(self, batch: StepBatch, plan: StepPlan, replayed: bool, epoch: int) -> None:
         """A step is about to run.
@@ -161,24 +140,12 @@ class Flight(Protocol):
         replayed: whether a graph of it exists
         epoch:    of the addresses that graphs read
         """
-        ...
 
     def failed(self, error: BaseException) -> None:
         """The step that was noted last, or one that could not be staged, has raised."""
-        ...
 
 
-class NoFlightRecorder:
-    """Remembers nothing."""
-
-    def note(self, batch: StepBatch, plan: StepPlan, replayed: bool, epoch: int) -> None:
-        """As Flight.note."""
-
-    def failed(self, error: BaseException) -> None:
-        """As Flight.failed."""
-
-
-NO_FLIGHT_RECORDER = NoFlightRecorder()
+NO_FLIGHT_RECORDER = Flight()
 
 
 class Watch(Protocol):
@@ -193,7 +160,6 @@ class NoWatchdog:
     """Looks away."""
 
     def watch(self, what: str) -> AbstractContextManager[None]:
-        """As Watch.watch."""
         return nullcontext()
 
 

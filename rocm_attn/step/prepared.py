@@ -35,7 +35,7 @@ from rocm_attn.kernels.driver_call import (
     driver_call,
     with_maps,
 )
-from rocm_attn.kernels.launch import Launch, does_only_launch, note_launches
+from rocm_attn.kernels.launch import Launch, does_only_launch, is_observed, note_launches
 from rocm_attn.paging.storage import Pool
 from rocm_attn.providers.by_tokens import KernelByTokens, SchedulesByTokens
 from rocm_attn.providers.contract import BoundKernel, Schedule
@@ -107,8 +107,6 @@ class LastCall(NamedTuple):
     same: Callable[..., bool] | None = None
 
 
-# Two tensors of a call.
-Pair = tuple[Tensor, Tensor]
 # No stream has this handle.
 _NEVER: tuple[int, Launches] = (-1, ())
 # Of a layer that was called once: what it launched is kept from the second time on, as many views serve one step.
@@ -124,9 +122,10 @@ class PreparedCalls:
     stored, roped, attended: the last call of each layer
     both: the last two, or one of the two together, where a layer stored and attended in one call: given as both were,
           owned as attend is
+    fill: what derives the step's metadata
     """
 
-    __slots__ = ("_filled", "_is_filled", "_owned", "attended", "both", "by_form", "roped", "stored")
+    __slots__ = ("_owned", "attended", "both", "by_form", "fill", "roped", "stored")
 
     def __init__(self) -> None:
         self.by_form: dict[Hashable, PreparedCall] = {}
@@ -134,25 +133,8 @@ class PreparedCalls:
         self.roped: dict[int, LastCall] = {}
         self.attended: dict[int, LastCall] = {}
         self.both: dict[int, LastCall] = {}
-        self._is_filled = False
-        self._filled: tuple[int, Launches] = _NEVER
+        self.fill = SameLaunches()
         self._owned: frozenset[int] = frozenset()
-
-    def fill_again(self, stream: int) -> bool:
-        """Launch what FILL was prepared to, on a stream; whether it was prepared."""
-        prepared = self.by_form.get(FILL.form)
-        if prepared is None:
-            return False
-        if self._filled[0] != stream:
-            self._filled = stream, prepared.launches(stream, ())
-        for run, arguments in self._filled[1]:
-            run(*arguments)
-        return True
-
-    def is_filled_again(self) -> bool:
-        """Whether the step's views were filled before: many serve one step, for which nothing is worth preparing."""
-        was_filled, self._is_filled = self._is_filled, True
-        return was_filled
 
     @contextmanager
     def noting(self, call: Call, memory: object) -> Iterator[None]:
@@ -164,10 +146,84 @@ class PreparedCalls:
             yield
         is_clear = notes.is_whole and call.is_alone and not _are_odd(call.addresses)
         if is_clear and len(self.by_form) < _MOST_FORMS:
-            self._owned = self._owned or frozenset(_storage(tensor) for tensor in tensors_in(memory))
+            self._owned = self._owned or _storages(memory)
             prepared = prepare(notes.launches, call.addresses, self._owned)
             if prepared is not None:
                 self.by_form[call.form] = prepared
+
+
+class SameLaunches:
+    """Launches that are made over and over with the same tensors.
+
+    The first two times the launcher makes them, and the second time they are noted; after that they are handed to the
+    driver: nothing is looked at, and no tensor is asked where it lies. So the tensors must stay as they are, and what
+    they hold may change.
+    """
+
+    __slots__ = ("_made", "_prepared", "_were_made")
+
+    def __init__(self) -> None:
+        self._made = _NEVER
+        self._prepared: PreparedCall | None = None
+        self._were_made = False
+
+    def again(self, stream: int) -> bool:
+        """Launch what was noted on a stream, by its handle; whether something was."""
+        if self._prepared is None:
+            return False
+        if self._made[0] != stream:
+            self._made = stream, self._prepared.launches(stream, ())
+        for run, arguments in self._made[1]:
+            run(*arguments)
+        return True
+
+    @contextmanager
+    def noting(self, memory: object) -> Iterator[None]:
+        """The launches are made meanwhile, by a launcher that does nothing else.
+
+        memory: a tree of the tensors that they are given
+        """
+        if not self._were_made:  # many come once, for which nothing is worth noting
+            self._were_made = True
+            yield
+            return
+        with note_launches() as notes:
+            yield
+        if notes.is_whole:
+            self._prepared = prepare(notes.launches, (), _storages(memory))
+
+
+class RepeatedLauncher:
+    """A launcher with its arguments, which are the same at each call; see SameLaunches.
+
+    A launcher that does more than to launch, or launches on no GPU, is called each time.
+
+    stream:    gives the handle of the current stream; None: there is none, as on a CPU
+    launcher:  one of only_launches(), if its launches are to be kept
+    arguments: its own; tensors on the device, or in pinned memory of the host
+    """
+
+    __slots__ = ("_arguments", "_launches", "_stream", "launcher")
+
+    def __init__(
+        self,
+        stream: Callable[[], int] | None,
+        launcher: Callable[..., object],
+        *arguments: object,
+        **options: object,
+    ) -> None:
+        self.launcher = partial(launcher, *arguments, **options)
+        self._arguments = arguments
+        self._launches = SameLaunches()
+        self._stream = stream if does_only_launch(launcher) else None
+
+    def __call__(self) -> None:
+        """Launch on the current stream."""
+        if self._stream is None or is_observed():
+            self.launcher()
+        elif not self._launches.again(self._stream()):
+            with self._launches.noting(self._arguments):
+                self.launcher()
 
 
 def prepare(launches: Sequence[Launch], addresses: tuple[int, ...], owned: frozenset[int]) -> PreparedCall | None:
@@ -227,6 +283,10 @@ def _described(argument: object, places: dict[int, int]) -> DescribedPlace | Non
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _storages(tree: object) -> frozenset[int]:
+    return frozenset(_storage(tensor) for tensor in tensors_in(tree))
 
 
 def is_prepared(kernel: BoundKernel, shape: PaddedShape) -> bool:
@@ -292,8 +352,8 @@ class Call(NamedTuple):
         return not (own & of_layer) - {0}
 
 
-# What derives a step's metadata. All of its memory is the step's.
-FILL = Call("fill", (), 0)
+# What a layer's launches read beside a call's own tensors: its pages, and what is done to rows or its head weights.
+Owners = tuple[LayerPages, QkvWork | HeadWeights | None]
 
 
 class _LayerMemory(NamedTuple):
@@ -304,7 +364,7 @@ class _LayerMemory(NamedTuple):
     layout:    a number that only layers of this kind with tensors of these forms have
     """
 
-    owners: tuple[object, object]
+    owners: Owners
     addresses: tuple[int, ...]
     layout: int
 
@@ -324,62 +384,49 @@ class LayerForms:
         self._head_weights = head_weights
         self._stream = stream
         self._numbers: dict[Hashable, int] = {}
-        self._written: dict[int, _LayerMemory] = {}
-        self._read: dict[int, _LayerMemory] = {}
-        self._roped: dict[int, _LayerMemory] = {}
+        self._memories: dict[tuple[str, int], _LayerMemory] = {}
 
     # What follows runs at every layer of every eager step. So what is given is written out, in a tuple that is compared
     # before it is hashed, and with addresses first: mostly they differ where something does.
 
     def store(self, prepared: PreparedCalls, layer: int, k: Tensor, v: Tensor) -> Call | None:
-        """Make Layers.store again, if one of its form was prepared. The call, where it was not made."""
+        """Make a call of Layers.store if one of its form was prepared; else return it, so that it can be."""
         pages = self._pool.layer(layer)
-        of_k, of_v = (k.shape, k.stride(), k.dtype, k.device), (v.shape, v.stride(), v.dtype, v.device)
-        given = self._stream(), (k.data_ptr(), v.data_ptr()), (of_k, of_v)
+        given = self._stream(), (k.data_ptr(), v.data_ptr()), (_form(k), _form(v))
         if _made_again(prepared.stored.get(layer, _NOT_KEPT), given, pages, None):
             return None
-        memory = self._written.get(layer)
-        if memory is None or memory.owners[0] is not pages:
-            memory = self._written[layer] = self._memory(layer, (pages, None), _tensors_of_pages(pages), pages.format)
-        return _make(prepared, prepared.stored, layer, memory, ("store", given))
+        return self._make(prepared, prepared.stored, layer, "store", given, (pages, None))
 
-    def rope_and_store(self, prepared: PreparedCalls, layer: int, given: Projected, work: QkvWork) -> Call | None:
-        """As store, of Layers.rope_and_store."""
-        pages, (q, k, v, q_out) = self._pool.layer(layer), given
+    def rope_and_store(self, prepared: PreparedCalls, layer: int, projected: Projected, work: QkvWork) -> Call | None:
+        """store(), of Layers.rope_and_store."""
+        pages, (q, k, v, q_out) = self._pool.layer(layer), projected
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), q_out.data_ptr()
-        of_call = self._stream(), addresses, (_form(q), _form(k), _form(v), _form(q_out))
-        if _made_again(prepared.roped.get(layer, _NOT_KEPT), of_call, pages, work):
+        given = self._stream(), addresses, (_form(q), _form(k), _form(v), _form(q_out))
+        if _made_again(prepared.roped.get(layer, _NOT_KEPT), given, pages, work):
             return None
-        memory = self._roped.get(layer)
-        if memory is None or memory.owners[0] is not pages or memory.owners[1] is not work:
-            tensors = (*_tensors_of_pages(pages), *_tensors_of_work(work))
-            memory = self._roped[layer] = self._memory(layer, (pages, work), tensors, (pages.format, _numbers(work)))
-        return _make(prepared, prepared.roped, layer, memory, ("rope", of_call))
+        return self._make(prepared, prepared.roped, layer, "rope", given, (pages, work))
 
     def attend(self, prepared: PreparedCalls, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> Call | None:
-        """As store, of Layers.attend. Raises WrongState for a layer that wants head weights."""
+        """store(), of Layers.attend. Raises WrongState for a layer that wants head weights."""
         pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
         of_q, of_out = (q.shape, q.stride(), q.dtype, q.device), (out.shape, out.stride(), out.dtype, out.device)
         at_lse, of_lse = (0, None) if lse is None else (lse.data_ptr(), _form(lse))
         given = self._stream(), (q.data_ptr(), out.data_ptr(), at_lse), (of_q, of_out, of_lse)
         if _made_again(prepared.attended.get(layer, _NOT_KEPT), given, pages, weights):
             return None
-        memory = self._memory_read(layer, pages, weights)
-        return _make(prepared, prepared.attended, layer, memory, ("attend", given))
+        return self._make(prepared, prepared.attended, layer, "attend", given, (pages, weights))
 
     def store_and_attend(
-        self, prepared: PreparedCalls, layer: int, stored: Pair, attended: tuple[Tensor, Tensor, Tensor | None]
+        self, prepared: PreparedCalls, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
     ) -> Call | None:
-        """As store, of Layers.store_and_attend. Raises WrongState for a layer that wants head weights."""
-        (k, v), (q, out, lse) = stored, attended
+        """store(), of Layers.store_and_attend. Raises WrongState for a layer that wants head weights."""
         pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
         at_lse, of_lse = (0, None) if lse is None else (lse.data_ptr(), _form(lse))
         addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr(), at_lse
         given = self._stream(), addresses, (_form(k), _form(v), _form(q), _form(out), of_lse)
         if _made_again(prepared.both.get(layer, _NOT_KEPT), given, pages, weights):
             return None
-        memory = self._memory_read(layer, pages, weights)
-        return _make(prepared, prepared.both, layer, memory, ("store and attend", given))
+        return self._make(prepared, prepared.both, layer, "store and attend", given, (pages, weights))
 
     def both_again(self, prepared: PreparedCalls, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
         """Launch what a layer stored and attended by the last time, if it is given the same and no lse; whether it was.
@@ -413,24 +460,51 @@ class LayerForms:
             given = stream, (*addresses, *more), (*forms, *more_forms)
             prepared.both[layer] = LastCall(given, attended.owners, (*stored.launches, *attended.launches))
 
-    def _memory_read(self, layer: int, pages: LayerPages, weights: HeadWeights) -> _LayerMemory:
-        """Of a layer's attention."""
-        memory = self._read.get(layer)
-        if memory is None or memory.owners[0] is not pages or memory.owners[1] is not weights:
-            tensors = (*_tensors_of_pages(pages), weights.sinks, weights.alibi_slopes)
-            memory = self._read[layer] = self._memory(layer, (pages, weights), tensors, pages.format)
-        return memory
+    def _make(
+        self,
+        prepared: PreparedCalls,
+        last: dict[int, LastCall],
+        layer: int,
+        operation: str,
+        given: Given,
+        owners: Owners,
+    ) -> Call | None:
+        """Make a call of a form that was prepared, and remember it as the layer's last one; return any other call."""
+        memory = self._memories.get((operation, layer))
+        if memory is None or memory.owners[0] is not owners[0] or memory.owners[1] is not owners[1]:
+            memory = self._memories[operation, layer] = self._memory(layer, owners)
+        stream, own, forms = given
+        form = operation, memory.layout, tuple(map(own.index, own)), forms
+        addresses = (*own, *memory.addresses)
+        call = prepared.by_form.get(form)
+        if call is None or _are_odd(own):
+            return Call(form, addresses, len(own))
+        if layer not in last:
+            last[layer] = _NOT_KEPT
+            call(stream, addresses)
+            return None
+        launches = call.launches(stream, addresses)
+        last[layer] = LastCall(given, owners, launches)
+        for run, arguments in launches:
+            run(*arguments)
+        return None
 
-    def _memory(
-        self, layer: int, owners: tuple[object, object], tensors: Sequence[Tensor | None], common: Hashable
-    ) -> _LayerMemory:
-        """common: what else launches follow from"""
+    def _memory(self, layer: int, owners: Owners) -> _LayerMemory:
+        pages, beside = owners
+        tensors = [pages.raw_k, pages.raw_v, pages.k_scale, pages.v_scale]
+        numbers: tuple[Hashable, ...] = ()
+        if isinstance(beside, HeadWeights):
+            tensors += [beside.sinks, beside.alibi_slopes]
+        elif beside is not None:
+            rope, norms = beside.rope, (beside.q_norm, beside.k_norm, beside.v_norm)
+            tensors += [rope and rope.cos_sin, *(norm and norm.weight for norm in norms)]
+            numbers = rope and (rope.pairs, rope.at_end), *(norm and (norm.eps, norm.offset) for norm in norms)
         addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         forms = tuple(None if tensor is None else _form(tensor) for tensor in tensors)
         # Of tensors that begin at one place, launches do not say which they were given.
         same = tuple(addresses.index(address) for address in addresses)
         # What was prepared by other addresses may count on what these are multiples of.
-        layout = self._kind_of_layer[layer], common, forms, same, _are_odd(addresses)
+        layout = self._kind_of_layer[layer], pages.format, numbers, forms, same, _are_odd(addresses)
         return _LayerMemory(owners, addresses, self._numbers.setdefault(layout, len(self._numbers)))
 
 
@@ -451,50 +525,13 @@ def _are_odd(addresses: tuple[int, ...]) -> bool:
     return bits % ALIGNMENT != 0
 
 
-def _make(
-    prepared: PreparedCalls, last: dict[int, LastCall], layer: int, memory: _LayerMemory, what: tuple[str, Given]
-) -> Call | None:
-    """Make a call of a form that was prepared; remember it as the layer's last one. The call, where it was not made.
-
-    what: the operation, and what it is given
-    """
-    operation, given = what
-    stream, own, forms = given
-    form = operation, memory.layout, tuple(map(own.index, own)), forms
-    addresses = (*own, *memory.addresses)
-    call = prepared.by_form.get(form)
-    if call is None or _are_odd(own):
-        return Call(form, addresses, len(own))
-    if layer not in last:
-        last[layer] = _NOT_KEPT
-        call(stream, addresses)
-        return None
-    launches = call.launches(stream, addresses)
-    last[layer] = LastCall(given, memory.owners, launches)
-    for run, arguments in launches:
-        run(*arguments)
-    return None
-
-
-def _tensors_of_pages(pages: LayerPages) -> tuple[Tensor | None, ...]:
-    return pages.raw_k, pages.raw_v, pages.k_scale, pages.v_scale
-
-
-def _tensors_of_work(work: QkvWork) -> tuple[Tensor | None, ...]:
-    norms = work.q_norm, work.k_norm, work.v_norm
-    rope = None if work.rope is None else work.rope.cos_sin
-    return (rope, *(None if norm is None else norm.weight for norm in norms))
-
-
-def _numbers(work: QkvWork) -> Hashable:
-    """What is not in the tensors of work."""
-    rope = None if work.rope is None else (work.rope.pairs, work.rope.at_end)
-    norms = work.q_norm, work.k_norm, work.v_norm
-    return (rope, *(None if norm is None else (norm.eps, norm.offset) for norm in norms))
-
-
 def current_stream(device: torch.device) -> Callable[[], int]:
     """Gives the handle of a GPU's current stream."""
     # torch._C: what Triton asks in its place costs as much as the launch.
     raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
     return partial(raw, device.index)
+
+
+def stream_of(device: torch.device) -> Callable[[], int] | None:
+    """current_stream(), as RepeatedLauncher takes it."""
+    return current_stream(device) if device.type == "cuda" else None

@@ -28,6 +28,7 @@ from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,
     HEADER_WORDS,
+    MOST_RUNS,
     NO_ECHO,
     SEQ_PARTS,
     STEP,
@@ -43,8 +44,7 @@ from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.step.echo import EchoCheck, fault_of_counts
-from rocm_attn.step.graph_runs import GraphRuns
-from rocm_attn.step.host_ring import Fence, HostRing, wait_for
+from rocm_attn.step.host_ring import Fence, HostRing, NoFence, wait_for
 from rocm_attn.step.memory import DeviceStep
 
 # (launch, forget): launches what carries a change to the device, and forgets that the change is pending.
@@ -57,21 +57,24 @@ def launch_then_forget(launch: Callable[[], None], forget: Callable[[], None]) -
     forget()
 
 
-# Of the counts of the step that was published last, and its number: how it went.
+# (counts of the step that was published last, its number) -> how it went
 OfLastStep = Callable[[Sequence[int], int], DeviceFault | None]
 
 # Steps of a line whose sequences are remembered: as many as may be reported late, and two to spare.
 _REMEMBERED_STEPS = 5
 # Whole steps from the publication that asks how the second half of a split step went to the one that has the answer.
 _STEPS_TO_ANSWER = 3
-
-
 # Words of a slot of whole steps beside those of its sequences: room for the ids of this many tokens. A step with more
 # makes its slot longer, and graphs, which have the slots' addresses, take no inputs any more: they are published.
 _ID_WORDS = 1 << 16
-
 # Sizes of steps whose parts of ring slots are kept cut.
 _MOST_PARTS = 256
+# More than may have gone uncounted.
+_UNCOUNTED_RUNS = 1 << 16
+# Steps from one question for the device's count to the next one.
+STEPS_UNTIL_COMPARED = 64
+# In the place of what the device should have counted.
+_NOT_ASKED = -1
 
 # What went wrong on the device and was not reported yet. A fault is put here before its trace on the device is wiped,
 # and leaves when it is raised: memory that runs out, or an interrupt, at any place in between loses none.
@@ -168,6 +171,66 @@ class PublishingGuards:
     of_last_step: OfLastStep = fault_of_counts
 
 
+class GraphRuns:
+    """How many graphs of a runtime have run that take their inputs by themselves, as host and device have counted them.
+
+    A slot that a graph takes says how many runs come before (kernels/metadata/take_inputs.py). Where the host may have
+    miscounted, as after a launch that raised, both go on from a number that no run has had for long.
+
+    A launch that the driver has lost raises nothing: each step after it would take the inputs of the one before it, and
+    say that all is well. So the host asks the device for its count now and then.
+
+    on_device: int32 [1], which the kernel at the head of such a graph counts up
+    number:    what it holds when all that was launched is done, unless the count is lost
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = torch.zeros(1, dtype=torch.int32, device=device)
+        self.number = 0
+        self._is_known = True
+        pinned = device.type == "cuda"
+        self._answer = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+        self._answered: Fence = torch.Event(device) if pinned else NoFence()
+        self._asked_at = _NOT_ASKED
+        self._steps_left = STEPS_UNTIL_COMPARED
+
+    def run(self, replay: Callable[[], object]) -> None:
+        """Launch a graph that takes inputs."""
+        is_known, self._is_known = self._is_known, False
+        replay()
+        # One statement: what breaks it off loses the count, as a launch does that raises.
+        self.number, self._is_known = (self.number + 1) & MOST_RUNS, is_known
+
+    def lose_count(self) -> None:
+        """Runs may come, or have come, that are not counted."""
+        self._is_known = False
+
+    def next(self) -> int:
+        """How many runs come before the next one, of a step whose slot is written now."""
+        self._steps_left -= 1
+        if self._steps_left <= 0:
+            self._compare()
+        if not self._is_known:
+            number = (self.number + _UNCOUNTED_RUNS) & MOST_RUNS
+            self.on_device.fill_(number)
+            self.number, self._is_known = number, True
+        return self.number
+
+    def _compare(self) -> None:
+        """Ask the device for its count, and lose the count if its answer is another. Nobody waits for the answer.
+
+        The step whose graph was lost, or one after it, has left a slot that no graph takes then, and is told by it.
+        """
+        if self._asked_at == _NOT_ASKED and self._is_known:
+            self._answer.copy_(self.on_device, non_blocking=True)
+            self._answered.record()
+            self._asked_at = self.number
+        if self._asked_at != _NOT_ASKED and self._answered.query():
+            if int(self._answer) != self._asked_at:
+                self._is_known = False
+            self._asked_at, self._steps_left = _NOT_ASKED, STEPS_UNTIL_COMPARED
+
+
 class Publisher:
     """Writes ring slots and launches the kernels that read them, but for slots that a step's graph takes by itself.
 
@@ -259,8 +322,7 @@ class Publisher:
         """
         if self.launching is not None:
             self._settle()
-        is_plain = batch.is_plain
-        num_seqs, num_ids, num_fed = batch.num_seqs, len(batch.token_ids), batch.num_tokens
+        is_plain, num_seqs, num_ids, num_fed = batch.is_plain, batch.num_seqs, len(batch.token_ids), batch.num_tokens
         kv_len_bytes, q_len_bytes = batch.kv_len_bytes, batch.q_len_bytes
         if not is_plain and isinstance(batch.drafts, Drafts):  # the device derives the others from the first step
             num_fed, kv_len_bytes, q_len_bytes = batch.num_fed, *_first_draft_step(batch, batch.drafts)
@@ -296,15 +358,16 @@ class Publisher:
             ring.release_to_graph()
             line.recent.append((number, batch.rows))
             return
-        if isinstance(batch.inputs, DeviceInputs):
+        if not is_plain and isinstance(batch.inputs, DeviceInputs):
             self._write_limits(batch, words)
         # One statement: an interrupt comes before all of it or after.
         words[ECHO], self.launching = NO_ECHO, (line, words, counts, number, False)
         try:
             self._ops.publish(slot, counts if line.counts is None else line.counts, to)
-            self._place_others(batch, slot, step, num_fed)
+            if not is_plain:
+                self._place_others(batch, slot, step, num_fed)
         finally:
-            line.ring.release()
+            ring.release()
         line.recent.append((number, batch.rows))
         line.counts, line.number, self.step_number, self.launching = counts, number, number, None
         if child:
@@ -317,11 +380,24 @@ class Publisher:
         words[parts.stored] = INT32_MAX if on_host else self._table.tokens.of(batch.rows)
 
     def _place_others(self, batch: StepBatch, slot: Tensor, step: DeviceStep, num_fed: int) -> None:
-        """Launch what puts a batch's inputs on the device, and its mask, in the place of what was published."""
-        if isinstance(batch.inputs, DeviceInputs):
+        """Launch what puts a batch's inputs on the device, and its mask, in the place of what was published.
+
+        What was published stays where the caller gave no tensor.
+        """
+        inputs = batch.inputs
+        if isinstance(inputs, DeviceInputs):
             in_slot = self._parts_in(slot, batch.num_seqs, len(batch.token_ids))
-            ahead = batch.inputs.ahead - (batch.num_tokens - num_fed) // max(1, batch.num_seqs)
-            self._place(batch.inputs, ahead, in_slot, slot, step.spaces[0])
+            has_kv_len = inputs.kv_len is not ON_HOST
+            given = GivenInputs(
+                inputs.kv_len if has_kv_len else in_slot.kv_len,
+                in_slot.q_len if inputs.q_len is ON_HOST else inputs.q_len,
+                in_slot.token_ids if inputs.token_ids is ON_HOST else inputs.token_ids,
+                in_slot.floor,
+                in_slot.stored,
+                # Tokens of what is published that the caller's kv_len leaves out; of a round, its first step is.
+                inputs.ahead - (batch.num_tokens - num_fed) // max(1, batch.num_seqs) if has_kv_len else 0,
+            )
+            self._ops.device_inputs(slot, given, step.spaces[0])
         if isinstance(batch.mask, StepMask):
             mask = batch.mask
             bits = mask.bits[: bytes_of_cells(mask.num_cells(batch.kv_len, batch.q_len))]
@@ -370,7 +446,7 @@ class Publisher:
 
     def _report_at_once(self) -> None:
         """Raise what was found, unless other ranks run this step too: then it is raised between two steps."""
-        if self._found and not self.holds_faults:
+        if not self.holds_faults:
             self.report(self._found)
 
     def forget_faults(self) -> None:
@@ -429,23 +505,6 @@ class Publisher:
                 slot[parts.kv_len], slot[parts.q_len], slot[parts.token_ids], slot[parts.floor], slot[parts.stored]
             )
         return found
-
-    def _place(self, inputs: DeviceInputs, ahead: int, in_slot: GivenInputs, slot: Tensor, to: StepTensors) -> None:
-        """Put the caller's tensors in the place of what the host has published; it stays where there is no tensor.
-
-        ahead:   new tokens of what is published that the caller's kv_len leaves out
-        in_slot: what was published
-        """
-        has_kv_len = inputs.kv_len is not ON_HOST
-        given = GivenInputs(
-            inputs.kv_len if has_kv_len else in_slot.kv_len,
-            in_slot.q_len if inputs.q_len is ON_HOST else inputs.q_len,
-            in_slot.token_ids if inputs.token_ids is ON_HOST else inputs.token_ids,
-            in_slot.floor,
-            in_slot.stored,
-            ahead if has_kv_len else 0,
-        )
-        self._ops.device_inputs(slot, given, to)
 
 
 def _same(counts: Tensor | None, others: Tensor) -> bool:

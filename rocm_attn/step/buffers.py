@@ -62,10 +62,6 @@ def name_in(space: Space, name: str) -> str:
 _EXTRA_OF_NEED = {Need.MASK: Extra.MASK, Need.PREFIXES: Extra.PREFIXES}
 
 
-# (padded shape of a child, keys before the new ones that masks have cells for) -> cells
-MaskRoom = Callable[[PaddedShape, int], int]
-
-
 def room_for_mask(shape: PaddedShape, mask_keys: int) -> int:
     """Cells for the new tokens too. A round's drafts have some for each other, and for no prefix."""
     if isinstance(shape.drafts, Drafts):
@@ -82,7 +78,7 @@ class TableSizes:
     table_width: entries in a row of block_table, row_width or more
     row_tokens:  tokens that a row of the request table has room for
     mask_keys:   keys before the new ones that masks have cells for, at most
-    mask_room:   cells of the mask of a step
+    mask_room:   padded shape of a child, and mask_keys -> cells of the mask of a step
     """
 
     row_width: int
@@ -90,7 +86,7 @@ class TableSizes:
     table_width: int
     row_tokens: int
     mask_keys: int
-    mask_room: MaskRoom = room_for_mask
+    mask_room: Callable[[PaddedShape, int], int] = room_for_mask
 
     def elements(self, field: Field, shape: PaddedShape) -> int:
         """Elements of a tensor of a step, or of a child of one, of this shape."""
@@ -140,15 +136,16 @@ def selection_buffers(indexings: Sequence[Indexing]) -> tuple[BufferSpec, ...]:
     """Where indexers write what they have chosen, one after the other; none where no layer has one."""
     if not indexings:
         return ()
-    width, sets = max(each.sets * each.width for each in indexings), max(each.sets for each in indexings)
-
-    def of_tokens(per_token: int) -> Callable[[PaddedShape], int]:
-        return lambda shape: shape.num_tokens * per_token
-
-    return (
-        BufferSpec(SELECTION_UNITS, Unit.TOKEN, torch.int32, of_tokens(width), NO_UNIT, of_round=True),
-        BufferSpec(SELECTION_COUNTS, Unit.TOKEN, torch.int32, of_tokens(sets), 0, of_round=True),
+    units, sets = max(each.sets * each.width for each in indexings), max(each.sets for each in indexings)
+    of_token = ((SELECTION_UNITS, units, NO_UNIT), (SELECTION_COUNTS, sets, 0))
+    return tuple(
+        BufferSpec(name, Unit.TOKEN, torch.int32, partial(_per_token, each), pad, of_round=True)
+        for name, each, pad in of_token
     )
+
+
+def _per_token(elements: int, shape: PaddedShape) -> int:
+    return elements * shape.num_tokens
 
 
 def window_name(window_left: int) -> str:
@@ -180,12 +177,21 @@ def draft_buffers(needs_of_space: Mapping[Space, Collection[Need]]) -> tuple[Buf
     return (BufferSpec(DRAFT_PARENTS, Unit.DRAFT, torch.int32, drafts_of, NO_PARENT, of_round=True),)
 
 
-# (child, elements of a child) -> the first element of the child's sub-range
-FirstOfChild = Callable[[int, int], int]
+def pool_slots_name(space: Space, key_tokens: int) -> str:
+    """The buffer of the slots of pooled index keys."""
+    return name_in(space, f"slot_of_pool_{key_tokens}")
+
+
+def pool_slot_buffers(pools: Collection[tuple[Space, int]]) -> tuple[BufferSpec, ...]:
+    """Where the index keys of pools of tokens go. pools: a space with the tokens of a pool, for each kind of layer"""
+    return tuple(
+        BufferSpec(pool_slots_name(space, tokens), Unit.TOKEN, torch.int32, partial(_per_token, 1), 0)
+        for space, tokens in dict.fromkeys(pools)
+    )
 
 
 def one_after_another(child: int, elements: int) -> int:
-    """Every child has a sub-range of its own."""
+    """The first of a child's elements: every child has a sub-range of its own."""
     # Whole 16-byte units of 4-byte elements: Triton compiles a kernel anew when a pointer's alignment changes.
     return child * round_up(elements, 4)
 
@@ -217,26 +223,10 @@ class Capacity:
 
 PADDED_BATCH = Capacity()
 
-# Called with a sentence when sealed memory would have to move.
-SealedGrowth = Callable[[str], None]
-
 
 def refuse_growth(reason: str) -> None:
     """Sealed memory stays where it is. Raises NeverFits."""
     raise NeverFits(reason)
-
-
-def pool_slots_name(space: Space, key_tokens: int) -> str:
-    """The buffer of the slots of pooled index keys."""
-    return name_in(space, f"slot_of_pool_{key_tokens}")
-
-
-def pool_slot_buffers(pools: Collection[tuple[Space, int]]) -> tuple[BufferSpec, ...]:
-    """Where the index keys of pools of tokens go. pools: a space with the tokens of a pool, for each kind of layer"""
-    return tuple(
-        BufferSpec(pool_slots_name(space, tokens), Unit.TOKEN, torch.int32, lambda shape: shape.num_tokens, 0)
-        for space, tokens in dict.fromkeys(pools)
-    )
 
 
 def memory_of_its_own(counts: Tensor, step: StepTensors) -> Tensor:
@@ -249,17 +239,17 @@ class MemoryGuards:
     """The safeguards of the memory of steps.
 
     capacity:       how large buffers are, and what a view of one is
-    first_of_child: where in a buffer a child of a step begins
-    sealed_growth:  called where memory that graphs read would have to move
+    first_of_child: child, elements of each -> where in a buffer it begins
+    sealed_growth:  called with a sentence where memory that graphs read would have to move
     selection_place: memory for the counts of a selection, the step -> where a selection's counts are written
-    mask_room:      how many cells a mask has room for
+    mask_room:      as of TableSizes
     """
 
     capacity: Capacity = PADDED_BATCH
-    first_of_child: FirstOfChild = one_after_another
-    sealed_growth: SealedGrowth = refuse_growth
+    first_of_child: Callable[[int, int], int] = one_after_another
+    sealed_growth: Callable[[str], None] = refuse_growth
     selection_place: Callable[[Tensor, StepTensors], Tensor] = memory_of_its_own
-    mask_room: MaskRoom = room_for_mask
+    mask_room: Callable[[PaddedShape, int], int] = room_for_mask
 
 
 ALL_MEMORY_GUARDS = MemoryGuards()
@@ -278,12 +268,8 @@ class StepBuffers:
         self._nothing = torch.empty(0, dtype=torch.int32, device=device)
         self._device = device
         self._guards = guards
-        self._sealed = False
+        self.sealed = False
         self.epoch = 0
-
-    @property
-    def sealed(self) -> bool:
-        return self._sealed
 
     @property
     def num_bytes(self) -> int:
@@ -291,7 +277,7 @@ class StepBuffers:
 
     def seal(self) -> None:
         """From now on graphs read the addresses: growing raises."""
-        self._sealed = True
+        self.sealed = True
 
     def ensure(self, shape: PaddedShape) -> None:
         """Let every buffer hold a step of this shape; each grows by itself, and only when its own elements do not fit.
@@ -305,7 +291,7 @@ class StepBuffers:
         ]
         if not short:
             return
-        if self._sealed:
+        if self.sealed:
             spec, needed = short[0]
             self._guards.sealed_growth(
                 f"{shape.num_seqs} sequences with {shape.num_tokens} tokens need {needed} elements of {spec.name} "

@@ -72,22 +72,11 @@ class PreparedCall:
         self._maps = tuple(maps)
         self._constants = constants
 
-    def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """Launch on a stream, by its handle. addresses: of the tensors that the call was prepared with, in order"""
-        values = self._values(stream, addresses)
-        for run, arguments in self._launches:
-            run(*arguments(values))
-
     def launches(self, stream: int, addresses: tuple[int, ...]) -> Launches:
-        """What a call of these launches."""
-        values = self._values(stream, addresses)
-        return tuple([(run, arguments(values)) for run, arguments in self._launches])
-
-    def _values(self, stream: int, addresses: tuple[int, ...]) -> tuple[object, ...]:
-        if not self._maps:
-            return (stream, *addresses, *self._constants)
+        """What a call launches on a stream, by its handle. addresses: of its tensors, in the order of the first ones"""
         maps = [map_of(addresses[number - 1]) for number, map_of in self._maps]
-        return (stream, *addresses, *maps, *self._constants)
+        values = (stream, *addresses, *maps, *self._constants)
+        return tuple([(run, arguments(values)) for run, arguments in self._launches])
 
 
 # The stream's handle; then the addresses, 0 for what is not there, and the forms of the tensors that are the call's.
@@ -479,12 +468,8 @@ class LayerForms:
         call = prepared.by_form.get(form)
         if call is None or _are_odd(own):
             return Call(form, addresses, len(own))
-        if layer not in last:
-            last[layer] = _NOT_KEPT
-            call(stream, addresses)
-            return None
         launches = call.launches(stream, addresses)
-        last[layer] = LastCall(given, owners, launches)
+        last[layer] = LastCall(given, owners, launches) if layer in last else _NOT_KEPT
         for run, arguments in launches:
             run(*arguments)
         return None

@@ -90,7 +90,8 @@ def made_again(calls: PreparedCalls, call: Call) -> bool:
     """Make a call, if one of its form was prepared; whether it was made."""
     prepared = calls.by_form.get(call.form)
     if prepared is not None:
-        prepared(STREAM, call.addresses)
+        for run, arguments in prepared.launches(STREAM, call.addresses):
+            run(*arguments)
     return prepared is not None
 
 

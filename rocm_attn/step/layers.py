@@ -13,7 +13,7 @@ from torch import Tensor
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, RowNorm, TokenPlaces
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
 from rocm_attn.kernels.launch import does_only_launch, is_observed
 from rocm_attn.kernels.metadata.error_word import BAD_SELECTION, ERROR_WORD
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -30,12 +30,9 @@ from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.overlap import may_overlap
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.prepared import Call, LayerForms, current_stream
+from rocm_attn.step.prepared import Call, LayerForms, stream_of
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.selections import Require, StepSelections, refuse_stale
-
-# step, kind of layer -> the step in the space that the layer reads in
-ReadBy = Callable[[DeviceStep, int], StepTensors]
 
 
 def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
@@ -47,13 +44,13 @@ def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
 class LayerGuards:
     """The safeguards of layers.
 
-    read_by:          the space that a layer reads in is the one that it writes in
+    read_by:          step, kind of layer -> the step in the space that the layer reads in, which it writes in too
     new_head_weights: how a layer that has head weights gets others
     new_kv_scales:    how a layer of eight-bit K and V gets other factors
     selection_of:     a layer, whose selection it attends to, and whose there is: raises unless they are one
     """
 
-    read_by: ReadBy = by_space_of_layer
+    read_by: Callable[[DeviceStep, int], StepTensors] = by_space_of_layer
     new_head_weights: NewHeadWeights = written_in_place
     new_kv_scales: NewHeadWeights = written_in_place
     selection_of: Require = refuse_stale
@@ -69,12 +66,7 @@ class Layers:
     """
 
     def __init__(
-        self,
-        kinds: LayerKinds,
-        pool: Pool,
-        head_weights: LayerHeadWeights,
-        ops: StepOps,
-        guards: LayerGuards,
+        self, kinds: LayerKinds, pool: Pool, head_weights: LayerHeadWeights, ops: StepOps, guards: LayerGuards
     ) -> None:
         self._read_by = guards.read_by
         self._selections = kinds.selections
@@ -82,8 +74,7 @@ class Layers:
         self._pool = pool
         self._head_weights = head_weights
         self._ops = ops
-        self._device = pool.device
-        self._device_index = pool.device.index
+        self._device, self._device_index = pool.device, pool.device.index
         for layer, problem in enumerate(kinds.problems):
             if pool.format(layer) != problem.page_format:
                 raise BadTensor(
@@ -92,7 +83,7 @@ class Layers:
         self._work_of_layer: dict[int, QkvWork] = {}
         # A CPU has no launches to prepare.
         on_gpu = pool.device.type == "cuda"
-        self._stream = current_stream(pool.device) if on_gpu else _no_stream
+        self._stream = stream_of(pool.device) or _no_stream
         self._forms = LayerForms(self._kind_of_layer, pool, head_weights, self._stream)
         around = ops.store_kv, ops.rope_store, ops.zero_tails, ops.clear_pads
         self._launches_alone = on_gpu and all(does_only_launch(launcher) for launcher in around)
@@ -135,7 +126,8 @@ class Layers:
             self._ops.rope_queries(q, q_out, tensors.positions, work)
 
     def finish(self, step: DeviceStep, layer: int, out: Tensor, gate: Tensor | None, undo: RopeTable | None) -> None:
-        problem, tensors = self.problem(layer), step.of_kind[self._kind_of(layer)]
+        kind = self._kind_of(layer)
+        problem, tensors = self._selections[kind].problem, step.of_kind[kind]
         shape = tensors.slot_of_token.shape[0], problem.num_q_heads, problem.v_head_dim
         self._check("out", out, shape, problem.dtype)
         if gate is not None:
@@ -211,16 +203,10 @@ class Layers:
         kind = self._kind_of_layer[layer]
         tensors = step.of_kind[kind]
         self._check("index k", k, (tensors.slot_of_token.shape[0], indexer.head_dim), problem.dtype)
-        rows = k.unsqueeze(1)
+        rows, slots = k.unsqueeze(1), step.index_slots[kind]
+        pages, null_page = self._pool.index(layer), tensors.terms.null_page
         with on_device(self._device):
-            self._ops.store_kv(
-                rows,
-                rows,
-                step.index_slots[kind],
-                tensors.counts,
-                self._pool.index(layer),
-                null_page=tensors.terms.null_page,
-            )
+            self._ops.store_kv(rows, rows, slots, tensors.counts, pages, null_page=null_page)
 
     def select(self, step: DeviceStep, layer: int, q: Tensor, weights: Tensor | None) -> None:
         problem, indexer = self._indexer(layer)
@@ -229,10 +215,9 @@ class Layers:
         assert selected is not None
         assert sparse is not None
         assert sparse.indexer is not None
-        num_tokens = tensors.slot_of_token.shape[0]
         pages = self._pool.index(layer)
         coded = pages.format.encoding.is_fp8 and q.dtype == pages.format.encoding.dtype
-        shape = num_tokens, indexer.num_heads, indexer.head_dim
+        shape = tensors.slot_of_token.shape[0], indexer.num_heads, indexer.head_dim
         self._check("index q", q, shape, q.dtype if coded else problem.dtype)
         if weights is not None:
             self._check("weights of index heads", weights, shape[:2], torch.float32)
@@ -266,7 +251,7 @@ class Layers:
     ) -> AttendArgs:
         """What the layer's kernel is given. tensors: of the space that the layer reads in"""
         kind = self._kind_of_layer[layer]
-        row, problem = plan.kernels[kind].row, self.problem(layer)
+        row, problem = plan.kernels[kind].row, self._selections[kind].problem
         self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
         if lse is not None and not row.limits.gives_lse(problem):
             raise BadTensor(f"{row.name} gives no lse; build the runtime of problems with wants_lse=True")
@@ -284,16 +269,15 @@ class Layers:
 
     def attend_selected(self, step: DeviceStep, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """Raises WrongState too, for a layer that wants head weights."""
-        problem = self.problem(layer)
-        kind = self._kind_of_layer[layer]
-        tensors, selected, sparse = self._read_by(step, kind), step.selected[kind], self._selections[kind].sparse
+        kind = self._kind_of(layer)
+        selection, tensors, selected = self._selections[kind], self._read_by(step, kind), step.selected[kind]
         assert selected is not None
-        assert sparse is not None
-        self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
+        assert selection.sparse is not None
+        self._check_rows(selection.problem, tensors.slot_of_token.shape[0], q, out, lse)
         sinks, pages = self._head_weights.of(layer).sinks, self._pool.layer(layer)
         args = SelectedArgs(q, pages, tensors.table, step.places, selected, out, lse, sinks, step.workspace)
         with on_device(self._device):
-            sparse.selected.attend(args)
+            selection.sparse.selected.attend(args)
 
     def fill_again(self, step: DeviceStep) -> bool:
         """Derive a step's metadata by the launches that were prepared for it; whether there are any."""
@@ -354,9 +338,8 @@ class Layers:
             raise BadTensor(f"gate is {gate.dtype}; it must be floating point")
         if tuple(gate.shape) not in (shape, shape[:2]):
             raise BadTensor(f"gate has shape {list(gate.shape)}; it must be {list(shape)} or {list(shape[:2])}")
-        if gate.dim() == 2:
-            gate, shape = gate[..., None], (*shape[:2], 1)
-        self._check("gate", gate, shape, gate.dtype)
+        rows = gate if gate.dim() == 3 else gate[..., None]
+        self._check("gate", rows, tuple(rows.shape), gate.dtype)
 
     def _indexer(self, layer: int) -> tuple[Problem, Indexer]:
         """A layer's problem and its indexer. Raises BadTensor for a layer that does not exist or has none."""
@@ -404,11 +387,20 @@ def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
                 "rope turns the first elements of a latent layer's rows, which end with those that turn; "
                 "make the table with at_end=True"
             )
-    _check_norm("q_norm", work.q_norm, problem.head_dim, device, may_be_first=is_latent)
-    _check_norm("k_norm", work.k_norm, problem.head_dim, device, may_be_first=is_latent)
     if is_latent and work.v_norm is not None:
         raise BadTensor("v_norm was given for a latent layer, whose V is part of K; normalise it by k_norm")
-    _check_norm("v_norm", work.v_norm, problem.v_head_dim, device)
+    of_q, of_k, of_v = (
+        (work.q_norm, problem.head_dim),
+        (work.k_norm, problem.head_dim),
+        (work.v_norm, problem.v_head_dim),
+    )
+    for name, (norm, dim) in {"q_norm": of_q, "k_norm": of_k, "v_norm": of_v}.items():
+        if norm is None:
+            continue
+        # Of a latent layer the first elements of rows may be normalised alone.
+        if norm.dim > dim or (norm.dim < dim and not is_latent):
+            raise BadTensor(f"{name} has {norm.dim} weights; rows have {dim} elements")
+        _check_device(name, norm.weight, device)
 
 
 def _check_rope(name: str, rope: RopeTable, dim: int, device: torch.device) -> None:
@@ -416,15 +408,6 @@ def _check_rope(name: str, rope: RopeTable, dim: int, device: torch.device) -> N
     if rope.dim > dim:
         raise BadTensor(f"{name} turns {rope.dim} elements; rows have {dim}")
     _check_device(name, rope.cos_sin, device)
-
-
-def _check_norm(name: str, norm: RowNorm | None, dim: int, device: torch.device, *, may_be_first: bool = False) -> None:
-    """dim: of rows; may_be_first: whether their first elements alone may be normalised"""
-    if norm is None:
-        return
-    if norm.dim > dim or (norm.dim < dim and not may_be_first):
-        raise BadTensor(f"{name} has {norm.dim} weights; rows have {dim} elements")
-    _check_device(name, norm.weight, device)
 
 
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
@@ -439,6 +422,7 @@ def _index_pages(pages: LayerPages) -> IndexPages:
     return IndexPages(pages.k[:, :, 0], scale[:, 0] if scale is not None and is_per_token else scale)
 
 
+@dataclass(slots=True, eq=False)
 class StepLayers(LayerCalls):
     """The layer calls of a part of a step, for as long as that step runs.
 
@@ -448,25 +432,13 @@ class StepLayers(LayerCalls):
     part:            Part.number
     """
 
-    __slots__ = ("_layers", "_part", "_plan", "_require_running", "_selections", "_step", "_stores")
-
-    def __init__(
-        self,
-        layers: Layers,
-        step: DeviceStep,
-        plan: StepPlan,
-        require_running: Callable[[], None],
-        stores: StepStores,
-        selections: StepSelections,
-        part: int,
-    ) -> None:
-        self._stores = stores
-        self._selections = selections
-        self._part = part
-        self._layers = layers
-        self._step = step
-        self._plan = plan
-        self._require_running = require_running
+    _layers: Layers
+    _step: DeviceStep
+    _plan: StepPlan
+    _require_running: Callable[[], None]
+    _stores: StepStores
+    _selections: StepSelections
+    _part: int
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._require_running()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,31 +52,24 @@ _MOST_FORMS = 64
 Launches = tuple[tuple[Run, tuple[object, ...]], ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PreparedCall:
     """The launches of a call, for any addresses of its tensors.
 
-    launches:  what runs each, and what puts its arguments together of (stream, *addresses, *maps, *constants)
+    made_of:   what runs each, and what puts its arguments together of (stream, *addresses, *maps, *constants)
     maps:      what makes maps of descriptors, each of the address with this number among the values
     constants: everything that calls of the form have in common
     """
 
-    __slots__ = ("_constants", "_launches", "_maps")
-
-    def __init__(
-        self,
-        launches: Sequence[tuple[Run, Arguments]],
-        maps: Sequence[tuple[int, MapOf]],
-        constants: tuple[object, ...],
-    ) -> None:
-        self._launches = tuple(launches)
-        self._maps = tuple(maps)
-        self._constants = constants
+    made_of: Sequence[tuple[Run, Arguments]]
+    maps: Sequence[tuple[int, MapOf]]
+    constants: tuple[object, ...]
 
     def launches(self, stream: int, addresses: tuple[int, ...]) -> Launches:
         """What a call launches on a stream, by its handle. addresses: of its tensors, in the order of the first ones"""
-        maps = [map_of(addresses[number - 1]) for number, map_of in self._maps]
-        values = (stream, *addresses, *maps, *self._constants)
-        return tuple([(run, arguments(values)) for run, arguments in self._launches])
+        maps = [map_of(addresses[number - 1]) for number, map_of in self.maps]
+        values = (stream, *addresses, *maps, *self.constants)
+        return tuple([(run, arguments(values)) for run, arguments in self.made_of])
 
 
 # The stream's handle; then the addresses, 0 for what is not there, and the forms of the tensors that are the call's.
@@ -102,6 +95,7 @@ _NEVER: tuple[int, Launches] = (-1, ())
 _NOT_KEPT = LastCall((-1, (), ()), (None, None), ())
 
 
+@dataclass(slots=True, eq=False)
 class PreparedCalls:
     """The calls that were made of one step's layers, by their form. It goes when the step's views do.
 
@@ -114,16 +108,13 @@ class PreparedCalls:
     fill: what derives the step's metadata
     """
 
-    __slots__ = ("_owned", "attended", "both", "by_form", "fill", "roped", "stored")
-
-    def __init__(self) -> None:
-        self.by_form: dict[Hashable, PreparedCall] = {}
-        self.stored: dict[int, LastCall] = {}
-        self.roped: dict[int, LastCall] = {}
-        self.attended: dict[int, LastCall] = {}
-        self.both: dict[int, LastCall] = {}
-        self.fill = SameLaunches()
-        self._owned: frozenset[int] = frozenset()
+    by_form: dict[Hashable, PreparedCall] = field(default_factory=dict)
+    stored: dict[int, LastCall] = field(default_factory=dict)
+    roped: dict[int, LastCall] = field(default_factory=dict)
+    attended: dict[int, LastCall] = field(default_factory=dict)
+    both: dict[int, LastCall] = field(default_factory=dict)
+    fill: SameLaunches = field(default_factory=lambda: SameLaunches())
+    _owned: frozenset[int] = frozenset()
 
     @contextmanager
     def noting(self, call: Call, memory: object) -> Iterator[None]:
@@ -141,6 +132,7 @@ class PreparedCalls:
                 self.by_form[call.form] = prepared
 
 
+@dataclass(slots=True, eq=False)
 class SameLaunches:
     """Launches that are made over and over with the same tensors.
 
@@ -149,12 +141,9 @@ class SameLaunches:
     they hold may change.
     """
 
-    __slots__ = ("_made", "_prepared", "_were_made")
-
-    def __init__(self) -> None:
-        self._made = _NEVER
-        self._prepared: PreparedCall | None = None
-        self._were_made = False
+    _made: tuple[int, Launches] = _NEVER
+    _prepared: PreparedCall | None = None
+    _were_made: bool = False
 
     def again(self, stream: int) -> bool:
         """Launch what was noted on a stream, by its handle; whether something was."""
@@ -510,13 +499,7 @@ def _are_odd(addresses: tuple[int, ...]) -> bool:
     return bits % ALIGNMENT != 0
 
 
-def current_stream(device: torch.device) -> Callable[[], int]:
-    """Gives the handle of a GPU's current stream."""
-    # torch._C: what Triton asks in its place costs as much as the launch.
-    raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-    return partial(raw, device.index)
-
-
 def stream_of(device: torch.device) -> Callable[[], int] | None:
-    """current_stream(), as RepeatedLauncher takes it."""
-    return current_stream(device) if device.type == "cuda" else None
+    """Gives the handle of a GPU's current stream; None of a CPU, which has none."""
+    # torch._C: what Triton asks in its place costs as much as the launch.
+    return partial(torch._C._cuda_getCurrentRawStream, device.index) if device.type == "cuda" else None

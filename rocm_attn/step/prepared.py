@@ -96,43 +96,6 @@ _NOT_KEPT = LastCall((-1, (), ()), (None, None), ())
 
 
 @dataclass(slots=True, eq=False)
-class PreparedCalls:
-    """The calls that were made of one step's layers, by their form. It goes when the step's views do.
-
-    A form holds all that a call's launches follow from but addresses: the operation, the kind and layout of the layer,
-    shape, strides, dtype and device of every tensor that is given, and which of them are one.
-
-    stored, roped, attended: the last call of each layer
-    both: the last two, or one of the two together, where a layer stored and attended in one call: given as both were,
-          owned as attend is
-    fill: what derives the step's metadata
-    """
-
-    by_form: dict[Hashable, PreparedCall] = field(default_factory=dict)
-    stored: dict[int, LastCall] = field(default_factory=dict)
-    roped: dict[int, LastCall] = field(default_factory=dict)
-    attended: dict[int, LastCall] = field(default_factory=dict)
-    both: dict[int, LastCall] = field(default_factory=dict)
-    fill: SameLaunches = field(default_factory=lambda: SameLaunches())
-    _owned: frozenset[int] = frozenset()
-
-    @contextmanager
-    def noting(self, call: Call, memory: object) -> Iterator[None]:
-        """Prepare calls of this one's form by what is launched meanwhile.
-
-        memory: a tree of tensors that stay where they are for as long as the step's views
-        """
-        with note_launches() as notes:
-            yield
-        is_clear = notes.is_whole and call.is_alone and not _are_odd(call.addresses)
-        if is_clear and len(self.by_form) < _MOST_FORMS:
-            self._owned = self._owned or _storages(memory)
-            prepared = prepare(notes.launches, call.addresses, self._owned)
-            if prepared is not None:
-                self.by_form[call.form] = prepared
-
-
-@dataclass(slots=True, eq=False)
 class SameLaunches:
     """Launches that are made over and over with the same tensors.
 
@@ -169,6 +132,43 @@ class SameLaunches:
             yield
         if notes.is_whole:
             self._prepared = prepare(notes.launches, (), _storages(memory))
+
+
+@dataclass(slots=True, eq=False)
+class PreparedCalls:
+    """The calls that were made of one step's layers, by their form. It goes when the step's views do.
+
+    A form holds all that a call's launches follow from but addresses: the operation, the kind and layout of the layer,
+    shape, strides, dtype and device of every tensor that is given, and which of them are one.
+
+    stored, roped, attended: the last call of each layer
+    both: the last two, or one of the two together, where a layer stored and attended in one call: given as both were,
+          owned as attend is
+    fill: what derives the step's metadata
+    """
+
+    by_form: dict[Hashable, PreparedCall] = field(default_factory=dict)
+    stored: dict[int, LastCall] = field(default_factory=dict)
+    roped: dict[int, LastCall] = field(default_factory=dict)
+    attended: dict[int, LastCall] = field(default_factory=dict)
+    both: dict[int, LastCall] = field(default_factory=dict)
+    fill: SameLaunches = field(default_factory=SameLaunches)
+    _owned: frozenset[int] = frozenset()
+
+    @contextmanager
+    def noting(self, call: Call, memory: object) -> Iterator[None]:
+        """Prepare calls of this one's form by what is launched meanwhile.
+
+        memory: a tree of tensors that stay where they are for as long as the step's views
+        """
+        with note_launches() as notes:
+            yield
+        is_clear = notes.is_whole and call.is_alone and not _are_odd(call.addresses)
+        if is_clear and len(self.by_form) < _MOST_FORMS:
+            self._owned = self._owned or _storages(memory)
+            prepared = prepare(notes.launches, call.addresses, self._owned)
+            if prepared is not None:
+                self.by_form[call.form] = prepared
 
 
 class RepeatedLauncher:

@@ -271,10 +271,6 @@ class StepBuffers:
         self.sealed = False
         self.epoch = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
     def seal(self) -> None:
         """From now on graphs read the addresses: growing raises."""
         self.sealed = True

@@ -93,7 +93,7 @@ class StepPart:
     views: dict[StepPlan, tuple[int, tuple[DeviceStep, ...]]] = field(default_factory=dict)
 
 
-def table_sizes(selections: Sequence[Selection], table: Table, mask_keys: int) -> TableSizes:
+def _table_sizes(selections: Sequence[Selection], table: Table, mask_keys: int, guards: MemoryGuards) -> TableSizes:
     """The sizes that serve all kernels of a runtime."""
     ahead = [kernel.row.reads_ahead for s in selections for kernel in s.kernels.values()]
     page_size = selections[0].problem.page_size
@@ -104,6 +104,7 @@ def table_sizes(selections: Sequence[Selection], table: Table, mask_keys: int) -
         table_width=round_up(table.width, multiple),
         row_tokens=table.width * page_size,
         mask_keys=mask_keys,
+        mask_room=guards.mask_room,
     )
 
 
@@ -123,14 +124,12 @@ class StepMemory:
         *,
         mask_keys: int = ALL_KEYS,
     ) -> None:
-        self._selections = kinds.selections
+        self._selections, self._space_of_kind = kinds.selections, kinds.spaces
+        self._pools = pools_of(kinds)
         num_rows = table.spaces[0].entries.shape[0] - 1
         self._guards = replace(guards, capacity=guards.capacity.of_table(num_rows))
-        self._table = table
-        self._space_of_kind = kinds.spaces
-        self._sizes = replace(table_sizes(kinds.selections, table, mask_keys), mask_room=guards.mask_room)
-        self._pools = pools_of(kinds)
-        self._device = device
+        self._table, self._device = table, device
+        self._sizes = _table_sizes(kinds.selections, table, mask_keys, guards)
         self._sealed, self._open = self.new_part(), self._part(replace(self._sizes, mask_keys=ALL_KEYS))
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
@@ -142,19 +141,17 @@ class StepMemory:
         """Another pair when views of a step that is not captured may hold memory that is given up."""
         return self._sealed.buffers.epoch, self._open.buffers.epoch
 
-    @property
-    def num_bytes(self) -> int:
-        return self._sealed.buffers.num_bytes + self._open.buffers.num_bytes
-
     def seal(self, shapes: Sequence[PaddedShape]) -> None:
         """Make room for steps of all these shapes and smaller ones, then fix every address that such steps read."""
-        self._make_room(self._sealed, shapes)
+        for shape in shapes:
+            self._sealed.buffers.ensure(shape)
         self._sealed.buffers.seal()
 
     def part_for(self, shapes: Sequence[PaddedShape]) -> StepPart:
         """Room for steps of all these shapes and smaller ones, which nothing uses before it is taken."""
         part = self.new_part()
-        self._make_room(part, shapes)
+        for shape in shapes:
+            part.buffers.ensure(shape)
         return part
 
     def take(self, part: StepPart) -> None:
@@ -194,20 +191,17 @@ class StepMemory:
     def _part(self, sizes: TableSizes) -> StepPart:
         return StepPart(StepBuffers(self._specs(sizes), self._device, self._guards))
 
-    def _make_room(self, part: StepPart, shapes: Sequence[PaddedShape]) -> None:
-        for shape in shapes:
-            part.buffers.ensure(shape)
-
     def _views(self, plan: StepPlan, part: StepPart, child: int) -> DeviceStep:
         def view(name: str) -> Tensor:
             return part.buffers.step_view(name, plan.shape, child)
 
         spaces = {pages.space: self._space_views(plan, pages, view) for pages in self._table.spaces}
-        first = next(iter(spaces.values()))
-        of_window = {window: view(window_name(window)) for window in windows_of(self._selections)}
+        first, longest = next(iter(spaces.values())), (plan.bounds.max_q_len, plan.bounds.max_kv_len)
+        windows = _windows_of(self._selections)
+        of_window = {window: view(window_name(window)) for window in windows if window != UNLIMITED_WINDOW}
         of_kind = tuple(
             replace(spaces[space], window_start=of_window[window]) if window in of_window else spaces[space]
-            for space, window in zip(self._space_of_kind, map(_window_of, self._selections), strict=True)
+            for space, window in zip(self._space_of_kind, windows, strict=True)
         )
         return DeviceStep(
             spaces=tuple(spaces.values()),
@@ -217,15 +211,9 @@ class StepMemory:
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
             workspace=view(WORKSPACE),
             queries=plan.bounds.queries(first),
-            places=TokenPlaces(
-                first.row_of_token,
-                first.position_of_token,
-                first.counts[1:2],
-                plan.bounds.max_q_len,
-                plan.bounds.max_kv_len,
-            ),
+            places=TokenPlaces(first.row_of_token, first.position_of_token, first.counts[1:2], *longest),
             selected=tuple(
-                None if indexing is None else self._selected(plan, part, child, indexing, first)
+                None if indexing is None else self._selected(plan.shape, view, indexing, first)
                 for indexing in indexings_of(self._selections)
             ),
             index_slots=tuple(
@@ -236,14 +224,13 @@ class StepMemory:
         )
 
     def _selected(
-        self, plan: StepPlan, part: StepPart, child: int, indexing: Indexing, step: StepTensors
+        self, shape: PaddedShape, view: Callable[[str], Tensor], indexing: Indexing, step: StepTensors
     ) -> SelectedUnits:
         """Where a selection lies. Every indexer's begins at the same place: the next one writes over it."""
-        num_tokens, sets = plan.shape.child.num_tokens, indexing.sets
-        units = part.buffers.step_view(SELECTION_UNITS, plan.shape, child)
-        counts = part.buffers.step_view(SELECTION_COUNTS, plan.shape, child)[: num_tokens * sets]
+        num_tokens, sets = shape.child.num_tokens, indexing.sets
+        counts = view(SELECTION_COUNTS)[: num_tokens * sets]
         return SelectedUnits(
-            units[: num_tokens * sets * indexing.width].view(num_tokens, sets, indexing.width),
+            view(SELECTION_UNITS)[: num_tokens * sets * indexing.width].view(num_tokens, sets, indexing.width),
             self._guards.selection_place(counts, step).view(num_tokens, sets),
             indexing.unit_tokens,
         )
@@ -266,7 +253,7 @@ class StepMemory:
         of_drafts = {space: self._needs_in(space, (StepKind.DECODE, StepKind.MASKED)) for space in spaces}
         indexings = [indexing for indexing in indexings_of(self._selections) if indexing is not None]
         pools = pool_slot_buffers([(space, tokens) for space, tokens in self._pools if tokens > 1])
-        windows = window_buffers(windows_of(self._selections))
+        windows = window_buffers(set(_windows_of(self._selections)) - {UNLIMITED_WINDOW})
         declared = *sizes.buffers(needs, of_drafts), *draft_buffers(needs), *windows
         schedules = (_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections))
         workspace = _workspace_spec(self._selections)
@@ -285,16 +272,10 @@ def indexings_of(selections: Sequence[Selection]) -> list[Indexing | None]:
     return [None if isinstance(indexer, AllKeys) else indexer.indexing for indexer in indexers]
 
 
-def windows_of(selections: Sequence[Selection]) -> tuple[int, ...]:
-    """window_left of layers that masks are for, each once."""
-    windows = (_window_of(selection) for selection in selections)
-    return tuple(dict.fromkeys(window for window in windows if window != UNLIMITED_WINDOW))
-
-
-def _window_of(selection: Selection) -> int:
-    """window_left of a layer that masks are for; UNLIMITED_WINDOW of others, in which no mask is looked at."""
-    problem = selection.problem
-    return problem.window_left if problem.custom_mask else UNLIMITED_WINDOW
+def _windows_of(selections: Sequence[Selection]) -> list[int]:
+    """window_left per kind of layer; UNLIMITED_WINDOW where no mask is looked at."""
+    problems = [selection.problem for selection in selections]
+    return [problem.window_left if problem.custom_mask else UNLIMITED_WINDOW for problem in problems]
 
 
 def pools_of(kinds: LayerKinds) -> tuple[tuple[Space, int], ...]:

@@ -29,10 +29,8 @@ class HeadWeights:
     def random(cls, problem: Problem, generator: torch.Generator) -> HeadWeights:
         """Weights of the problem for tests and probes, on the generator's device."""
 
-        def draw(is_there: bool) -> Tensor | None:
-            return torch.rand(problem.num_q_heads, generator=generator, device=generator.device) if is_there else None
-
-        return cls(draw(problem.has_sinks), draw(problem.has_alibi_slopes))
+        size, device = problem.num_q_heads, generator.device
+        return cls(**{name: torch.rand(size, generator=generator, device=device) for name in _names(problem)})
 
     def to(self, device: torch.device) -> HeadWeights:
         """The same weights elsewhere."""
@@ -91,17 +89,14 @@ class LayerHeadWeights:
         """
         if not 0 <= layer < len(self._problems):
             raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._problems) - 1}")
-        problem = self._problems[layer]
-        for name in ("sinks", "alibi_slopes"):
-            tensor = getattr(weights, name)
+        for name, tensor in (("sinks", weights.sinks), ("alibi_slopes", weights.alibi_slopes)):
             is_wanted = name in self._wanted[layer]
-            if tensor is None:
-                if is_wanted:
-                    raise BadTensor(f"layer {layer} has {name} and none were given; give them in its HeadWeights")
-                continue
-            if not is_wanted:
+            if is_wanted and tensor is None:
+                raise BadTensor(f"layer {layer} has {name} and none were given; give them in its HeadWeights")
+            if tensor is not None and not is_wanted:
                 raise BadTensor(f"{name} were given to layer {layer}, whose problem has none; leave them out")
-            self._check(name, tensor, problem)
+            if tensor is not None:
+                self._check(name, tensor, self._problems[layer])
         owned = self._given.get(layer, NO_HEAD_WEIGHTS)
         self._given[layer] = HeadWeights(
             self._owned(owned.sinks, weights.sinks), self._owned(owned.alibi_slopes, weights.alibi_slopes)

@@ -111,12 +111,13 @@ class Line:
         return fault
 
     def look(self, words: Int32Array, found: Found) -> None:
-        """Find the fault that a slot's echo, which is not 0, may be one of. Then the echo is cleared."""
-        try:
-            self.check_echo(words)
-        except DeviceFault as fault:
-            _add(found, self.named(fault))
-        words[ECHO] = 0
+        """Find the fault that a slot's echo may be one of, where it is not 0. Then the echo is cleared."""
+        if words[ECHO]:
+            try:
+                self.check_echo(words)
+            except DeviceFault as fault:
+                _add(found, self.named(fault))
+            words[ECHO] = 0
 
     def settle(self, words: Int32Array, counts: Tensor, number: int, *, by_graph: bool) -> bool:
         """Find out, for a publication that an exception has ended, whether the kernel that reads its slot runs.
@@ -141,8 +142,7 @@ class Line:
         The device has nothing left to do.
         """
         for words in self.ring.written():
-            if words[ECHO]:
-                self.look(words, found)
+            self.look(words, found)
         if self.counts is not None:
             fault = of_last_step(self.counts.tolist(), self.number)
             if fault is not None:
@@ -234,6 +234,7 @@ class GraphRuns:
 class Publisher:
     """Writes ring slots and launches the kernels that read them, but for slots that a step's graph takes by itself.
 
+    found:        faults that were not reported yet
     holds_faults: whether a fault waits for a meeting of ranks, instead of being raised by the next step
     runs:         of graphs that take their inputs
     launching:    what was published last and may not have reached the device: no launch that brings it there has ended
@@ -264,7 +265,7 @@ class Publisher:
         self._of_last_step = guards.of_last_step
         self.launching: _Launching | None = None
         self._parts: dict[tuple[int, int, int], GivenInputs] = {}
-        self._found: Found = []
+        self.found: Found = []
         self._steps_to_answer = 0
         self.step_number = 0
 
@@ -330,9 +331,9 @@ class Publisher:
         ring = line.ring
         slot, words, raw = ring.acquire(HEADER_WORDS + SEQ_PARTS * num_seqs + num_ids)
         if words.item(ECHO):
-            line.look(words, self._found)
+            line.look(words, self.found)
             self.runs.lose_count()  # what was lost may have been the run of a graph
-        if self._found:
+        if self.found:
             self._report_at_once()
         to = step.spaces[0]
         counts = to.counts
@@ -341,7 +342,7 @@ class Publisher:
             to_graph
             and (is_plain or (batch.inputs is HOST_INPUTS and batch.mask is NO_MASK))
             and ring.is_fixed
-            and (line.counts is counts or _same(line.counts, counts))
+            and (line.counts is counts or (line.counts is not None and line.counts.data_ptr() == counts.data_ptr()))
         )
         number = (self.step_number + 1) & INT32_MAX
         runs = self.runs.next() if takes else 0
@@ -428,12 +429,7 @@ class Publisher:
             self._settle()
         self.runs.lose_count()  # it costs nothing here, and a lost run ends here
         for line in self._lines:
-            line.find_all(self._found, self._of_last_step)
-
-    @property
-    def found(self) -> Sequence[DeviceFault]:
-        """What was found and not reported yet."""
-        return self._found
+            line.find_all(self.found, self._of_last_step)
 
     def report(self, faults: Sequence[DeviceFault]) -> None:
         """Raise one DeviceFault of these, which hold what was found, if there are any."""
@@ -441,17 +437,17 @@ class Publisher:
             try:
                 raise DeviceFault.of_all(faults)
             except DeviceFault:  # not an interrupt that comes first
-                self._found.clear()
+                self.found.clear()
                 raise
 
     def _report_at_once(self) -> None:
         """Raise what was found, unless other ranks run this step too: then it is raised between two steps."""
         if not self.holds_faults:
-            self.report(self._found)
+            self.report(self.found)
 
     def forget_faults(self) -> None:
         """What was found is not reported."""
-        self._found.clear()
+        self.found.clear()
 
     def _settle(self) -> None:
         """Finish a publication that an exception has ended."""
@@ -474,8 +470,7 @@ class Publisher:
         line = self._lines[1]
         if self._steps_to_answer == _STEPS_TO_ANSWER:
             slot, words, _ = line.ring.acquire(HEADER_WORDS)
-            if words[ECHO]:
-                line.look(words, self._found)
+            line.look(words, self.found)
             self._report_at_once()
             words[:HEADER_WORDS] = 0
             words[STEP], words[STEP_BEFORE] = self.step_number, line.number
@@ -487,9 +482,8 @@ class Publisher:
             line.counts, line.number, self.launching = line.rest.counts, self.step_number, None
         elif self._steps_to_answer == 1:
             for words in line.ring.written():
-                if words[ECHO]:
-                    line.look(words, self._found)
-                    self._report_at_once()
+                line.look(words, self.found)
+                self._report_at_once()
         self._steps_to_answer -= 1
 
     def _parts_in(self, slot: Tensor, num_seqs: int, num_ids: int) -> GivenInputs:
@@ -505,11 +499,6 @@ class Publisher:
                 slot[parts.kv_len], slot[parts.q_len], slot[parts.token_ids], slot[parts.floor], slot[parts.stored]
             )
         return found
-
-
-def _same(counts: Tensor | None, others: Tensor) -> bool:
-    """Whether both are the same memory."""
-    return counts is others or (counts is not None and counts.data_ptr() == others.data_ptr())
 
 
 def _first_draft_step(batch: StepBatch, drafts: Drafts) -> tuple[bytes, bytes]:

@@ -22,8 +22,8 @@ from rocm_attn.paging.page_table import PageTable
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.buffers import PADDED_BATCH, SELECTION_COUNTS, SELECTION_UNITS
-from rocm_attn.step.memory import WORKSPACE, StepMemory
+from rocm_attn.step.buffers import PADDED_BATCH
+from rocm_attn.step.memory import SELECTION_COUNTS, SELECTION_UNITS, WORKSPACE, StepMemory
 from rocm_attn.step.options import RuntimeOptions
 
 

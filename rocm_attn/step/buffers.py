@@ -20,8 +20,7 @@ from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.errors import NeverFits
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
-from rocm_attn.kernels.metadata.step_tensors import FIELDS, NO_PARENT, Field, Need, StepTensors, Unit
-from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, Field, Need, StepTensors, Unit
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.paging.index_spaces import Space
 
@@ -129,65 +128,9 @@ def _but_for_drafts(elements: Callable[[PaddedShape], int], shape: PaddedShape) 
     return 0 if isinstance(shape.drafts, Drafts) else elements(shape)
 
 
-SELECTION_UNITS, SELECTION_COUNTS = "selection_units", "selection_counts"
-
-
-def selection_buffers(indexings: Sequence[Indexing]) -> tuple[BufferSpec, ...]:
-    """Where indexers write what they have chosen, one after the other; none where no layer has one."""
-    if not indexings:
-        return ()
-    units, sets = max(each.sets * each.width for each in indexings), max(each.sets for each in indexings)
-    of_token = ((SELECTION_UNITS, units, NO_UNIT), (SELECTION_COUNTS, sets, 0))
-    return tuple(
-        BufferSpec(name, Unit.TOKEN, torch.int32, partial(_per_token, each), pad, of_round=True)
-        for name, each, pad in of_token
-    )
-
-
-def _per_token(elements: int, shape: PaddedShape) -> int:
-    return elements * shape.num_tokens
-
-
-def window_name(window_left: int) -> str:
-    """The buffer of the first keys of a window, in masked steps."""
-    return f"window_start_{window_left}"
-
-
-def window_buffers(windows: Collection[int]) -> tuple[BufferSpec, ...]:
-    """Where the windows of new tokens begin in masked steps. windows: window_left of masked layers, each once"""
-
-    def of_masked(shape: PaddedShape) -> int:
-        return shape.num_tokens if shape.kind.extra is Extra.MASK else 0
-
-    return tuple(BufferSpec(window_name(window), Unit.TOKEN, torch.int32, of_masked, 0) for window in windows)
-
-
-DRAFT_PARENTS = "draft_parents"
-
-
-def draft_buffers(needs_of_space: Mapping[Space, Collection[Need]]) -> tuple[BufferSpec, ...]:
-    """Whose child each draft of a round is; none where no kernel takes a mask, which branches ask for."""
-    if not any(Need.MASK in needs for needs in needs_of_space.values()):
-        return ()
-
-    def drafts_of(shape: PaddedShape) -> int:
-        drafts = shape.drafts
-        return shape.num_seqs * drafts.tokens if isinstance(drafts, Drafts) and drafts.branches > 1 else 0
-
-    return (BufferSpec(DRAFT_PARENTS, Unit.DRAFT, torch.int32, drafts_of, NO_PARENT, of_round=True),)
-
-
-def pool_slots_name(space: Space, key_tokens: int) -> str:
-    """The buffer of the slots of pooled index keys."""
-    return name_in(space, f"slot_of_pool_{key_tokens}")
-
-
-def pool_slot_buffers(pools: Collection[tuple[Space, int]]) -> tuple[BufferSpec, ...]:
-    """Where the index keys of pools of tokens go. pools: a space with the tokens of a pool, for each kind of layer"""
-    return tuple(
-        BufferSpec(pool_slots_name(space, tokens), Unit.TOKEN, torch.int32, partial(_per_token, 1), 0)
-        for space, tokens in dict.fromkeys(pools)
-    )
+def of_tokens(name: str, per_token: int = 1, pad: int = 0, *, of_round: bool = False) -> BufferSpec:
+    """A buffer that has so many int32 for each token."""
+    return BufferSpec(name, Unit.TOKEN, torch.int32, lambda shape: per_token * shape.num_tokens, pad, of_round)
 
 
 def one_after_another(child: int, elements: int) -> int:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import Queries
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Need, StepTensors, Unit
-from rocm_attn.kernels.sparse.arguments import Indexing, TokenPlaces
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, NO_PARENT, Need, StepTensors, Unit
+from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing, TokenPlaces
 from rocm_attn.kernels.sparse.arguments import Selection as SelectedUnits
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import SpaceTable, Table
@@ -24,20 +25,12 @@ from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
     ALL_MEMORY_GUARDS,
-    DRAFT_PARENTS,
-    SELECTION_COUNTS,
-    SELECTION_UNITS,
     BufferSpec,
     MemoryGuards,
     StepBuffers,
     TableSizes,
-    draft_buffers,
     name_in,
-    pool_slot_buffers,
-    pool_slots_name,
-    selection_buffers,
-    window_buffers,
-    window_name,
+    of_tokens,
 )
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan, keep_latest
@@ -198,7 +191,7 @@ class StepMemory:
         spaces = {pages.space: self._space_views(plan, pages, view) for pages in self._table.spaces}
         first, longest = next(iter(spaces.values())), (plan.bounds.max_q_len, plan.bounds.max_kv_len)
         windows = _windows_of(self._selections)
-        of_window = {window: view(window_name(window)) for window in windows if window != UNLIMITED_WINDOW}
+        of_window = {window: view(_window_name(window)) for window in windows if window != UNLIMITED_WINDOW}
         of_kind = tuple(
             replace(spaces[space], window_start=of_window[window]) if window in of_window else spaces[space]
             for space, window in zip(self._space_of_kind, windows, strict=True)
@@ -217,10 +210,10 @@ class StepMemory:
                 for indexing in indexings_of(self._selections)
             ),
             index_slots=tuple(
-                view(pool_slots_name(space, tokens)) if tokens > 1 else spaces[space].slot_of_token
+                view(_pool_slots_name(space, tokens)) if tokens > 1 else spaces[space].slot_of_token
                 for space, tokens in self._pools
             ),
-            parents=view(DRAFT_PARENTS).view(plan.shape.child.num_seqs, -1),
+            parents=view(_PARENTS).view(plan.shape.child.num_seqs, -1),
         )
 
     def _selected(
@@ -239,7 +232,7 @@ class StepMemory:
         """A step in a space. view: name of a buffer -> what the child uses of it."""
         tensors = {name: view(name_in(pages.space, name) if field.of_space else name) for name, field in FIELDS.items()}
         tensors["block_table"] = tensors["block_table"].view(-1, self._sizes.table_width)
-        no_window = view(window_name(UNLIMITED_WINDOW))
+        no_window = view(_window_name(UNLIMITED_WINDOW))
         return StepTensors(**tensors, table=pages.entries, window_start=no_window, pads=plan.pads, terms=pages.terms)
 
     @property
@@ -251,13 +244,21 @@ class StepMemory:
         spaces = [pages.space for pages in self._table.spaces]
         needs = {space: self._needs_in(space, tuple(StepKind)) for space in spaces}
         of_drafts = {space: self._needs_in(space, (StepKind.DECODE, StepKind.MASKED)) for space in spaces}
+        specs = list(sizes.buffers(needs, of_drafts))
+        if any(Need.MASK in each for each in needs.values()):  # which branches of drafts ask for
+            specs.append(BufferSpec(_PARENTS, Unit.DRAFT, torch.int32, _parents_of_drafts, NO_PARENT, of_round=True))
+        windows = set(_windows_of(self._selections)) - {UNLIMITED_WINDOW}
+        specs += [BufferSpec(_window_name(each), Unit.TOKEN, torch.int32, _masked_tokens, 0) for each in windows]
+        # Where indexers write what they have chosen, one after the other.
         indexings = [indexing for indexing in indexings_of(self._selections) if indexing is not None]
-        pools = pool_slot_buffers([(space, tokens) for space, tokens in self._pools if tokens > 1])
-        windows = window_buffers(set(_windows_of(self._selections)) - {UNLIMITED_WINDOW})
-        declared = *sizes.buffers(needs, of_drafts), *draft_buffers(needs), *windows
-        schedules = (_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections))
-        workspace = _workspace_spec(self._selections)
-        return [*declared, *selection_buffers(indexings), *pools, *schedules, workspace]
+        if indexings:
+            units, sets = max(each.sets * each.width for each in indexings), max(each.sets for each in indexings)
+            specs.append(of_tokens(SELECTION_UNITS, units, NO_UNIT, of_round=True))
+            specs.append(of_tokens(SELECTION_COUNTS, sets, of_round=True))
+        pools = dict.fromkeys((space, tokens) for space, tokens in self._pools if tokens > 1)
+        specs += [of_tokens(_pool_slots_name(*pool)) for pool in pools]
+        specs += [_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections)]
+        return [*specs, _workspace_spec(self._selections)]
 
     def _needs_in(self, space: Space, kinds: Collection[StepKind]) -> set[Need]:
         """The needs of a space's kernels for these kinds of steps, besides lengths and the table."""
@@ -299,6 +300,31 @@ def _workspace_spec(selections: Sequence[Selection]) -> BufferSpec:
         return max(selection.kernel(shape.kind).bound.workspace_words(shape) for selection in selections)
 
     return BufferSpec(WORKSPACE, Unit.WORD, torch.float32, words, pad=0, of_round=True, exact=True)
+
+
+# Of each draft of a round, whose child it is.
+_PARENTS = "draft_parents"
+# What indexers have chosen.
+SELECTION_UNITS, SELECTION_COUNTS = "selection_units", "selection_counts"
+
+
+def _parents_of_drafts(shape: PaddedShape) -> int:
+    drafts = shape.drafts
+    return shape.num_seqs * drafts.tokens if isinstance(drafts, Drafts) and drafts.branches > 1 else 0
+
+
+def _window_name(window_left: int) -> str:
+    """The buffer of the first keys of new tokens' windows, in masked steps."""
+    return f"window_start_{window_left}"
+
+
+def _masked_tokens(shape: PaddedShape) -> int:
+    return shape.num_tokens if shape.kind.extra is Extra.MASK else 0
+
+
+def _pool_slots_name(space: Space, key_tokens: int) -> str:
+    """The buffer of the slots of index keys that stand for so many tokens each."""
+    return name_in(space, f"slot_of_pool_{key_tokens}")
 
 
 def _schedule_name(kind: int) -> str:

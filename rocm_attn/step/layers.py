@@ -283,9 +283,9 @@ class Layers:
         """Derive a step's metadata by the launches that were prepared for it; whether there are any."""
         return self._prepares() and step.prepared.fill.again(self._stream())
 
-    def noting_fill(self, step: DeviceStep) -> AbstractContextManager[None]:
-        """Prepare what derives a step's metadata meanwhile, where its views serve more than one step."""
-        return step.prepared.fill.noting(step) if self._prepares() else nullcontext()
+    def noting_fill(self, step: DeviceStep, only_launches: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Prepare what derives a step's metadata meanwhile, if that is launches alone."""
+        return step.prepared.fill.noting(step) if self._prepares() and only_launches() else nullcontext()
 
     def _prepares(self) -> bool:
         """Whether calls are prepared, and made again by what was prepared."""

@@ -9,7 +9,6 @@ the field.
 
 from __future__ import annotations
 
-import enum
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import FrozenInstanceError, dataclass, field, fields
@@ -79,27 +78,24 @@ class Durations:
         return f"p50 {_span(self.quantile(0.5))}, p99 {_span(self.quantile(0.99))}, longest {_span(self.longest)}"
 
 
-class MetricKind(enum.Enum):
-    """How a metric moves, in Prometheus' words. A state is a text, empty where there is nothing to say."""
+def _metric(kind: str, start: type, help: str, words: str) -> Any:
+    """A field that begins with start().
 
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-    STATE = "state"
-
-
-def _metric(kind: MetricKind, start: type, help: str, words: str) -> Any:
-    """A field that begins with start(). help: what it is; words: its text, with the value in the place of {}"""
+    kind:  Prometheus' word for how it moves
+    help:  what it is
+    words: its text, with the value in the place of {}
+    """
     return field(default_factory=start, metadata={"help": help, "words": words, "kind": kind})
 
 
 # Counters count since a runner was built, reasons do so by reason; a gauge holds at the moment of a snapshot.
-_counter = partial(_metric, MetricKind.COUNTER, int)
-_seconds = partial(_metric, MetricKind.COUNTER, float)
-_reasons = partial(_metric, MetricKind.COUNTER, dict)
-_gauge = partial(_metric, MetricKind.GAUGE, int)
-_state = partial(_metric, MetricKind.STATE, str)
-_durations = partial(_metric, MetricKind.HISTOGRAM, Durations)
+# A state is a sentence, empty where there is nothing to say.
+_counter = partial(_metric, "counter", int)
+_seconds = partial(_metric, "counter", float)
+_reasons = partial(_metric, "counter", dict)
+_gauge = partial(_metric, "gauge", int)
+_state = partial(_metric, "gauge", str)
+_durations = partial(_metric, "histogram", Durations)
 
 
 @dataclass(slots=True)
@@ -217,8 +213,8 @@ class Metrics:
         lines: list[str] = []
         for each in fields(self):
             kind, value = each.metadata["kind"], getattr(self, each.name)
-            name = f"{prefix}_{each.name}_total" if kind is MetricKind.COUNTER else f"{prefix}_{each.name}"
-            lines += heading(name, each.metadata["help"], "gauge" if kind is MetricKind.STATE else kind.value)
+            name = f"{prefix}_{each.name}_total" if kind == "counter" else f"{prefix}_{each.name}"
+            lines += heading(name, each.metadata["help"], kind)
             if isinstance(value, Durations):
                 lines += histogram(name, value)
             elif isinstance(value, dict):
@@ -291,7 +287,8 @@ def heading(name: str, help: str, of_type: str) -> list[str]:
 
 def sample(name: str, value: float, **labels: str) -> str:
     """One value."""
-    return f"{name}{_in_braces(labels)} {value}"
+    in_braces = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+    return f"{name}{{{in_braces}}} {value}" if labels else f"{name} {value}"
 
 
 def histogram(name: str, value: Durations, **labels: str) -> list[str]:
@@ -309,10 +306,5 @@ def text_of(lines: Iterable[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _in_braces(labels: dict[str, str]) -> str:
-    return f"{{{','.join(f'{name}={_quoted(value)}' for name, value in labels.items())}}}" if labels else ""
-
-
-def _quoted(value: str) -> str:
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -10,7 +10,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.metadata.step_tensors import Pads
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.providers.contract import BoundKernel, LayerKernel, StepBounds
-from rocm_attn.step.prepared import is_prepared
+from rocm_attn.step.prepared import works_by_launches
 
 # Plans of steps that no graph replays, of which the latest are kept, and with them views and prepared calls: chunks of
 # prompts come in few sizes at a time, but in ever other ones.
@@ -123,5 +123,5 @@ def make_plan(
         pads=Pads(max(kernel.row.min_kv_len for kernel in kernels), shape.pad_q_len),
         replayable=may_capture and all(kernel.row.graph_safe for kernel in kernels),
         schedule_of_kind=tuple(schedules.index(schedule) for schedule in schedules),
-        prepared_of_kind=tuple(is_prepared(kernel.bound, shape.child) for kernel in kernels),
+        prepared_of_kind=tuple(works_by_launches(kernel.bound, "attend", shape.child) for kernel in kernels),
     )

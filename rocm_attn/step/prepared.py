@@ -38,7 +38,6 @@ from rocm_attn.kernels.driver_call import (
 from rocm_attn.kernels.launch import Launch, does_only_launch, is_observed, note_launches
 from rocm_attn.paging.storage import Pool
 from rocm_attn.providers.by_tokens import KernelByTokens, SchedulesByTokens
-from rocm_attn.providers.contract import BoundKernel, Schedule
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 
 # The check of torch's compiler; None in a torch that has it no longer, as it is no public name.
@@ -267,26 +266,16 @@ def _storages(tree: object) -> frozenset[int]:
     return frozenset(_storage(tensor) for tensor in tensors_in(tree))
 
 
-def is_prepared(kernel: BoundKernel, shape: PaddedShape) -> bool:
-    """Whether all work of a kernel in steps of a shape, and of those that it is made of, is launches.
+def works_by_launches(value: Any, method: str, shape: PaddedShape) -> bool:
+    """Whether all that a kernel's "attend", or a schedule's "build", does in steps of a shape is launches.
 
-    What forks a stream in a capture does so in no other step: see Layers.attend.
+    A kernel that forks a stream in a capture does so in no other step: see Layers.attend.
     """
-    return _only_launches(kernel, "attend", shape)
-
-
-def builds_by_launches(schedule: Schedule, shape: PaddedShape) -> bool:
-    """Whether all work that builds a schedule of steps of a shape, and those that it is made of, is launches."""
-    return _only_launches(schedule, "build", shape)
-
-
-def _only_launches(value: Any, name: str, shape: PaddedShape) -> bool:
-    """Whether a method does nothing but launch, and that of every part that has one and serves steps of the shape."""
     if isinstance(value, (KernelByTokens, SchedulesByTokens)):
         value = value.of_shape(shape)
     parts: list[Any] = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
-    of_parts = (_only_launches(part, name, shape) for part in parts if hasattr(part, name))
-    return does_only_launch(getattr(type(value), name)) and all(of_parts)
+    of_parts = (works_by_launches(part, method, shape) for part in parts if hasattr(part, method))
+    return does_only_launch(getattr(type(value), method)) and all(of_parts)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:

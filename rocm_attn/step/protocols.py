@@ -26,7 +26,10 @@ class Steps(Protocol[Outputs_co]):
 
 
 class LayerCalls(Protocol):
-    """What a model's forward calls in each layer: the layers of a step, or something around them. T padded tokens."""
+    """What a model's forward calls in each layer: the layers of a step, or something around them. T padded tokens.
+
+    Each raises BadTensor for what does not fit, and WrongState unless its step runs.
+    """
 
     __slots__ = ()
 
@@ -36,7 +39,7 @@ class LayerCalls(Protocol):
 
         k, v: [T, kv_heads, head_dim | v_head_dim]; any strides but the last. Of a latent layer, v is the first part of
               k: k[..., :v_head_dim]
-        Raises BadTensor, WrongState, and BadBatch for a step that begins within tokens that a row shares.
+        Raises BadBatch for a step that begins within tokens that a row shares.
         """
 
     @abstractmethod
@@ -48,8 +51,7 @@ class LayerCalls(Protocol):
         q, out: [T, q_heads, head_dim | v_head_dim]; any strides but the last; padded tokens of out receive zeros
         lse:    float32 [T, q_heads]; when given, receives the natural log of the softmax denominator (the sink in it),
                 -inf for pads and for a token that sees no key, whether or not there is a sink
-        Raises BadTensor, WrongState, and BadBatch where the step has not stored and needs tokens that were never
-        stored.
+        Raises BadBatch where the step has not stored and needs tokens that were never stored.
         """
 
     def store_and_attend(
@@ -75,8 +77,7 @@ class LayerCalls(Protocol):
 
     @abstractmethod
     def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """q_out of rope_and_store() alone: for layers that keep no K and V and read another's. Raises BadTensor,
-        WrongState."""
+        """q_out of rope_and_store() alone: for layers that keep no K and V and read another's."""
 
     @abstractmethod
     def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
@@ -87,7 +88,6 @@ class LayerCalls(Protocol):
         out:  [T, q_heads, v_head_dim], as attend() has left it; any strides but the last
         gate: floating point, [T, q_heads] of any strides, or [T, q_heads, v_head_dim] of any strides but the last
         undo: turns out by the negative angle of its token, for layers whose V is turned with K (DeepSeek-V4)
-        Raises BadTensor, WrongState.
         """
 
     @abstractmethod
@@ -109,7 +109,7 @@ class LayerCalls(Protocol):
                  eight bits; any strides but the last
         weights: float32 [T, index heads], any strides but the last: what each index head's scores are multiplied by;
                  not given: 1
-        Raises BadTensor, WrongState, and BadBatch where index keys are needed that were never stored.
+        Raises BadBatch where index keys are needed that were never stored.
         """
 
     @abstractmethod
@@ -119,14 +119,15 @@ class LayerCalls(Protocol):
         units:  int32 [T, sets, width] of the indexing, of each token and set the numbers of its units, ascending
         counts: int32 [T, sets], how many of them count
         Units that are not in order, or that lie outside of what their token sees, are a fault of the step, and those
-        outside give no key. Raises BadTensor, WrongState.
+        outside give no key.
         """
 
     @abstractmethod
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As attend, over the keys that were chosen in this step: by the layer's own indexer, or by the nearest earlier
+        """Attention over the keys that were chosen in this step: by the layer's own indexer, or by the nearest earlier
         layer's that has one, as the layer's problem says.
 
+        q, out, lse: as in attend()
         Raises as attend(), and WrongState where nothing was chosen in this step, or another layer has chosen since.
         """
 

@@ -42,7 +42,7 @@ from rocm_attn.providers.schedules import TwoSchedules
 from rocm_attn.providers.select import select
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
-from rocm_attn.step.prepared import Call, LayerForms, PreparedCalls, builds_by_launches, is_prepared
+from rocm_attn.step.prepared import Call, LayerForms, PreparedCalls, works_by_launches
 
 STREAM = 77
 ANY_SHAPE = PaddedShape(StepKind.MIXED, 4, 40)
@@ -609,10 +609,10 @@ def test_schedules_are_prepared_whose_parts_all_are() -> None:
     by_name = {kernel.row.name: kernel.bound.schedule for kernel in selected.values()}
     mixed = by_name["triton.extend+decode"]
     assert isinstance(mixed, TwoSchedules)
-    assert builds_by_launches(by_name["triton.decode"], ANY_SHAPE)
-    assert builds_by_launches(mixed, ANY_SHAPE)
-    assert builds_by_launches(NO_SCHEDULE, ANY_SHAPE)
-    assert not builds_by_launches(TwoSchedules(_BuiltByOtherWork(), mixed.second), ANY_SHAPE)
+    assert works_by_launches(by_name["triton.decode"], "build", ANY_SHAPE)
+    assert works_by_launches(mixed, "build", ANY_SHAPE)
+    assert works_by_launches(NO_SCHEDULE, "build", ANY_SHAPE)
+    assert not works_by_launches(TwoSchedules(_BuiltByOtherWork(), mixed.second), "build", ANY_SHAPE)
 
 
 class _BuiltByOtherWork:
@@ -636,13 +636,13 @@ def test_kernels_are_prepared_whose_parts_all_are() -> None:
     problem = Problem(8, 2, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     kernels = select(problem, KNOWN_TARGETS["gfx942"], "triton").kernels
     by_name = {kernel.row.name: kernel.bound for kernel in kernels.values()}
-    assert is_prepared(by_name["triton.decode"], ANY_SHAPE)
-    assert is_prepared(by_name["triton.extend"], ANY_SHAPE)
+    assert works_by_launches(by_name["triton.decode"], "attend", ANY_SHAPE)
+    assert works_by_launches(by_name["triton.extend"], "attend", ANY_SHAPE)
     mixed = by_name["triton.extend+decode"]
     assert isinstance(mixed, TritonMixed)
-    assert is_prepared(mixed, ANY_SHAPE)
-    assert not is_prepared(TritonMixed(_WithOtherWork(), mixed.extend), ANY_SHAPE)  # type: ignore[arg-type]
-    assert not is_prepared(TorchDecode(problem), ANY_SHAPE)
+    assert works_by_launches(mixed, "attend", ANY_SHAPE)
+    assert not works_by_launches(TritonMixed(_WithOtherWork(), mixed.extend), "attend", ANY_SHAPE)  # type: ignore[arg-type]
+    assert not works_by_launches(TorchDecode(problem), "attend", ANY_SHAPE)
 
 
 def test_a_layer_that_stores_and_attends_again_in_one_call_launches_what_it_is_given_now() -> None:

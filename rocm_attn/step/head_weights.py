@@ -78,7 +78,7 @@ class LayerHeadWeights:
         self._renew = renew
         self._wanted = tuple(map(_names, problems))
         self._given = _Given(self._wanted)
-        # Of the dict itself, as each layer of a step asks.
+        # The dict's own method: each layer of each step asks.
         self.of: Callable[[int], HeadWeights] = self._given.__getitem__
 
     def set(self, layer: int, weights: HeadWeights) -> None:

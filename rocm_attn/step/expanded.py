@@ -29,7 +29,6 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadProblem, BadTensor
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.cuts import ExtendCut
-from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.attention import paged_extend
 from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
@@ -249,23 +248,15 @@ class PackedAttention:
     ) -> tuple[Tensor, Tensor]:
         """Of the sequences that have queries and keys; the kernel is not asked about others."""
         q, k, v = rows
-        token = torch.from_numpy(np.repeat(seen, lengths.q_len)).to(q.device)
         q_len, kv_len = lengths.q_len[seen], lengths.kv_len[seen]
-        if not seen.all():
-            key = torch.from_numpy(np.repeat(seen, lengths.kv_len)).to(q.device)
-            k, v = k[key], v[key]
-        given = PackedRows(
-            q if seen.all() else q[token],
-            k,
-            v,
-            _indptr(q_len, q.device),
-            _indptr(kv_len, q.device),
-            int(q_len.max()),
-            int(kv_len.max()),
-        )
-        found, found_lse = kernel.attend(given, self.sinks if kernel.problem.has_sinks else None)
+        places = _indptr(q_len, q.device), _indptr(kv_len, q.device), int(q_len.max()), int(kv_len.max())
+        sinks = self.sinks if kernel.problem.has_sinks else None
         if seen.all():
+            found, found_lse = kernel.attend(PackedRows(q, k, v, *places), sinks)
             return found.float(), found_lse.contiguous()
+        token = torch.from_numpy(np.repeat(seen, lengths.q_len)).to(q.device)
+        key = torch.from_numpy(np.repeat(seen, lengths.kv_len)).to(q.device)
+        found, found_lse = kernel.attend(PackedRows(q[token], k[key], v[key], *places), sinks)
         out = found.new_zeros(*q.shape[:2], v.shape[2], dtype=torch.float32)
         lse = found_lse.new_full(q.shape[:2], float("-inf"))
         out[token], lse[token] = found.float(), found_lse
@@ -282,8 +273,8 @@ class PackedAttention:
             return None
 
     def _by_extend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool) -> tuple[Tensor, Tensor]:
-        """By the extend kernel, over pages of one token."""
-        num_tokens, heads, _ = q.shape
+        """By the extend kernel over pages of one token, or its twin where no Triton runs. Raises NoTiles."""
+        num_tokens, heads, dim = q.shape
         out = torch.empty(num_tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)
         lse = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
         queries, table = lengths.queries(q.device)
@@ -299,28 +290,18 @@ class PackedAttention:
             schedule=torch.empty(0, dtype=torch.int32, device=q.device),
             workspace=torch.empty(0, dtype=torch.float32, device=q.device),
         )
-        self._launch(args, replace(scores_of(self.problem), causal=causal))
-        return out.float(), lse
-
-    def _launch(self, args: AttendArgs, scores: Scores) -> None:
-        """The extend kernel of the target, or its twin where no Triton runs. Raises NoTiles."""
-        num_tokens, heads, dim = args.q.shape
-        if args.q.device.type == "cpu" and self.target.arch != "interpreter":
+        scores = replace(scores_of(self.problem), causal=causal)
+        if q.device.type == "cpu" and self.target.arch != "interpreter":
             paged_extend(args, scores=scores)
-            return
-        tiles = extend_tiles(
-            self.target.arch,
-            gqa_ratio=1,
-            num_kv_heads=heads,
-            head_dim=dim,
-            v_head_dim=args.out.shape[2],
-            dtype=args.q.dtype,
-        )
+            return out.float(), lse
+        dims = {"head_dim": dim, "v_head_dim": v.shape[2]}
+        tiles = extend_tiles(self.target.arch, gqa_ratio=1, num_kv_heads=heads, **dims, dtype=q.dtype)
         cut = ExtendCut.of(tiles, gqa_ratio=1)
-        words = cut.words(num_tokens, args.queries.num_seqs)
-        args = args._replace(schedule=torch.empty(words, dtype=torch.int32, device=args.q.device))
-        triton_launches.launch_extend_schedule(args.queries, args.schedule, cut)
+        words = cut.words(num_tokens, queries.num_seqs)
+        args = args._replace(schedule=torch.empty(words, dtype=torch.int32, device=q.device))
+        triton_launches.launch_extend_schedule(queries, args.schedule, cut)
         triton_launches.launch_paged_extend(args, scores=scores, cut=cut, tiles=tiles)
+        return out.float(), lse
 
 
 def _indptr(lengths: np.ndarray, device: torch.device) -> Tensor:
@@ -328,13 +309,11 @@ def _indptr(lengths: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
 
 
-def _agree(
-    kernel: PackedVarlen,
-    theirs: tuple[Tensor, Tensor],
-    ours: tuple[Tensor, Tensor],
-    size: Tensor,
-    dtype: torch.dtype,
-) -> bool:
+# out and lse
+_Side = tuple[Tensor, Tensor]
+
+
+def _agree(kernel: PackedVarlen, theirs: _Side, ours: _Side, size: Tensor, dtype: torch.dtype) -> bool:
     """Whether AITER's kernel gave what ours did. size: of each value of out, more than 0"""
     apart = float(((theirs[0] - ours[0]).abs() / size).max()) / _APART[dtype]
     # Equal ones are so where they are infinite too.
@@ -342,8 +321,7 @@ def _agree(
     if apart <= 1 and apart_lse <= _LSE_APART:
         return True
     _say(
-        kernel,
-        f"out is {apart:.3g} times as far from our kernel's as it may be, its log-sum-exp {apart_lse:.3g} away",
+        kernel, f"out is {apart:.3g} times as far from our kernel's as it may be, its log-sum-exp {apart_lse:.3g} away"
     )
     return False
 

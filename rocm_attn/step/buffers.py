@@ -209,10 +209,8 @@ class StepBuffers:
         self._specs: Mapping[str, BufferSpec] = {spec.name: spec for spec in specs}
         self._tensors = {spec.name: torch.empty(0, dtype=spec.dtype, device=device) for spec in specs}
         self._nothing = torch.empty(0, dtype=torch.int32, device=device)
-        self._device = device
-        self._guards = guards
-        self.sealed = False
-        self.epoch = 0
+        self._device, self._guards = device, guards
+        self.sealed, self.epoch = False, 0
 
     def seal(self) -> None:
         """From now on graphs read the addresses: growing raises."""
@@ -238,12 +236,12 @@ class StepBuffers:
                 "raise the largest of capture_sizes before the first capture"
             )
         with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
-            grown = {spec.name: self._allocated(spec, needed) for spec, needed in short}
+            grown = {spec.name: self._new_buffer(spec, needed) for spec, needed in short}
         # All or none, and views of the old ones are void before they are: an allocation may fail, and so may we.
         self.epoch += 1
         self._tensors = {**self._tensors, **grown}
 
-    def _allocated(self, spec: BufferSpec, needed: int) -> Tensor:
+    def _new_buffer(self, spec: BufferSpec, needed: int) -> Tensor:
         elements = needed if spec.exact else self._guards.capacity.allocated(needed)
         return torch.full((elements,), spec.pad, dtype=spec.dtype, device=self._device)
 

@@ -294,8 +294,9 @@ class PackedAttention:
         if q.device.type == "cpu" and self.target.arch != "interpreter":
             paged_extend(args, scores=scores)
             return out.float(), lse
-        dims = {"head_dim": dim, "v_head_dim": v.shape[2]}
-        tiles = extend_tiles(self.target.arch, gqa_ratio=1, num_kv_heads=heads, **dims, dtype=q.dtype)
+        tiles = extend_tiles(
+            self.target.arch, gqa_ratio=1, num_kv_heads=heads, head_dim=dim, v_head_dim=v.shape[2], dtype=q.dtype
+        )
         cut = ExtendCut.of(tiles, gqa_ratio=1)
         words = cut.words(num_tokens, queries.num_seqs)
         args = args._replace(schedule=torch.empty(words, dtype=torch.int32, device=q.device))

@@ -73,9 +73,7 @@ class LayerHeadWeights:
     def __init__(
         self, problems: Sequence[Problem], device: torch.device, renew: NewHeadWeights = written_in_place
     ) -> None:
-        self._problems = tuple(problems)
-        self._device = device
-        self._renew = renew
+        self._problems, self._device, self._renew = tuple(problems), device, renew
         self._wanted = tuple(map(_names, problems))
         self._given = _Given(self._wanted)
         # The dict's own method: each layer of each step asks.

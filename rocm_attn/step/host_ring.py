@@ -56,8 +56,7 @@ class Taken:
     """
 
     def __init__(self, words: Int32Array, new_fence: Callable[[], Fence]) -> None:
-        self._words = words
-        self._new_fence = new_fence
+        self._words, self._new_fence = words, new_fence
 
     def record(self) -> None:
         """The slot is marked by the host that writes it."""
@@ -124,9 +123,7 @@ class HostRing:
         self._pinned = device.type == "cuda"
         if new_fence is None:
             new_fence = partial(torch.Event, device) if self._pinned else NoFence
-        self._wait = wait
-        self._new_fence = new_fence
-        self._depth = depth
+        self._wait, self._new_fence, self._depth = wait, new_fence, depth
         self.slots = self._zeros(depth, words)
         self.is_fixed = True
         self._slots = [RingSlot.of(slot) for slot in self.slots]

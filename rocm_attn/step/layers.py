@@ -69,11 +69,8 @@ class Layers:
         self, kinds: LayerKinds, pool: Pool, head_weights: LayerHeadWeights, ops: StepOps, guards: LayerGuards
     ) -> None:
         self._read_by = guards.read_by
-        self._selections = kinds.selections
-        self._kind_of_layer = kinds.of_layer
-        self._pool = pool
-        self._head_weights = head_weights
-        self._ops = ops
+        self._selections, self._kind_of_layer, self.selecting = kinds.selections, kinds.of_layer, kinds.selecting
+        self._pool, self._head_weights, self._ops = pool, head_weights, ops
         self._device, self._device_index = pool.device, pool.device.index
         for layer, problem in enumerate(kinds.problems):
             if pool.format(layer) != problem.page_format:
@@ -89,7 +86,6 @@ class Layers:
         self._launches_alone = on_gpu and all(does_only_launch(launcher) for launcher in around)
         kernels = [kernel for selection in kinds.selections for kernel in selection.kernels.values()]
         self._storing_kernels = frozenset(id(kernel) for kernel in kernels if isinstance(kernel.bound, StoringKernel))
-        self.selecting = kinds.selecting
         self._checks_selections = settings().debug
         self._selection_faults = torch.zeros(1, dtype=torch.int32, device=pool.device)
 

@@ -88,6 +88,8 @@ class LastCall(NamedTuple):
     same: Callable[..., bool] | None = None
 
 
+# Layer -> what it launched.
+LastCalls = dict[int, LastCall]
 # No stream has this handle.
 _NEVER: tuple[int, Launches] = (-1, ())
 # Of a layer that was called once: what it launched is kept from the second time on, as many views serve one step.
@@ -147,10 +149,10 @@ class PreparedCalls:
     """
 
     by_form: dict[Hashable, PreparedCall] = field(default_factory=dict)
-    stored: dict[int, LastCall] = field(default_factory=dict)
-    roped: dict[int, LastCall] = field(default_factory=dict)
-    attended: dict[int, LastCall] = field(default_factory=dict)
-    both: dict[int, LastCall] = field(default_factory=dict)
+    stored: LastCalls = field(default_factory=dict)
+    roped: LastCalls = field(default_factory=dict)
+    attended: LastCalls = field(default_factory=dict)
+    both: LastCalls = field(default_factory=dict)
     fill: SameLaunches = field(default_factory=SameLaunches)
     _owned: frozenset[int] = frozenset()
 
@@ -346,9 +348,7 @@ class LayerForms:
     def __init__(
         self, kind_of_layer: Sequence[int], pool: Pool, head_weights: LayerHeadWeights, stream: Callable[[], int]
     ) -> None:
-        self._kind_of_layer = kind_of_layer
-        self._pool = pool
-        self._head_weights = head_weights
+        self._kind_of_layer, self._pool, self._head_weights = kind_of_layer, pool, head_weights
         self._stream = stream
         self._numbers: dict[Hashable, int] = {}
         self._memories: dict[tuple[str, int], _LayerMemory] = {}
@@ -428,13 +428,7 @@ class LayerForms:
             prepared.both[layer] = LastCall(given, attended.owners, (*stored.launches, *attended.launches))
 
     def _make(
-        self,
-        prepared: PreparedCalls,
-        last: dict[int, LastCall],
-        layer: int,
-        operation: str,
-        given: Given,
-        owners: Owners,
+        self, prepared: PreparedCalls, last: LastCalls, layer: int, operation: str, given: Given, owners: Owners
     ) -> Call | None:
         """Make a call of a form that was prepared, and remember it as the layer's last one; return any other call."""
         memory = self._memories.get((operation, layer))
@@ -460,7 +454,8 @@ class LayerForms:
             tensors += [beside.sinks, beside.alibi_slopes]
         elif beside is not None:
             rope, norms = beside.rope, (beside.q_norm, beside.k_norm, beside.v_norm)
-            tensors += [rope and rope.cos_sin, *(norm and norm.weight for norm in norms)]
+            tensors.append(None if rope is None else rope.cos_sin)
+            tensors += [None if norm is None else norm.weight for norm in norms]
             numbers = rope and (rope.pairs, rope.at_end), *(norm and (norm.eps, norm.offset) for norm in norms)
         addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         forms = tuple(None if tensor is None else _form(tensor) for tensor in tensors)

@@ -47,12 +47,9 @@ from rocm_attn.step.echo import EchoCheck, fault_of_counts
 from rocm_attn.step.host_ring import Fence, HostRing, NoFence, wait_for
 from rocm_attn.step.memory import DeviceStep
 
-# (launch, forget): launches what carries a change to the device, and forgets that the change is pending.
-Deliver = Callable[[Callable[[], None], Callable[[], None]], None]
-
 
 def launch_then_forget(launch: Callable[[], None], forget: Callable[[], None]) -> None:
-    """A change whose launch raises stays pending."""
+    """Carry a change to the device, then forget that it is pending: one whose launch raises stays so."""
     launch()
     forget()
 
@@ -97,8 +94,7 @@ class Line:
     """
 
     def __init__(self, ring: HostRing, check_echo: Callable[[Int32Array], None], device: torch.device) -> None:
-        self.ring = ring
-        self.check_echo = check_echo
+        self.ring, self.check_echo = ring, check_echo
         self.counts: Tensor | None = None
         self.number = 0
         self.rest = _no_sequences(device)
@@ -166,7 +162,7 @@ class PublishingGuards:
     """
 
     ring_wait: Callable[[Fence], None] = wait_for
-    deliver: Deliver = launch_then_forget
+    deliver: Callable[[Callable[[], None], Callable[[], None]], None] = launch_then_forget
     new_echo_check: Callable[[], Callable[[Int32Array], None]] = EchoCheck
     of_last_step: OfLastStep = fault_of_counts
 
@@ -186,13 +182,11 @@ class GraphRuns:
 
     def __init__(self, device: torch.device) -> None:
         self.on_device = torch.zeros(1, dtype=torch.int32, device=device)
-        self.number = 0
-        self._is_known = True
+        self.number, self._is_known = 0, True
         pinned = device.type == "cuda"
         self._answer = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
         self._answered: Fence = torch.Event(device) if pinned else NoFence()
-        self._asked_at = _NOT_ASKED
-        self._steps_left = STEPS_UNTIL_COMPARED
+        self._asked_at, self._steps_left = _NOT_ASKED, STEPS_UNTIL_COMPARED
 
     def run(self, replay: Callable[[], object]) -> None:
         """Launch a graph that takes inputs."""
@@ -240,19 +234,10 @@ class Publisher:
     launching:    what was published last and may not have reached the device: no launch that brings it there has ended
     """
 
-    def __init__(
-        self,
-        ops: StepOps,
-        table: RequestTable,
-        pool: HybridKVPool,
-        guards: PublishingGuards,
-    ) -> None:
-        self.holds_faults = False
+    def __init__(self, ops: StepOps, table: RequestTable, pool: HybridKVPool, guards: PublishingGuards) -> None:
         self.device = pool.device
-        self._ops = ops
-        self._table = table
-        self._pool = pool
-        self._deliver = guards.deliver
+        self._ops, self._table, self._pool = ops, table, pool
+        self._deliver, self._of_last_step = guards.deliver, guards.of_last_step
         # One for each child, so that the host may be as many split steps ahead as others.
         words = slot_parts(table.max_num_seqs, _ID_WORDS).stored.stop, HEADER_WORDS
         self._lines = tuple(
@@ -262,12 +247,10 @@ class Publisher:
         self.runs = GraphRuns(pool.device)
         # A step takes up to two slots a space: of copies and of cells.
         self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=guards.ring_wait)
-        self._of_last_step = guards.of_last_step
-        self.launching: _Launching | None = None
         self._parts: dict[tuple[int, int, int], GivenInputs] = {}
+        self.launching: _Launching | None = None
         self.found: Found = []
-        self._steps_to_answer = 0
-        self.step_number = 0
+        self.holds_faults, self.step_number, self._steps_to_answer = False, 0, 0
 
     def apply_table_changes(self) -> None:
         """Bring the device's pages and table up to date with the host's."""
@@ -509,10 +492,6 @@ def _first_draft_step(batch: StepBatch, drafts: Drafts) -> tuple[bytes, bytes]:
 
 def _no_sequences(device: torch.device) -> StepTensors:
     """A step that has one padded sequence and one padded token."""
-    counts, row_of_seq, kv_len, q_len, token_ids = (
-        torch.zeros(size, dtype=torch.int32, device=device) for size in (COUNT_WORDS, 1, 1, 1, 1)
-    )
-    nothing = torch.empty(0, dtype=torch.int32, device=device)
-    return StepTensors.of(
-        nothing, counts=counts, row_of_seq=row_of_seq, kv_len=kv_len, q_len=q_len, token_ids=token_ids
-    )
+    zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+    inputs = {name: zeros(1) for name in ("row_of_seq", "kv_len", "q_len", "token_ids")}
+    return StepTensors.of(zeros(0), counts=zeros(COUNT_WORDS), **inputs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,7 +200,11 @@ ALL_MEMORY_GUARDS = MemoryGuards()
 
 
 class StepBuffers:
-    """The buffers of a runtime; graphs own a sealed instance, steps above the largest graph an open one."""
+    """The buffers of a runtime; graphs own a sealed instance, steps above the largest graph an open one.
+
+    epoch: another number when a buffer has moved
+    views: what its user has made of its buffers, by keys of his; dropped when one moves
+    """
 
     def __init__(
         self, specs: Sequence[BufferSpec], device: torch.device, guards: MemoryGuards = ALL_MEMORY_GUARDS
@@ -211,6 +216,7 @@ class StepBuffers:
         self._nothing = torch.empty(0, dtype=torch.int32, device=device)
         self._device, self._guards = device, guards
         self.sealed, self.epoch = False, 0
+        self.views: dict[Any, Any] = {}
 
     def seal(self) -> None:
         """From now on graphs read the addresses: growing raises."""
@@ -239,6 +245,7 @@ class StepBuffers:
             grown = {spec.name: self._new_buffer(spec, needed) for spec, needed in short}
         # All or none, and views of the old ones are void before they are: an allocation may fail, and so may we.
         self.epoch += 1
+        self.views.clear()
         self._tensors = {**self._tensors, **grown}
 
     def _new_buffer(self, spec: BufferSpec, needed: int) -> Tensor:

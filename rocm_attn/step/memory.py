@@ -74,18 +74,6 @@ class DeviceStep:
         return self.spaces[0]
 
 
-@dataclass(frozen=True, slots=True)
-class StepPart:
-    """Memory of its own for steps.
-
-    views: of the buffers at an epoch of theirs, by the plan of the steps that use them; of steps that no graph replays
-           those of the latest plans
-    """
-
-    buffers: StepBuffers
-    views: dict[StepPlan, tuple[int, tuple[DeviceStep, ...]]] = field(default_factory=dict)
-
-
 def _table_sizes(selections: Sequence[Selection], table: Table, mask_keys: int, guards: MemoryGuards) -> TableSizes:
     """The sizes that serve all kernels of a runtime."""
     ahead = [kernel.row.reads_ahead for s in selections for kernel in s.kernels.values()]
@@ -127,27 +115,27 @@ class StepMemory:
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor for everything that graphs read."""
-        return self._sealed.buffers.tensors()
+        return self._sealed.tensors()
 
     @property
     def epochs(self) -> tuple[int, int]:
         """Another pair when views of a step that is not captured may hold memory that is given up."""
-        return self._sealed.buffers.epoch, self._open.buffers.epoch
+        return self._sealed.epoch, self._open.epoch
 
     def seal(self, shapes: Sequence[PaddedShape]) -> None:
         """Make room for steps of all these shapes and smaller ones, then fix every address that such steps read."""
         for shape in shapes:
-            self._sealed.buffers.ensure(shape)
-        self._sealed.buffers.seal()
+            self._sealed.ensure(shape)
+        self._sealed.seal()
 
-    def part_for(self, shapes: Sequence[PaddedShape]) -> StepPart:
+    def part_for(self, shapes: Sequence[PaddedShape]) -> StepBuffers:
         """Room for steps of all these shapes and smaller ones, which nothing uses before it is taken."""
         part = self.new_part()
         for shape in shapes:
-            part.buffers.ensure(shape)
+            part.ensure(shape)
         return part
 
-    def take(self, part: StepPart) -> None:
+    def take(self, part: StepBuffers) -> None:
         """Use another part for steps that graphs replay; no graph that reads the old one may be replayed again."""
         self._sealed = part
 
@@ -156,37 +144,33 @@ class StepMemory:
 
         Raises CapacityExceeded when that is sealed.
         """
-        part = self._part_of(plan)
-        kept = part.views.get(plan)
-        if kept is None or kept[0] != part.buffers.epoch:
-            views = self.new_device_steps(plan)
-            kept = part.views[plan] = part.buffers.epoch, views
+        kept: dict[StepPlan, tuple[DeviceStep, ...]] = self._part_of(plan).views
+        views = kept.get(plan)
+        if views is None:
+            views = kept[plan] = self.new_device_steps(plan)
         if not plan.replayable:
-            keep_latest(part.views, plan, kept)
-        return kept[1]
+            keep_latest(kept, plan, views)
+        return views
 
     def new_device_steps(self, plan: StepPlan) -> tuple[DeviceStep, ...]:
         """As device_steps(), for callers that keep the views themselves."""
         part = self._part_of(plan)
-        epoch = part.buffers.epoch
-        part.buffers.ensure(plan.shape)
-        if not plan.replayable and part.buffers.epoch != epoch:
-            part.views.clear()  # they hold memory that was given up
+        part.ensure(plan.shape)
         return tuple(self._views(plan, part, child) for child in range(plan.shape.num_children))
 
-    def _part_of(self, plan: StepPlan) -> StepPart:
+    def _part_of(self, plan: StepPlan) -> StepBuffers:
         return self._sealed if plan.replayable else self._open
 
-    def new_part(self) -> StepPart:
+    def new_part(self) -> StepBuffers:
         """Memory for steps that graphs replay, which grows as they need it."""
         return self._part(self._sizes)
 
-    def _part(self, sizes: TableSizes) -> StepPart:
-        return StepPart(StepBuffers(self._specs(sizes), self._device, self._guards))
+    def _part(self, sizes: TableSizes) -> StepBuffers:
+        return StepBuffers(self._specs(sizes), self._device, self._guards)
 
-    def _views(self, plan: StepPlan, part: StepPart, child: int) -> DeviceStep:
+    def _views(self, plan: StepPlan, part: StepBuffers, child: int) -> DeviceStep:
         def view(name: str) -> Tensor:
-            return part.buffers.step_view(name, plan.shape, child)
+            return part.step_view(name, plan.shape, child)
 
         spaces = {pages.space: self._space_views(plan, pages, view) for pages in self._table.spaces}
         first, longest = next(iter(spaces.values())), (plan.bounds.max_q_len, plan.bounds.max_kv_len)

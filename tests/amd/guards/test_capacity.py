@@ -53,7 +53,7 @@ def test_a_kernel_launched_for_the_padded_batch_stays_inside_its_buffers(device:
     readable = {}
     for guards in (ALL_ON, Guards().without("capacity")):
         serving = Serving(device, guards, graphs=True, provider="csr", capture_sizes=(16,))
-        buffers = serving.runtime.core.memory._sealed.buffers
+        buffers = serving.runtime.core.memory._sealed
         needed = {name: spec.elements(shape) for name, spec in buffers._specs.items()}
         readable[guards] = {name for name, tensor in buffers.tensors().items() if tensor.numel() >= needed[name]}
     of_tokens = {
@@ -82,7 +82,7 @@ def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.d
     serving.step(requests, [1, 1])
     sealed = serving.runtime.core.memory._sealed
     with pytest.raises(CapacityExceeded, match="raise the largest of capture_sizes"):
-        sealed.buffers.ensure(larger)
+        sealed.ensure(larger)
     serving.step(requests, [1, 1])
 
     if device.type == "cuda":
@@ -91,7 +91,7 @@ def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.d
     requests = serving.admit(2)
     serving.run(requests, [4, 3])
     serving.step(requests, [1, 1])
-    serving.runtime.core.memory._sealed.buffers.ensure(larger)
+    serving.runtime.core.memory._sealed.ensure(larger)
     serving.run_published(requests, [1, 1])
     # The new step was published to the new buffers; the graph has done the step before once more, from the old ones.
     assert not serving.is_right(requests, [1, 1])

@@ -74,7 +74,7 @@ def test_lengths_stay_64_bit_when_they_grow(device: torch.device) -> None:
     requests = serving.admit(5)
     for count in (1, 3, 5):
         serving.step(requests[:count], [4] * count)
-        for buffers in (serving.runtime.core.memory._sealed.buffers, serving.runtime.core.memory._open.buffers):
+        for buffers in (serving.runtime.core.memory._sealed, serving.runtime.core.memory._open):
             dtypes = {name: tensor.dtype for name, tensor in buffers.tensors().items() if name != "workspace"}
             assert [dtypes.pop(name) for name in ("kv_len_int64", "mask_indptr")] == [torch.int64] * 2
             assert set(dtypes.values()) == {torch.int32}
@@ -126,13 +126,13 @@ def test_steps_above_the_largest_graph_grow_buffers_of_their_own(provider: str, 
         serving.step(requests[:2], [1, 1])
     assert {name: tensor.data_ptr() for name, tensor in serving.runtime.seals.tensors().items()} == sealed
     assert serving.runner.counters.replays == 5
-    assert serving.runtime.core.memory._open.buffers.tensors()["kv_len"].numel() >= 70
+    assert serving.runtime.core.memory._open.tensors()["kv_len"].numel() >= 70
 
 
 def test_buffers_grow_silently_until_they_are_sealed(device: torch.device) -> None:
     serving = Serving(device, graphs=False, capture_sizes=(1, 2, 8, 24))
     requests = serving.admit(5)
-    buffers = serving.runtime.core.memory._sealed.buffers
+    buffers = serving.runtime.core.memory._sealed
     epochs = []
     for count, pad_to in ((1, None), (2, None), (5, None), (5, 24), (1, None)):
         serving.run(requests[:count], [4] * count)

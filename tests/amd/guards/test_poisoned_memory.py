@@ -91,7 +91,7 @@ def test_a_step_writes_all_that_it_reads(
     def poison(serving: Serving) -> None:
         memory = serving.runtime.core.memory
         for part in (memory._sealed, memory._open):
-            for name, tensor in part.buffers.tensors().items():
+            for name, tensor in part.tensors().items():
                 if name != "counts":
                     fill(tensor)
         for entry in serving.runner._entry_of_plan.values():

@@ -94,7 +94,7 @@ def test_a_step_that_shares_writes_all_that_it_reads(graphs: bool, provider: str
 
     def poison(serving: Serving) -> None:
         for part in (serving.runtime.core.memory._sealed, serving.runtime.core.memory._open):
-            for name, tensor in part.buffers.tensors().items():
+            for name, tensor in part.tensors().items():
                 if name != "counts":
                     fill_with_nan(tensor)
 

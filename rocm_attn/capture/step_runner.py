@@ -36,7 +36,7 @@ from rocm_attn.step.gate import AGAIN, AnyPlan, Effects, RanStep
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.outputs import Outputs, real_rows, require_rows
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight, Watch
+from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight
 from rocm_attn.step.step import Series, Step
 
 # A first capture may compile every kernel; one that takes longer than this has never been seen to end.
@@ -86,7 +86,7 @@ class StepRunner(Generic[Outputs]):
         *,
         split_forward: SplitForward[Outputs] | None = None,
         check: Check | None = None,
-        watchdog: Watch = CAPTURE_WATCHDOG,
+        watchdog: Watchdog = CAPTURE_WATCHDOG,
         flight: Flight = NO_FLIGHT_RECORDER,
         capture_after: int = 0,
     ) -> None:

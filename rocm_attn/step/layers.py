@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
-from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
 from rocm_attn.kernels.launch import does_only_launch, is_observed
 from rocm_attn.kernels.metadata.error_word import BAD_SELECTION, ERROR_WORD
@@ -212,12 +211,15 @@ class Layers:
         assert sparse is not None
         assert sparse.indexer is not None
         pages = self._pool.index(layer)
+        scale = pages.k_scale
+        if scale is not None and pages.format.scales is Scales.TOKEN:
+            scale = scale[:, 0]
         coded = pages.format.encoding.is_fp8 and q.dtype == pages.format.encoding.dtype
         shape = tensors.slot_of_token.shape[0], indexer.num_heads, indexer.head_dim
         self._check("index q", q, shape, q.dtype if coded else problem.dtype)
         if weights is not None:
             self._check("weights of index heads", weights, shape[:2], torch.float32)
-        args = IndexArgs(q, weights, _index_pages(pages), tensors.table, step.places)
+        args = IndexArgs(q, weights, IndexPages(pages.k[:, :, 0], scale), tensors.table, step.places)
         with on_device(self._device):
             sparse.indexer.select(args, selected, step.workspace)
             if self._checks_selections:
@@ -409,13 +411,6 @@ def _check_rope(name: str, rope: RopeTable, dim: int, device: torch.device) -> N
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {device}")
-
-
-def _index_pages(pages: LayerPages) -> IndexPages:
-    """As indexers read them."""
-    scale = pages.k_scale
-    is_per_token = pages.format.scales is Scales.TOKEN
-    return IndexPages(pages.k[:, :, 0], scale[:, 0] if scale is not None and is_per_token else scale)
 
 
 @dataclass(slots=True, eq=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -241,8 +242,11 @@ class StepMemory:
             specs.append(of_tokens(SELECTION_COUNTS, sets, of_round=True))
         pools = dict.fromkeys((space, tokens) for space, tokens in self._pools if tokens > 1)
         specs += [of_tokens(_pool_slots_name(*pool)) for pool in pools]
-        specs += [_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections)]
-        return [*specs, _workspace_spec(self._selections)]
+        for kind, selection in enumerate(self._selections):
+            words = partial(_schedule_words, selection)
+            specs.append(BufferSpec(_schedule_name(kind), Unit.WORD, torch.int32, words, pad=0))
+        words = partial(_workspace_words, self._selections)
+        return [*specs, BufferSpec(WORKSPACE, Unit.WORD, torch.float32, words, 0, of_round=True, exact=True)]
 
     def _needs_in(self, space: Space, kinds: Collection[StepKind]) -> set[Need]:
         """The needs of a space's kernels for these kinds of steps, besides lengths and the table."""
@@ -273,17 +277,12 @@ def pools_of(kinds: LayerKinds) -> tuple[tuple[Space, int], ...]:
 WORKSPACE = "workspace"
 
 
-def _workspace_spec(selections: Sequence[Selection]) -> BufferSpec:
-    """Scratch memory of the layers' kernels, which use it one after the other: as large as the largest need.
+def _workspace_words(selections: Sequence[Selection], shape: PaddedShape) -> int:
+    """Scratch memory that layers' kernels use one after the other: as large as the largest need, content undefined.
 
-    Its content is undefined. The draft steps of a round follow each other and share it; halves may run at the same
-    time, and each has a part of its own.
+    The draft steps of a round follow each other and share it; halves may run at the same time and have a part each.
     """
-
-    def words(shape: PaddedShape) -> int:
-        return max(selection.kernel(shape.kind).bound.workspace_words(shape) for selection in selections)
-
-    return BufferSpec(WORKSPACE, Unit.WORD, torch.float32, words, pad=0, of_round=True, exact=True)
+    return max(selection.kernel(shape.kind).bound.workspace_words(shape) for selection in selections)
 
 
 # Of each draft of a round, whose child it is.
@@ -315,10 +314,6 @@ def _schedule_name(kind: int) -> str:
     return f"schedule_{kind}"
 
 
-def _schedule_spec(kind: int, selection: Selection) -> BufferSpec:
+def _schedule_words(selection: Selection, shape: PaddedShape) -> int:
     """The schedule of a kind of layer; one buffer serves all kinds of step."""
-
-    def words(shape: PaddedShape) -> int:
-        return selection.kernel(shape.kind).bound.schedule.words(shape)
-
-    return BufferSpec(_schedule_name(kind), Unit.WORD, torch.int32, words, pad=0)
+    return selection.kernel(shape.kind).bound.schedule.words(shape)

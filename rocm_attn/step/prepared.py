@@ -164,7 +164,9 @@ class PreparedCalls:
         """
         with note_launches() as notes:
             yield
-        is_clear = notes.is_whole and call.is_alone and not _are_odd(call.addresses)
+        own, of_layer = set(call.addresses[: call.num_own]), set(call.addresses[call.num_own :])
+        # Of a tensor that begins where one of the layer does, launches do not say which they were given.
+        is_clear = notes.is_whole and not (own & of_layer) - {0} and not _are_odd(call.addresses)
         if is_clear and len(self.by_form) < _MOST_FORMS:
             self._owned = self._owned or _storages(memory)
             prepared = prepare(notes.launches, call.addresses, self._owned)
@@ -313,12 +315,6 @@ class Call(NamedTuple):
     form: Hashable
     addresses: tuple[int, ...]
     num_own: int
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no tensor of the call begins where one of the layer does: launches could be given either."""
-        own, of_layer = set(self.addresses[: self.num_own]), set(self.addresses[self.num_own :])
-        return not (own & of_layer) - {0}
 
 
 # What a layer's launches read beside a call's own tensors: its pages, and what is done to rows or its head weights.

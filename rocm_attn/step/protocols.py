@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from typing_extensions import TypeVar
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
+from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.step.plan import StepPlan
 
 Outputs_co = TypeVar("Outputs_co", covariant=True, default=Tensor)
@@ -149,19 +151,13 @@ class Flight:
 NO_FLIGHT_RECORDER = Flight()
 
 
-class Watch(Protocol):
-    """Looks on while something runs that might not end."""
-
-    def watch(self, what: str) -> AbstractContextManager[None]:
-        """A context to run it in."""
-        ...
-
-
-class NoWatchdog:
+class NoWatchdog(Watchdog):
     """Looks away."""
 
-    def watch(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def watch(self, what: str) -> Iterator[None]:
+        """A context that nothing looks on."""
+        yield
 
 
-NO_WATCHDOG = NoWatchdog()
+NO_WATCHDOG = NoWatchdog(0.0)

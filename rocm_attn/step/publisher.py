@@ -70,18 +70,10 @@ _MOST_PARTS = 256
 _UNCOUNTED_RUNS = 1 << 16
 # Steps from one question for the device's count to the next one.
 STEPS_UNTIL_COMPARED = 64
-# In the place of what the device should have counted.
-_NOT_ASKED = -1
 
 # What went wrong on the device and was not reported yet. A fault is put here before its trace on the device is wiped,
 # and leaves when it is raised: memory that runs out, or an interrupt, at any place in between loses none.
 Found = list[DeviceFault]
-
-
-def _add(found: Found, fault: DeviceFault) -> None:
-    """Once: it is found again where what was to wipe its trace was broken off."""
-    if str(fault) not in map(str, found):
-        found.append(fault)
 
 
 class Line:
@@ -100,11 +92,12 @@ class Line:
         self.rest = _no_sequences(device)
         self.recent: deque[tuple[int, Int32Array]] = deque(maxlen=_REMEMBERED_STEPS)
 
-    def named(self, fault: DeviceFault) -> DeviceFault:
-        """The fault with the request rows of its step."""
+    def _add(self, fault: DeviceFault, found: Found) -> None:
+        """Once, with the request rows of its step: it is found again where the wipe of its trace was broken off."""
         # From the last one on: a number whose launch failed was given again.
         fault.rows = next((tuple(rows.tolist()) for number, rows in reversed(self.recent) if number == fault.step), ())
-        return fault
+        if str(fault) not in map(str, found):
+            found.append(fault)
 
     def look(self, words: Int32Array, found: Found) -> None:
         """Find the fault that a slot's echo may be one of, where it is not 0. Then the echo is cleared."""
@@ -112,7 +105,7 @@ class Line:
             try:
                 self.check_echo(words)
             except DeviceFault as fault:
-                _add(found, self.named(fault))
+                self._add(fault, found)
             words[ECHO] = 0
 
     def settle(self, words: Int32Array, counts: Tensor, number: int, *, by_graph: bool) -> bool:
@@ -142,7 +135,7 @@ class Line:
         if self.counts is not None:
             fault = of_last_step(self.counts.tolist(), self.number)
             if fault is not None:
-                _add(found, self.named(fault))
+                self._add(fault, found)
                 self.counts[STEP], self.counts[ERROR_WORD] = self.number, 0
 
 
@@ -186,7 +179,8 @@ class GraphRuns:
         pinned = device.type == "cuda"
         self._answer = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
         self._answered: Fence = torch.Event(device) if pinned else NoFence()
-        self._asked_at, self._steps_left = _NOT_ASKED, STEPS_UNTIL_COMPARED
+        self._asked_at: int | None = None
+        self._steps_left = STEPS_UNTIL_COMPARED
 
     def run(self, replay: Callable[[], object]) -> None:
         """Launch a graph that takes inputs."""
@@ -215,14 +209,14 @@ class GraphRuns:
 
         The step whose graph was lost, or one after it, has left a slot that no graph takes then, and is told by it.
         """
-        if self._asked_at == _NOT_ASKED and self._is_known:
+        if self._asked_at is None and self._is_known:
             self._answer.copy_(self.on_device, non_blocking=True)
             self._answered.record()
             self._asked_at = self.number
-        if self._asked_at != _NOT_ASKED and self._answered.query():
+        if self._asked_at is not None and self._answered.query():
             if int(self._answer) != self._asked_at:
                 self._is_known = False
-            self._asked_at, self._steps_left = _NOT_ASKED, STEPS_UNTIL_COMPARED
+            self._asked_at, self._steps_left = None, STEPS_UNTIL_COMPARED
 
 
 class Publisher:
@@ -427,10 +421,6 @@ class Publisher:
         """Raise what was found, unless other ranks run this step too: then it is raised between two steps."""
         if not self.holds_faults:
             self.report(self.found)
-
-    def forget_faults(self) -> None:
-        """What was found is not reported."""
-        self.found.clear()
 
     def _settle(self) -> None:
         """Finish a publication that an exception has ended."""

@@ -22,7 +22,7 @@ from rocm_attn.paging.page_table import PageTable
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.buffers import PADDED_BATCH
+from rocm_attn.step.buffers import ALL_MEMORY_GUARDS, PADDED_BATCH
 from rocm_attn.step.memory import SELECTION_COUNTS, SELECTION_UNITS, WORKSPACE, StepMemory
 from rocm_attn.step.options import RuntimeOptions
 
@@ -107,7 +107,7 @@ def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
 
 def _step_parts(runtime: AttentionRuntime, padding: PaddingPolicy) -> list[Part]:
     """What steps that are captured use, at the size of the largest. padding: says which are"""
-    memory = StepMemory(runtime.kinds, runtime.table, runtime.device, mask_keys=padding.mask_keys)
+    memory = StepMemory(runtime.kinds, runtime.table, runtime.device, ALL_MEMORY_GUARDS, mask_keys=padding.mask_keys)
     memory.seal(padding.largest_shapes())
     knobs = _knobs(runtime)
     return [Part(name, tensor.nbytes, knobs[name]) for name, tensor in memory.sealed_tensors().items()]

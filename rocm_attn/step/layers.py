@@ -58,7 +58,8 @@ class LayerGuards:
 class Layers:
     """The layers of a model over their pools of pages: LayerCalls, for the tokens of a step that has a plan.
 
-    What a call is given is checked here; whether it may come now, its caller asks. Each raises BadTensor.
+    What a call is given is checked here; whether it may come now, its caller asks. Each raises BadTensor, and those that
+    attend raise WrongState for a layer that wants head weights.
 
     Raises BadTensor where a pool holds another format than the kernels of a layer are for: what the store writes in one
     layout and attention reads in another is never built.
@@ -134,7 +135,6 @@ class Layers:
                 self._ops.finish(out, gate, undo, tensors.positions, tensors.counts)
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """Raises WrongState too, for a layer that wants head weights."""
         kind = self._kind_of(layer)
         kernel = plan.kernels[kind]
         prepares = plan.prepared_of_kind[kind] and self._prepares()
@@ -167,7 +167,7 @@ class Layers:
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """By one kernel; see stores_within(). Raises WrongState too, for a layer that wants head weights."""
+        """By one kernel; see stores_within()."""
         kind = self._kind_of(layer)
         bound: Any = plan.kernels[kind].bound  # a StoringKernel, see stores_within; to ask it would take microseconds
         call = self._forms.store_and_attend(step.prepared, layer, q, k, v, out, lse) if self._prepares() else _AS_IT_IS
@@ -266,7 +266,6 @@ class Layers:
         tensors.counts[ERROR_WORD : ERROR_WORD + 1].bitwise_or_((faults != 0).int() * BAD_SELECTION)
 
     def attend_selected(self, step: DeviceStep, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """Raises WrongState too, for a layer that wants head weights."""
         kind = self._kind_of(layer)
         selection, tensors, selected = self._selections[kind], self._read_by(step, kind), step.selected[kind]
         assert selected is not None

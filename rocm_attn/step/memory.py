@@ -25,7 +25,6 @@ from rocm_attn.paging.storage import SpaceTable, Table
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
-    ALL_MEMORY_GUARDS,
     BufferSpec,
     MemoryGuards,
     StepBuffers,
@@ -98,13 +97,7 @@ class StepMemory:
     """
 
     def __init__(
-        self,
-        kinds: LayerKinds,
-        table: Table,
-        device: torch.device,
-        guards: MemoryGuards = ALL_MEMORY_GUARDS,
-        *,
-        mask_keys: int = ALL_KEYS,
+        self, kinds: LayerKinds, table: Table, device: torch.device, guards: MemoryGuards, *, mask_keys: int = ALL_KEYS
     ) -> None:
         self._selections, self._space_of_kind = kinds.selections, kinds.spaces
         self._pools = pools_of(kinds)
@@ -112,7 +105,8 @@ class StepMemory:
         self._guards = replace(guards, capacity=guards.capacity.of_table(num_rows))
         self._table, self._device = table, device
         self._sizes = _table_sizes(kinds.selections, table, mask_keys, guards)
-        self._sealed, self._open = self.new_part(), self._part(replace(self._sizes, mask_keys=ALL_KEYS))
+        open_specs = self._specs(replace(self._sizes, mask_keys=ALL_KEYS))
+        self._sealed, self._open = self.new_part(), StepBuffers(open_specs, device, self._guards)
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor for everything that graphs read."""
@@ -164,10 +158,7 @@ class StepMemory:
 
     def new_part(self) -> StepBuffers:
         """Memory for steps that graphs replay, which grows as they need it."""
-        return self._part(self._sizes)
-
-    def _part(self, sizes: TableSizes) -> StepBuffers:
-        return StepBuffers(self._specs(sizes), self._device, self._guards)
+        return StepBuffers(self.specs, self._device, self._guards)
 
     def _views(self, plan: StepPlan, part: StepBuffers, child: int) -> DeviceStep:
         def view(name: str) -> Tensor:
@@ -285,9 +276,7 @@ def _workspace_words(selections: Sequence[Selection], shape: PaddedShape) -> int
     return max(selection.kernel(shape.kind).bound.workspace_words(shape) for selection in selections)
 
 
-# Of each draft of a round, whose child it is.
-_PARENTS = "draft_parents"
-# What indexers have chosen.
+_PARENTS = "draft_parents"  # of each draft of a round, whose child it is
 SELECTION_UNITS, SELECTION_COUNTS = "selection_units", "selection_counts"
 
 

@@ -230,8 +230,7 @@ class Metrics:
 
     def lines(self) -> list[str]:
         """Every metric that is not zero or empty, in words: a line of counts, and a line of times."""
-        counts: list[str] = []
-        times: list[str] = []
+        counts, times = list[str](), list[str]()
         for each in fields(self):
             value = getattr(self, each.name)
             if value:

@@ -88,10 +88,7 @@ class LastCall(NamedTuple):
     same: Callable[..., bool] | None = None
 
 
-# Layer -> what it launched.
-LastCalls = dict[int, LastCall]
-# No stream has this handle.
-_NEVER: tuple[int, Launches] = (-1, ())
+LastCalls = dict[int, LastCall]  # by layer
 # Of a layer that was called once: what it launched is kept from the second time on, as many views serve one step.
 _NOT_KEPT = LastCall((-1, (), ()), (None, None), ())
 
@@ -105,7 +102,7 @@ class SameLaunches:
     they hold may change.
     """
 
-    _made: tuple[int, Launches] = _NEVER
+    _made: tuple[int, Launches] = (-1, ())  # no stream has this handle
     _prepared: PreparedCall | None = None
     _were_made: bool = False
 
@@ -187,11 +184,7 @@ class RepeatedLauncher:
     __slots__ = ("_arguments", "_launches", "_stream", "launcher")
 
     def __init__(
-        self,
-        stream: Callable[[], int] | None,
-        launcher: Callable[..., object],
-        *arguments: object,
-        **options: object,
+        self, stream: Callable[[], int] | None, launcher: Callable[..., object], *arguments: object, **options: object
     ) -> None:
         self.launcher = partial(launcher, *arguments, **options)
         self._arguments = arguments

@@ -156,7 +156,6 @@ class NoWatchdog(Watchdog):
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """A context that nothing looks on."""
         yield
 
 

@@ -303,7 +303,8 @@ class Publisher:
         is_plain, num_seqs, num_ids, num_fed = batch.is_plain, batch.num_seqs, len(batch.token_ids), batch.num_tokens
         kv_len_bytes, q_len_bytes = batch.kv_len_bytes, batch.q_len_bytes
         if not is_plain and isinstance(batch.drafts, Drafts):  # the device derives the others from the first step
-            num_fed, kv_len_bytes, q_len_bytes = batch.num_fed, *_first_draft_step(batch, batch.drafts)
+            num_fed, kv_len = batch.num_fed, batch.kv_len - np.int32(batch.drafts.tokens - batch.drafts.branches)
+            kv_len_bytes, q_len_bytes = kv_len.tobytes(), as_many(num_seqs, batch.drafts.branches).tobytes()
         line = self._lines[child]
         ring = line.ring
         slot, words, raw = ring.acquire(HEADER_WORDS + SEQ_PARTS * num_seqs + num_ids)
@@ -472,12 +473,6 @@ class Publisher:
                 slot[parts.kv_len], slot[parts.q_len], slot[parts.token_ids], slot[parts.floor], slot[parts.stored]
             )
         return found
-
-
-def _first_draft_step(batch: StepBatch, drafts: Drafts) -> tuple[bytes, bytes]:
-    """kv_len and q_len of the first step of a round of drafts, as bytes."""
-    kv_len = batch.kv_len - np.int32(drafts.tokens - drafts.branches)
-    return kv_len.tobytes(), as_many(batch.num_seqs, drafts.branches).tobytes()
 
 
 def _no_sequences(device: torch.device) -> StepTensors:

@@ -58,8 +58,8 @@ class LayerGuards:
 class Layers:
     """The layers of a model over their pools of pages: LayerCalls, for the tokens of a step that has a plan.
 
-    What a call is given is checked here; whether it may come now, its caller asks. Each raises BadTensor, and those that
-    attend raise WrongState for a layer that wants head weights.
+    What a call is given is checked here; whether it may come now, its caller asks. Each raises BadTensor, and to
+    attend raises WrongState for a layer that wants head weights.
 
     Raises BadTensor where a pool holds another format than the kernels of a layer are for: what the store writes in one
     layout and attention reads in another is never built.

@@ -65,7 +65,7 @@ from rocm_attn.capture.graphs import eager_steps_before_capture as eager_steps_b
 from rocm_attn.capture.graphs import recorder_for as recorder_for
 from rocm_attn.hip_graphs.size_ladder import default_ladder as default_ladder
 from rocm_attn.step.metrics import Metrics as Metrics
-from rocm_attn.step.durations import Durations as Durations
+from rocm_attn.step.metrics import Durations as Durations
 
 # Forwards that are compiled
 from rocm_attn.integrations.compiled import SPLITTING_OPS as SPLITTING_OPS

@@ -22,14 +22,13 @@ from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.core import StepCore
-from rocm_attn.step.expanded import ExpandedPrefill
+from rocm_attn.step.expanded import ExpandedPrefill, PackedAttention
 from rocm_attn.step.fault_reports import FaultReports
 from rocm_attn.step.gate import AnyPlan, StepGate
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_attn.step.kv_scales import KVScales, written_pages
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.packed import PackedAttention
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.publisher import Publisher
 from rocm_attn.step.seals import Seals

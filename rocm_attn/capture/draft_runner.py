@@ -14,9 +14,10 @@ from rocm_attn.capture.split_forward import Forward, SplitForward
 from rocm_attn.capture.step_runner import CAPTURE_WATCHDOG, StepRunner
 from rocm_attn.errors import BadBatch
 from rocm_attn.hip_graphs.recorder import Recorder
+from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.outputs import Outputs
-from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight, Watch
+from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight
 from rocm_attn.step.step import Series
 
 # Gets the draft steps of a round, or of a half of one.
@@ -47,7 +48,7 @@ class DraftRunner(StepRunner[Outputs]):
         *,
         split_forward: SplitForward[Outputs] | None = None,
         check: Check | None = None,
-        watchdog: Watch = CAPTURE_WATCHDOG,
+        watchdog: Watchdog = CAPTURE_WATCHDOG,
         flight: Flight = NO_FLIGHT_RECORDER,
         capture_after: int = 0,
     ) -> None:

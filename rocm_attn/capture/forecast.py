@@ -22,12 +22,8 @@ from rocm_attn.paging.page_table import PageTable
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.buffers import (
-    PADDED_BATCH,
-    SELECTION_COUNTS,
-    SELECTION_UNITS,
-)
-from rocm_attn.step.memory import StepMemory, words_of_children
+from rocm_attn.step.buffers import ALL_MEMORY_GUARDS, PADDED_BATCH
+from rocm_attn.step.memory import SELECTION_COUNTS, SELECTION_UNITS, WORKSPACE, StepMemory
 from rocm_attn.step.options import RuntimeOptions
 
 
@@ -103,26 +99,18 @@ def _is_captured(runtime: AttentionRuntime, shape: PaddedShape) -> bool:
 
 
 def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
-    kernels = [selection.kernel(shape.kind).bound for selection in runtime.selections]
-    step_bytes = sum(PADDED_BATCH.elements(spec, shape) * spec.dtype.itemsize for spec in runtime.core.memory.specs)
-    schedule_words = sum(
-        words_of_children(kernel.schedule.words(shape.child), shape.num_children) for kernel in kernels
-    )
-    workspace_words = words_of_children(
-        max(kernel.workspace_words(shape.child) for kernel in kernels), shape.num_halves
-    )
-    return Bucket(shape, step_bytes + schedule_words * torch.int32.itemsize, workspace_words * torch.float32.itemsize)
+    specs = runtime.core.memory.specs
+    num_bytes = {spec.name: PADDED_BATCH.elements(spec, shape) * spec.dtype.itemsize for spec in specs}
+    workspace_bytes = num_bytes.pop(WORKSPACE)
+    return Bucket(shape, sum(num_bytes.values()), workspace_bytes)
 
 
 def _step_parts(runtime: AttentionRuntime, padding: PaddingPolicy) -> list[Part]:
     """What steps that are captured use, at the size of the largest. padding: says which are"""
-    memory = StepMemory(runtime.kinds, runtime.table, runtime.device, mask_keys=padding.mask_keys)
+    memory = StepMemory(runtime.kinds, runtime.table, runtime.device, ALL_MEMORY_GUARDS, mask_keys=padding.mask_keys)
     memory.seal(padding.largest_shapes())
     knobs = _knobs(runtime)
-    return [
-        Part(name, tensor.nbytes, knobs.get(name, knobs["schedules"]))
-        for name, tensor in memory.sealed_tensors().items()
-    ]
+    return [Part(name, tensor.nbytes, knobs[name]) for name, tensor in memory.sealed_tensors().items()]
 
 
 def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
@@ -137,16 +125,16 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
         Unit.LIST_ENTRY: f"{seqs} x {_row_width(runtime)}",
         Unit.TABLE_ENTRY: f"{seqs} x {_row_width(runtime)}",
         Unit.MASK_WORD: f"{tokens}, mask_keys {runtime.padding.mask_keys}",
+        Unit.DRAFT: f"{seqs}, drafts",
+        Unit.WORD: f"{seqs}, {tokens}, {runtime.target.compute_units} compute units",
     }
-    of_unit[Unit.DRAFT] = f"{seqs}, drafts"
     of_buffer = {spec.name: of_unit[spec.unit] for spec in runtime.core.memory.specs}
     of_need = {Need.PREFIXES: f"shared_prefixes, {seqs}"}
     of_prefixes = {name: of_need[need] for name, field in FIELDS.items() for need in field.needs if need in of_need}
-    kernels = f"{seqs}, {tokens}, {runtime.target.compute_units} compute units"
     # Deterministic decode has a slot for each segment of the longest sequence.
     lengths = f", {_row_width(runtime)}" if runtime.options.deterministic else ""
     chosen = dict.fromkeys((SELECTION_UNITS, SELECTION_COUNTS), f"{of_unit[Unit.TOKEN]}, what an indexer chooses")
-    others = {"mask_positions": tokens, "schedules": kernels, "workspace": kernels + lengths}
+    others = {"mask_positions": tokens, WORKSPACE: of_unit[Unit.WORD] + lengths}
     return {**of_buffer, **of_prefixes, **chosen, **others}
 
 

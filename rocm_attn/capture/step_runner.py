@@ -37,7 +37,7 @@ from rocm_attn.step.gate import AGAIN, AnyPlan, Effects, RanStep
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.outputs import Outputs, real_rows, require_rows
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight, Watch
+from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight
 from rocm_attn.step.step import Series, Step
 
 _LOG = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class StepRunner(Generic[Outputs]):
         *,
         split_forward: SplitForward[Outputs] | None = None,
         check: Check | None = None,
-        watchdog: Watch = CAPTURE_WATCHDOG,
+        watchdog: Watchdog = CAPTURE_WATCHDOG,
         flight: Flight = NO_FLIGHT_RECORDER,
         capture_after: int = 0,
     ) -> None:

@@ -317,6 +317,8 @@ class _RequestRows(Capacity):
         return _RequestRows(num_rows)
 
     def elements(self, spec: BufferSpec, shape: PaddedShape) -> int:
+        if spec.exact:  # the workspace, whose words count no sequences
+            return PADDED_BATCH.elements(spec, shape)
         num_seqs = min(shape.num_seqs, self.max_num_seqs)
         shape = replace(shape, num_seqs=num_seqs)
         if isinstance(shape.drafts, Drafts):  # a row for each request, and none for its other branches

@@ -26,7 +26,7 @@ from rocm_attn.integrations.owners import Owner, problems_of
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.problem import PoolKind
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.protocols import LayerCalls, StoreAndAttend
+from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Part
 
 Result = TypeVar("Result")
@@ -99,7 +99,7 @@ def _of(number: int) -> _Called:
     return called
 
 
-class CompiledLayers(StoreAndAttend):
+class CompiledLayers(LayerCalls):
     """The layer calls of a runtime's steps, as LayerCalls, for forwards that are compiled. Made by compiled_layers().
 
     Each is made in the step that runs when the operation does. It may be kept for as long as the runtime lives, and

@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rocm_attn.step.durations import Durations
-from rocm_attn.step.metrics import Metrics
+from rocm_attn.step.metrics import Durations, Metrics
 
 
 @dataclass(slots=True, eq=False)

@@ -23,7 +23,7 @@ from rocm_attn.providers.launches import PickRows
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.step.host_ring import Fence, NoFence
-from rocm_attn.step.same_launches import SameLaunches
+from rocm_attn.step.prepared import RepeatedLauncher
 
 # Uniform numbers are made so many at a time.
 _NUMBERS_AT_ONCE = 16
@@ -222,16 +222,16 @@ class TokenPicker:
 
     def picking(
         self, logits: Tensor, terms: Tensor, found: Tensor, stream: Callable[[], int] | None, *, draws: bool
-    ) -> SameLaunches:
+    ) -> RepeatedLauncher:
         """As pick(), by terms of the caller, who reads what is found; over and over from the same place.
 
         terms:  float32 [rows, 3], as of launch_pick_rows
         found:  int32 [rows, 2], likewise
-        stream: as of SameLaunches
+        stream: as of RepeatedLauncher
         draws:  whether any row draws
         """
         tokens = self._host[0].rows(logits.shape[0]).tokens
-        return SameLaunches(stream, self._pick_rows, logits, terms, tokens, found, num_drawing=len(terms) * draws)
+        return RepeatedLauncher(stream, self._pick_rows, logits, terms, tokens, found, num_drawing=len(terms) * draws)
 
 
 def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:

@@ -12,7 +12,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.protocols import NO_WATCHDOG, Flight, LayerCalls, Steps, Watch
+from rocm_attn.step.protocols import NO_WATCHDOG, Flight, LayerCalls, Steps
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from rocm_attn.watch.profiler_ranges import RangedLayers, RangedSteps, device_ranges
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
@@ -25,7 +25,7 @@ def watched_steps(
     options: EngineOptions,
     flight: Flight,
     new_runner: Callable[[Forward], StepRunner],
-) -> tuple[StepRunner, Steps, Watch]:
+) -> tuple[StepRunner, Steps, Watchdog]:
     """A runner of the forward, and what the engine runs its steps by: the runner, with what the options put around it.
 
     The last one looks on where the engine waits for a step's tokens.

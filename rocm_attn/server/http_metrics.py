@@ -8,8 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rocm_attn.step.durations import Durations
-from rocm_attn.step.exposition import heading, histogram, sample, text_of
+from rocm_attn.step.metrics import Durations, heading, histogram, sample, text_of
 
 _PROC = Path("/proc/self")
 # Statuses of which an alert knows.

@@ -1,4 +1,4 @@
-"""StepBuffers: every index tensor of a step, at a fixed address, reached by name.
+"""StepBuffers: the tensors of a step, and the workspace of its kernels, at fixed addresses and reached by name.
 
 Each buffer declares its unit, dtype, size and pad value, and grows by itself when a padded step exceeds what it holds:
 the padded batch may be larger than the pool's rows. After seal() nothing moves any more. The children of a split step
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,7 @@ from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.errors import NeverFits
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
-from rocm_attn.kernels.metadata.step_tensors import FIELDS, NO_PARENT, Field, Need, StepTensors, Unit
-from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, Field, Need, StepTensors, Unit
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.paging.index_spaces import Space
 
@@ -33,6 +33,7 @@ class BufferSpec:
     elements: padded shape of a child -> elements that a child of that shape uses
     pad:      what an element holds where no real sequence, token or page is
     of_round: whether the steps of a round of drafts have one of it
+    exact:    whether no more is allocated than is needed
     """
 
     name: str
@@ -41,6 +42,7 @@ class BufferSpec:
     elements: Callable[[PaddedShape], int]
     pad: int
     of_round: bool = False
+    exact: bool = False
 
     def children(self, shape: PaddedShape) -> int:
         """Parts of a buffer that a step of this shape uses, one after the other."""
@@ -60,10 +62,6 @@ def name_in(space: Space, name: str) -> str:
 _EXTRA_OF_NEED = {Need.MASK: Extra.MASK, Need.PREFIXES: Extra.PREFIXES}
 
 
-# (padded shape of a child, keys before the new ones that masks have cells for) -> cells
-MaskRoom = Callable[[PaddedShape, int], int]
-
-
 def room_for_mask(shape: PaddedShape, mask_keys: int) -> int:
     """Cells for the new tokens too. A round's drafts have some for each other, and for no prefix."""
     if isinstance(shape.drafts, Drafts):
@@ -80,7 +78,7 @@ class TableSizes:
     table_width: entries in a row of block_table, row_width or more
     row_tokens:  tokens that a row of the request table has room for
     mask_keys:   keys before the new ones that masks have cells for, at most
-    mask_room:   cells of the mask of a step
+    mask_room:   padded shape of a child, and mask_keys -> cells of the mask of a step
     """
 
     row_width: int
@@ -88,7 +86,7 @@ class TableSizes:
     table_width: int
     row_tokens: int
     mask_keys: int
-    mask_room: MaskRoom = room_for_mask
+    mask_room: Callable[[PaddedShape, int], int] = room_for_mask
 
     def elements(self, field: Field, shape: PaddedShape) -> int:
         """Elements of a tensor of a step, or of a child of one, of this shape."""
@@ -131,59 +129,13 @@ def _but_for_drafts(elements: Callable[[PaddedShape], int], shape: PaddedShape) 
     return 0 if isinstance(shape.drafts, Drafts) else elements(shape)
 
 
-SELECTION_UNITS, SELECTION_COUNTS = "selection_units", "selection_counts"
-
-
-def selection_buffers(indexings: Sequence[Indexing]) -> tuple[BufferSpec, ...]:
-    """Where indexers write what they have chosen, one after the other; none where no layer has one."""
-    if not indexings:
-        return ()
-    width, sets = max(each.sets * each.width for each in indexings), max(each.sets for each in indexings)
-
-    def of_tokens(per_token: int) -> Callable[[PaddedShape], int]:
-        return lambda shape: shape.num_tokens * per_token
-
-    return (
-        BufferSpec(SELECTION_UNITS, Unit.TOKEN, torch.int32, of_tokens(width), NO_UNIT, of_round=True),
-        BufferSpec(SELECTION_COUNTS, Unit.TOKEN, torch.int32, of_tokens(sets), 0, of_round=True),
-    )
-
-
-def window_name(window_left: int) -> str:
-    """The buffer of the first keys of a window, in masked steps."""
-    return f"window_start_{window_left}"
-
-
-def window_buffers(windows: Collection[int]) -> tuple[BufferSpec, ...]:
-    """Where the windows of new tokens begin in masked steps. windows: window_left of masked layers, each once"""
-
-    def of_masked(shape: PaddedShape) -> int:
-        return shape.num_tokens if shape.kind.extra is Extra.MASK else 0
-
-    return tuple(BufferSpec(window_name(window), Unit.TOKEN, torch.int32, of_masked, 0) for window in windows)
-
-
-DRAFT_PARENTS = "draft_parents"
-
-
-def draft_buffers(needs_of_space: Mapping[Space, Collection[Need]]) -> tuple[BufferSpec, ...]:
-    """Whose child each draft of a round is; none where no kernel takes a mask, which branches ask for."""
-    if not any(Need.MASK in needs for needs in needs_of_space.values()):
-        return ()
-
-    def drafts_of(shape: PaddedShape) -> int:
-        drafts = shape.drafts
-        return shape.num_seqs * drafts.tokens if isinstance(drafts, Drafts) and drafts.branches > 1 else 0
-
-    return (BufferSpec(DRAFT_PARENTS, Unit.DRAFT, torch.int32, drafts_of, NO_PARENT, of_round=True),)
-
-
-# (child, elements of a child) -> the first element of the child's sub-range
-FirstOfChild = Callable[[int, int], int]
+def of_tokens(name: str, per_token: int = 1, pad: int = 0, *, of_round: bool = False) -> BufferSpec:
+    """A buffer that has so many int32 for each token."""
+    return BufferSpec(name, Unit.TOKEN, torch.int32, lambda shape: per_token * shape.num_tokens, pad, of_round)
 
 
 def one_after_another(child: int, elements: int) -> int:
-    """Every child has a sub-range of its own."""
+    """The first of a child's elements: every child has a sub-range of its own."""
     # Whole 16-byte units of 4-byte elements: Triton compiles a kernel anew when a pointer's alignment changes.
     return child * round_up(elements, 4)
 
@@ -215,26 +167,10 @@ class Capacity:
 
 PADDED_BATCH = Capacity()
 
-# Called with a sentence when sealed memory would have to move.
-SealedGrowth = Callable[[str], None]
-
 
 def refuse_growth(reason: str) -> None:
     """Sealed memory stays where it is. Raises NeverFits."""
     raise NeverFits(reason)
-
-
-def pool_slots_name(space: Space, key_tokens: int) -> str:
-    """The buffer of the slots of pooled index keys."""
-    return name_in(space, f"slot_of_pool_{key_tokens}")
-
-
-def pool_slot_buffers(pools: Collection[tuple[Space, int]]) -> tuple[BufferSpec, ...]:
-    """Where the index keys of pools of tokens go. pools: a space with the tokens of a pool, for each kind of layer"""
-    return tuple(
-        BufferSpec(pool_slots_name(space, tokens), Unit.TOKEN, torch.int32, lambda shape: shape.num_tokens, 0)
-        for space, tokens in dict.fromkeys(pools)
-    )
 
 
 def memory_of_its_own(counts: Tensor, step: StepTensors) -> Tensor:
@@ -247,24 +183,28 @@ class MemoryGuards:
     """The safeguards of the memory of steps.
 
     capacity:       how large buffers are, and what a view of one is
-    first_of_child: where in a buffer a child of a step begins
-    sealed_growth:  called where memory that graphs read would have to move
+    first_of_child: child, elements of each -> where in a buffer it begins
+    sealed_growth:  called with a sentence where memory that graphs read would have to move
     selection_place: memory for the counts of a selection, the step -> where a selection's counts are written
-    mask_room:      how many cells a mask has room for
+    mask_room:      as of TableSizes
     """
 
     capacity: Capacity = PADDED_BATCH
-    first_of_child: FirstOfChild = one_after_another
-    sealed_growth: SealedGrowth = refuse_growth
+    first_of_child: Callable[[int, int], int] = one_after_another
+    sealed_growth: Callable[[str], None] = refuse_growth
     selection_place: Callable[[Tensor, StepTensors], Tensor] = memory_of_its_own
-    mask_room: MaskRoom = room_for_mask
+    mask_room: Callable[[PaddedShape, int], int] = room_for_mask
 
 
 ALL_MEMORY_GUARDS = MemoryGuards()
 
 
 class StepBuffers:
-    """The buffers of a runtime; graphs own a sealed instance, steps above the largest graph an open one."""
+    """The buffers of a runtime; graphs own a sealed instance, steps above the largest graph an open one.
+
+    epoch: another number when a buffer has moved
+    views: what its user has made of its buffers, by keys of his; dropped when one moves
+    """
 
     def __init__(
         self, specs: Sequence[BufferSpec], device: torch.device, guards: MemoryGuards = ALL_MEMORY_GUARDS
@@ -274,22 +214,13 @@ class StepBuffers:
         self._specs: Mapping[str, BufferSpec] = {spec.name: spec for spec in specs}
         self._tensors = {spec.name: torch.empty(0, dtype=spec.dtype, device=device) for spec in specs}
         self._nothing = torch.empty(0, dtype=torch.int32, device=device)
-        self._device = device
-        self._guards = guards
-        self._sealed = False
-        self.epoch = 0
-
-    @property
-    def sealed(self) -> bool:
-        return self._sealed
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        self._device, self._guards = device, guards
+        self.sealed, self.epoch = False, 0
+        self.views: dict[Any, Any] = {}
 
     def seal(self) -> None:
         """From now on graphs read the addresses: growing raises."""
-        self._sealed = True
+        self.sealed = True
 
     def ensure(self, shape: PaddedShape) -> None:
         """Let every buffer hold a step of this shape; each grows by itself, and only when its own elements do not fit.
@@ -303,7 +234,7 @@ class StepBuffers:
         ]
         if not short:
             return
-        if self._sealed:
+        if self.sealed:
             spec, needed = short[0]
             self._guards.sealed_growth(
                 f"{shape.num_seqs} sequences with {shape.num_tokens} tokens need {needed} elements of {spec.name} "
@@ -311,15 +242,15 @@ class StepBuffers:
                 "raise the largest of capture_sizes before the first capture"
             )
         with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
-            grown = {
-                spec.name: torch.full(
-                    (self._guards.capacity.allocated(needed),), spec.pad, dtype=spec.dtype, device=self._device
-                )
-                for spec, needed in short
-            }
+            grown = {spec.name: self._new_buffer(spec, needed) for spec, needed in short}
         # All or none, and views of the old ones are void before they are: an allocation may fail, and so may we.
         self.epoch += 1
+        self.views.clear()
         self._tensors = {**self._tensors, **grown}
+
+    def _new_buffer(self, spec: BufferSpec, needed: int) -> Tensor:
+        elements = needed if spec.exact else self._guards.capacity.allocated(needed)
+        return torch.full((elements,), spec.pad, dtype=spec.dtype, device=self._device)
 
     def view(self, name: str, elements: int, first: int = 0) -> Tensor:
         """The elements of a buffer from the first one on. Raises NeverFits past its end."""

@@ -6,7 +6,7 @@ AttentionRuntime is one user of it, with a pool and a request table of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from functools import partial
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ from rocm_attn.step.layers import Layers
 from rocm_attn.step.memory import DeviceStep, StepMemory, pools_of
 from rocm_attn.step.plan import StepPlan, make_plan
 from rocm_attn.step.planner import Planner
-from rocm_attn.step.prepared import builds_by_launches
+from rocm_attn.step.prepared import works_by_launches
 
 
 class StepCore:
@@ -97,7 +97,7 @@ class StepCore:
                 self._derive_drafts(children, plan.shape.drafts)
             for step in children:
                 if not self.layers.fill_again(step):
-                    with self.layers.noting_fill(step) if self._fills_by_launches(plan) else nullcontext():
+                    with self.layers.noting_fill(step, partial(self._fills_by_launches, plan)):
                         self._derive(step, plan)
 
     def _derive_drafts(self, children: Sequence[DeviceStep], drafts: Drafts) -> None:
@@ -116,7 +116,7 @@ class StepCore:
 
     def _fills_by_launches(self, plan: StepPlan) -> bool:
         """Whether all that derives the metadata of steps of a plan is launches."""
-        schedules = all(builds_by_launches(kernel.bound.schedule, plan.shape.child) for kernel in plan.kernels)
+        schedules = all(works_by_launches(kernel.bound.schedule, "build", plan.shape.child) for kernel in plan.kernels)
         return schedules and does_only_launch(self.ops.fill) and all(tokens == 1 for _, tokens in self._pools)
 
     def _derive(self, step: DeviceStep, plan: StepPlan) -> None:

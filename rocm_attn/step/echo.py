@@ -89,13 +89,13 @@ def fault_of(step: int, error_word: int) -> DeviceFault:
 
 
 class EchoCheck:
-    """Given every echo that is not 0, before its slot is written again."""
+    """Raises the fault of every echo that is not 0. Called before its slot is written again."""
 
     def __init__(self) -> None:
         self._lost_step = -1
 
     def __call__(self, words: Int32Array) -> None:
-        """Raise DeviceFault for the step that went wrong. The caller clears the echo, which is not 0, afterwards."""
+        """Raise DeviceFault for the step that went wrong. The caller clears the echo afterwards."""
         echo, before, echoed = int(words[ECHO]), int(words[STEP_BEFORE]), int(words[ECHOED_STEP])
         if echo & UNREAD:
             self._lost_step = int(words[STEP])

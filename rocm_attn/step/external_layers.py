@@ -7,11 +7,11 @@ from torch import Tensor
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable
 from rocm_attn.paging.adopted_pages import require_layer
 from rocm_attn.step.external_gate import ExternalGate
-from rocm_attn.step.protocols import StoreAndAttend
+from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.selections import StepSelections
 
 
-class ExternalLayers(StoreAndAttend):
+class ExternalLayers(LayerCalls):
     """LayerCalls of the step that runs: ExternalAttention.layers. May be captured.
 
     Each raises BadTensor, and WrongState without a step that the current thread has begun and filled.

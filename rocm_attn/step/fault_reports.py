@@ -77,7 +77,7 @@ class FaultReports:
         """Wait for the device, and drop the faults that were not raised yet. For steps that were tried out."""
         with self._holder.alone(_NOT_NOW):
             self._find()
-            self._publisher.forget_faults()
+            self._publisher.found.clear()
 
     def _find(self) -> None:
         if self._publisher.launching is not None and self._holder.state is not StepState.IDLE:

@@ -29,10 +29,8 @@ class HeadWeights:
     def random(cls, problem: Problem, generator: torch.Generator) -> HeadWeights:
         """Weights of the problem for tests and probes, on the generator's device."""
 
-        def draw(is_there: bool) -> Tensor | None:
-            return torch.rand(problem.num_q_heads, generator=generator, device=generator.device) if is_there else None
-
-        return cls(draw(problem.has_sinks), draw(problem.has_alibi_slopes))
+        size, device = problem.num_q_heads, generator.device
+        return cls(**{name: torch.rand(size, generator=generator, device=device) for name in _names(problem)})
 
     def to(self, device: torch.device) -> HeadWeights:
         """The same weights elsewhere."""
@@ -51,22 +49,35 @@ def written_in_place(owned: Tensor, given: Tensor) -> Tensor:
 NewHeadWeights = Callable[[Tensor, Tensor], Tensor]
 
 
+class _Given(dict[int, HeadWeights]):
+    """Layer -> what it has. A layer that wants something has no entry until it is given that."""
+
+    def __init__(self, wanted: Sequence[tuple[str, ...]]) -> None:
+        super().__init__({layer: NO_HEAD_WEIGHTS for layer, names in enumerate(wanted) if not names})
+        self._wanted = wanted
+
+    def __missing__(self, layer: int) -> HeadWeights:
+        names = " and ".join(self._wanted[layer])
+        raise WrongState(f"layer {layer} has {names} that were never given; call head_weights.set() before a step")
+
+
 class LayerHeadWeights:
     """The head weights of every layer, in memory of the runtime: what is given is copied, and is the caller's.
 
     Graphs read that memory. It stays where it is once a layer has it, and new values are written into it.
 
     renew: how a layer that has weights gets others
+    of:    a layer -> what it was given; raises WrongState while it wants something
     """
 
     def __init__(
         self, problems: Sequence[Problem], device: torch.device, renew: NewHeadWeights = written_in_place
     ) -> None:
-        self._problems = tuple(problems)
-        self._device = device
-        self._renew = renew
-        self._weights = [NO_HEAD_WEIGHTS for _ in problems]
-        self._wanting = {layer for layer, problem in enumerate(problems) if _names(problem)}
+        self._problems, self._device, self._renew = tuple(problems), device, renew
+        self._wanted = tuple(map(_names, problems))
+        self._given = _Given(self._wanted)
+        # The dict's own method: each layer of each step asks.
+        self.of: Callable[[int], HeadWeights] = self._given.__getitem__
 
     def set(self, layer: int, weights: HeadWeights) -> None:
         """Give a layer what its problem says that it has, all at once. Steps that come later use it, graphs too.
@@ -76,34 +87,24 @@ class LayerHeadWeights:
         """
         if not 0 <= layer < len(self._problems):
             raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._problems) - 1}")
-        problem = self._problems[layer]
-        for name in ("sinks", "alibi_slopes"):
-            tensor = getattr(weights, name)
-            if tensor is None:
-                if name in _names(problem):
-                    raise BadTensor(f"layer {layer} has {name} and none were given; give them in its HeadWeights")
-                continue
-            if name not in _names(problem):
+        for name, tensor in (("sinks", weights.sinks), ("alibi_slopes", weights.alibi_slopes)):
+            is_wanted = name in self._wanted[layer]
+            if is_wanted and tensor is None:
+                raise BadTensor(f"layer {layer} has {name} and none were given; give them in its HeadWeights")
+            if tensor is not None and not is_wanted:
                 raise BadTensor(f"{name} were given to layer {layer}, whose problem has none; leave them out")
-            self._check(name, tensor, problem)
-        owned = self._weights[layer]
-        self._weights[layer] = HeadWeights(
+            if tensor is not None:
+                self._check(name, tensor, self._problems[layer])
+        owned = self._given.get(layer, NO_HEAD_WEIGHTS)
+        self._given[layer] = HeadWeights(
             self._owned(owned.sinks, weights.sinks), self._owned(owned.alibi_slopes, weights.alibi_slopes)
         )
-        self._wanting.discard(layer)
-
-    def of(self, layer: int) -> HeadWeights:
-        """What a layer was given. Raises WrongState while it wants something."""
-        if layer in self._wanting:
-            names = " and ".join(_names(self._problems[layer]))
-            raise WrongState(f"layer {layer} has {names} that were never given; call head_weights.set() before a step")
-        return self._weights[layer]
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor, for what graphs read."""
         return {
             f"{name}_{layer}": tensor
-            for layer, weights in enumerate(self._weights)
+            for layer, weights in self._given.items()
             for name, tensor in (("sinks", weights.sinks), ("alibi_slopes", weights.alibi_slopes))
             if tensor is not None
         }

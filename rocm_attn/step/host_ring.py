@@ -22,28 +22,25 @@ class Fence(Protocol):
 
     def record(self) -> None:
         """Put the fence after everything that was launched on the current stream."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until the device has reached the fence."""
-        ...
 
     def query(self) -> bool:
         """Whether the device has reached the fence."""
-        ...
 
 
 class NoFence:
-    """The fence of a CPU, where kernels run before their launch returns."""
+    """The fence of a CPU, where kernels have run when their launch returns."""
 
     def record(self) -> None:
-        """Nothing is left to be done."""
+        """Do nothing."""
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing."""
 
     def query(self) -> bool:
-        """Nothing is left to wait for."""
+        """True: nothing is left to wait for."""
         return True
 
 
@@ -59,8 +56,7 @@ class Taken:
     """
 
     def __init__(self, words: Int32Array, new_fence: Callable[[], Fence]) -> None:
-        self._words = words
-        self._new_fence = new_fence
+        self._words, self._new_fence = words, new_fence
 
     def record(self) -> None:
         """The slot is marked by the host that writes it."""
@@ -105,14 +101,14 @@ class RingSlot(NamedTuple):
 class HostRing:
     """A ring of int32 slots. A slot is handed out again only after the kernels that read it are done.
 
-    slots: int32 [depth, words], the slots as long as is_fixed: until one was asked for that is longer
-
     So is its memory: torch knows of no kernel that reads pinned memory, and would give a dropped ring's to the next who
     asks while a step still waits to read it. A ring that is dropped therefore waits for its readers.
 
     wait:      called with the fence after a slot's readers before the slot is handed out again
     new_fence: makes a fence of the device; not given: an event on a GPU, nothing on a CPU
     words:     length of the slots, at first
+
+    slots:     int32 [depth, words], the slots for as long as is_fixed: until one was asked for that is longer
     """
 
     def __init__(
@@ -127,11 +123,8 @@ class HostRing:
         self._pinned = device.type == "cuda"
         if new_fence is None:
             new_fence = partial(torch.Event, device) if self._pinned else NoFence
-        self._wait = wait
-        self._new_fence = new_fence
-        self._depth = depth
-        with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
-            self.slots = torch.zeros(depth, words, dtype=torch.int32, pin_memory=self._pinned)
+        self._wait, self._new_fence, self._depth = wait, new_fence, depth
+        self.slots = self._zeros(depth, words)
         self.is_fixed = True
         self._slots = [RingSlot.of(slot) for slot in self.slots]
         self._launched = [new_fence() for _ in range(depth)]
@@ -151,12 +144,15 @@ class HostRing:
         slot = self._slots[at]
         if len(slot.words) < words:
             # A power of two: batches that grow slowly would otherwise pin memory again each time.
-            with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
-                larger = torch.zeros(next_power_of_2(words), dtype=torch.int32, pin_memory=self._pinned)
-                larger[: len(slot.words)] = slot.tensor
+            larger = self._zeros(next_power_of_2(words))
+            larger[: len(slot.words)] = slot.tensor
             self.is_fixed = False  # first: an interrupt leaves no graph a slot that is not the host's
             slot = self._slots[at] = RingSlot.of(larger)
         return slot
+
+    def _zeros(self, *shape: int) -> Tensor:
+        with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
+            return torch.zeros(shape, dtype=torch.int32, pin_memory=self._pinned)
 
     def written(self) -> list[Int32Array]:
         """The slots that were used, oldest first, when their readers are done."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
-from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
 from rocm_attn.kernels.launch import does_only_launch, is_observed
 from rocm_attn.kernels.metadata.error_word import BAD_SELECTION, ERROR_WORD
@@ -30,12 +29,9 @@ from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.overlap import may_overlap
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.prepared import FILL, Call, LayerForms, current_stream
-from rocm_attn.step.row_work import check_rope, check_work
+from rocm_attn.step.prepared import Call, LayerForms, stream_of
+from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.selections import Require, StepSelections, refuse_stale
-
-# step, kind of layer -> the step in the space that the layer reads in
-ReadBy = Callable[[DeviceStep, int], StepTensors]
 
 
 def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
@@ -47,41 +43,35 @@ def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
 class LayerGuards:
     """The safeguards of layers.
 
-    read_by:          the space that a layer reads in is the one that it writes in
+    read_by:          step, kind of layer -> the step in the space that the layer reads in, which it writes in too
     new_head_weights: how a layer that has head weights gets others
     new_kv_scales:    how a layer of eight-bit K and V gets other factors
     selection_of:     a layer, whose selection it attends to, and whose there is: raises unless they are one
     """
 
-    read_by: ReadBy = by_space_of_layer
+    read_by: Callable[[DeviceStep, int], StepTensors] = by_space_of_layer
     new_head_weights: NewHeadWeights = written_in_place
     new_kv_scales: NewHeadWeights = written_in_place
     selection_of: Require = refuse_stale
 
 
 class Layers:
-    """The layers of a model over their pools of pages.
+    """The layers of a model over their pools of pages: LayerCalls, for the tokens of a step that has a plan.
+
+    What a call is given is checked here; whether it may come now, its caller asks. Each raises BadTensor, and to
+    attend raises WrongState for a layer that wants head weights.
 
     Raises BadTensor where a pool holds another format than the kernels of a layer are for: what the store writes in one
     layout and attention reads in another is never built.
     """
 
     def __init__(
-        self,
-        kinds: LayerKinds,
-        pool: Pool,
-        head_weights: LayerHeadWeights,
-        ops: StepOps,
-        guards: LayerGuards,
+        self, kinds: LayerKinds, pool: Pool, head_weights: LayerHeadWeights, ops: StepOps, guards: LayerGuards
     ) -> None:
         self._read_by = guards.read_by
-        self._selections = kinds.selections
-        self._kind_of_layer = kinds.of_layer
-        self._pool = pool
-        self._head_weights = head_weights
-        self._ops = ops
-        self._device = pool.device
-        self._device_index = pool.device.index
+        self._selections, self._kind_of_layer, self.selecting = kinds.selections, kinds.of_layer, kinds.selecting
+        self._pool, self._head_weights, self._ops = pool, head_weights, ops
+        self._device, self._device_index = pool.device, pool.device.index
         for layer, problem in enumerate(kinds.problems):
             if pool.format(layer) != problem.page_format:
                 raise BadTensor(
@@ -90,13 +80,12 @@ class Layers:
         self._work_of_layer: dict[int, QkvWork] = {}
         # A CPU has no launches to prepare.
         on_gpu = pool.device.type == "cuda"
-        self._stream = current_stream(pool.device) if on_gpu else _no_stream
+        self._stream = stream_of(pool.device) or _no_stream
         self._forms = LayerForms(self._kind_of_layer, pool, head_weights, self._stream)
         around = ops.store_kv, ops.rope_store, ops.zero_tails, ops.clear_pads
         self._launches_alone = on_gpu and all(does_only_launch(launcher) for launcher in around)
         kernels = [kernel for selection in kinds.selections for kernel in selection.kernels.values()]
         self._storing_kernels = frozenset(id(kernel) for kernel in kernels if isinstance(kernel.bound, StoringKernel))
-        self.selecting = kinds.selecting
         self._checks_selections = settings().debug
         self._selection_faults = torch.zeros(1, dtype=torch.int32, device=pool.device)
 
@@ -104,7 +93,6 @@ class Layers:
         return len(self._kind_of_layer)
 
     def store(self, step: DeviceStep, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
-        """As LayerCalls.store, for the tokens of step, which has the plan. Raises BadTensor."""
         tensors = step.of_kind[self._kind_of(layer)]
         call = self._forms.store(step.prepared, layer, k, v) if self._prepares() else _AS_IT_IS
         if call is None:
@@ -116,7 +104,6 @@ class Layers:
             self._after_store(plan, layer, tensors)
 
     def rope_and_store(self, step: DeviceStep, plan: StepPlan, layer: int, given: Projected, work: QkvWork) -> None:
-        """As LayerCalls.rope_and_store, for the tokens of step, which has the plan. Raises BadTensor."""
         tensors = step.of_kind[self._kind_of(layer)]
         call = self._forms.rope_and_store(step.prepared, layer, given, work) if self._prepares() else _AS_IT_IS
         if call is None:
@@ -129,27 +116,25 @@ class Layers:
             self._after_store(plan, layer, tensors)
 
     def rope_queries(self, step: DeviceStep, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """As LayerCalls.rope_queries, for the tokens of step. Raises BadTensor."""
         tensors = step.of_kind[self._kind_of(layer)]
         self._check_queries(layer, q, q_out, work, tensors.slot_of_token.shape[0])
         with on_device(self._device):
             self._ops.rope_queries(q, q_out, tensors.positions, work)
 
     def finish(self, step: DeviceStep, layer: int, out: Tensor, gate: Tensor | None, undo: RopeTable | None) -> None:
-        """As LayerCalls.finish, for the tokens of step. Raises BadTensor."""
-        problem, tensors = self.problem(layer), step.of_kind[self._kind_of(layer)]
+        kind = self._kind_of(layer)
+        problem, tensors = self._selections[kind].problem, step.of_kind[kind]
         shape = tensors.slot_of_token.shape[0], problem.num_q_heads, problem.v_head_dim
         self._check("out", out, shape, problem.dtype)
         if gate is not None:
             self._check_gate(gate, shape)
         if undo is not None:
-            check_rope("undo", undo, problem.v_head_dim, self._device)
+            _check_rope("undo", undo, problem.v_head_dim, self._device)
         if gate is not None or undo is not None:
             with on_device(self._device):
                 self._ops.finish(out, gate, undo, tensors.positions, tensors.counts)
 
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """As LayerCalls.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
         kind = self._kind_of(layer)
         kernel = plan.kernels[kind]
         prepares = plan.prepared_of_kind[kind] and self._prepares()
@@ -159,7 +144,8 @@ class Layers:
         call = self._forms.attend(step.prepared, layer, q, out, lse) if prepares else _AS_IT_IS
         if call is None:
             return
-        args, tensors = self._attend_args(step, plan, layer, (q, out, lse))
+        tensors = self._read_by(step, kind)
+        args = self._attend_args(step, tensors, plan, layer, q, out, lse)
         with on_device(self._device), self._noting(step, call):
             kernel.bound.attend(args, tensors, plan.bounds)
             if not kernel.row.clears_pads:
@@ -175,77 +161,71 @@ class Layers:
         step: DeviceStep,
         plan: StepPlan,
         layer: int,
-        stored: tuple[Tensor, Tensor],
-        attended: tuple[Tensor, Tensor, Tensor | None],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
     ) -> None:
-        """As store() of k and v, then attend() from q to out and lse, by one kernel. Raises BadTensor, WrongState."""
+        """By one kernel; see stores_within()."""
         kind = self._kind_of(layer)
-        k, v = stored
         bound: Any = plan.kernels[kind].bound  # a StoringKernel, see stores_within; to ask it would take microseconds
-        call = self._forms.store_and_attend(step.prepared, layer, stored, attended) if self._prepares() else _AS_IT_IS
+        call = self._forms.store_and_attend(step.prepared, layer, q, k, v, out, lse) if self._prepares() else _AS_IT_IS
         if call is None:
             return
         tensors = step.of_kind[kind]
         self._check_kv(layer, k, v, tensors.slot_of_token.shape[0])
         new = NewRows(k, v, tensors.slot_of_token, tensors.counts, tensors.terms.null_page)
-        args, read = self._attend_args(step, plan, layer, attended)
+        read = self._read_by(step, kind)
+        args = self._attend_args(step, read, plan, layer, q, out, lse)
         with on_device(self._device), self._noting(step, call):
             bound.store_and_attend(args, new, read, plan.bounds)
 
     def both_again(self, step: DeviceStep, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
-        """Store k, v and attend from q to out as the layer did the last time, if it is given the same; whether it was.
-
-        Raises WrongState.
-        """
+        """Store and attend as the layer did the last time, if it is given the same; whether it was."""
         # What was joined was prepared for these views, and so for their plan's kernels.
         return self._prepares() and self._forms.both_again(step.prepared, layer, q, k, v, out)
 
     def join(self, step: DeviceStep, plan: StepPlan, layer: int) -> None:
         """The layer has stored and attended in one call."""
         # What is joined is launched without a look at whether a graph is captured: see attend.
-        if not isinstance(plan.kernels[self._kind_of_layer[layer]].bound, MixedAtOnce):
+        bound = plan.kernels[self._kind_of_layer[layer]].bound
+        if not isinstance(bound, MixedAtOnce) and self._launches_alone:
             self._forms.join(step.prepared, layer)
 
     def store_index(self, step: DeviceStep, layer: int, k: Tensor) -> None:
-        """As LayerCalls.store_index, for the tokens of step. Raises BadTensor."""
         problem, indexer = self._indexer(layer)
         kind = self._kind_of_layer[layer]
         tensors = step.of_kind[kind]
         self._check("index k", k, (tensors.slot_of_token.shape[0], indexer.head_dim), problem.dtype)
-        rows = k.unsqueeze(1)
+        rows, slots = k.unsqueeze(1), step.index_slots[kind]
+        pages, null_page = self._pool.index(layer), tensors.terms.null_page
         with on_device(self._device):
-            self._ops.store_kv(
-                rows,
-                rows,
-                step.index_slots[kind],
-                tensors.counts,
-                self._pool.index(layer),
-                null_page=tensors.terms.null_page,
-            )
+            self._ops.store_kv(rows, rows, slots, tensors.counts, pages, null_page=null_page)
 
     def select(self, step: DeviceStep, layer: int, q: Tensor, weights: Tensor | None) -> None:
-        """As LayerCalls.select, for the tokens of step. Raises BadTensor."""
         problem, indexer = self._indexer(layer)
         kind = self._kind_of_layer[layer]
         tensors, selected, sparse = step.of_kind[kind], step.selected[kind], self._selections[kind].sparse
         assert selected is not None
         assert sparse is not None
         assert sparse.indexer is not None
-        num_tokens = tensors.slot_of_token.shape[0]
         pages = self._pool.index(layer)
+        scale = pages.k_scale
+        if scale is not None and pages.format.scales is Scales.TOKEN:
+            scale = scale[:, 0]
         coded = pages.format.encoding.is_fp8 and q.dtype == pages.format.encoding.dtype
-        shape = num_tokens, indexer.num_heads, indexer.head_dim
+        shape = tensors.slot_of_token.shape[0], indexer.num_heads, indexer.head_dim
         self._check("index q", q, shape, q.dtype if coded else problem.dtype)
         if weights is not None:
             self._check("weights of index heads", weights, shape[:2], torch.float32)
-        args = IndexArgs(q, weights, _index_pages(pages), tensors.table, step.places)
+        args = IndexArgs(q, weights, IndexPages(pages.k[:, :, 0], scale), tensors.table, step.places)
         with on_device(self._device):
             sparse.indexer.select(args, selected, step.workspace)
             if self._checks_selections:
                 self._check_selection(step, selected, tensors)
 
     def give_selection(self, step: DeviceStep, layer: int, units: Tensor, counts: Tensor) -> None:
-        """As LayerCalls.give_selection, for the tokens of step. Raises BadTensor."""
         self._indexer(layer)
         kind = self._kind_of_layer[layer]
         tensors, selected = step.of_kind[kind], step.selected[kind]
@@ -258,12 +238,18 @@ class Layers:
             self._check_selection(step, selected, tensors)
 
     def _attend_args(
-        self, step: DeviceStep, plan: StepPlan, layer: int, attended: tuple[Tensor, Tensor, Tensor | None]
-    ) -> tuple[AttendArgs, StepTensors]:
-        """What the layer's kernel is given, and the step in the layer's space. attended: q, out, lse"""
-        q, out, lse = attended
+        self,
+        step: DeviceStep,
+        tensors: StepTensors,
+        plan: StepPlan,
+        layer: int,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> AttendArgs:
+        """What the layer's kernel is given. tensors: of the space that the layer reads in"""
         kind = self._kind_of_layer[layer]
-        row, problem, tensors = plan.kernels[kind].row, self.problem(layer), self._read_by(step, kind)
+        row, problem = plan.kernels[kind].row, self._selections[kind].problem
         self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
         if lse is not None and not row.limits.gives_lse(problem):
             raise BadTensor(f"{row.name} gives no lse; build the runtime of problems with wants_lse=True")
@@ -271,7 +257,7 @@ class Layers:
         # By position: names cost a tenth of the call.
         own = lse, weights.sinks, weights.alibi_slopes
         pages, schedule = self._pool.layer(layer), step.schedules[kind]
-        return AttendArgs(q, pages, tensors.table, step.queries, out, *own, schedule, step.workspace), tensors
+        return AttendArgs(q, pages, tensors.table, step.queries, out, *own, schedule, step.workspace)
 
     def _check_selection(self, step: DeviceStep, selected: Selection, tensors: StepTensors) -> None:
         """Set a bit of the step's error word where a selection is not what attention over it takes."""
@@ -280,25 +266,23 @@ class Layers:
         tensors.counts[ERROR_WORD : ERROR_WORD + 1].bitwise_or_((faults != 0).int() * BAD_SELECTION)
 
     def attend_selected(self, step: DeviceStep, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """As LayerCalls.attend_selected, for the tokens of step. Raises BadTensor, WrongState."""
-        problem = self.problem(layer)
-        kind = self._kind_of_layer[layer]
-        tensors, selected, sparse = self._read_by(step, kind), step.selected[kind], self._selections[kind].sparse
+        kind = self._kind_of(layer)
+        selection, tensors, selected = self._selections[kind], self._read_by(step, kind), step.selected[kind]
         assert selected is not None
-        assert sparse is not None
-        self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
+        assert selection.sparse is not None
+        self._check_rows(selection.problem, tensors.slot_of_token.shape[0], q, out, lse)
         sinks, pages = self._head_weights.of(layer).sinks, self._pool.layer(layer)
         args = SelectedArgs(q, pages, tensors.table, step.places, selected, out, lse, sinks, step.workspace)
         with on_device(self._device):
-            sparse.selected.attend(args)
+            selection.sparse.selected.attend(args)
 
     def fill_again(self, step: DeviceStep) -> bool:
         """Derive a step's metadata by the launches that were prepared for it; whether there are any."""
-        return self._prepares() and step.prepared.fill_again(self._stream())
+        return self._prepares() and step.prepared.fill.again(self._stream())
 
-    def noting_fill(self, step: DeviceStep) -> AbstractContextManager[None]:
-        """Prepare what derives a step's metadata meanwhile, where its views serve more than one step."""
-        return self._noting(step, FILL if self._prepares() and step.prepared.is_filled_again() else _AS_IT_IS)
+    def noting_fill(self, step: DeviceStep, only_launches: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Prepare what derives a step's metadata meanwhile, if that is launches alone."""
+        return step.prepared.fill.noting(step) if self._prepares() and only_launches() else nullcontext()
 
     def _prepares(self) -> bool:
         """Whether calls are prepared, and made again by what was prepared."""
@@ -337,7 +321,7 @@ class Layers:
     def _check_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork, num_tokens: int) -> None:
         problem, dim = self.problem(layer), q.shape[-1]
         if self._work_of_layer.get(layer) is not work:
-            check_work(problem, work, self._device)
+            _check_work(problem, work, self._device)
             self._work_of_layer[layer] = work
         if problem.pool is not PoolKind.LATENT or work.rope is None or dim != work.rope.dim:
             dim = problem.head_dim
@@ -351,9 +335,8 @@ class Layers:
             raise BadTensor(f"gate is {gate.dtype}; it must be floating point")
         if tuple(gate.shape) not in (shape, shape[:2]):
             raise BadTensor(f"gate has shape {list(gate.shape)}; it must be {list(shape)} or {list(shape[:2])}")
-        if gate.dim() == 2:
-            gate, shape = gate[..., None], (*shape[:2], 1)
-        self._check("gate", gate, shape, gate.dtype)
+        rows = gate if gate.dim() == 3 else gate[..., None]
+        self._check("gate", rows, tuple(rows.shape), gate.dtype)
 
     def _indexer(self, layer: int) -> tuple[Problem, Indexer]:
         """A layer's problem and its indexer. Raises BadTensor for a layer that does not exist or has none."""
@@ -391,14 +374,46 @@ def _no_stream() -> int:
     raise AssertionError("a CPU has no streams")
 
 
-def _index_pages(pages: LayerPages) -> IndexPages:
-    """As indexers read them."""
-    scale = pages.k_scale
-    is_per_token = pages.format.scales is Scales.TOKEN
-    return IndexPages(pages.k[:, :, 0], scale[:, 0] if scale is not None and is_per_token else scale)
+def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
+    """Raises BadTensor for a rope or norms that are not for the problem's rows, or elsewhere."""
+    is_latent = problem.pool is PoolKind.LATENT
+    if work.rope is not None:
+        _check_rope("rope", work.rope, problem.head_dim, device)
+        if is_latent and not work.rope.at_end:
+            raise BadTensor(
+                "rope turns the first elements of a latent layer's rows, which end with those that turn; "
+                "make the table with at_end=True"
+            )
+    if is_latent and work.v_norm is not None:
+        raise BadTensor("v_norm was given for a latent layer, whose V is part of K; normalise it by k_norm")
+    of_q, of_k, of_v = (
+        (work.q_norm, problem.head_dim),
+        (work.k_norm, problem.head_dim),
+        (work.v_norm, problem.v_head_dim),
+    )
+    for name, (norm, dim) in {"q_norm": of_q, "k_norm": of_k, "v_norm": of_v}.items():
+        if norm is None:
+            continue
+        # Of a latent layer the first elements of rows may be normalised alone.
+        if norm.dim > dim or (norm.dim < dim and not is_latent):
+            raise BadTensor(f"{name} has {norm.dim} weights; rows have {dim} elements")
+        _check_device(name, norm.weight, device)
 
 
-class StepLayers:
+def _check_rope(name: str, rope: RopeTable, dim: int, device: torch.device) -> None:
+    """Raises BadTensor for a table of more elements than a row has, or elsewhere."""
+    if rope.dim > dim:
+        raise BadTensor(f"{name} turns {rope.dim} elements; rows have {dim}")
+    _check_device(name, rope.cos_sin, device)
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {device}")
+
+
+@dataclass(slots=True, eq=False)
+class StepLayers(LayerCalls):
     """The layer calls of a part of a step, for as long as that step runs.
 
     require_running: raises WrongState when the step does not run
@@ -407,35 +422,21 @@ class StepLayers:
     part:            Part.number
     """
 
-    __slots__ = ("_layers", "_part", "_plan", "_require_running", "_selections", "_step", "_stores")
-
-    def __init__(
-        self,
-        layers: Layers,
-        step: DeviceStep,
-        plan: StepPlan,
-        require_running: Callable[[], None],
-        stores: StepStores,
-        selections: StepSelections,
-        part: int,
-    ) -> None:
-        self._stores = stores
-        self._selections = selections
-        self._part = part
-        self._layers = layers
-        self._step = step
-        self._plan = plan
-        self._require_running = require_running
+    _layers: Layers
+    _step: DeviceStep
+    _plan: StepPlan
+    _require_running: Callable[[], None]
+    _stores: StepStores
+    _selections: StepSelections
+    _part: int
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """As LayerCalls.store."""
         self._require_running()
         self._stores.before_store(self._part, layer)
         self._layers.store(self._step, self._plan, layer, k, v)
         self._stores.after_store(self._part, layer)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As LayerCalls.attend."""
         self._require_running()
         self._stores.before_attend(self._part, layer)
         self._layers.attend(self._step, self._plan, layer, q, out, lse)
@@ -443,7 +444,6 @@ class StepLayers:
     def store_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """store, then attend."""
         self._require_running()
         self._stores.before_store(self._part, layer)
         layers, step, plan = self._layers, self._step, self._plan
@@ -451,7 +451,7 @@ class StepLayers:
             self._stores.after_store(self._part, layer)
         elif layers.stores_within(plan, layer) and not (may_overlap(out, k) or may_overlap(out, v)):
             # In one launch a program may write to out before another one has read what lies there.
-            layers.store_and_attend(step, plan, layer, (k, v), (q, out, lse))
+            layers.store_and_attend(step, plan, layer, q, k, v, out, lse)
             self._stores.after_store(self._part, layer)
         else:
             layers.store(step, plan, layer, k, v)
@@ -461,44 +461,37 @@ class StepLayers:
                 layers.join(step, plan, layer)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """As LayerCalls.rope_and_store."""
         self._require_running()
         self._stores.before_store(self._part, layer)
         self._layers.rope_and_store(self._step, self._plan, layer, Projected(q, k, v, q_out), work)
         self._stores.after_store(self._part, layer)
 
     def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """As LayerCalls.rope_queries."""
         self._require_running()
         self._layers.rope_queries(self._step, layer, q, q_out, work)
 
     def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
-        """As LayerCalls.finish."""
         self._require_running()
         self._layers.finish(self._step, layer, out, gate, undo)
 
     def store_index(self, layer: int, k: Tensor) -> None:
-        """As LayerCalls.store_index."""
         self._require_running()
         self._stores.before_store(self._part, self._index_of(layer))
         self._layers.store_index(self._step, layer, k)
         self._stores.after_store(self._part, self._index_of(layer))
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """As LayerCalls.select."""
         self._require_running()
         self._stores.before_attend(self._part, self._index_of(layer))
         self._layers.select(self._step, layer, q, weights)
         self._selections.after_select(self._part, layer)
 
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
-        """As LayerCalls.give_selection."""
         self._require_running()
         self._layers.give_selection(self._step, layer, units, counts)
         self._selections.after_select(self._part, layer)
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As LayerCalls.attend_selected."""
         self._require_running()
         self._layers.problem(layer)
         self._selections.before_attend(self._part, layer)

@@ -7,43 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import Queries
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Need, StepTensors, Unit
-from rocm_attn.kernels.sparse.arguments import Indexing, TokenPlaces
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, NO_PARENT, Need, StepTensors, Unit
+from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing, TokenPlaces
 from rocm_attn.kernels.sparse.arguments import Selection as SelectedUnits
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import SpaceTable, Table
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
-    ALL_MEMORY_GUARDS,
-    DRAFT_PARENTS,
-    SELECTION_COUNTS,
-    SELECTION_UNITS,
     BufferSpec,
     MemoryGuards,
     StepBuffers,
     TableSizes,
-    draft_buffers,
     name_in,
-    one_after_another,
-    pool_slot_buffers,
-    pool_slots_name,
-    selection_buffers,
-    window_buffers,
-    window_name,
+    of_tokens,
 )
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan, keep_latest
 from rocm_attn.step.prepared import PreparedCalls
-from rocm_attn.step.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +74,7 @@ class DeviceStep:
         return self.spaces[0]
 
 
-@dataclass(frozen=True, slots=True)
-class StepPart:
-    """Memory of its own for steps.
-
-    views: of the buffers at an epoch of theirs, by the plan of the steps that use them; of steps that no graph replays
-           those of the latest plans
-    """
-
-    buffers: StepBuffers
-    workspace: Workspace
-    views: dict[StepPlan, tuple[int, tuple[DeviceStep, ...]]] = field(default_factory=dict)
-
-    def seal(self) -> None:
-        """From now on graphs read the addresses: growing raises."""
-        self.buffers.seal()
-        self.workspace.seal()
-
-
-def table_sizes(selections: Sequence[Selection], table: Table, mask_keys: int) -> TableSizes:
+def _table_sizes(selections: Sequence[Selection], table: Table, mask_keys: int, guards: MemoryGuards) -> TableSizes:
     """The sizes that serve all kernels of a runtime."""
     ahead = [kernel.row.reads_ahead for s in selections for kernel in s.kernels.values()]
     page_size = selections[0].problem.page_size
@@ -112,62 +85,52 @@ def table_sizes(selections: Sequence[Selection], table: Table, mask_keys: int) -
         table_width=round_up(table.width, multiple),
         row_tokens=table.width * page_size,
         mask_keys=mask_keys,
+        mask_room=guards.mask_room,
     )
 
 
 class StepMemory:
-    """Buffers and workspace for every step of a model.
+    """The buffers of every step of a model.
 
     kinds:     the layers, whose kernels say what they need
     mask_keys: keys before the new ones that masks of steps which graphs replay have room for; others have it for all
     """
 
     def __init__(
-        self,
-        kinds: LayerKinds,
-        table: Table,
-        device: torch.device,
-        guards: MemoryGuards = ALL_MEMORY_GUARDS,
-        *,
-        mask_keys: int = ALL_KEYS,
+        self, kinds: LayerKinds, table: Table, device: torch.device, guards: MemoryGuards, *, mask_keys: int = ALL_KEYS
     ) -> None:
-        self._selections = kinds.selections
+        self._selections, self._space_of_kind = kinds.selections, kinds.spaces
+        self._pools = pools_of(kinds)
         num_rows = table.spaces[0].entries.shape[0] - 1
         self._guards = replace(guards, capacity=guards.capacity.of_table(num_rows))
-        self._table = table
-        self._space_of_kind = kinds.spaces
-        self._sizes = replace(table_sizes(kinds.selections, table, mask_keys), mask_room=guards.mask_room)
-        self._pools = pools_of(kinds)
-        self._device = device
-        self._sealed, self._open = self.new_part(), self._part(replace(self._sizes, mask_keys=ALL_KEYS))
+        self._table, self._device = table, device
+        self._sizes = _table_sizes(kinds.selections, table, mask_keys, guards)
+        open_specs = self._specs(replace(self._sizes, mask_keys=ALL_KEYS))
+        self._sealed, self._open = self.new_part(), StepBuffers(open_specs, device, self._guards)
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor for everything that graphs read."""
-        workspace = self._sealed.workspace
-        return {**self._sealed.buffers.tensors(), "workspace": workspace.view(workspace.capacity)}
+        return self._sealed.tensors()
 
     @property
     def epochs(self) -> tuple[int, int]:
         """Another pair when views of a step that is not captured may hold memory that is given up."""
-        return self._sealed.buffers.epoch, self._open.buffers.epoch
-
-    @property
-    def num_bytes(self) -> int:
-        parts = (self._sealed, self._open)
-        return sum(part.buffers.num_bytes + part.workspace.capacity * 4 for part in parts)
+        return self._sealed.epoch, self._open.epoch
 
     def seal(self, shapes: Sequence[PaddedShape]) -> None:
         """Make room for steps of all these shapes and smaller ones, then fix every address that such steps read."""
-        self._make_room(self._sealed, shapes)
+        for shape in shapes:
+            self._sealed.ensure(shape)
         self._sealed.seal()
 
-    def part_for(self, shapes: Sequence[PaddedShape]) -> StepPart:
+    def part_for(self, shapes: Sequence[PaddedShape]) -> StepBuffers:
         """Room for steps of all these shapes and smaller ones, which nothing uses before it is taken."""
         part = self.new_part()
-        self._make_room(part, shapes)
+        for shape in shapes:
+            part.ensure(shape)
         return part
 
-    def take(self, part: StepPart) -> None:
+    def take(self, part: StepBuffers) -> None:
         """Use another part for steps that graphs replay; no graph that reads the old one may be replayed again."""
         self._sealed = part
 
@@ -176,54 +139,38 @@ class StepMemory:
 
         Raises CapacityExceeded when that is sealed.
         """
-        part = self._part_of(plan)
-        kept = part.views.get(plan)
-        if kept is None or kept[0] != part.buffers.epoch:
-            views = self.new_device_steps(plan)
-            kept = part.views[plan] = part.buffers.epoch, views
+        kept: dict[StepPlan, tuple[DeviceStep, ...]] = self._part_of(plan).views
+        views = kept.get(plan)
+        if views is None:
+            views = kept[plan] = self.new_device_steps(plan)
         if not plan.replayable:
-            keep_latest(part.views, plan, kept)
-        return kept[1]
+            keep_latest(kept, plan, views)
+        return views
 
     def new_device_steps(self, plan: StepPlan) -> tuple[DeviceStep, ...]:
         """As device_steps(), for callers that keep the views themselves."""
         part = self._part_of(plan)
-        epoch = part.buffers.epoch
-        part.buffers.ensure(plan.shape)
-        has_grown = part.workspace.ensure(words_of_children(plan.workspace_words, plan.shape.num_halves))
-        if not plan.replayable and (has_grown or part.buffers.epoch != epoch):
-            part.views.clear()  # they hold memory that was given up
+        part.ensure(plan.shape)
         return tuple(self._views(plan, part, child) for child in range(plan.shape.num_children))
 
-    def _part_of(self, plan: StepPlan) -> StepPart:
+    def _part_of(self, plan: StepPlan) -> StepBuffers:
         return self._sealed if plan.replayable else self._open
 
-    def new_part(self) -> StepPart:
+    def new_part(self) -> StepBuffers:
         """Memory for steps that graphs replay, which grows as they need it."""
-        return self._part(self._sizes)
+        return StepBuffers(self.specs, self._device, self._guards)
 
-    def _part(self, sizes: TableSizes) -> StepPart:
-        buffers = StepBuffers(self._all_specs(sizes), self._device, self._guards)
-        return StepPart(buffers, Workspace(self._device, self._guards))
-
-    def _make_room(self, part: StepPart, shapes: Sequence[PaddedShape]) -> None:
-        for shape in shapes:
-            part.buffers.ensure(shape)
-            kernels = (selection.kernel(shape.kind).bound for selection in self._selections)
-            words = max(kernel.workspace_words(shape.child) for kernel in kernels)
-            part.workspace.ensure(words_of_children(words, shape.num_halves))
-
-    def _views(self, plan: StepPlan, part: StepPart, child: int) -> DeviceStep:
+    def _views(self, plan: StepPlan, part: StepBuffers, child: int) -> DeviceStep:
         def view(name: str) -> Tensor:
-            return part.buffers.step_view(name, plan.shape, child)
+            return part.step_view(name, plan.shape, child)
 
-        words = plan.workspace_words
         spaces = {pages.space: self._space_views(plan, pages, view) for pages in self._table.spaces}
-        first = next(iter(spaces.values()))
-        of_window = {window: view(window_name(window)) for window in windows_of(self._selections)}
+        first, longest = next(iter(spaces.values())), (plan.bounds.max_q_len, plan.bounds.max_kv_len)
+        windows = _windows_of(self._selections)
+        of_window = {window: view(_window_name(window)) for window in windows if window != UNLIMITED_WINDOW}
         of_kind = tuple(
             replace(spaces[space], window_start=of_window[window]) if window in of_window else spaces[space]
-            for space, window in zip(self._space_of_kind, map(_window_of, self._selections), strict=True)
+            for space, window in zip(self._space_of_kind, windows, strict=True)
         )
         return DeviceStep(
             spaces=tuple(spaces.values()),
@@ -231,36 +178,28 @@ class StepMemory:
             windows=tuple((replace(first, window_start=at), window) for window, at in of_window.items())
             or ((first, ALL_KEYS),),
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
-            # The steps of a round of drafts follow each other, and use one.
-            workspace=part.workspace.view(words, self._guards.first_of_child(child // plan.shape.drafts.steps, words)),
+            workspace=view(WORKSPACE),
             queries=plan.bounds.queries(first),
-            places=TokenPlaces(
-                first.row_of_token,
-                first.position_of_token,
-                first.counts[1:2],
-                plan.bounds.max_q_len,
-                plan.bounds.max_kv_len,
-            ),
+            places=TokenPlaces(first.row_of_token, first.position_of_token, first.counts[1:2], *longest),
             selected=tuple(
-                None if indexing is None else self._selected(plan, part, child, indexing, first)
+                None if indexing is None else self._selected(plan.shape, view, indexing, first)
                 for indexing in indexings_of(self._selections)
             ),
             index_slots=tuple(
-                view(pool_slots_name(space, tokens)) if tokens > 1 else spaces[space].slot_of_token
+                view(_pool_slots_name(space, tokens)) if tokens > 1 else spaces[space].slot_of_token
                 for space, tokens in self._pools
             ),
-            parents=view(DRAFT_PARENTS).view(plan.shape.child.num_seqs, -1),
+            parents=view(_PARENTS).view(plan.shape.child.num_seqs, -1),
         )
 
     def _selected(
-        self, plan: StepPlan, part: StepPart, child: int, indexing: Indexing, step: StepTensors
+        self, shape: PaddedShape, view: Callable[[str], Tensor], indexing: Indexing, step: StepTensors
     ) -> SelectedUnits:
         """Where a selection lies. Every indexer's begins at the same place: the next one writes over it."""
-        num_tokens, sets = plan.shape.child.num_tokens, indexing.sets
-        units = part.buffers.step_view(SELECTION_UNITS, plan.shape, child)
-        counts = part.buffers.step_view(SELECTION_COUNTS, plan.shape, child)[: num_tokens * sets]
+        num_tokens, sets = shape.child.num_tokens, indexing.sets
+        counts = view(SELECTION_COUNTS)[: num_tokens * sets]
         return SelectedUnits(
-            units[: num_tokens * sets * indexing.width].view(num_tokens, sets, indexing.width),
+            view(SELECTION_UNITS)[: num_tokens * sets * indexing.width].view(num_tokens, sets, indexing.width),
             self._guards.selection_place(counts, step).view(num_tokens, sets),
             indexing.unit_tokens,
         )
@@ -269,27 +208,36 @@ class StepMemory:
         """A step in a space. view: name of a buffer -> what the child uses of it."""
         tensors = {name: view(name_in(pages.space, name) if field.of_space else name) for name, field in FIELDS.items()}
         tensors["block_table"] = tensors["block_table"].view(-1, self._sizes.table_width)
-        no_window = view(window_name(UNLIMITED_WINDOW))
+        no_window = view(_window_name(UNLIMITED_WINDOW))
         return StepTensors(**tensors, table=pages.entries, window_start=no_window, pads=plan.pads, terms=pages.terms)
 
     @property
     def specs(self) -> list[BufferSpec]:
-        """The buffers of steps that graphs replay, but for the schedules."""
+        """The buffers of steps that graphs replay."""
         return self._specs(self._sizes)
-
-    def _all_specs(self, sizes: TableSizes) -> list[BufferSpec]:
-        schedules = (_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections))
-        return [*self._specs(sizes), *schedules]
 
     def _specs(self, sizes: TableSizes) -> list[BufferSpec]:
         spaces = [pages.space for pages in self._table.spaces]
         needs = {space: self._needs_in(space, tuple(StepKind)) for space in spaces}
         of_drafts = {space: self._needs_in(space, (StepKind.DECODE, StepKind.MASKED)) for space in spaces}
+        specs = list(sizes.buffers(needs, of_drafts))
+        if any(Need.MASK in each for each in needs.values()):  # which branches of drafts ask for
+            specs.append(BufferSpec(_PARENTS, Unit.DRAFT, torch.int32, _parents_of_drafts, NO_PARENT, of_round=True))
+        windows = set(_windows_of(self._selections)) - {UNLIMITED_WINDOW}
+        specs += [BufferSpec(_window_name(each), Unit.TOKEN, torch.int32, _masked_tokens, 0) for each in windows]
+        # Where indexers write what they have chosen, one after the other.
         indexings = [indexing for indexing in indexings_of(self._selections) if indexing is not None]
-        pools = pool_slot_buffers([(space, tokens) for space, tokens in self._pools if tokens > 1])
-        windows = window_buffers(windows_of(self._selections))
-        declared = *sizes.buffers(needs, of_drafts), *draft_buffers(needs), *windows
-        return [*declared, *selection_buffers(indexings), *pools]
+        if indexings:
+            units, sets = max(each.sets * each.width for each in indexings), max(each.sets for each in indexings)
+            specs.append(of_tokens(SELECTION_UNITS, units, NO_UNIT, of_round=True))
+            specs.append(of_tokens(SELECTION_COUNTS, sets, of_round=True))
+        pools = dict.fromkeys((space, tokens) for space, tokens in self._pools if tokens > 1)
+        specs += [of_tokens(_pool_slots_name(*pool)) for pool in pools]
+        for kind, selection in enumerate(self._selections):
+            words = partial(_schedule_words, selection)
+            specs.append(BufferSpec(_schedule_name(kind), Unit.WORD, torch.int32, words, pad=0))
+        words = partial(_workspace_words, self._selections)
+        return [*specs, BufferSpec(WORKSPACE, Unit.WORD, torch.float32, words, 0, of_round=True, exact=True)]
 
     def _needs_in(self, space: Space, kinds: Collection[StepKind]) -> set[Need]:
         """The needs of a space's kernels for these kinds of steps, besides lengths and the table."""
@@ -304,16 +252,10 @@ def indexings_of(selections: Sequence[Selection]) -> list[Indexing | None]:
     return [None if isinstance(indexer, AllKeys) else indexer.indexing for indexer in indexers]
 
 
-def windows_of(selections: Sequence[Selection]) -> tuple[int, ...]:
-    """window_left of layers that masks are for, each once."""
-    windows = (_window_of(selection) for selection in selections)
-    return tuple(dict.fromkeys(window for window in windows if window != UNLIMITED_WINDOW))
-
-
-def _window_of(selection: Selection) -> int:
-    """window_left of a layer that masks are for; UNLIMITED_WINDOW of others, in which no mask is looked at."""
-    problem = selection.problem
-    return problem.window_left if problem.custom_mask else UNLIMITED_WINDOW
+def _windows_of(selections: Sequence[Selection]) -> list[int]:
+    """window_left per kind of layer; UNLIMITED_WINDOW where no mask is looked at."""
+    problems = [selection.problem for selection in selections]
+    return [problem.window_left if problem.custom_mask else UNLIMITED_WINDOW for problem in problems]
 
 
 def pools_of(kinds: LayerKinds) -> tuple[tuple[Space, int], ...]:
@@ -323,19 +265,44 @@ def pools_of(kinds: LayerKinds) -> tuple[tuple[Space, int], ...]:
     return tuple(zip(kinds.spaces, tokens, strict=True))
 
 
-def words_of_children(words: int, num_children: int) -> int:
-    """Words for all parts of a step that have some of their own, each of which needs this many."""
-    return one_after_another(num_children - 1, words) + words
+WORKSPACE = "workspace"
+
+
+def _workspace_words(selections: Sequence[Selection], shape: PaddedShape) -> int:
+    """Scratch memory that layers' kernels use one after the other: as large as the largest need, content undefined.
+
+    The draft steps of a round follow each other and share it; halves may run at the same time and have a part each.
+    """
+    return max(selection.kernel(shape.kind).bound.workspace_words(shape) for selection in selections)
+
+
+_PARENTS = "draft_parents"  # of each draft of a round, whose child it is
+SELECTION_UNITS, SELECTION_COUNTS = "selection_units", "selection_counts"
+
+
+def _parents_of_drafts(shape: PaddedShape) -> int:
+    drafts = shape.drafts
+    return shape.num_seqs * drafts.tokens if isinstance(drafts, Drafts) and drafts.branches > 1 else 0
+
+
+def _window_name(window_left: int) -> str:
+    """The buffer of the first keys of new tokens' windows, in masked steps."""
+    return f"window_start_{window_left}"
+
+
+def _masked_tokens(shape: PaddedShape) -> int:
+    return shape.num_tokens if shape.kind.extra is Extra.MASK else 0
+
+
+def _pool_slots_name(space: Space, key_tokens: int) -> str:
+    """The buffer of the slots of index keys that stand for so many tokens each."""
+    return name_in(space, f"slot_of_pool_{key_tokens}")
 
 
 def _schedule_name(kind: int) -> str:
     return f"schedule_{kind}"
 
 
-def _schedule_spec(kind: int, selection: Selection) -> BufferSpec:
+def _schedule_words(selection: Selection, shape: PaddedShape) -> int:
     """The schedule of a kind of layer; one buffer serves all kinds of step."""
-
-    def words(shape: PaddedShape) -> int:
-        return selection.kernel(shape.kind).bound.schedule.words(shape)
-
-    return BufferSpec(_schedule_name(kind), Unit.WORD, torch.int32, words, pad=0)
+    return selection.kernel(shape.kind).bound.schedule.words(shape)

@@ -30,13 +30,12 @@ def merge_states(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
     """
     _check(sides)
     merged, merged_lse = sides[0]
-    dtype, last = merged.dtype, len(sides) - 1
-    if last == 0:
-        # As a merge with a side that has seen nothing: a token that sees no key gets 0, whatever its side holds there.
-        sides = [*sides, (merged, torch.full_like(merged_lse, float("-inf")))]
-        last = 1
-    for place, (out, lse) in enumerate(sides[1:], 1):
-        target = torch.empty(out.shape, dtype=dtype if place == last else torch.float32, device=out.device)
+    dtype, others = merged.dtype, list(sides[1:])
+    if not others:
+        # A side that has seen nothing: a token that sees no key gets 0, whatever its only side holds there.
+        others = [(merged, torch.full_like(merged_lse, float("-inf")))]
+    for left, (out, lse) in zip(reversed(range(len(others))), others, strict=True):
+        target = torch.empty(out.shape, dtype=torch.float32 if left else dtype, device=out.device)
         target_lse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
         merge_into(merged, merged_lse, out, lse, target, target_lse)
         merged, merged_lse = target, target_lse

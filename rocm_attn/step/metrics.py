@@ -1,4 +1,4 @@
-"""Metrics: what steps have come to so far, in numbers.
+"""Metrics: counts and times of steps and requests, and Prometheus' text format of them, version 0.0.4.
 
 A metric is one field of Metrics: its help, its words and its kind. The object that sees an event counts it there;
 snapshots, their text, their JSON, what Prometheus reads, and the reports of the engine and the command line follow from
@@ -9,51 +9,93 @@ the field.
 
 from __future__ import annotations
 
-import enum
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import FrozenInstanceError, dataclass, field, fields
+from functools import partial
 from typing import Any, NoReturn
 
-from rocm_attn.step.durations import Durations
-from rocm_attn.step.exposition import heading, histogram, sample, text_of
+# Upper bounds in seconds, 1-2-5 from 10 us to 500 s; what took longer is in the last bucket, which has none.
+BOUNDS = tuple(digit * 10.0**power for power in range(-5, 3) for digit in (1, 2, 5))
 
 
-class MetricKind(enum.Enum):
-    """How a metric moves, in Prometheus' words. A state is a text, empty where there is nothing to say."""
+@dataclass(slots=True)
+class Durations:
+    """How long something took each time: counts in buckets that are the same for ever, and a sum.
 
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-    STATE = "state"
+    Counts of several servers, and of one server at several moments, can be added and subtracted. Noting one takes less
+    than a microsecond, and no memory.
+
+    counts:  of each bucket of BOUNDS, bounds included, and of what took longer
+    total:   seconds, of all together
+    longest: seconds
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    total: float = 0.0
+    longest: float = 0.0
+
+    def note(self, seconds: float, times: int = 1) -> None:
+        """It took so long, so many times."""
+        self.counts[bisect_left(BOUNDS, seconds)] += times
+        self.total += seconds * times
+        if seconds > self.longest:
+            self.longest = seconds
+
+    @property
+    def count(self) -> int:
+        """How often."""
+        return sum(self.counts)
+
+    def quantile(self, share: float) -> float:
+        """Seconds that this share of all took at most: the bound of a bucket, or the longest of all."""
+        left = share * self.count
+        for bound, count in zip(BOUNDS, self.counts, strict=False):
+            left -= count
+            if left <= 0:
+                return min(bound, self.longest)
+        return self.longest
+
+    def copy(self) -> Durations:
+        """Durations that do not change when these do."""
+        return Durations(list(self.counts), self.total, self.longest)
+
+    def as_dict(self) -> dict[str, float]:
+        """For JSON."""
+        return {
+            "count": self.count,
+            "total": self.total,
+            "p50": self.quantile(0.5),
+            "p99": self.quantile(0.99),
+            "longest": self.longest,
+        }
+
+    def __bool__(self) -> bool:
+        return self.longest > 0
+
+    def __str__(self) -> str:
+        """In words."""
+        return f"p50 {_span(self.quantile(0.5))}, p99 {_span(self.quantile(0.99))}, longest {_span(self.longest)}"
 
 
-def _metric(help: str, words: str, start: int | float | str = 0, kind: MetricKind = MetricKind.COUNTER) -> Any:
-    """A field that begins with `start`. help: what it is; words: its text, with the value in the place of {}"""
-    return field(default=start, metadata={"help": help, "words": words, "kind": kind})
+def _metric(kind: str, start: type, help: str, words: str) -> Any:
+    """A field that begins with start().
+
+    kind:  Prometheus' word for how it moves
+    help:  what it is
+    words: its text, with the value in the place of {}
+    """
+    return field(default_factory=start, metadata={"help": help, "words": words, "kind": kind})
 
 
-def _counter(help: str, words: str, start: int | float = 0) -> Any:
-    """What has happened since a runner was built."""
-    return _metric(help, words, start)
-
-
-def _gauge(help: str, words: str) -> Any:
-    """What is so at the moment of a snapshot."""
-    return _metric(help, words, 0, MetricKind.GAUGE)
-
-
-def _state(help: str, words: str) -> Any:
-    """A sentence."""
-    return _metric(help, words, "", MetricKind.STATE)
-
-
-def _reasons(help: str, words: str) -> Any:
-    """Counts by reason."""
-    return field(default_factory=dict, metadata={"help": help, "words": words, "kind": MetricKind.COUNTER})
-
-
-def _durations(help: str, words: str) -> Any:
-    """How long something took each time."""
-    return field(default_factory=Durations, metadata={"help": help, "words": words, "kind": MetricKind.HISTOGRAM})
+# Counters count since a runner was built, reasons do so by reason; a gauge holds at the moment of a snapshot.
+# A state is a sentence, empty where there is nothing to say.
+_counter = partial(_metric, "counter", int)
+_seconds = partial(_metric, "counter", float)
+_reasons = partial(_metric, "counter", dict)
+_gauge = partial(_metric, "gauge", int)
+_state = partial(_metric, "gauge", str)
+_durations = partial(_metric, "histogram", Durations)
 
 
 @dataclass(slots=True)
@@ -70,7 +112,7 @@ class Metrics:
         "{} without the graph that their size may have",
     )
     captures: int = _counter("graphs made", "{} graphs made")
-    capture_seconds: float = _counter("time spent making and checking graphs", "{:.1f} s making graphs", 0.0)
+    capture_seconds: float = _seconds("time spent making and checking graphs", "{:.1f} s making graphs")
     real_seqs: int = _counter("sequences over all steps", "{} sequences in all steps")
     padded_seqs: int = _counter("padded sequences that came on top of them", "{} padded sequences beside them")
     faults: int = _counter("faults that the device has reported", "{} device faults")
@@ -93,7 +135,7 @@ class Metrics:
     accepted_drafts: int = _counter("of them, those that were right", "{} of them accepted")
     prompt_tokens: int = _counter("tokens of the prompts of all requests that were taken", "{} prompt tokens")
     new_tokens: int = _counter("tokens generated", "{} new tokens")
-    seconds: float = _counter("time spent in steps, making graphs included", "{:.1f} s in steps", 0.0)
+    seconds: float = _seconds("time spent in steps, making graphs included", "{:.1f} s in steps")
     step_seconds: Durations = _durations("wall time of a step, from scheduling it to its tokens", "a step {}")
     host_seconds: Durations = _durations(
         "time that the host took to schedule and launch a step; a CPU computes it in that time", "of it the host {}"
@@ -171,8 +213,8 @@ class Metrics:
         lines: list[str] = []
         for each in fields(self):
             kind, value = each.metadata["kind"], getattr(self, each.name)
-            name = f"{prefix}_{each.name}_total" if kind is MetricKind.COUNTER else f"{prefix}_{each.name}"
-            lines += heading(name, each.metadata["help"], "gauge" if kind is MetricKind.STATE else kind.value)
+            name = f"{prefix}_{each.name}_total" if kind == "counter" else f"{prefix}_{each.name}"
+            lines += heading(name, each.metadata["help"], kind)
             if isinstance(value, Durations):
                 lines += histogram(name, value)
             elif isinstance(value, dict):
@@ -188,8 +230,7 @@ class Metrics:
 
     def lines(self) -> list[str]:
         """Every metric that is not zero or empty, in words: a line of counts, and a line of times."""
-        counts: list[str] = []
-        times: list[str] = []
+        counts, times = list[str](), list[str]()
         for each in fields(self):
             value = getattr(self, each.name)
             if value:
@@ -226,8 +267,43 @@ class _Snapshot(Metrics):
         raise FrozenInstanceError(f"{name} of a snapshot cannot be set; the runner that it was taken of counts on")
 
 
+def _span(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{1e3 * seconds:.4g} ms"
+
+
 def _in_words(value: object) -> object:
     """A value as it is put into the words of its metric."""
     if isinstance(value, dict):
         return f"{sum(value.values())} ({', '.join(f'{count}: {reason}' for reason, count in value.items())})"
     return value
+
+
+def heading(name: str, help: str, of_type: str) -> list[str]:
+    """The two lines that stand above a metric's samples. of_type: "counter", "gauge" or "histogram"."""
+    escaped = help.replace("\\", "\\\\").replace("\n", "\\n")
+    return [f"# HELP {name} {escaped}", f"# TYPE {name} {of_type}"]
+
+
+def sample(name: str, value: float, **labels: str) -> str:
+    """One value."""
+    in_braces = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+    return f"{name}{{{in_braces}}} {value}" if labels else f"{name} {value}"
+
+
+def histogram(name: str, value: Durations, **labels: str) -> list[str]:
+    """Durations: how many took at most as long as each bound, their sum in seconds, and their number."""
+    lines, below = [], 0
+    for bound, count in zip((*BOUNDS, float("inf")), value.counts, strict=True):
+        below += count
+        le = "+Inf" if bound == float("inf") else format(bound, "g")
+        lines.append(sample(f"{name}_bucket", below, **labels, le=le))
+    return [*lines, sample(f"{name}_sum", value.total, **labels), sample(f"{name}_count", below, **labels)]
+
+
+def text_of(lines: Iterable[str]) -> str:
+    """What a scrape gets; texts of several sources may follow one another, if no metric is in two of them."""
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

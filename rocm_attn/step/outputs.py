@@ -6,7 +6,7 @@ say which it is: in a decode step S and T are equal, and in others they may be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -47,29 +47,21 @@ def leaves_of(outputs: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
         raise BadTensor(f"forward returned {_article(type(outputs).__name__)}{_at(path)}; {_ALLOWED}")
 
 
-def map_leaves(outputs: Outputs, per_seq: Callable[[Tensor], Tensor], per_token: Callable[[Tensor], Tensor]) -> Outputs:
-    """The same tree with its tensors changed, those with a row for each sequence by one function, PerToken by another.
-
-    outputs: as leaves_of() takes it
-    """
-    return cast(Outputs, _mapped(outputs, per_seq, per_token))
-
-
-def _mapped(tree: Any, per_seq: Callable[[Tensor], Tensor], per_token: Callable[[Tensor], Tensor]) -> Any:
-    if tree is None:
-        return None
-    if isinstance(tree, Tensor):
-        return per_seq(tree)
-    if isinstance(tree, PerToken):
-        return PerToken(per_token(tree.tensor))
-    return with_branches(tree, [_mapped(branch, per_seq, per_token) for _, branch in branches_of(tree)])
-
-
 def real_rows(outputs: Outputs, num_seqs: int, num_tokens: int) -> Outputs:
     """The outputs without what they hold for pads: [num_seqs, ...], and [num_tokens, ...] of PerToken. No copies."""
     if isinstance(outputs, Tensor):  # of most forwards
         return outputs if outputs.shape[0] == num_seqs else outputs[:num_seqs]  # type: ignore[return-value]
-    return map_leaves(outputs, lambda rows: rows[:num_seqs], lambda rows: rows[:num_tokens])
+    return cast(Outputs, _cut(outputs, num_seqs, num_tokens))
+
+
+def _cut(tree: Any, num_seqs: int, num_tokens: int) -> Any:
+    if tree is None:
+        return None
+    if isinstance(tree, Tensor):
+        return tree[:num_seqs]
+    if isinstance(tree, PerToken):
+        return PerToken(tree.tensor[:num_tokens])
+    return with_branches(tree, [_cut(branch, num_seqs, num_tokens) for _, branch in branches_of(tree)])
 
 
 def require_rows(outputs: object, num_seqs: int, num_tokens: int) -> None:

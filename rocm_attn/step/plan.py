@@ -10,7 +10,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.metadata.step_tensors import Pads
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.providers.contract import BoundKernel, LayerKernel, StepBounds
-from rocm_attn.step.prepared import is_prepared
+from rocm_attn.step.prepared import works_by_launches
 
 # Plans of steps that no graph replays, of which the latest are kept, and with them views and prepared calls: chunks of
 # prompts come in few sizes at a time, but in ever other ones.
@@ -52,7 +52,6 @@ class StepPlan:
     bounds:          what the host knows of the step, or of each half of a split one
     pads:            what padded sequences hold
     replayable:      whether the step may run as a graph
-    workspace_words: float32 words that the kernels of one child share
     schedule_of_kind: per kind of layer, the first kind whose kernel builds the same schedule
     num_halves, draft_steps: of the shape; each step looks at them
     prepared_of_kind: per kind of layer, whether calls of its kernel may be made again by their launches (prepared.py)
@@ -63,7 +62,6 @@ class StepPlan:
     bounds: StepBounds
     pads: Pads
     replayable: bool
-    workspace_words: int
     schedule_of_kind: tuple[int, ...]
     prepared_of_kind: tuple[bool, ...]
     num_halves: int = field(init=False)
@@ -124,7 +122,6 @@ def make_plan(
         bounds=StepBounds(shape.child, max_q_len, max_kv_len),
         pads=Pads(max(kernel.row.min_kv_len for kernel in kernels), shape.pad_q_len),
         replayable=may_capture and all(kernel.row.graph_safe for kernel in kernels),
-        workspace_words=max(kernel.bound.workspace_words(shape.child) for kernel in kernels),
         schedule_of_kind=tuple(schedules.index(schedule) for schedule in schedules),
-        prepared_of_kind=tuple(is_prepared(kernel.bound, shape.child) for kernel in kernels),
+        prepared_of_kind=tuple(works_by_launches(kernel.bound, "attend", shape.child) for kernel in kernels),
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,10 +35,9 @@ from rocm_attn.kernels.driver_call import (
     driver_call,
     with_maps,
 )
-from rocm_attn.kernels.launch import Launch, does_only_launch, note_launches
+from rocm_attn.kernels.launch import Launch, does_only_launch, is_observed, note_launches
 from rocm_attn.paging.storage import Pool
 from rocm_attn.providers.by_tokens import KernelByTokens, SchedulesByTokens
-from rocm_attn.providers.contract import BoundKernel, Schedule
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 
 # The check of torch's compiler; None in a torch that has it no longer, as it is no public name.
@@ -52,42 +51,24 @@ _MOST_FORMS = 64
 Launches = tuple[tuple[Run, tuple[object, ...]], ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PreparedCall:
     """The launches of a call, for any addresses of its tensors.
 
-    launches:  what runs each, and what puts its arguments together of (stream, *addresses, *maps, *constants)
+    made_of:   what runs each, and what puts its arguments together of (stream, *addresses, *maps, *constants)
     maps:      what makes maps of descriptors, each of the address with this number among the values
     constants: everything that calls of the form have in common
     """
 
-    __slots__ = ("_constants", "_launches", "_maps")
-
-    def __init__(
-        self,
-        launches: Sequence[tuple[Run, Arguments]],
-        maps: Sequence[tuple[int, MapOf]],
-        constants: tuple[object, ...],
-    ) -> None:
-        self._launches = tuple(launches)
-        self._maps = tuple(maps)
-        self._constants = constants
-
-    def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """Launch on a stream, by its handle. addresses: of the tensors that the call was prepared with, in order"""
-        values = self._values(stream, addresses)
-        for run, arguments in self._launches:
-            run(*arguments(values))
+    made_of: Sequence[tuple[Run, Arguments]]
+    maps: Sequence[tuple[int, MapOf]]
+    constants: tuple[object, ...]
 
     def launches(self, stream: int, addresses: tuple[int, ...]) -> Launches:
-        """What a call of these launches."""
-        values = self._values(stream, addresses)
-        return tuple([(run, arguments(values)) for run, arguments in self._launches])
-
-    def _values(self, stream: int, addresses: tuple[int, ...]) -> tuple[object, ...]:
-        if not self._maps:
-            return (stream, *addresses, *self._constants)
-        maps = [map_of(addresses[number - 1]) for number, map_of in self._maps]
-        return (stream, *addresses, *maps, *self._constants)
+        """What a call launches on a stream, by its handle. addresses: of its tensors, in the order of the first ones"""
+        maps = [map_of(addresses[number - 1]) for number, map_of in self.maps]
+        values = (stream, *addresses, *maps, *self.constants)
+        return tuple([(run, arguments(values)) for run, arguments in self.made_of])
 
 
 # The stream's handle; then the addresses, 0 for what is not there, and the forms of the tensors that are the call's.
@@ -107,14 +88,51 @@ class LastCall(NamedTuple):
     same: Callable[..., bool] | None = None
 
 
-# Two tensors of a call.
-Pair = tuple[Tensor, Tensor]
-# No stream has this handle.
-_NEVER: tuple[int, Launches] = (-1, ())
+LastCalls = dict[int, LastCall]  # by layer
 # Of a layer that was called once: what it launched is kept from the second time on, as many views serve one step.
 _NOT_KEPT = LastCall((-1, (), ()), (None, None), ())
 
 
+@dataclass(slots=True, eq=False)
+class SameLaunches:
+    """Launches that are made over and over with the same tensors.
+
+    The first two times the launcher makes them, and the second time they are noted; after that they are handed to the
+    driver: nothing is looked at, and no tensor is asked where it lies. So the tensors must stay as they are, and what
+    they hold may change.
+    """
+
+    _made: tuple[int, Launches] = (-1, ())  # no stream has this handle
+    _prepared: PreparedCall | None = None
+    _were_made: bool = False
+
+    def again(self, stream: int) -> bool:
+        """Launch what was noted on a stream, by its handle; whether something was."""
+        if self._prepared is None:
+            return False
+        if self._made[0] != stream:
+            self._made = stream, self._prepared.launches(stream, ())
+        for run, arguments in self._made[1]:
+            run(*arguments)
+        return True
+
+    @contextmanager
+    def noting(self, memory: object) -> Iterator[None]:
+        """The launches are made meanwhile, by a launcher that does nothing else.
+
+        memory: a tree of the tensors that they are given
+        """
+        if not self._were_made:  # many come once, for which nothing is worth noting
+            self._were_made = True
+            yield
+            return
+        with note_launches() as notes:
+            yield
+        if notes.is_whole:
+            self._prepared = prepare(notes.launches, (), _storages(memory))
+
+
+@dataclass(slots=True, eq=False)
 class PreparedCalls:
     """The calls that were made of one step's layers, by their form. It goes when the step's views do.
 
@@ -124,35 +142,16 @@ class PreparedCalls:
     stored, roped, attended: the last call of each layer
     both: the last two, or one of the two together, where a layer stored and attended in one call: given as both were,
           owned as attend is
+    fill: what derives the step's metadata
     """
 
-    __slots__ = ("_filled", "_is_filled", "_owned", "attended", "both", "by_form", "roped", "stored")
-
-    def __init__(self) -> None:
-        self.by_form: dict[Hashable, PreparedCall] = {}
-        self.stored: dict[int, LastCall] = {}
-        self.roped: dict[int, LastCall] = {}
-        self.attended: dict[int, LastCall] = {}
-        self.both: dict[int, LastCall] = {}
-        self._is_filled = False
-        self._filled: tuple[int, Launches] = _NEVER
-        self._owned: frozenset[int] = frozenset()
-
-    def fill_again(self, stream: int) -> bool:
-        """Launch what FILL was prepared to, on a stream; whether it was prepared."""
-        prepared = self.by_form.get(FILL.form)
-        if prepared is None:
-            return False
-        if self._filled[0] != stream:
-            self._filled = stream, prepared.launches(stream, ())
-        for run, arguments in self._filled[1]:
-            run(*arguments)
-        return True
-
-    def is_filled_again(self) -> bool:
-        """Whether the step's views were filled before: many serve one step, for which nothing is worth preparing."""
-        was_filled, self._is_filled = self._is_filled, True
-        return was_filled
+    by_form: dict[Hashable, PreparedCall] = field(default_factory=dict)
+    stored: LastCalls = field(default_factory=dict)
+    roped: LastCalls = field(default_factory=dict)
+    attended: LastCalls = field(default_factory=dict)
+    both: LastCalls = field(default_factory=dict)
+    fill: SameLaunches = field(default_factory=SameLaunches)
+    _owned: frozenset[int] = frozenset()
 
     @contextmanager
     def noting(self, call: Call, memory: object) -> Iterator[None]:
@@ -162,12 +161,43 @@ class PreparedCalls:
         """
         with note_launches() as notes:
             yield
-        is_clear = notes.is_whole and call.is_alone and not _are_odd(call.addresses)
+        own, of_layer = set(call.addresses[: call.num_own]), set(call.addresses[call.num_own :])
+        # Of a tensor that begins where one of the layer does, launches do not say which they were given.
+        is_clear = notes.is_whole and not (own & of_layer) - {0} and not _are_odd(call.addresses)
         if is_clear and len(self.by_form) < _MOST_FORMS:
-            self._owned = self._owned or frozenset(_storage(tensor) for tensor in tensors_in(memory))
+            self._owned = self._owned or _storages(memory)
             prepared = prepare(notes.launches, call.addresses, self._owned)
             if prepared is not None:
                 self.by_form[call.form] = prepared
+
+
+class RepeatedLauncher:
+    """A launcher with its arguments, which are the same at each call; see SameLaunches.
+
+    A launcher that does more than to launch, or launches on no GPU, is called each time.
+
+    stream:    gives the handle of the current stream; None: there is none, as on a CPU
+    launcher:  one of only_launches(), if its launches are to be kept
+    arguments: its own; tensors on the device, or in pinned memory of the host
+    """
+
+    __slots__ = ("_arguments", "_launches", "_stream", "launcher")
+
+    def __init__(
+        self, stream: Callable[[], int] | None, launcher: Callable[..., object], *arguments: object, **options: object
+    ) -> None:
+        self.launcher = partial(launcher, *arguments, **options)
+        self._arguments = arguments
+        self._launches = SameLaunches()
+        self._stream = stream if does_only_launch(launcher) else None
+
+    def __call__(self) -> None:
+        """Launch on the current stream."""
+        if self._stream is None or is_observed():
+            self.launcher()
+        elif not self._launches.again(self._stream()):
+            with self._launches.noting(self._arguments):
+                self.launcher()
 
 
 def prepare(launches: Sequence[Launch], addresses: tuple[int, ...], owned: frozenset[int]) -> PreparedCall | None:
@@ -229,26 +259,20 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def is_prepared(kernel: BoundKernel, shape: PaddedShape) -> bool:
-    """Whether all work of a kernel in steps of a shape, and of those that it is made of, is launches.
+def _storages(tree: object) -> frozenset[int]:
+    return frozenset(_storage(tensor) for tensor in tensors_in(tree))
 
-    What forks a stream in a capture does so in no other step: see Layers.attend.
+
+def works_by_launches(value: Any, method: str, shape: PaddedShape) -> bool:
+    """Whether all that a kernel's "attend", or a schedule's "build", does in steps of a shape is launches.
+
+    A kernel that forks a stream in a capture does so in no other step: see Layers.attend.
     """
-    return _only_launches(kernel, "attend", shape)
-
-
-def builds_by_launches(schedule: Schedule, shape: PaddedShape) -> bool:
-    """Whether all work that builds a schedule of steps of a shape, and those that it is made of, is launches."""
-    return _only_launches(schedule, "build", shape)
-
-
-def _only_launches(value: Any, name: str, shape: PaddedShape) -> bool:
-    """Whether a method does nothing but launch, and that of every part that has one and serves steps of the shape."""
     if isinstance(value, (KernelByTokens, SchedulesByTokens)):
         value = value.of_shape(shape)
     parts: list[Any] = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
-    of_parts = (_only_launches(part, name, shape) for part in parts if hasattr(part, name))
-    return does_only_launch(getattr(type(value), name)) and all(of_parts)
+    of_parts = (works_by_launches(part, method, shape) for part in parts if hasattr(part, method))
+    return does_only_launch(getattr(type(value), method)) and all(of_parts)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
@@ -285,15 +309,9 @@ class Call(NamedTuple):
     addresses: tuple[int, ...]
     num_own: int
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether no tensor of the call begins where one of the layer does: launches could be given either."""
-        own, of_layer = set(self.addresses[: self.num_own]), set(self.addresses[self.num_own :])
-        return not (own & of_layer) - {0}
 
-
-# What derives a step's metadata. All of its memory is the step's.
-FILL = Call("fill", (), 0)
+# What a layer's launches read beside a call's own tensors: its pages, and what is done to rows or its head weights.
+Owners = tuple[LayerPages, QkvWork | HeadWeights | None]
 
 
 class _LayerMemory(NamedTuple):
@@ -304,7 +322,7 @@ class _LayerMemory(NamedTuple):
     layout:    a number that only layers of this kind with tensors of these forms have
     """
 
-    owners: tuple[object, object]
+    owners: Owners
     addresses: tuple[int, ...]
     layout: int
 
@@ -319,67 +337,52 @@ class LayerForms:
     def __init__(
         self, kind_of_layer: Sequence[int], pool: Pool, head_weights: LayerHeadWeights, stream: Callable[[], int]
     ) -> None:
-        self._kind_of_layer = kind_of_layer
-        self._pool = pool
-        self._head_weights = head_weights
+        self._kind_of_layer, self._pool, self._head_weights = kind_of_layer, pool, head_weights
         self._stream = stream
         self._numbers: dict[Hashable, int] = {}
-        self._written: dict[int, _LayerMemory] = {}
-        self._read: dict[int, _LayerMemory] = {}
-        self._roped: dict[int, _LayerMemory] = {}
+        self._memories: dict[tuple[str, int], _LayerMemory] = {}
 
     # What follows runs at every layer of every eager step. So what is given is written out, in a tuple that is compared
     # before it is hashed, and with addresses first: mostly they differ where something does.
 
     def store(self, prepared: PreparedCalls, layer: int, k: Tensor, v: Tensor) -> Call | None:
-        """Make Layers.store again, if one of its form was prepared. The call, where it was not made."""
+        """Make a call of Layers.store if one of its form was prepared; else return it, so that it can be."""
         pages = self._pool.layer(layer)
-        of_k, of_v = (k.shape, k.stride(), k.dtype, k.device), (v.shape, v.stride(), v.dtype, v.device)
-        given = self._stream(), (k.data_ptr(), v.data_ptr()), (of_k, of_v)
+        given = self._stream(), (k.data_ptr(), v.data_ptr()), (_form(k), _form(v))
         if _made_again(prepared.stored.get(layer, _NOT_KEPT), given, pages, None):
             return None
-        memory = self._written.get(layer)
-        if memory is None or memory.owners[0] is not pages:
-            memory = self._written[layer] = self._memory(layer, (pages, None), _tensors_of_pages(pages), pages.format)
-        return _make(prepared, prepared.stored, layer, memory, ("store", given))
+        return self._make(prepared, prepared.stored, layer, "store", given, (pages, None))
 
-    def rope_and_store(self, prepared: PreparedCalls, layer: int, given: Projected, work: QkvWork) -> Call | None:
-        """As store, of Layers.rope_and_store."""
-        pages, (q, k, v, q_out) = self._pool.layer(layer), given
+    def rope_and_store(self, prepared: PreparedCalls, layer: int, projected: Projected, work: QkvWork) -> Call | None:
+        """store(), of Layers.rope_and_store."""
+        pages, (q, k, v, q_out) = self._pool.layer(layer), projected
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), q_out.data_ptr()
-        of_call = self._stream(), addresses, (_form(q), _form(k), _form(v), _form(q_out))
-        if _made_again(prepared.roped.get(layer, _NOT_KEPT), of_call, pages, work):
+        given = self._stream(), addresses, (_form(q), _form(k), _form(v), _form(q_out))
+        if _made_again(prepared.roped.get(layer, _NOT_KEPT), given, pages, work):
             return None
-        memory = self._roped.get(layer)
-        if memory is None or memory.owners[0] is not pages or memory.owners[1] is not work:
-            tensors = (*_tensors_of_pages(pages), *_tensors_of_work(work))
-            memory = self._roped[layer] = self._memory(layer, (pages, work), tensors, (pages.format, _numbers(work)))
-        return _make(prepared, prepared.roped, layer, memory, ("rope", of_call))
+        return self._make(prepared, prepared.roped, layer, "rope", given, (pages, work))
 
     def attend(self, prepared: PreparedCalls, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> Call | None:
-        """As store, of Layers.attend. Raises WrongState for a layer that wants head weights."""
+        """store(), of Layers.attend. Raises WrongState for a layer that wants head weights."""
         pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
         of_q, of_out = (q.shape, q.stride(), q.dtype, q.device), (out.shape, out.stride(), out.dtype, out.device)
         at_lse, of_lse = (0, None) if lse is None else (lse.data_ptr(), _form(lse))
         given = self._stream(), (q.data_ptr(), out.data_ptr(), at_lse), (of_q, of_out, of_lse)
         if _made_again(prepared.attended.get(layer, _NOT_KEPT), given, pages, weights):
             return None
-        memory = self._memory_read(layer, pages, weights)
-        return _make(prepared, prepared.attended, layer, memory, ("attend", given))
+        return self._make(prepared, prepared.attended, layer, "attend", given, (pages, weights))
 
     def store_and_attend(
-        self, prepared: PreparedCalls, layer: int, stored: Pair, attended: tuple[Tensor, Tensor, Tensor | None]
+        self, prepared: PreparedCalls, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
     ) -> Call | None:
-        """As store, of Layers.store_and_attend. Raises WrongState for a layer that wants head weights."""
-        (k, v), (q, out, lse) = stored, attended
+        """store(), of Layers.store_and_attend. Raises WrongState for a layer that wants head weights."""
         pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
         at_lse, of_lse = (0, None) if lse is None else (lse.data_ptr(), _form(lse))
         addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr(), at_lse
         given = self._stream(), addresses, (_form(k), _form(v), _form(q), _form(out), of_lse)
         if _made_again(prepared.both.get(layer, _NOT_KEPT), given, pages, weights):
             return None
-        memory = self._memory_read(layer, pages, weights)
-        return _make(prepared, prepared.both, layer, memory, ("store and attend", given))
+        return self._make(prepared, prepared.both, layer, "store and attend", given, (pages, weights))
 
     def both_again(self, prepared: PreparedCalls, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
         """Launch what a layer stored and attended by the last time, if it is given the same and no lse; whether it was.
@@ -413,24 +416,42 @@ class LayerForms:
             given = stream, (*addresses, *more), (*forms, *more_forms)
             prepared.both[layer] = LastCall(given, attended.owners, (*stored.launches, *attended.launches))
 
-    def _memory_read(self, layer: int, pages: LayerPages, weights: HeadWeights) -> _LayerMemory:
-        """Of a layer's attention."""
-        memory = self._read.get(layer)
-        if memory is None or memory.owners[0] is not pages or memory.owners[1] is not weights:
-            tensors = (*_tensors_of_pages(pages), weights.sinks, weights.alibi_slopes)
-            memory = self._read[layer] = self._memory(layer, (pages, weights), tensors, pages.format)
-        return memory
+    def _make(
+        self, prepared: PreparedCalls, last: LastCalls, layer: int, operation: str, given: Given, owners: Owners
+    ) -> Call | None:
+        """Make a call of a form that was prepared, and remember it as the layer's last one; return any other call."""
+        memory = self._memories.get((operation, layer))
+        if memory is None or memory.owners[0] is not owners[0] or memory.owners[1] is not owners[1]:
+            memory = self._memories[operation, layer] = self._memory(layer, owners)
+        stream, own, forms = given
+        form = operation, memory.layout, tuple(map(own.index, own)), forms
+        addresses = (*own, *memory.addresses)
+        call = prepared.by_form.get(form)
+        if call is None or _are_odd(own):
+            return Call(form, addresses, len(own))
+        launches = call.launches(stream, addresses)
+        last[layer] = LastCall(given, owners, launches) if layer in last else _NOT_KEPT
+        for run, arguments in launches:
+            run(*arguments)
+        return None
 
-    def _memory(
-        self, layer: int, owners: tuple[object, object], tensors: Sequence[Tensor | None], common: Hashable
-    ) -> _LayerMemory:
-        """common: what else launches follow from"""
+    def _memory(self, layer: int, owners: Owners) -> _LayerMemory:
+        pages, beside = owners
+        tensors = [pages.raw_k, pages.raw_v, pages.k_scale, pages.v_scale]
+        numbers: tuple[Hashable, ...] = ()
+        if isinstance(beside, HeadWeights):
+            tensors += [beside.sinks, beside.alibi_slopes]
+        elif beside is not None:
+            rope, norms = beside.rope, (beside.q_norm, beside.k_norm, beside.v_norm)
+            tensors.append(None if rope is None else rope.cos_sin)
+            tensors += [None if norm is None else norm.weight for norm in norms]
+            numbers = rope and (rope.pairs, rope.at_end), *(norm and (norm.eps, norm.offset) for norm in norms)
         addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         forms = tuple(None if tensor is None else _form(tensor) for tensor in tensors)
         # Of tensors that begin at one place, launches do not say which they were given.
         same = tuple(addresses.index(address) for address in addresses)
         # What was prepared by other addresses may count on what these are multiples of.
-        layout = self._kind_of_layer[layer], common, forms, same, _are_odd(addresses)
+        layout = self._kind_of_layer[layer], pages.format, numbers, forms, same, _are_odd(addresses)
         return _LayerMemory(owners, addresses, self._numbers.setdefault(layout, len(self._numbers)))
 
 
@@ -451,50 +472,7 @@ def _are_odd(addresses: tuple[int, ...]) -> bool:
     return bits % ALIGNMENT != 0
 
 
-def _make(
-    prepared: PreparedCalls, last: dict[int, LastCall], layer: int, memory: _LayerMemory, what: tuple[str, Given]
-) -> Call | None:
-    """Make a call of a form that was prepared; remember it as the layer's last one. The call, where it was not made.
-
-    what: the operation, and what it is given
-    """
-    operation, given = what
-    stream, own, forms = given
-    form = operation, memory.layout, tuple(map(own.index, own)), forms
-    addresses = (*own, *memory.addresses)
-    call = prepared.by_form.get(form)
-    if call is None or _are_odd(own):
-        return Call(form, addresses, len(own))
-    if layer not in last:
-        last[layer] = _NOT_KEPT
-        call(stream, addresses)
-        return None
-    launches = call.launches(stream, addresses)
-    last[layer] = LastCall(given, memory.owners, launches)
-    for run, arguments in launches:
-        run(*arguments)
-    return None
-
-
-def _tensors_of_pages(pages: LayerPages) -> tuple[Tensor | None, ...]:
-    return pages.raw_k, pages.raw_v, pages.k_scale, pages.v_scale
-
-
-def _tensors_of_work(work: QkvWork) -> tuple[Tensor | None, ...]:
-    norms = work.q_norm, work.k_norm, work.v_norm
-    rope = None if work.rope is None else work.rope.cos_sin
-    return (rope, *(None if norm is None else norm.weight for norm in norms))
-
-
-def _numbers(work: QkvWork) -> Hashable:
-    """What is not in the tensors of work."""
-    rope = None if work.rope is None else (work.rope.pairs, work.rope.at_end)
-    norms = work.q_norm, work.k_norm, work.v_norm
-    return (rope, *(None if norm is None else (norm.eps, norm.offset) for norm in norms))
-
-
-def current_stream(device: torch.device) -> Callable[[], int]:
-    """Gives the handle of a GPU's current stream."""
+def stream_of(device: torch.device) -> Callable[[], int] | None:
+    """Gives the handle of a GPU's current stream; None of a CPU, which has none."""
     # torch._C: what Triton asks in its place costs as much as the launch.
-    raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-    return partial(raw, device.index)
+    return partial(torch._C._cuda_getCurrentRawStream, device.index) if device.type == "cuda" else None

@@ -28,6 +28,7 @@ from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,
     HEADER_WORDS,
+    MOST_RUNS,
     NO_ECHO,
     SEQ_PARTS,
     STEP,
@@ -43,45 +44,36 @@ from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.step.echo import EchoCheck, fault_of_counts
-from rocm_attn.step.graph_runs import GraphRuns
-from rocm_attn.step.host_ring import Fence, HostRing, wait_for
+from rocm_attn.step.host_ring import Fence, HostRing, NoFence, wait_for
 from rocm_attn.step.memory import DeviceStep
-
-# (launch, forget): launches what carries a change to the device, and forgets that the change is pending.
-Deliver = Callable[[Callable[[], None], Callable[[], None]], None]
 
 
 def launch_then_forget(launch: Callable[[], None], forget: Callable[[], None]) -> None:
-    """A change whose launch raises stays pending."""
+    """Carry a change to the device, then forget that it is pending: one whose launch raises stays so."""
     launch()
     forget()
 
 
-# Of the counts of the step that was published last, and its number: how it went.
+# (counts of the step that was published last, its number) -> how it went
 OfLastStep = Callable[[Sequence[int], int], DeviceFault | None]
 
 # Steps of a line whose sequences are remembered: as many as may be reported late, and two to spare.
 _REMEMBERED_STEPS = 5
 # Whole steps from the publication that asks how the second half of a split step went to the one that has the answer.
 _STEPS_TO_ANSWER = 3
-
-
 # Words of a slot of whole steps beside those of its sequences: room for the ids of this many tokens. A step with more
 # makes its slot longer, and graphs, which have the slots' addresses, take no inputs any more: they are published.
 _ID_WORDS = 1 << 16
-
 # Sizes of steps whose parts of ring slots are kept cut.
 _MOST_PARTS = 256
+# More than may have gone uncounted.
+_UNCOUNTED_RUNS = 1 << 16
+# Steps from one question for the device's count to the next one.
+STEPS_UNTIL_COMPARED = 64
 
 # What went wrong on the device and was not reported yet. A fault is put here before its trace on the device is wiped,
 # and leaves when it is raised: memory that runs out, or an interrupt, at any place in between loses none.
 Found = list[DeviceFault]
-
-
-def _add(found: Found, fault: DeviceFault) -> None:
-    """Once: it is found again where what was to wipe its trace was broken off."""
-    if str(fault) not in map(str, found):
-        found.append(fault)
 
 
 class Line:
@@ -94,26 +86,27 @@ class Line:
     """
 
     def __init__(self, ring: HostRing, check_echo: Callable[[Int32Array], None], device: torch.device) -> None:
-        self.ring = ring
-        self.check_echo = check_echo
+        self.ring, self.check_echo = ring, check_echo
         self.counts: Tensor | None = None
         self.number = 0
         self.rest = _no_sequences(device)
         self.recent: deque[tuple[int, Int32Array]] = deque(maxlen=_REMEMBERED_STEPS)
 
-    def named(self, fault: DeviceFault) -> DeviceFault:
-        """The fault with the request rows of its step."""
+    def _add(self, fault: DeviceFault, found: Found) -> None:
+        """Once, with the request rows of its step: it is found again where the wipe of its trace was broken off."""
         # From the last one on: a number whose launch failed was given again.
         fault.rows = next((tuple(rows.tolist()) for number, rows in reversed(self.recent) if number == fault.step), ())
-        return fault
+        if str(fault) not in map(str, found):
+            found.append(fault)
 
     def look(self, words: Int32Array, found: Found) -> None:
-        """Find the fault that a slot's echo, which is not 0, may be one of. Then the echo is cleared."""
-        try:
-            self.check_echo(words)
-        except DeviceFault as fault:
-            _add(found, self.named(fault))
-        words[ECHO] = 0
+        """Find the fault that a slot's echo may be one of, where it is not 0. Then the echo is cleared."""
+        if words[ECHO]:
+            try:
+                self.check_echo(words)
+            except DeviceFault as fault:
+                self._add(fault, found)
+            words[ECHO] = 0
 
     def settle(self, words: Int32Array, counts: Tensor, number: int, *, by_graph: bool) -> bool:
         """Find out, for a publication that an exception has ended, whether the kernel that reads its slot runs.
@@ -138,12 +131,11 @@ class Line:
         The device has nothing left to do.
         """
         for words in self.ring.written():
-            if words[ECHO]:
-                self.look(words, found)
+            self.look(words, found)
         if self.counts is not None:
             fault = of_last_step(self.counts.tolist(), self.number)
             if fault is not None:
-                _add(found, self.named(fault))
+                self._add(fault, found)
                 self.counts[STEP], self.counts[ERROR_WORD] = self.number, 0
 
 
@@ -163,32 +155,83 @@ class PublishingGuards:
     """
 
     ring_wait: Callable[[Fence], None] = wait_for
-    deliver: Deliver = launch_then_forget
+    deliver: Callable[[Callable[[], None], Callable[[], None]], None] = launch_then_forget
     new_echo_check: Callable[[], Callable[[Int32Array], None]] = EchoCheck
     of_last_step: OfLastStep = fault_of_counts
+
+
+class GraphRuns:
+    """How many graphs of a runtime have run that take their inputs by themselves, as host and device have counted them.
+
+    A slot that a graph takes says how many runs come before (kernels/metadata/take_inputs.py). Where the host may have
+    miscounted, as after a launch that raised, both go on from a number that no run has had for long.
+
+    A launch that the driver has lost raises nothing: each step after it would take the inputs of the one before it, and
+    say that all is well. So the host asks the device for its count now and then.
+
+    on_device: int32 [1], which the kernel at the head of such a graph counts up
+    number:    what it holds when all that was launched is done, unless the count is lost
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = torch.zeros(1, dtype=torch.int32, device=device)
+        self.number, self._is_known = 0, True
+        pinned = device.type == "cuda"
+        self._answer = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+        self._answered: Fence = torch.Event(device) if pinned else NoFence()
+        self._asked_at: int | None = None
+        self._steps_left = STEPS_UNTIL_COMPARED
+
+    def run(self, replay: Callable[[], object]) -> None:
+        """Launch a graph that takes inputs."""
+        is_known, self._is_known = self._is_known, False
+        replay()
+        # One statement: what breaks it off loses the count, as a launch does that raises.
+        self.number, self._is_known = (self.number + 1) & MOST_RUNS, is_known
+
+    def lose_count(self) -> None:
+        """Runs may come, or have come, that are not counted."""
+        self._is_known = False
+
+    def next(self) -> int:
+        """How many runs come before the next one, of a step whose slot is written now."""
+        self._steps_left -= 1
+        if self._steps_left <= 0:
+            self._compare()
+        if not self._is_known:
+            number = (self.number + _UNCOUNTED_RUNS) & MOST_RUNS
+            self.on_device.fill_(number)
+            self.number, self._is_known = number, True
+        return self.number
+
+    def _compare(self) -> None:
+        """Ask the device for its count, and lose the count if its answer is another. Nobody waits for the answer.
+
+        The step whose graph was lost, or one after it, has left a slot that no graph takes then, and is told by it.
+        """
+        if self._asked_at is None and self._is_known:
+            self._answer.copy_(self.on_device, non_blocking=True)
+            self._answered.record()
+            self._asked_at = self.number
+        if self._asked_at is not None and self._answered.query():
+            if int(self._answer) != self._asked_at:
+                self._is_known = False
+            self._asked_at, self._steps_left = None, STEPS_UNTIL_COMPARED
 
 
 class Publisher:
     """Writes ring slots and launches the kernels that read them, but for slots that a step's graph takes by itself.
 
+    found:        faults that were not reported yet
     holds_faults: whether a fault waits for a meeting of ranks, instead of being raised by the next step
     runs:         of graphs that take their inputs
     launching:    what was published last and may not have reached the device: no launch that brings it there has ended
     """
 
-    def __init__(
-        self,
-        ops: StepOps,
-        table: RequestTable,
-        pool: HybridKVPool,
-        guards: PublishingGuards,
-    ) -> None:
-        self.holds_faults = False
+    def __init__(self, ops: StepOps, table: RequestTable, pool: HybridKVPool, guards: PublishingGuards) -> None:
         self.device = pool.device
-        self._ops = ops
-        self._table = table
-        self._pool = pool
-        self._deliver = guards.deliver
+        self._ops, self._table, self._pool = ops, table, pool
+        self._deliver, self._of_last_step = guards.deliver, guards.of_last_step
         # One for each child, so that the host may be as many split steps ahead as others.
         words = slot_parts(table.max_num_seqs, _ID_WORDS).stored.stop, HEADER_WORDS
         self._lines = tuple(
@@ -198,12 +241,10 @@ class Publisher:
         self.runs = GraphRuns(pool.device)
         # A step takes up to two slots a space: of copies and of cells.
         self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=guards.ring_wait)
-        self._of_last_step = guards.of_last_step
-        self.launching: _Launching | None = None
         self._parts: dict[tuple[int, int, int], GivenInputs] = {}
-        self._found: Found = []
-        self._steps_to_answer = 0
-        self.step_number = 0
+        self.launching: _Launching | None = None
+        self.found: Found = []
+        self.holds_faults, self.step_number, self._steps_to_answer = False, 0, 0
 
     def apply_table_changes(self) -> None:
         """Bring the device's pages and table up to date with the host's."""
@@ -259,18 +300,18 @@ class Publisher:
         """
         if self.launching is not None:
             self._settle()
-        is_plain = batch.is_plain
-        num_seqs, num_ids, num_fed = batch.num_seqs, len(batch.token_ids), batch.num_tokens
+        is_plain, num_seqs, num_ids, num_fed = batch.is_plain, batch.num_seqs, len(batch.token_ids), batch.num_tokens
         kv_len_bytes, q_len_bytes = batch.kv_len_bytes, batch.q_len_bytes
         if not is_plain and isinstance(batch.drafts, Drafts):  # the device derives the others from the first step
-            num_fed, kv_len_bytes, q_len_bytes = batch.num_fed, *_first_draft_step(batch, batch.drafts)
+            num_fed, kv_len = batch.num_fed, batch.kv_len - np.int32(batch.drafts.tokens - batch.drafts.branches)
+            kv_len_bytes, q_len_bytes = kv_len.tobytes(), as_many(num_seqs, batch.drafts.branches).tobytes()
         line = self._lines[child]
         ring = line.ring
         slot, words, raw = ring.acquire(HEADER_WORDS + SEQ_PARTS * num_seqs + num_ids)
         if words.item(ECHO):
-            line.look(words, self._found)
+            line.look(words, self.found)
             self.runs.lose_count()  # what was lost may have been the run of a graph
-        if self._found:
+        if self.found:
             self._report_at_once()
         to = step.spaces[0]
         counts = to.counts
@@ -279,7 +320,7 @@ class Publisher:
             to_graph
             and (is_plain or (batch.inputs is HOST_INPUTS and batch.mask is NO_MASK))
             and ring.is_fixed
-            and (line.counts is counts or _same(line.counts, counts))
+            and (line.counts is counts or (line.counts is not None and line.counts.data_ptr() == counts.data_ptr()))
         )
         number = (self.step_number + 1) & INT32_MAX
         runs = self.runs.next() if takes else 0
@@ -296,15 +337,16 @@ class Publisher:
             ring.release_to_graph()
             line.recent.append((number, batch.rows))
             return
-        if isinstance(batch.inputs, DeviceInputs):
+        if not is_plain and isinstance(batch.inputs, DeviceInputs):
             self._write_limits(batch, words)
         # One statement: an interrupt comes before all of it or after.
         words[ECHO], self.launching = NO_ECHO, (line, words, counts, number, False)
         try:
             self._ops.publish(slot, counts if line.counts is None else line.counts, to)
-            self._place_others(batch, slot, step, num_fed)
+            if not is_plain:
+                self._place_others(batch, slot, step, num_fed)
         finally:
-            line.ring.release()
+            ring.release()
         line.recent.append((number, batch.rows))
         line.counts, line.number, self.step_number, self.launching = counts, number, number, None
         if child:
@@ -317,11 +359,24 @@ class Publisher:
         words[parts.stored] = INT32_MAX if on_host else self._table.tokens.of(batch.rows)
 
     def _place_others(self, batch: StepBatch, slot: Tensor, step: DeviceStep, num_fed: int) -> None:
-        """Launch what puts a batch's inputs on the device, and its mask, in the place of what was published."""
-        if isinstance(batch.inputs, DeviceInputs):
+        """Launch what puts a batch's inputs on the device, and its mask, in the place of what was published.
+
+        What was published stays where the caller gave no tensor.
+        """
+        inputs = batch.inputs
+        if isinstance(inputs, DeviceInputs):
             in_slot = self._parts_in(slot, batch.num_seqs, len(batch.token_ids))
-            ahead = batch.inputs.ahead - (batch.num_tokens - num_fed) // max(1, batch.num_seqs)
-            self._place(batch.inputs, ahead, in_slot, slot, step.spaces[0])
+            has_kv_len = inputs.kv_len is not ON_HOST
+            given = GivenInputs(
+                inputs.kv_len if has_kv_len else in_slot.kv_len,
+                in_slot.q_len if inputs.q_len is ON_HOST else inputs.q_len,
+                in_slot.token_ids if inputs.token_ids is ON_HOST else inputs.token_ids,
+                in_slot.floor,
+                in_slot.stored,
+                # Tokens of what is published that the caller's kv_len leaves out; of a round, its first step is.
+                inputs.ahead - (batch.num_tokens - num_fed) // max(1, batch.num_seqs) if has_kv_len else 0,
+            )
+            self._ops.device_inputs(slot, given, step.spaces[0])
         if isinstance(batch.mask, StepMask):
             mask = batch.mask
             bits = mask.bits[: bytes_of_cells(mask.num_cells(batch.kv_len, batch.q_len))]
@@ -352,12 +407,7 @@ class Publisher:
             self._settle()
         self.runs.lose_count()  # it costs nothing here, and a lost run ends here
         for line in self._lines:
-            line.find_all(self._found, self._of_last_step)
-
-    @property
-    def found(self) -> Sequence[DeviceFault]:
-        """What was found and not reported yet."""
-        return self._found
+            line.find_all(self.found, self._of_last_step)
 
     def report(self, faults: Sequence[DeviceFault]) -> None:
         """Raise one DeviceFault of these, which hold what was found, if there are any."""
@@ -365,17 +415,13 @@ class Publisher:
             try:
                 raise DeviceFault.of_all(faults)
             except DeviceFault:  # not an interrupt that comes first
-                self._found.clear()
+                self.found.clear()
                 raise
 
     def _report_at_once(self) -> None:
         """Raise what was found, unless other ranks run this step too: then it is raised between two steps."""
-        if self._found and not self.holds_faults:
-            self.report(self._found)
-
-    def forget_faults(self) -> None:
-        """What was found is not reported."""
-        self._found.clear()
+        if not self.holds_faults:
+            self.report(self.found)
 
     def _settle(self) -> None:
         """Finish a publication that an exception has ended."""
@@ -398,8 +444,7 @@ class Publisher:
         line = self._lines[1]
         if self._steps_to_answer == _STEPS_TO_ANSWER:
             slot, words, _ = line.ring.acquire(HEADER_WORDS)
-            if words[ECHO]:
-                line.look(words, self._found)
+            line.look(words, self.found)
             self._report_at_once()
             words[:HEADER_WORDS] = 0
             words[STEP], words[STEP_BEFORE] = self.step_number, line.number
@@ -411,9 +456,8 @@ class Publisher:
             line.counts, line.number, self.launching = line.rest.counts, self.step_number, None
         elif self._steps_to_answer == 1:
             for words in line.ring.written():
-                if words[ECHO]:
-                    line.look(words, self._found)
-                    self._report_at_once()
+                line.look(words, self.found)
+                self._report_at_once()
         self._steps_to_answer -= 1
 
     def _parts_in(self, slot: Tensor, num_seqs: int, num_ids: int) -> GivenInputs:
@@ -430,41 +474,9 @@ class Publisher:
             )
         return found
 
-    def _place(self, inputs: DeviceInputs, ahead: int, in_slot: GivenInputs, slot: Tensor, to: StepTensors) -> None:
-        """Put the caller's tensors in the place of what the host has published; it stays where there is no tensor.
-
-        ahead:   new tokens of what is published that the caller's kv_len leaves out
-        in_slot: what was published
-        """
-        has_kv_len = inputs.kv_len is not ON_HOST
-        given = GivenInputs(
-            inputs.kv_len if has_kv_len else in_slot.kv_len,
-            in_slot.q_len if inputs.q_len is ON_HOST else inputs.q_len,
-            in_slot.token_ids if inputs.token_ids is ON_HOST else inputs.token_ids,
-            in_slot.floor,
-            in_slot.stored,
-            ahead if has_kv_len else 0,
-        )
-        self._ops.device_inputs(slot, given, to)
-
-
-def _same(counts: Tensor | None, others: Tensor) -> bool:
-    """Whether both are the same memory."""
-    return counts is others or (counts is not None and counts.data_ptr() == others.data_ptr())
-
-
-def _first_draft_step(batch: StepBatch, drafts: Drafts) -> tuple[bytes, bytes]:
-    """kv_len and q_len of the first step of a round of drafts, as bytes."""
-    kv_len = batch.kv_len - np.int32(drafts.tokens - drafts.branches)
-    return kv_len.tobytes(), as_many(batch.num_seqs, drafts.branches).tobytes()
-
 
 def _no_sequences(device: torch.device) -> StepTensors:
     """A step that has one padded sequence and one padded token."""
-    counts, row_of_seq, kv_len, q_len, token_ids = (
-        torch.zeros(size, dtype=torch.int32, device=device) for size in (COUNT_WORDS, 1, 1, 1, 1)
-    )
-    nothing = torch.empty(0, dtype=torch.int32, device=device)
-    return StepTensors.of(
-        nothing, counts=counts, row_of_seq=row_of_seq, kv_len=kv_len, q_len=q_len, token_ids=token_ids
-    )
+    zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+    inputs = {name: zeros(1) for name in ("row_of_seq", "kv_len", "q_len", "token_ids")}
+    return StepTensors.of(zeros(0), counts=zeros(COUNT_WORDS), **inputs)

@@ -12,9 +12,9 @@ from rocm_attn.batch.padding import PaddingPolicy
 from rocm_attn.errors import NeverFits
 from rocm_attn.machine.agreement import Agree
 from rocm_attn.machine.devices import on_device, wait_for_device
+from rocm_attn.step.buffers import StepBuffers
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.gate import StepGate
-from rocm_attn.step.memory import StepPart
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.publisher import Publisher
 
@@ -97,7 +97,7 @@ class Seals:
         # One statement, and the last one: what is sealed halfway has no number.
         self._num_seals, self.number = self._num_seals + 1, self._num_seals + 1
 
-    def _change(self, padding: PaddingPolicy, part: StepPart) -> None:
+    def _change(self, padding: PaddingPolicy, part: StepBuffers) -> None:
         """Void every graph, and use another memory and policy from now on. Nothing here takes memory of the device.
 
         In this order an interrupt leaves no graph, and steps that are right: the memory grows until it is sealed.

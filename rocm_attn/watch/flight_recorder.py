@@ -27,6 +27,7 @@ from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.protocols import Flight
 from rocm_attn.watch.indexer_json import indexer_as_json, indexer_from_json
 
 NUM_STEPS = 64
@@ -38,7 +39,7 @@ _NAMED = {"pool": PoolKind, "kv_encoding": KVEncoding, "kv_scales": Scales}
 _Noted = tuple[int, StepPlan, bool, int, Int32Array, Int32Array, Int32Array, Prefixes]
 
 
-class FlightRecorder:
+class FlightRecorder(Flight):
     """A ring of the last steps of a runtime.
 
     path: the file that a dump goes to; an earlier one is replaced

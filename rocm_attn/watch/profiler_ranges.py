@@ -19,7 +19,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.step.outputs import Outputs
-from rocm_attn.step.protocols import LayerCalls, Steps, StoreAndAttend
+from rocm_attn.step.protocols import LayerCalls, Steps
 
 
 class Ranges(Protocol):
@@ -65,7 +65,7 @@ class RangedSteps(Generic[Outputs]):
             self._ranges.pop()
 
 
-class RangedLayers(StoreAndAttend):
+class RangedLayers(LayerCalls):
     """A step's layer calls, each in a range. A model gets it in place of the step's layers."""
 
     def __init__(self, layers: LayerCalls, ranges: Ranges) -> None:

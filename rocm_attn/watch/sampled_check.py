@@ -28,11 +28,11 @@ from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.outputs import Outputs
-from rocm_attn.step.protocols import LayerCalls, StoreAndAttend
+from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.watch.few_sequences import MOST_SEQS, LayerOfStep
 
 
-class LayerTap(StoreAndAttend):
+class LayerTap(LayerCalls):
     """Around the layers of a step; copies what goes into and comes out of one layer's attention when that is asked for.
 
     around() is called before every step's first layer.

@@ -28,7 +28,7 @@ from rocm_attn.runner.sampling import Found, TokenPicker
 from rocm_attn.runner.speculation.kept import MOST_BUCKETS
 from rocm_attn.runner.speculation.round_trees import Guessed
 from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
-from rocm_attn.step.same_launches import SameLaunches
+from rocm_attn.step.prepared import RepeatedLauncher
 
 # Words that each part of what is told begins at a multiple of: kernels take addresses of 16 bytes.
 _PART = 4
@@ -104,7 +104,7 @@ class ToldOnHost:
 
 
 class RoundOps(NamedTuple):
-    """What rounds are launched by. stream: as of SameLaunches; joiner: makes graphs of what comes after a step"""
+    """What rounds are launched by. stream: as of RepeatedLauncher; joiner: makes graphs of what comes after a step"""
 
     picker: TokenPicker
     next_round: MakeNextRound
@@ -143,7 +143,7 @@ class RoundLaunches:
         self._pick: Callable[[], None] = _nothing
         make_next = partial(ops.next_round, guessed.picked, given, width, draws=draws, looks_up=looks_up)
         self._record_next = partial(run_as_launch, make_next)
-        self._next = SameLaunches(
+        self._next = RepeatedLauncher(
             ops.stream, ops.next_round, guessed.picked, given, width, draws=draws, looks_up=looks_up
         )
         # By a step's graph: there is one for each bucket of lengths.

@@ -63,7 +63,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.gate import RanStep
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.memory import DeviceStep
-from rocm_attn.step.same_launches import stream_of
+from rocm_attn.step.prepared import stream_of
 
 # Pages are reserved for a whole series, where that many are free; else, or where numbers that tokens are drawn by are
 # sent for as many, for so many more tokens of each sequence at a time.

@@ -15,10 +15,10 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.guards.registry import Guards
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.expanded import PackedAttention
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.packed import PackedAttention
 from tests.amd.aiter.serving import CPU, latent_problem, partly_torch
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.tolerances import assert_attention_close, assert_lse_close

@@ -143,10 +143,10 @@ def test_the_kv_of_requests_is_the_same_with_and_without_a_check(
 def test_a_refusal_gives_up_the_sealed_addresses(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [4])
     runner = StepRunner(tiny.runtime, counts_on_the_host(tiny), recorder_for(tiny.runtime.device))
-    assert tiny.runtime.core.memory._sealed.buffers.sealed
+    assert tiny.runtime.core.memory._sealed.sealed
     runner.capture_all()
     assert runner.counters.graphs_off
-    assert not tiny.runtime.core.memory._sealed.buffers.sealed
+    assert not tiny.runtime.core.memory._sealed.sealed
 
 
 def test_probes_reach_the_largest_lengths_that_there_is_room_for(provider: str, device: torch.device) -> None:

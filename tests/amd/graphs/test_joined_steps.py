@@ -12,7 +12,7 @@ from rocm_attn.capture.graphs import joiner_for, recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import CountedRecording, InTurn, Recording, counted_as, uncounted
 from rocm_attn.hip_graphs.torch_recorder import JoinedRecording
-from rocm_attn.step.graph_runs import GraphRuns
+from rocm_attn.step.publisher import GraphRuns
 from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.runtime.stepping import providers
 

@@ -12,8 +12,7 @@ import torch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
-from rocm_attn.step.durations import BOUNDS, Durations
-from rocm_attn.step.metrics import Metrics
+from rocm_attn.step.metrics import BOUNDS, Durations, Metrics
 from tests.amd.graphs.small_models import Requests, Tiny
 
 CPU = torch.device("cpu")

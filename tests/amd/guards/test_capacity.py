@@ -53,10 +53,18 @@ def test_a_kernel_launched_for_the_padded_batch_stays_inside_its_buffers(device:
     readable = {}
     for guards in (ALL_ON, Guards().without("capacity")):
         serving = Serving(device, guards, graphs=True, provider="csr", capture_sizes=(16,))
-        buffers = serving.runtime.core.memory._sealed.buffers
+        buffers = serving.runtime.core.memory._sealed
         needed = {name: spec.elements(shape) for name, spec in buffers._specs.items()}
         readable[guards] = {name for name, tensor in buffers.tensors().items() if tensor.numel() >= needed[name]}
-    of_tokens = {"counts", "token_ids", "seq_of_token", "row_of_token", "position_of_token", "slot_of_token"}
+    of_tokens = {
+        "counts",
+        "token_ids",
+        "seq_of_token",
+        "row_of_token",
+        "position_of_token",
+        "slot_of_token",
+        "workspace",
+    }
     unused = {
         name for name, elements in needed.items() if not elements
     }  # of masks, which this kind of step has none of
@@ -74,9 +82,7 @@ def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.d
     serving.step(requests, [1, 1])
     sealed = serving.runtime.core.memory._sealed
     with pytest.raises(CapacityExceeded, match="raise the largest of capture_sizes"):
-        sealed.buffers.ensure(larger)
-    with pytest.raises(CapacityExceeded, match="raise the largest of capture_sizes"):
-        sealed.workspace.ensure(sealed.workspace.capacity + 1)
+        sealed.ensure(larger)
     serving.step(requests, [1, 1])
 
     if device.type == "cuda":
@@ -85,7 +91,7 @@ def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.d
     requests = serving.admit(2)
     serving.run(requests, [4, 3])
     serving.step(requests, [1, 1])
-    serving.runtime.core.memory._sealed.buffers.ensure(larger)
+    serving.runtime.core.memory._sealed.ensure(larger)
     serving.run_published(requests, [1, 1])
     # The new step was published to the new buffers; the graph has done the step before once more, from the old ones.
     assert not serving.is_right(requests, [1, 1])

@@ -101,7 +101,7 @@ def test_the_inputs_of_the_last_two_steps_wait_in_slots_of_their_own(device: tor
 def test_buffers_of_halves_grow_by_themselves_and_not_under_a_graph(device: torch.device) -> None:
     shape = PaddedShape(StepKind.DECODE, 8, 8, 2)
     serving = Serving(device, ALL_ON, graphs=False, provider="csr", split_steps=True)
-    buffers = serving.runtime.core.memory._open.buffers
+    buffers = serving.runtime.core.memory._open
     buffers.ensure(PaddedShape(StepKind.DECODE, 8, 8))
     whole = {name: tensor.numel() for name, tensor in buffers.tensors().items()}
     buffers.ensure(shape)
@@ -113,7 +113,7 @@ def test_buffers_of_halves_grow_by_themselves_and_not_under_a_graph(device: torc
 
     serving = Serving(device, ALL_ON, graphs=True, provider="csr", split_steps=True)
     with pytest.raises(CapacityExceeded, match="raise the largest of capture_sizes"):
-        serving.runtime.core.memory._sealed.buffers.ensure(PaddedShape(StepKind.DECODE, 64, 64, 2))
+        serving.runtime.core.memory._sealed.ensure(PaddedShape(StepKind.DECODE, 64, 64, 2))
     requests = serving.admit(3)
     serving.step(requests, [4, 2, 3])
     serving.step(requests, [1, 1, 1], halves=True)

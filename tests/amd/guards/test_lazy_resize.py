@@ -19,6 +19,7 @@ SPECS = (
     *TableSizes(WIDTH, 0, WIDTH, 8 * WIDTH, 0).buffers({Space.FULL: list(Need)}, {Space.FULL: list(Need)}),
     BufferSpec("wide_indptr", Unit.SEQ_BOUNDARY, torch.int64, lambda shape: 5 * shape.num_seqs + 1, pad=-9),
     BufferSpec("schedule", Unit.WORD, torch.int32, lambda shape: 7 + 2 * shape.num_seqs, pad=4),
+    BufferSpec("workspace", Unit.WORD, torch.float32, lambda shape: 11 * shape.num_seqs, pad=0, exact=True),
 )
 
 
@@ -73,8 +74,8 @@ def test_lengths_stay_64_bit_when_they_grow(device: torch.device) -> None:
     requests = serving.admit(5)
     for count in (1, 3, 5):
         serving.step(requests[:count], [4] * count)
-        for buffers in (serving.runtime.core.memory._sealed.buffers, serving.runtime.core.memory._open.buffers):
-            dtypes = {name: tensor.dtype for name, tensor in buffers.tensors().items()}
+        for buffers in (serving.runtime.core.memory._sealed, serving.runtime.core.memory._open):
+            dtypes = {name: tensor.dtype for name, tensor in buffers.tensors().items() if name != "workspace"}
             assert [dtypes.pop(name) for name in ("kv_len_int64", "mask_indptr")] == [torch.int64] * 2
             assert set(dtypes.values()) == {torch.int32}
 
@@ -125,13 +126,13 @@ def test_steps_above_the_largest_graph_grow_buffers_of_their_own(provider: str, 
         serving.step(requests[:2], [1, 1])
     assert {name: tensor.data_ptr() for name, tensor in serving.runtime.seals.tensors().items()} == sealed
     assert serving.runner.counters.replays == 5
-    assert serving.runtime.core.memory._open.buffers.tensors()["kv_len"].numel() >= 70
+    assert serving.runtime.core.memory._open.tensors()["kv_len"].numel() >= 70
 
 
 def test_buffers_grow_silently_until_they_are_sealed(device: torch.device) -> None:
     serving = Serving(device, graphs=False, capture_sizes=(1, 2, 8, 24))
     requests = serving.admit(5)
-    buffers = serving.runtime.core.memory._sealed.buffers
+    buffers = serving.runtime.core.memory._sealed
     epochs = []
     for count, pad_to in ((1, None), (2, None), (5, None), (5, 24), (1, None)):
         serving.run(requests[:count], [4] * count)

@@ -109,7 +109,7 @@ def test_a_graph_of_memory_that_moved_is_refused(device: torch.device) -> None:
         requests = serving.admit(2)
         serving.run(requests, [4, 3])
         serving.step(requests, [1, 1])
-        serving.runtime.core.memory._sealed.buffers.ensure(PaddedShape(StepKind.DECODE, 64, 64))
+        serving.runtime.core.memory._sealed.ensure(PaddedShape(StepKind.DECODE, 64, 64))
         serving.runner._pinned.bump()
         return serving, requests
 

@@ -91,9 +91,9 @@ def test_a_step_writes_all_that_it_reads(
     def poison(serving: Serving) -> None:
         memory = serving.runtime.core.memory
         for part in (memory._sealed, memory._open):
-            buffers = {name: tensor for name, tensor in part.buffers.tensors().items() if name != "counts"}
-            for tensor in (*buffers.values(), part.workspace.view(part.workspace.capacity)):
-                fill(tensor)
+            for name, tensor in part.tensors().items():
+                if name != "counts":
+                    fill(tensor)
         for entry in serving.runner._entry_of_plan.values():
             fill(entry.outputs)
 

@@ -25,7 +25,7 @@ from rocm_attn.providers.triton_cdna import TRITONS, CdnaDecode
 from rocm_attn.selection import probe
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.selection.probe_runs import Wrong
-from rocm_attn.step.prepared import is_prepared
+from rocm_attn.step.prepared import works_by_launches
 from tests.amd.host.test_measured_rows import row_of
 
 LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
@@ -65,7 +65,7 @@ def test_it_serves_decodes_of_what_models_use(arch: str, more: dict[str, Any]) -
     assert names(selection) == CDNA
     bound = selection.kernel(StepKind.DECODE).bound
     assert isinstance(bound, CdnaDecode)
-    assert is_prepared(bound, PaddedShape(StepKind.DECODE, 4, 4))
+    assert works_by_launches(bound, "attend", PaddedShape(StepKind.DECODE, 4, 4))
 
 
 @pytest.mark.parametrize("arch", ARCHS)

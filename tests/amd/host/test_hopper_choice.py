@@ -37,7 +37,7 @@ from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM, TRITONS, HopperExten
 from rocm_attn.providers.triton_segments import SegmentExtend
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.prepared import is_prepared
+from rocm_attn.step.prepared import works_by_launches
 from tests.amd.kernels.attention_cases import Case, Tensors, build, extend_cut, garbage
 
 LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
@@ -494,9 +494,9 @@ def test_of_kernels_by_tokens_that_of_the_steps_shape_counts(head_dim: int, long
     layer = replace(LAYER, num_kv_heads=2, num_q_heads=8, head_dim=head_dim, v_head_dim=head_dim)
     kernels = chosen(layer, on(TRITONS[0])).kernels
     extend, mixed = (kernels[kind].bound for kind in (StepKind.EXTEND, StepKind.MIXED))
-    assert is_prepared(extend, PaddedShape(StepKind.EXTEND, 8, 16))
-    assert is_prepared(extend, PaddedShape(StepKind.EXTEND, 1, 2000)) == long_is_prepared
-    assert is_prepared(mixed, PaddedShape(StepKind.MIXED, 8, 2000)) == long_is_prepared
+    assert works_by_launches(extend, "attend", PaddedShape(StepKind.EXTEND, 8, 16))
+    assert works_by_launches(extend, "attend", PaddedShape(StepKind.EXTEND, 1, 2000)) == long_is_prepared
+    assert works_by_launches(mixed, "attend", PaddedShape(StepKind.MIXED, 8, 2000)) == long_is_prepared
 
 
 @pytest.mark.parametrize(("num_kv_heads", "fewest"), [(8, 9), (2, 33), (1, 66)])

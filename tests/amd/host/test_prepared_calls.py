@@ -42,7 +42,7 @@ from rocm_attn.providers.schedules import TwoSchedules
 from rocm_attn.providers.select import select
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
-from rocm_attn.step.prepared import FILL, Call, LayerForms, PreparedCalls, builds_by_launches, is_prepared
+from rocm_attn.step.prepared import Call, LayerForms, PreparedCalls, works_by_launches
 
 STREAM = 77
 ANY_SHAPE = PaddedShape(StepKind.MIXED, 4, 40)
@@ -90,7 +90,8 @@ def made_again(calls: PreparedCalls, call: Call) -> bool:
     """Make a call, if one of its form was prepared; whether it was made."""
     prepared = calls.by_form.get(call.form)
     if prepared is not None:
-        prepared(STREAM, call.addresses)
+        for run, arguments in prepared.launches(STREAM, call.addresses):
+            run(*arguments)
     return prepared is not None
 
 
@@ -568,18 +569,19 @@ def test_a_variant_that_is_launched_again_stays_loaded() -> None:
 
 def test_what_derives_a_steps_metadata_is_launched_again_on_the_stream_of_then() -> None:
     fill, build, table = Kernel(("table", "width", "G")), Kernel(("table",)), rows()
-    calls = PreparedCalls()
-    assert not calls.fill_again(STREAM)
-    assert [calls.is_filled_again() for _ in range(3)] == [False, True, True]
-    with calls.noting(FILL, {"table": table}):
-        RepeatedLaunch(fill)(table.device, (5, 1, 1), table, 8, ("bundle",))
-        launch(build, (2,), table)
+    again = PreparedCalls().fill
+    for by_triton in (1, 2):  # the first time of many is the only one
+        assert not again.again(STREAM)
+        with again.noting({"table": table}):
+            RepeatedLaunch(fill)(table.device, (5, 1, 1), table, 8, ("bundle",))
+            launch(build, (2,), table)
+        assert (fill.by_triton, build.by_triton) == (by_triton, by_triton)
     handles = "function", "metadata", None, None, None
     for handle in (STREAM, STREAM, STREAM + 1, STREAM):
-        assert calls.fill_again(handle)
+        assert again.again(handle)
         assert fill.ran[-1] == (5, 1, 1, handle, *handles, table.data_ptr(), 8, ("bundle",))
         assert build.ran[-1] == (2, 1, 1, handle, *handles, table.data_ptr())
-    assert (fill.by_triton, build.by_triton, len(fill.ran)) == (1, 1, 4)
+    assert (fill.by_triton, build.by_triton, len(fill.ran)) == (2, 2, 4)
 
 
 def test_a_fixed_launch_hands_over_what_it_is_given_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,10 +609,10 @@ def test_schedules_are_prepared_whose_parts_all_are() -> None:
     by_name = {kernel.row.name: kernel.bound.schedule for kernel in selected.values()}
     mixed = by_name["triton.extend+decode"]
     assert isinstance(mixed, TwoSchedules)
-    assert builds_by_launches(by_name["triton.decode"], ANY_SHAPE)
-    assert builds_by_launches(mixed, ANY_SHAPE)
-    assert builds_by_launches(NO_SCHEDULE, ANY_SHAPE)
-    assert not builds_by_launches(TwoSchedules(_BuiltByOtherWork(), mixed.second), ANY_SHAPE)
+    assert works_by_launches(by_name["triton.decode"], "build", ANY_SHAPE)
+    assert works_by_launches(mixed, "build", ANY_SHAPE)
+    assert works_by_launches(NO_SCHEDULE, "build", ANY_SHAPE)
+    assert not works_by_launches(TwoSchedules(_BuiltByOtherWork(), mixed.second), "build", ANY_SHAPE)
 
 
 class _BuiltByOtherWork:
@@ -634,13 +636,13 @@ def test_kernels_are_prepared_whose_parts_all_are() -> None:
     problem = Problem(8, 2, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     kernels = select(problem, KNOWN_TARGETS["gfx942"], "triton").kernels
     by_name = {kernel.row.name: kernel.bound for kernel in kernels.values()}
-    assert is_prepared(by_name["triton.decode"], ANY_SHAPE)
-    assert is_prepared(by_name["triton.extend"], ANY_SHAPE)
+    assert works_by_launches(by_name["triton.decode"], "attend", ANY_SHAPE)
+    assert works_by_launches(by_name["triton.extend"], "attend", ANY_SHAPE)
     mixed = by_name["triton.extend+decode"]
     assert isinstance(mixed, TritonMixed)
-    assert is_prepared(mixed, ANY_SHAPE)
-    assert not is_prepared(TritonMixed(_WithOtherWork(), mixed.extend), ANY_SHAPE)  # type: ignore[arg-type]
-    assert not is_prepared(TorchDecode(problem), ANY_SHAPE)
+    assert works_by_launches(mixed, "attend", ANY_SHAPE)
+    assert not works_by_launches(TritonMixed(_WithOtherWork(), mixed.extend), "attend", ANY_SHAPE)  # type: ignore[arg-type]
+    assert not works_by_launches(TorchDecode(problem), "attend", ANY_SHAPE)
 
 
 def test_a_layer_that_stores_and_attends_again_in_one_call_launches_what_it_is_given_now() -> None:

@@ -10,7 +10,7 @@ import torch
 from rocm_attn.kernels.launch import does_only_launch, launch, observe_launches, only_launches, repeated_launches
 from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.speculative.next_round import launch_next_round
-from rocm_attn.step.same_launches import SameLaunches, stream_of
+from rocm_attn.step.prepared import RepeatedLauncher, stream_of
 from tests.amd.host.test_host_calls import calls_in
 from tests.amd.host.test_prepared_calls import STREAM, Kernel, rows
 
@@ -27,7 +27,7 @@ def launcher_of(kernel: Kernel) -> Callable[..., None]:
 
 def test_the_third_call_and_those_after_it_are_handed_to_the_driver() -> None:
     kernel, q, out = Kernel(("q", "out", "scale")), rows(), rows()
-    again = SameLaunches(lambda: STREAM, launcher_of(kernel), q, out, scale=0.5)
+    again = RepeatedLauncher(lambda: STREAM, launcher_of(kernel), q, out, scale=0.5)
     for num in range(1, 6):
         again()
         assert kernel.by_triton == min(num, 2)
@@ -37,7 +37,7 @@ def test_the_third_call_and_those_after_it_are_handed_to_the_driver() -> None:
 
 def test_another_stream_gets_its_own_launch() -> None:
     kernel, handles = Kernel(("q", "out", "scale")), [5]
-    again = SameLaunches(lambda: handles[0], launcher_of(kernel), rows(), rows(), scale=0.5)
+    again = RepeatedLauncher(lambda: handles[0], launcher_of(kernel), rows(), rows(), scale=0.5)
     for handles[0] in (5, 5, 5, 6, 6, 5):
         again()
     assert [ran[3] for ran in kernel.ran] == [5, 6, 6, 5]
@@ -45,7 +45,7 @@ def test_another_stream_gets_its_own_launch() -> None:
 
 def test_a_launcher_that_does_more_than_to_launch_is_called_each_time() -> None:
     calls = list[int]()
-    again = SameLaunches(lambda: STREAM, lambda q: calls.append(1), rows())
+    again = RepeatedLauncher(lambda: STREAM, lambda q: calls.append(1), rows())
     for _ in range(4):
         again()
     assert len(calls) == 4
@@ -53,7 +53,7 @@ def test_a_launcher_that_does_more_than_to_launch_is_called_each_time() -> None:
 
 def test_where_there_is_no_stream_the_launcher_is_called_each_time() -> None:
     kernel = Kernel(("q", "out", "scale"))
-    again = SameLaunches(stream_of(torch.device("cpu")), launcher_of(kernel), rows(), rows(), scale=0.5)
+    again = RepeatedLauncher(stream_of(torch.device("cpu")), launcher_of(kernel), rows(), rows(), scale=0.5)
     for _ in range(4):
         again()
     assert (kernel.by_triton, kernel.ran) == (4, [])
@@ -67,7 +67,7 @@ def test_memory_that_was_not_given_is_not_counted_on() -> None:
     def launch_kernel(q: torch.Tensor) -> None:
         launch(kernel, (1,), q, rows())
 
-    again = SameLaunches(lambda: STREAM, launch_kernel, rows())
+    again = RepeatedLauncher(lambda: STREAM, launch_kernel, rows())
     for _ in range(4):
         again()
     assert (kernel.by_triton, kernel.ran) == (4, [])
@@ -75,7 +75,7 @@ def test_memory_that_was_not_given_is_not_counted_on() -> None:
 
 def test_an_observer_gets_each_launch() -> None:
     kernel, seen = Kernel(("q", "out", "scale")), list[object]()
-    again = SameLaunches(lambda: STREAM, launcher_of(kernel), rows(), rows(), scale=0.5)
+    again = RepeatedLauncher(lambda: STREAM, launcher_of(kernel), rows(), rows(), scale=0.5)
     for _ in range(3):
         again()
     with observe_launches(seen.append):
@@ -96,7 +96,7 @@ def test_a_repeated_launch_is_handed_on_too() -> None:
     def launch_kernel(q: torch.Tensor, out: torch.Tensor) -> None:
         variant(1)(torch.device("cpu"), (4, 1, 1), q, out, 1, num_warps=4)
 
-    again = SameLaunches(lambda: STREAM, launch_kernel, q, out)
+    again = RepeatedLauncher(lambda: STREAM, launch_kernel, q, out)
     again()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)

@@ -16,11 +16,9 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import capture_shapes, shape_name
 from rocm_attn.errors import BadBatch, CapacityExceeded
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
-from rocm_attn.kernels.metadata.step_tensors import Need
+from rocm_attn.kernels.metadata.step_tensors import Need, Unit
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.step.buffers import StepBuffers, TableSizes
-from rocm_attn.step.memory import words_of_children
-from rocm_attn.step.workspace import Workspace
+from rocm_attn.step.buffers import BufferSpec, StepBuffers, TableSizes
 
 CPU = torch.device("cpu")
 NEW_TOKENS = st.lists(st.integers(0, 5), max_size=14)
@@ -148,7 +146,8 @@ def test_the_halves_of_every_buffer_lie_one_after_another(half: int, tokens: int
     num_tokens = 2 * (half if kind is StepKind.DECODE else tokens)
     shape = PaddedShape(kind, 2 * half, num_tokens, 2)
     sizes = TableSizes(row_width=3, list_tail=0, table_width=3, row_tokens=0, mask_keys=0)
-    specs = sizes.buffers({Space.FULL: [Need.PAGE_LIST]}, {Space.FULL: [Need.PAGE_LIST]})
+    workspace = BufferSpec("workspace", Unit.WORD, torch.float32, lambda shape: 3 * shape.num_seqs, 0, exact=True)
+    specs = (*sizes.buffers({Space.FULL: [Need.PAGE_LIST]}, {Space.FULL: [Need.PAGE_LIST]}), workspace)
     buffers = StepBuffers(specs, CPU)
     buffers.ensure(shape)
     for spec in specs:
@@ -157,9 +156,6 @@ def test_the_halves_of_every_buffer_lie_one_after_another(half: int, tokens: int
         assert first.data_ptr() == buffers.tensors()[spec.name].data_ptr()
         assert second.data_ptr() >= first.data_ptr() + first.nbytes
         assert second.data_ptr() % 16 == 0
-    workspace = Workspace(CPU)
-    workspace.ensure(words_of_children(half, 2))
-    assert workspace.capacity >= 2 * half
 
 
 def test_a_second_half_past_the_end_raises_where_a_slice_would_truncate() -> None:

@@ -27,7 +27,7 @@ def test_one_launch_for_both_is_made_again_with_what_it_is_given_now() -> None:
         """How it was made."""
         if lse is None and forms.both_again(calls, 0, q, k, v, out):
             return "the same"
-        call = forms.store_and_attend(calls, 0, (k, v), (q, out, lse))
+        call = forms.store_and_attend(calls, 0, q, k, v, out, lse)
         if call is None:
             return "prepared"
         with calls.noting(call, ()):
@@ -68,7 +68,7 @@ def test_both_are_not_made_again_for_tensors_of_other_forms_at_the_same_addresse
     def again(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
         if forms.both_again(calls, 0, q, k, v, out):
             return True
-        call = forms.store_and_attend(calls, 0, (k, v), (q, out, None))
+        call = forms.store_and_attend(calls, 0, q, k, v, out, None)
         if call is not None:
             with calls.noting(call, ()):
                 launch(kernel, (1,), k, v, q, out)

@@ -27,7 +27,6 @@ from rocm_attn.machine.target import detect_target, known_target
 from rocm_attn.paging.index_spaces import Space, num_pages
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.step.buffers import BufferSpec, StepBuffers, TableSizes
-from rocm_attn.step.workspace import Workspace
 
 CPU = torch.device("cpu")
 
@@ -205,16 +204,18 @@ def test_sealed_buffers_refuse_to_move_and_name_the_knob() -> None:
     assert {name: tensor.data_ptr() for name, tensor in buffers.tensors().items()} == before
 
 
-def test_the_workspace_grows_until_it_is_sealed() -> None:
-    workspace = Workspace(CPU)
-    assert workspace.ensure(10)
-    assert not workspace.ensure(4)
-    assert workspace.view(10).shape == (10,)
-    workspace.seal()
-    with pytest.raises(CapacityExceeded, match="capture_sizes"):
-        workspace.ensure(11)
-    with pytest.raises(CapacityExceeded, match="11 words"):
-        workspace.view(11)
+def test_a_buffer_has_room_to_spare_unless_it_is_exact() -> None:
+    """The workspace may take hundreds of megabytes."""
+    specs = [
+        BufferSpec(name, Unit.WORD, torch.float32, lambda shape: 5 * shape.num_seqs, pad=0, exact=name == "exact")
+        for name in ("exact", "spare")
+    ]
+    buffers = StepBuffers(specs, CPU)
+    buffers.ensure(decode(5))
+    assert {name: tensor.numel() for name, tensor in buffers.tensors().items()} == {"exact": 25, "spare": 32}
+    buffers.seal()
+    with pytest.raises(CapacityExceeded, match=r"need 30 elements of exact .* capture_sizes"):
+        buffers.ensure(decode(6))
 
 
 def test_targets_are_known_by_name_or_detected() -> None:

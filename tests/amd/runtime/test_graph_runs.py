@@ -10,7 +10,7 @@ import torch
 
 from rocm_attn.hip_graphs.recorder import uncounted
 from rocm_attn.kernels.metadata.slot_layout import MOST_RUNS
-from rocm_attn.step.graph_runs import GraphRuns
+from rocm_attn.step.publisher import GraphRuns
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import Request, providers
 

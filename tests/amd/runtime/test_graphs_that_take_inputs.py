@@ -242,7 +242,7 @@ def test_an_interrupt_in_a_refused_call_leaves_the_callers_step_open() -> None:
     served.runtime.end_step()
 
 
-class Told:
+class Told(Flight):
     """A flight recorder: steps with their epochs, and failures. then: done when it is told of a step"""
 
     def __init__(self) -> None:

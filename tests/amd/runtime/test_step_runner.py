@@ -250,7 +250,7 @@ def test_growing_past_the_sealed_size_is_refused_before_anything_moves(provider:
     serve(model, runner, [2])
     addresses = {name: tensor.data_ptr() for name, tensor in model.runtime.seals.tensors().items()}
     with pytest.raises(CapacityExceeded, match="capture_sizes"):
-        model.runtime.core.memory._sealed.buffers.ensure(model.runtime.padding.shape(_batch_of(64)))
+        model.runtime.core.memory._sealed.ensure(model.runtime.padding.shape(_batch_of(64)))
     assert addresses == {name: tensor.data_ptr() for name, tensor in model.runtime.seals.tensors().items()}
 
 

@@ -19,8 +19,8 @@ from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.gate import AGAIN
-from rocm_attn.step.graph_runs import STEPS_UNTIL_COMPARED, GraphRuns
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.publisher import STEPS_UNTIL_COMPARED, GraphRuns
 from tests.amd.runtime.stepping import small_problem
 from tests.amd.runtime.test_interrupts import Counted
 

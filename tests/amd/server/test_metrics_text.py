@@ -12,9 +12,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from rocm_attn.server.http_metrics import HttpMetrics
-from rocm_attn.step.durations import BOUNDS, Durations
-from rocm_attn.step.exposition import heading, histogram, sample, text_of
-from rocm_attn.step.metrics import Metrics
+from rocm_attn.step.metrics import BOUNDS, Durations, Metrics, heading, histogram, sample, text_of
 from tests.amd.server.scraped import families_of, value_of
 
 HOSTILE = 'a "quoted"\nreason \\ with {braces}, and = signs'

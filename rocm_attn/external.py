@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import get_ident
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX
-from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
@@ -29,22 +29,20 @@ from rocm_attn.machine.devices import on_device, wait_for_device, with_index
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.paging.adopted import AdoptedSpace, AdoptedTables, Source
-from rocm_attn.paging.adopted_pages import AdoptedPages, require_layer
+from rocm_attn.paging.adopted_pages import AdoptedPages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.contract import PoolSize, PoolTerms, StepOps
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.engine_publisher import EnginePublisher
-from rocm_attn.step.external_gate import ExternalGate
-from rocm_attn.step.external_layers import ExternalLayers
+from rocm_attn.step.external_layers import ExternalGate, ExternalLayers
 from rocm_attn.step.external_runs import ExternalRun, ExternalRuns
 from rocm_attn.step.external_step import BoolCells, Causality, ExternalStep, NoCells
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.selections import StepSelections
-from rocm_attn.step.shadow_view import ShadowView
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +143,6 @@ class ExternalOptions:
     watches_pages: bool = False
     on_fault: FaultPolicy = raise_fault
 
-    def problem(self, problem: Problem, causality: Causality) -> Problem:
-        """A layer's problem in steps of a causality. Raises BadProblem for a window without one."""
-        if causality is Causality.OF_LAYERS:
-            return problem
-        return replace(problem, causal=causality is Causality.CAUSAL)
-
-    def pool_size(self, bounds: Bounds) -> PoolSize:
-        """What kernels are chosen for."""
-        terms = PoolTerms(self.page_strides, not self.zero_tails, self.short_kv, self.unaligned_rows)
-        return PoolSize(bounds.num_pages, bounds.kv_len, bounds.num_seqs, terms)
-
 
 @dataclass(frozen=True, slots=True)
 class RecordedFill:
@@ -208,7 +195,7 @@ class ExternalAttention:
         page_size = _page_size(problems)
         tables = tables if isinstance(tables, Mapping) else {Space.FULL: tables}
         _check_spaces(spaces, tables)
-        self._gate = ExternalGate(guards.adopted)
+        self._gate = gate = ExternalGate(guards.adopted)
         self.tables = AdoptedTables(
             tables,
             {space: _window([p for p, its in zip(problems, spaces, strict=True) if its == space]) for space in tables},
@@ -217,7 +204,7 @@ class ExternalAttention:
             num_seqs=bounds.num_seqs,
             short_kv=options.short_kv,
             device=self.device,
-            gate=self._gate,
+            gate=gate,
         )
         self.pages = AdoptedPages(
             problems,
@@ -226,21 +213,20 @@ class ExternalAttention:
             page_strides=options.page_strides,
             binds_calls=options.binds_calls,
             device=self.device,
-            gate=self._gate,
+            gate=gate,
         )
         target = target if target is not None else detect_target(self.device)
-        self._cores = {
-            causality: self._new_core([options.problem(p, causality) for p in problems], spaces, target, agree)
-            for causality in options.causalities
-        }
+        self._cores = {each: self._new_core(problems, spaces, each, target, agree) for each in options.causalities}
+        self._runs = ExternalRuns(self._cores, self.tables, bounds.num_seqs, bounds.num_tokens)
         first_core = next(iter(self._cores.values()))
-        sizes = bounds.num_seqs, bounds.num_tokens
-        self._runs = ExternalRuns(self._cores, self.tables, self.device, *sizes, short_kv=options.short_kv)
         self.ops: StepOps = first_core.ops
-        self._publisher = EnginePublisher(self.ops, self.device, guards.publishing)
-        self._selections = StepSelections(first_core.layers.selecting, guards.step.layers.selection_of)
+        self._publisher = EnginePublisher(self.ops, self.device, guards.publishing, options.on_fault)
+        self._pages_of_spaces = tuple(self.pages.in_every_layer[table.space] for table in self.tables.spaces)
         self._watches = _watches(self.tables, bounds.num_pages) if options.watches_pages else ()
-        self.layers = ExternalLayers(self._gate, self._selections)
+        selecting = first_core.layers.selecting
+        self._selects = bool(selecting.indexed)
+        self._selections = StepSelections(selecting, guards.step.layers.selection_of)
+        self.layers = ExternalLayers(gate, self._selections)
         for layer, source in enumerate(layers):
             if source.head_weights != NO_HEAD_WEIGHTS:
                 self.set_head_weights(layer, source.head_weights)
@@ -248,7 +234,7 @@ class ExternalAttention:
     @property
     def step_number(self) -> int:
         """The number of the step that was begun last, from 1 on; a DeviceFault names its step by it."""
-        return self._publisher.step_number
+        return self._publisher.line.number
 
     def kernels(self, causality: Causality = Causality.OF_LAYERS) -> LayerKinds:
         """The kernels of steps of a causality."""
@@ -291,24 +277,24 @@ class ExternalAttention:
         Raises BadBatch, NeverFits, WrongState, and what on_fault raises of an earlier step; no step is begun
         then.
         """
-        gate = self._gate
-        had_it = gate.enter()
+        gate, tables, publisher = self._gate, self.tables, self._publisher
+        had_step = gate.enter()
         try:
             run = self._runs.of(step)
             with on_device(self.device):
-                publisher = self._publisher
                 slot = publisher.hear()
-                if publisher.found:
-                    self.options.on_fault(publisher.take_found())
-                gate.unfill()
+                gate.is_filled = False
                 publisher.publish(slot, step.num_seqs, step.lengths, run.bounds, run.to)
-                if self.tables.gathered_in_begin:
-                    self._gather(self.tables.gathered_in_begin, run)
+                if tables.gathered_in_begin:
+                    self._gather(tables.gathered_in_begin, run)
+                    tables.note_copies()
         except BaseException:
-            gate.leave(had_it)
+            if not had_step:
+                gate.leave()
             raise
-        gate.begun(run, step)
-        self._selections.begin(1)
+        gate.run, gate.step, gate.thread = run, step, get_ident()
+        if self._selects:
+            self._selections.begin(1)
         return run.plan
 
     def fill(self, slots: Tensor | None = None) -> None:
@@ -319,33 +305,26 @@ class ExternalAttention:
                Each must be the one that the table gives. Not given: the table's
         Raises WrongState, BadTensor.
         """
-        run, step = self._gate.of_begun()
-        tables, device_step = self.tables, run.step
+        run, step = self._gate.begun()
+        tables, spaces, page_size = self.tables, run.step.spaces, self.tables.page_size
         with on_device(self.device):
             if tables.gathered_in_fill:
                 self._gather(tables.gathered_in_fill, run)
-            for table, tensors in zip(tables.spaces, device_step.spaces, strict=True):
-                num_pages = self.pages.in_every_layer(table.space)
-                self.ops.check_pages(tensors, num_pages, page_size=tables.page_size, window_left=table.window_left)
-            run.core.fill(run.children, run.plan)
+            for table, tensors, num_pages in zip(tables.spaces, spaces, self._pages_of_spaces, strict=True):
+                self.ops.check_pages(tensors, num_pages, page_size=page_size, window_left=table.window_left)
+            run.core.fill((run.step,), run.plan)
             if slots is not None:
                 _check_slots(slots)
-                for table, tensors in zip(tables.spaces, device_step.spaces, strict=True):
-                    self.ops.take_slots(
-                        slots,
-                        table.source.slot_map,
-                        tensors.counts,
-                        tensors.slot_of_token,
-                        page_size=tables.page_size,
-                        null_page=table.terms.null_page,
-                    )
+                for table, tensors in zip(tables.spaces, spaces, strict=True):
+                    given = slots, table.gather.slot_map, tensors.counts, tensors.slot_of_token
+                    self.ops.take_slots(*given, page_size=page_size, null_page=table.terms.null_page)
             if isinstance(step.mask, BoolCells):
-                for tensors, window_left in device_step.windows:
+                for tensors, window_left in run.step.windows:
                     self.ops.pack_mask(step.mask.cells, step.mask.positions, window_left, tensors)
             if self._watches:
-                for tensors, watch in zip(device_step.spaces, self._watches, strict=True):
-                    self.ops.watch_pages(tensors, run.to.engine_row, watch, page_size=tables.page_size)
-        self._gate.filled()
+                for tensors, watch in zip(spaces, self._watches, strict=True):
+                    self.ops.watch_pages(tensors, run.to.engine_row, watch, page_size=page_size)
+        self._gate.is_filled = True
 
     def forget(self, rows: Tensor) -> None:
         """These rows of the tables go to other requests: nothing that was seen of their pages counts any more.
@@ -364,7 +343,7 @@ class ExternalAttention:
         Outside of captures. slots: as of fill(); they are read where they are now
         Raises what fill() raises, WrongState, and RecordingRefused.
         """
-        run, step = self._gate.of_begun()
+        run, step = self._gate.begun()
         if not step.captured or not isinstance(step.mask, NoCells):
             raise WrongState("only the fill of a captured step without a mask can be recorded; begin one")
         recording, _ = recorder.record(lambda: self.fill(slots))
@@ -372,11 +351,11 @@ class ExternalAttention:
 
     def replay_fill(self, fill: RecordedFill) -> None:
         """Do what fill() does, by a graph of record_fill(). Raises WrongState for one of steps of another shape."""
-        if fill.run is not self._gate.of_begun()[0]:
+        if fill.run is not self._gate.begun()[0]:
             raise WrongState("this graph fills steps of another shape than the one that has begun; call fill()")
         with on_device(self.device):
             fill.recording.replay()
-        self._gate.filled()
+        self._gate.is_filled = True
 
     def check_device(self) -> None:
         """Wait for the device, and give on_fault what went wrong in steps and was not reported yet.
@@ -386,8 +365,6 @@ class ExternalAttention:
         self._gate.change("check_device()")
         wait_for_device(self.device)
         self._publisher.find_faults()
-        if self._publisher.found:
-            self.options.on_fault(self._publisher.take_found())
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Everything that a graph reads and that is not an engine's, by name."""
@@ -397,37 +374,24 @@ class ExternalAttention:
             for name, tensor in {**core.memory.sealed_tensors(), **core.head_weights.tensors()}.items()
         }
 
-    def shadow_view(self, layer: int) -> ShadowView:
-        """What a check of the step that is running needs in a layer; waits for the device.
+    def running(self) -> ExternalRun:
+        """How the step runs that this thread has begun and filled, for those who look at it. Raises WrongState."""
+        return self._gate.running()
 
-        Raises WrongState, and BadTensor for a layer that does not exist.
-        """
-        run = self._gate.running()
-        require_layer(layer, len(run.core.layers))
-        if run.plan.shape.kind is StepKind.MASKED:
-            raise WrongState("the step has a mask, which only its engine can compare; look at another step")
-        kind = run.core.kinds.of_layer[layer]
-        tensors = run.step.of_kind[kind]
-        return ShadowView(
-            run.core.layers.problem(layer),
-            self.pages.layer(layer),
-            run.core.head_weights.of(layer),
-            int(tensors.counts[0]),
-            tensors.row_of_seq,
-            tensors.kv_len,
-            tensors.q_len,
-            tensors.table,
-            run.plan.kernels[kind].row.rounds_products,
-        )
-
-    def _new_core(self, problems: Sequence[Problem], spaces: Sequence[Space], target: Target, agree: Agree) -> StepCore:
-        """What runs the steps of a causality."""
+    def _new_core(
+        self, of_layers: Sequence[Problem], spaces: Sequence[Space], causality: Causality, target: Target, agree: Agree
+    ) -> StepCore:
+        """What runs the steps of a causality. Raises BadProblem for a window in one that is not causal."""
+        options, bounds, problems = self.options, self.bounds, of_layers
+        if causality is not Causality.OF_LAYERS:
+            problems = [replace(problem, causal=causality is Causality.CAUSAL) for problem in of_layers]
+        terms = PoolTerms(options.page_strides, not options.zero_tails, options.short_kv, options.unaligned_rows)
         selections = choose_kernels(
             list(dict.fromkeys(problems)),
             target,
-            self.options.provider,
-            self.options.pool_size(self.bounds),
-            deterministic=self.options.deterministic,
+            options.provider,
+            PoolSize(bounds.num_pages, bounds.kv_len, bounds.num_seqs, terms),
+            deterministic=options.deterministic,
             device=self.device,
             agree=agree,
         )

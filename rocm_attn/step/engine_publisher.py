@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,70 +12,68 @@ from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, NO_ECHO, STEP, STEP_BEFORE
 from rocm_attn.providers.contract import StepOps
-from rocm_attn.step.host_ring import HostRing
+from rocm_attn.step.host_ring import HostRing, RingSlot
 from rocm_attn.step.publisher import Found, Line, PublishingGuards
-
-# A ring slot, as a tensor for the kernel and as an array for the host.
-Slot = tuple[Tensor, Int32Array]
 
 
 class EnginePublisher:
-    """Writes the header of a ring slot and launches the kernel that reads it, one launch a step."""
+    """Writes the header of a ring slot and launches the kernel that reads it, one launch a step.
 
-    def __init__(self, ops: StepOps, device: torch.device, guards: PublishingGuards) -> None:
-        self._launch = ops.publish_engine
-        self._line = Line(HostRing(device, wait=guards.ring_wait), guards.new_echo_check(), device)
-        self._of_last_step = guards.of_last_step
+    on_fault: called with what went wrong in earlier steps, once; it may raise
+    """
+
+    def __init__(
+        self, ops: StepOps, device: torch.device, guards: PublishingGuards, on_fault: Callable[[DeviceFault], None]
+    ) -> None:
+        self.line = Line(HostRing(device, wait=guards.ring_wait), guards.new_echo_check(), device)
+        self._launch, self._on_fault, self._of_last_step = ops.publish_engine, on_fault, guards.of_last_step
         # The words of a slot, counts and number of a publication that was begun and has not ended.
         self._launching: tuple[Int32Array, Tensor, int] | None = None
-        self.found: Found = []
+        self._found: Found = []
 
-    @property
-    def step_number(self) -> int:
-        """The number of the step that was published last, from 1 on."""
-        return self._line.number
-
-    def hear(self) -> Slot:
-        """The next slot, when its readers are done and what it echoes was looked at: see found."""
+    def hear(self) -> RingSlot:
+        """The next slot, when its readers are done and the faults that it echoes were reported."""
         if self._launching is not None:
             self._settle()
-        slot, words, _ = self._line.ring.acquire(HEADER_WORDS)
-        if words[ECHO]:
-            self._line.look(words, self.found)
-        return slot, words
+        slot = self.line.ring.acquire(HEADER_WORDS)
+        if slot.words[ECHO]:
+            self.line.look(slot.words, self._found)
+        if self._found:
+            self._report()
+        return slot
 
     def publish(
-        self, heard: Slot, num_seqs: int, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
+        self, slot: RingSlot, num_seqs: int, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
     ) -> None:
-        """Launch what writes a step's counts, rows and lengths. heard: the slot of hear(), which comes before"""
-        line, (slot, words) = self._line, heard
-        number, counts = (line.number + 1) & INT32_MAX, to.counts
+        """Launch what writes a step's counts, rows and lengths. slot: of hear(), which comes before"""
+        line, words, counts = self.line, slot.words, to.counts
+        number = (line.number + 1) & INT32_MAX
         words[0], words[STEP], words[STEP_BEFORE] = num_seqs, number, line.number
         # One statement: an interrupt comes before all of it or after.
         words[ECHO], self._launching = NO_ECHO, (words, counts, number)
         try:
-            self._launch(slot, counts if line.counts is None else line.counts, given, bounds, to)
+            self._launch(slot.tensor, counts if line.counts is None else line.counts, given, bounds, to)
         finally:
             line.ring.release()
         line.counts, line.number, self._launching = counts, number, None
 
     def find_faults(self) -> None:
-        """Find everything that went wrong in steps and was not reported yet. The device has nothing left to do."""
+        """Report everything that went wrong in steps and was not reported yet. The device has nothing left to do."""
         if self._launching is not None:
             self._settle()
-        self._line.find_all(self.found, self._of_last_step)
+        self.line.find_all(self._found, self._of_last_step)
+        if self._found:
+            self._report()
 
-    def take_found(self) -> DeviceFault:
-        """What was found, as one fault; it is not found again."""
-        fault = DeviceFault.of_all(self.found)
-        self.found.clear()
-        return fault
+    def _report(self) -> None:
+        fault = DeviceFault.of_all(self._found)
+        self._found.clear()
+        self._on_fault(fault)
 
     def _settle(self) -> None:
         """Finish a publication that an exception has ended."""
         assert self._launching is not None
         words, counts, number = self._launching
-        if self._line.settle(words, counts, number, by_graph=False):
-            self._line.counts, self._line.number, self._launching = counts, number, None
-        else:
-            self._launching = None
+        if self.line.settle(words, counts, number, by_graph=False):
+            self.line.counts, self.line.number = counts, number
+        self._launching = None

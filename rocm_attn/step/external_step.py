@@ -171,7 +171,7 @@ class ExternalStep:
                 "and max_q_len of at least 1"
             )
         kind = self._kind()
-        if kind.decodes and self.padded_tokens != self.padded_seqs:
+        if kind is StepKind.DECODE and self.padded_tokens != self.padded_seqs:
             raise BadBatch(
                 f"{self.padded_seqs} padded sequences with one new token each have {self.padded_tokens} padded tokens; "
                 "give as many tokens as sequences"
@@ -190,7 +190,7 @@ class ExternalStep:
         return StepKind.EXTEND if self.min_q_len > 1 else StepKind.MIXED
 
     def _lengths(self, kind: StepKind) -> EngineLengths:
-        if kind.decodes or isinstance(self.q, OneEach):
+        if kind is StepKind.DECODE or isinstance(self.q, OneEach):
             return EngineLengths(self.kv_len, self.rows, None, Q_EACH_ONE)
         form, more = (Q_LENGTHS, 0) if isinstance(self.q, Lengths) else (Q_BOUNDARIES, 1)
         _check("q", self.q.of_seq, self.num_seqs + more)

@@ -38,7 +38,7 @@ from rocm_attn.step.core import StepCore
 from rocm_attn.step.engine_publisher import EnginePublisher
 from rocm_attn.step.external_layers import ExternalGate, ExternalLayers
 from rocm_attn.step.external_runs import ExternalRun, ExternalRuns
-from rocm_attn.step.external_step import BoolCells, Causality, ExternalStep, NoCells
+from rocm_attn.step.external_step import BoolCells, Causality, ExternalStep
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan
@@ -79,11 +79,6 @@ class Bounds:
             if not 1 <= value <= INT32_MAX:
                 raise BadSetting(f"{name} is {value}; it is at least 1 and at most {INT32_MAX}")
             object.__setattr__(self, name, value)
-
-    @property
-    def sealed_tokens(self) -> int:
-        """Tokens of the largest step that seal() makes room for."""
-        return self.num_seqs if self.num_tokens == INT32_MAX else max(self.num_seqs, self.num_tokens)
 
 
 FaultPolicy = Callable[[DeviceFault], None]
@@ -158,6 +153,7 @@ class ExternalAttention:
     pages:  the engine's KV cache, and how it is bound
     tables: the engine's tables, and how others are read
     layers: what the model calls in each layer of the step that was begun and filled
+    gate:   who has the step, and how it runs
     ops:    the launches around attention
 
     Everything is on the current stream. A step is the thread's that has begun it, until that thread begins another one
@@ -192,14 +188,13 @@ class ExternalAttention:
         self.guards = guards = guards_from_settings() if guards is None else guards
         guards.warn()
         problems, spaces = [layer.problem for layer in layers], [layer.space for layer in layers]
-        page_size = _page_size(problems)
         tables = tables if isinstance(tables, Mapping) else {Space.FULL: tables}
-        _check_spaces(spaces, tables)
-        self._gate = gate = ExternalGate(guards.adopted)
+        _check_layers(problems, spaces, tables)
+        self.gate = gate = ExternalGate(guards.adopted)
         self.tables = AdoptedTables(
             tables,
             {space: _window([p for p, its in zip(problems, spaces, strict=True) if its == space]) for space in tables},
-            page_size=page_size,
+            page_size=problems[0].page_size,
             max_kv_len=bounds.kv_len,
             num_seqs=bounds.num_seqs,
             short_kv=options.short_kv,
@@ -243,14 +238,14 @@ class ExternalAttention:
     def set_head_weights(self, layer: int, weights: HeadWeights) -> None:
         """Give a layer its sinks or ALiBi slopes, which are copied; graphs read the new ones too. Raises BadTensor, and
         WrongState while another thread has a step."""
-        self._gate.change("set_head_weights()")
+        self.gate.change("set_head_weights()")
         for core in self._cores.values():
             core.head_weights.set(layer, weights)
 
     def take_over(self) -> None:
         """This thread has the step that was begun last from now on. For engines that serve from several threads, one
         after the other: the thread that had it must be done with it, and is refused from now on."""
-        self._gate.take_over()
+        self.gate.take_over()
 
     def seal(self, bounds: Bounds | None = None) -> None:
         """Fix the addresses that graphs read, with room for steps of these bounds and smaller ones.
@@ -259,7 +254,7 @@ class ExternalAttention:
         they are. bounds: not given: of the largest step
         Raises WrongState, NeverFits.
         """
-        bounds, gate = self.bounds if bounds is None else bounds, self._gate
+        bounds, gate = self.bounds if bounds is None else bounds, self.gate
         gate.change("seal()")
         if gate.is_sealed:
             raise WrongState("addresses are sealed already; build anew for other sizes")
@@ -268,7 +263,8 @@ class ExternalAttention:
                 f"{bounds.num_seqs} sequences are to be captured, built for {self.bounds.num_seqs}; raise num_seqs"
             )
         self.pages.require_bound()
-        self._runs.seal(bounds.num_seqs, bounds.sealed_tokens)
+        num_tokens = 0 if bounds.num_tokens == INT32_MAX else bounds.num_tokens
+        self._runs.seal(bounds.num_seqs, max(bounds.num_seqs, num_tokens))
         gate.is_sealed = True
 
     def begin(self, step: ExternalStep) -> StepPlan:
@@ -277,7 +273,7 @@ class ExternalAttention:
         Raises BadBatch, NeverFits, WrongState, and what on_fault raises of an earlier step; no step is begun
         then.
         """
-        gate, tables, publisher = self._gate, self.tables, self._publisher
+        gate, tables, publisher = self.gate, self.tables, self._publisher
         had_step = gate.enter()
         try:
             run = self._runs.of(step)
@@ -292,7 +288,7 @@ class ExternalAttention:
             if not had_step:
                 gate.leave()
             raise
-        gate.run, gate.step, gate.thread = run, step, get_ident()
+        gate.run, gate.mask, gate.thread = run, step.mask, get_ident()
         if self._selects:
             self._selections.begin(1)
         return run.plan
@@ -305,8 +301,9 @@ class ExternalAttention:
                Each must be the one that the table gives. Not given: the table's
         Raises WrongState, BadTensor.
         """
-        run, step = self._gate.begun()
-        tables, spaces, page_size = self.tables, run.step.spaces, self.tables.page_size
+        gate, tables = self.gate, self.tables
+        run, page_size = gate.begun(), tables.page_size
+        spaces, mask = run.step.spaces, gate.mask
         with on_device(self.device):
             if tables.gathered_in_fill:
                 self._gather(tables.gathered_in_fill, run)
@@ -318,13 +315,13 @@ class ExternalAttention:
                 for table, tensors in zip(tables.spaces, spaces, strict=True):
                     given = slots, table.gather.slot_map, tensors.counts, tensors.slot_of_token
                     self.ops.take_slots(*given, page_size=page_size, null_page=table.terms.null_page)
-            if isinstance(step.mask, BoolCells):
+            if isinstance(mask, BoolCells):
                 for tensors, window_left in run.step.windows:
-                    self.ops.pack_mask(step.mask.cells, step.mask.positions, window_left, tensors)
+                    self.ops.pack_mask(mask.cells, mask.positions, window_left, tensors)
             if self._watches:
                 for tensors, watch in zip(spaces, self._watches, strict=True):
                     self.ops.watch_pages(tensors, run.to.engine_row, watch, page_size=page_size)
-        self._gate.is_filled = True
+        gate.is_filled = True
 
     def forget(self, rows: Tensor) -> None:
         """These rows of the tables go to other requests: nothing that was seen of their pages counts any more.
@@ -343,26 +340,26 @@ class ExternalAttention:
         Outside of captures. slots: as of fill(); they are read where they are now
         Raises what fill() raises, WrongState, and RecordingRefused.
         """
-        run, step = self._gate.begun()
-        if not step.captured or not isinstance(step.mask, NoCells):
+        run = self.gate.begun()
+        if not run.plan.replayable or isinstance(self.gate.mask, BoolCells):
             raise WrongState("only the fill of a captured step without a mask can be recorded; begin one")
         recording, _ = recorder.record(lambda: self.fill(slots))
         return RecordedFill(run, recording)
 
     def replay_fill(self, fill: RecordedFill) -> None:
         """Do what fill() does, by a graph of record_fill(). Raises WrongState for one of steps of another shape."""
-        if fill.run is not self._gate.begun()[0]:
+        if fill.run is not self.gate.begun():
             raise WrongState("this graph fills steps of another shape than the one that has begun; call fill()")
         with on_device(self.device):
             fill.recording.replay()
-        self._gate.is_filled = True
+        self.gate.is_filled = True
 
     def check_device(self) -> None:
         """Wait for the device, and give on_fault what went wrong in steps and was not reported yet.
 
         Raises WrongState while another thread has a step, and what on_fault raises.
         """
-        self._gate.change("check_device()")
+        self.gate.change("check_device()")
         wait_for_device(self.device)
         self._publisher.find_faults()
 
@@ -373,10 +370,6 @@ class ExternalAttention:
             for causality, core in self._cores.items()
             for name, tensor in {**core.memory.sealed_tensors(), **core.head_weights.tensors()}.items()
         }
-
-    def running(self) -> ExternalRun:
-        """How the step runs that this thread has begun and filled, for those who look at it. Raises WrongState."""
-        return self._gate.running()
 
     def _new_core(
         self, of_layers: Sequence[Problem], spaces: Sequence[Space], causality: Causality, target: Target, agree: Agree
@@ -415,18 +408,13 @@ def _watches(tables: AdoptedTables, num_pages: int) -> tuple[PageWatch, ...]:
     return tuple(PageWatch.of(rows, tables.width, num_pages, tables.device) for _ in tables.spaces)
 
 
-def _page_size(problems: Sequence[Problem]) -> int:
-    """Of all layers. Raises BadProblem."""
+def _check_layers(problems: Sequence[Problem], spaces: Sequence[Space], tables: Mapping[Space, Source]) -> None:
+    """Layers have one page size, every space of a layer has a table, and every table a layer. Raises BadProblem."""
     if not problems:
         raise BadProblem("no layers: pass one LayerSource for each attention layer of the model")
     sizes = sorted({problem.page_size for problem in problems})
     if len(sizes) > 1:
         raise BadProblem(f"layers disagree on the page size ({sizes}); build an ExternalAttention for each")
-    return sizes[0]
-
-
-def _check_spaces(spaces: Sequence[Space], tables: Mapping[Space, Source]) -> None:
-    """Every space of a layer has a table, and every table a layer. Raises BadProblem."""
     if set(spaces) != set(tables):
         of_layers, of_tables = (sorted(space.name for space in each) for each in (set(spaces), tables))
         raise BadProblem(f"layers live in the spaces {of_layers} and there are tables of {of_tables}; give one of each")

@@ -1,8 +1,8 @@
-"""Tables that an engine owns: where they lie, and what a step needs of them.
+"""AdoptedTables: tables that an engine owns, and what a step needs of them.
 
-A table of pages that kernels can read is read where it lies. Any other, of slots of larger pages, of another space, of
-another dtype, or lists of pages, is gathered for each step into a table of the space's own, where sequence seq has row
-seq + 1 and row 0 stays 0. Where one space is gathered all are, because a sequence has one row in all of them.
+A table of pages that kernels can read is read where it lies. Any other, of slots of larger pages, of another space or
+dtype, or lists of pages, is gathered for each step into a table of the space's own, where sequence i has row i + 1 and
+row 0 stays 0. Where one space is gathered all are, because a sequence has one row in all of them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class TableSource:
 
     @property
     def gather(self) -> GatherSource:
-        """The table for the kernel that gathers."""
         return GatherSource(self.entries, self.unit is TableUnit.SLOT, None, self.slot_map)
 
 
@@ -89,7 +88,6 @@ class CsrSource:
 
     @property
     def gather(self) -> GatherSource:
-        """The lists for the kernel that gathers."""
         return GatherSource(self.indices, csr_indptr=self.indptr)
 
 
@@ -272,40 +270,37 @@ class AdoptedTables:
     def use(self, source: Source | Tensor, space: Space = Space.FULL) -> None:
         """Read another table, or the same one with other rows, in a space from the next begin() on.
 
-        source: a longer or shorter one at the same address is the same table with other rows. A tensor takes the place
-                of the entries of the table that there is
+        source: a longer or shorter one at the same address is the same table with other rows; a tensor: other entries
         Raises BadTensor for one of another kind, NeverFits, and WrongState where graphs read another, or while another
         thread has a step.
         """
         self._gate.change("tables.use()")
-        table = self._of(space)
+        table, named = self._of(space), f"the table of the {space.name} space"
+        old = table.source
         if isinstance(source, Tensor):
-            if isinstance(table.source, CsrSource):
-                raise BadTensor(f"the table of the {space.name} space is lists of pages; give a CsrSource")
-            source = replace(table.source, entries=source)
-        gather, old = source.gather, table.source
+            if isinstance(old, CsrSource):
+                raise BadTensor(f"{named} is lists of pages; give a CsrSource")
+            source = replace(old, entries=source)
+        gather = source.gather
         self._check_device(space, gather)
         if type(source) is not type(old) or (source.null_page, source.copied) != (old.null_page, old.copied):
-            raise BadTensor(f"the table of the {space.name} space is another kind of table than before; build anew")
+            raise BadTensor(f"{named} is another kind of table than before; build anew")
         if not self.gathered and not _lies_right(source, self.page_size):
             raise BadTensor(
-                f"the table of the {space.name} space was read where it lies, which takes int32 pages in rows without "
-                f"gaps; this one is {gather.entries.dtype} with strides {gather.entries.stride()}"
+                f"{named} was read where it lies, which takes int32 pages in rows without gaps; this one is "
+                f"{gather.entries.dtype} with strides {gather.entries.stride()}"
             )
-        if (room := _row_tokens(gather, self.page_size)) < self.max_kv_len:
+        room, num_rows = _row_tokens(gather, self.page_size), _num_rows(gather)
+        if room < self.max_kv_len:
+            raise NeverFits(f"a row of {named} has room for {room} tokens; sequences may have {self.max_kv_len}")
+        if num_rows > self.most_rows:
             raise NeverFits(
-                f"a row of the table of the {space.name} space has room for {room} tokens; sequences may have "
-                f"{self.max_kv_len}"
-            )
-        if _num_rows(gather) > self.most_rows:
-            raise NeverFits(
-                f"the table of the {space.name} space has {_num_rows(gather)} rows, and those of {self.most_rows} are "
-                "watched; build with the largest table"
+                f"{named} has {num_rows} rows, and those of {self.most_rows} are watched; build with the largest table"
             )
         if self._gate.is_sealed and _places(gather) != _places(table.gather):
             self._gate.guards.moved(
-                f"the table of the {space.name} space has moved, and graphs read the old one; write into the table "
-                "that there was, or build anew and capture again"
+                f"{named} has moved, and graphs read the old one; write into the table that there was, or build anew "
+                "and capture again"
             )
         table.source, table.gather = source, gather
         if not self.gathered:

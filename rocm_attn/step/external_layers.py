@@ -10,7 +10,7 @@ from rocm_attn.errors import WrongState
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable
 from rocm_attn.paging.adopted import AdoptedGuards
 from rocm_attn.step.external_runs import ExternalRun
-from rocm_attn.step.external_step import ExternalStep
+from rocm_attn.step.external_step import NO_CELLS, BoolCells, NoCells
 from rocm_attn.step.holder import StepHolder
 from rocm_attn.step.protocols import StoreAndAttend
 from rocm_attn.step.selections import StepSelections
@@ -31,19 +31,18 @@ class ExternalGate:
 
     guards:    the safeguards of tables and pages
     is_sealed: whether graphs may read its memory, tables and pages
-    run, step: what was begun last; step is None before the first one
+    run, mask: of the step that was begun last; run is None before the first one
     is_filled: whether that was filled
-    thread:    the thread that has the step, if that has begun or taken over one; each step and layer asks for it, and
-               the holder takes longer to say
+    thread:    the one that has begun or taken over a step, where it has it still: what each layer can ask
     """
 
-    __slots__ = ("_holder", "guards", "is_filled", "is_sealed", "run", "step", "thread")
+    __slots__ = ("_holder", "guards", "is_filled", "is_sealed", "mask", "run", "thread")
 
     def __init__(self, guards: AdoptedGuards) -> None:
         self.guards = guards
         self.is_sealed = self.is_filled = False
         self.run: ExternalRun | None = None
-        self.step: ExternalStep | None = None
+        self.mask: NoCells | BoolCells = NO_CELLS
         self.thread = _NO_THREAD
         self._holder = StepHolder()
 
@@ -59,14 +58,14 @@ class ExternalGate:
         """The current thread, which had no step, has begun none."""
         self._holder.give_back()
 
-    def begun(self) -> tuple[ExternalRun, ExternalStep]:
-        """The step that the current thread has begun, and how it runs. Raises WrongState."""
-        run, step = self.run, self.step
-        if run is None or step is None:
+    def begun(self) -> ExternalRun:
+        """How the step runs that the current thread has begun. Raises WrongState."""
+        run = self.run
+        if run is None:
             raise WrongState("there is no step to fill; call begin() first")
         if self.thread != get_ident():
             raise WrongState(_ANOTHERS)
-        return run, step
+        return run
 
     def running(self) -> ExternalRun:
         """How the step runs that the current thread has begun and filled. Raises WrongState."""

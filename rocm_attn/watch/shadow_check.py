@@ -33,7 +33,7 @@ def shadow_check(
     most_tokens: of each, so many of its last new tokens
     Raises WrongState, BadTensor.
     """
-    run = attention.running()
+    run = attention.gate.running()
     problem = run.core.layers.problem(layer)
     if run.plan.shape.kind is StepKind.MASKED:
         raise WrongState("the step has a mask, which only its engine can compare; look at another step")

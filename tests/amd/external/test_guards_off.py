@@ -108,7 +108,7 @@ def list_tails(make: Make) -> None:
     engine.run([long], [60])
     engine.run([short], [3])
     engine.run([short], [1])
-    step = engine.attention.running().step.tensors
+    step = engine.attention.gate.running().step.tensors
     assert (step.page_list[1:] == 0).all(), "the list holds what an earlier step left"
 
 

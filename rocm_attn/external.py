@@ -35,9 +35,8 @@ from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.contract import PoolSize, PoolTerms, StepOps
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.core import StepCore
-from rocm_attn.step.engine_publisher import EnginePublisher
 from rocm_attn.step.external_layers import ExternalGate, ExternalLayers
-from rocm_attn.step.external_runs import ExternalRun, ExternalRuns
+from rocm_attn.step.external_runs import EnginePublisher, ExternalRun, ExternalRuns
 from rocm_attn.step.external_step import BoolCells, Causality, ExternalStep
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
@@ -280,7 +279,7 @@ class ExternalAttention:
             with on_device(self.device):
                 slot = publisher.hear()
                 gate.is_filled = False
-                publisher.publish(slot, step.num_seqs, step.lengths, run.bounds, run.to)
+                publisher.publish(slot, step, run)
                 if tables.gathered_in_begin:
                     self._gather(tables.gathered_in_begin, run)
                     tables.note_copies()

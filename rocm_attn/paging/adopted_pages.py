@@ -135,18 +135,11 @@ class AdoptedPages:
         """
         self._gate.change("pages.bind()")
         problem = self._problem(layer)
-        form = problem.page_format
-        if coded is not None:
-            k, v = self._declared(f"pages of layer {layer}", [k, v], coded.format, form)
-        elif form.encoding.is_fp8:
-            raise BadTensor(
-                f"layer {layer} keeps K and V in {form.encoding.value}; say what its pages hold and where their "
-                "factors are, as coded: EnginePages(k_scale, v_scale, format), to bind_all() one for each layer"
-            )
-        scales = [] if coded is None else [coded.k_scale, coded.v_scale]
         # A scale without a dimension is an engine's way to keep one for the layer.
+        scales = [] if coded is None else [coded.k_scale, coded.v_scale]
         scales = [scale.view(1) if scale is not None and not scale.dim() else scale for scale in scales]
-        pages = self._pages(f"pages of layer {layer}", (k, v), form, scales)
+        declared = None if coded is None else coded.format
+        pages = self._pages(f"pages of layer {layer}", (k, v), scales, declared, problem.page_format)
         self._check_rows(layer, pages)
         self._adopt(self._layers, layer, "pages", pages)
 
@@ -165,18 +158,11 @@ class AdoptedPages:
         form = self._problem(layer).index_format
         if form is None:
             raise BadTensor(f"layer {layer} has no indexer, and so no index pages; leave them out")
-        if declared is not None:
-            (keys,) = self._declared(f"index pages of layer {layer}", [keys], declared, form)
-        elif form.encoding.is_fp8:
-            raise BadTensor(
-                f"layer {layer} keeps index keys in {form.encoding.value}; say what its index pages hold: "
-                "bind_index(layer, keys, scale, format)"
-            )
         if keys.dim() != 3:
             raise BadTensor(f"the index pages of layer {layer} are {list(keys.shape)}; give [pages, keys, elements]")
         rows = keys.unsqueeze(2)
         scale = scale.unsqueeze(1) if scale is not None and scale.dim() == 2 else scale
-        pages = self._pages(f"index pages of layer {layer}", (rows, rows), form, (scale, scale))
+        pages = self._pages(f"index pages of layer {layer}", (rows, rows), (scale, scale), declared, form)
         self._adopt(self._index, layer, "index pages", pages)
 
     def require_bound(self) -> None:
@@ -234,22 +220,28 @@ class AdoptedPages:
             self.in_every_layer[space].fill_(fewest)
             self._fewest[space] = fewest
 
-    def _declared(self, pages: str, sides: list[Tensor], declared: PageFormat, wanted: PageFormat) -> list[Tensor]:
-        """Pages in the dtype of what they are declared to hold, which is what the layer's kernels are for."""
-        self._gate.guards.formats(pages, declared, wanted)
-        encoding = declared.encoding
-        for side in sides:
-            if side.dtype != encoding.dtype and not (encoding.is_fp8 and side.dtype == torch.uint8):
-                raise BadTensor(f"the {pages} are {side.dtype}, and were declared to hold {encoding.value}")
-        return [side.view(wanted.encoding.dtype) if side.dtype == torch.uint8 else side for side in sides]
-
     def _pages(
-        self, name: str, sides: Sequence[Tensor], form: PageFormat, scales: Sequence[Tensor | None]
+        self,
+        name: str,
+        sides: Sequence[Tensor],
+        scales: Sequence[Tensor | None],
+        declared: PageFormat | None,
+        wanted: PageFormat,
     ) -> LayerPages:
         """A layer's pages, if they are what its kernels are for. name: of the pages, for messages"""
+        encoding = wanted.encoding
+        if declared is not None:
+            self._gate.guards.formats(name, declared, wanted)
+            is_bytes = encoding.is_fp8 and all(side.dtype == torch.uint8 for side in sides)
+            sides = [side.view(encoding.dtype) for side in sides] if is_bytes else sides
+        elif encoding.is_fp8:
+            raise BadTensor(
+                f"the {name} are in {encoding.value}; say what they hold and where their scales are: bind() and "
+                "bind_all() take coded, EnginePages(k_scale, v_scale, format), and bind_index() takes scale and format"
+            )
         for tensor in (*sides, *scales):
             if tensor is not None and tensor.device != self.device:
-                raise BadTensor(f"the {name} or their factors are on {tensor.device}, not on {self.device}")
+                raise BadTensor(f"the {name} or their scales are on {tensor.device}, not on {self.device}")
         for side in sides:
             if len(side) > self._num_pages:
                 raise NeverFits(
@@ -258,7 +250,7 @@ class AdoptedPages:
             if side.stride(-1) != 1:
                 raise BadTensor(f"the {name} have stride {side.stride(-1)} within a row; it must be 1")
         try:
-            return LayerPages(*sides, form, *scales)
+            return LayerPages(*sides, wanted, *scales)
         except FormatMismatch as error:
             raise BadTensor(f"the {name}: {error}") from error
 
@@ -275,17 +267,16 @@ class AdoptedPages:
                     "pages for contiguous; build with page_strides=True"
                 )
         if layer in self._aligned_sides and not pages.has_aligned_sides:
-            raise BadTensor(
-                f"layer {layer}: k and v begin at addresses {k.data_ptr():#x} and {v.data_ptr():#x}; "
-                f"{self._aligned_sides[layer]} reads those that begin at multiples of 16 bytes; lay them so, or build "
-                "with unaligned_rows=True"
-            )
-        if layer in self._aligned_rows and not pages.has_aligned_rows:
-            raise BadTensor(
-                f"layer {layer}: k and v have strides {k.stride()} and {v.stride()} from addresses {k.data_ptr():#x} "
-                f"and {v.data_ptr():#x}; {self._aligned_rows[layer]} reads rows that begin at multiples of 16 "
-                f"elements, less than {NEAR} apart in a page; lay them so, or build with unaligned_rows=True"
-            )
+            reads = f"{self._aligned_sides[layer]} reads those that begin at multiples of 16 bytes"
+        elif layer in self._aligned_rows and not pages.has_aligned_rows:
+            rows = f"rows that begin at multiples of 16 elements, less than {NEAR} apart in a page"
+            reads = f"{self._aligned_rows[layer]} reads {rows}"
+        else:
+            return
+        raise BadTensor(
+            f"layer {layer}: k and v have strides {k.stride()} and {v.stride()} from addresses {k.data_ptr():#x} and "
+            f"{v.data_ptr():#x}; {reads}; lay them so, or build with unaligned_rows=True"
+        )
 
 
 def _place(pages: LayerPages) -> list[tuple[int, tuple[int, ...]]]:

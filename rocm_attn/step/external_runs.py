@@ -1,23 +1,28 @@
-"""ExternalRuns: how steps over an engine's storage run, for each shape that steps have."""
+"""ExternalRuns and EnginePublisher: how steps over an engine's storage run, for each shape, and how they begin."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import BadTensor, NeverFits, Unsupported, WrongState
+from rocm_attn.errors import BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
+from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, NO_ECHO, STEP, STEP_BEFORE
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.adopted import AdoptedTables
-from rocm_attn.providers.contract import Baked
+from rocm_attn.providers.contract import Baked, StepOps
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.external_step import Causality, ExternalStep, NoCells
+from rocm_attn.step.host_ring import HostRing, RingSlot
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan, kv_len_bucket, q_len_bucket
+from rocm_attn.step.publisher import Found, Line, PublishingGuards
 
 # Runs of steps that are not captured are kept for so many shapes.
 _MOST_KEPT = 64
@@ -177,3 +182,65 @@ def _check_plan(plan: StepPlan, *, captured: bool) -> None:
     needy = sorted({kernel.row.name for kernel in plan.kernels if kernel.row.needs_host_lengths})
     if needy:
         raise Unsupported(f"{', '.join(needy)} must know the lengths on the host, and an engine's are on the device")
+
+
+class EnginePublisher:
+    """Writes the header of a ring slot and launches the kernel that reads it, one launch a step.
+
+    on_fault: called with what went wrong in earlier steps, once; it may raise
+    """
+
+    def __init__(
+        self, ops: StepOps, device: torch.device, guards: PublishingGuards, on_fault: Callable[[DeviceFault], None]
+    ) -> None:
+        self.line = Line(HostRing(device, wait=guards.ring_wait), guards.new_echo_check(), device)
+        self._launch, self._on_fault, self._of_last_step = ops.publish_engine, on_fault, guards.of_last_step
+        # The words of a slot, counts and number of a publication that was begun and has not ended.
+        self._launching: tuple[Int32Array, Tensor, int] | None = None
+        self._found: Found = []
+
+    def hear(self) -> RingSlot:
+        """The next slot, when its readers are done and the faults that it echoes were reported."""
+        if self._launching is not None:
+            self._settle()
+        slot = self.line.ring.acquire(HEADER_WORDS)
+        if slot.words[ECHO]:
+            self.line.look(slot.words, self._found)
+        if self._found:
+            self._report()
+        return slot
+
+    def publish(self, slot: RingSlot, step: ExternalStep, run: ExternalRun) -> None:
+        """Launch what writes a step's counts, rows and lengths. slot: of hear(), which comes before"""
+        line, words, counts = self.line, slot.words, run.to.counts
+        number = (line.number + 1) & INT32_MAX
+        words[0], words[STEP], words[STEP_BEFORE] = step.num_seqs, number, line.number
+        # One statement: an interrupt comes before all of it or after.
+        words[ECHO], self._launching = NO_ECHO, (words, counts, number)
+        try:
+            before = counts if line.counts is None else line.counts
+            self._launch(slot.tensor, before, step.lengths, run.bounds, run.to)
+        finally:
+            line.ring.release()
+        line.counts, line.number, self._launching = counts, number, None
+
+    def find_faults(self) -> None:
+        """Report everything that went wrong in steps and was not reported yet. The device has nothing left to do."""
+        if self._launching is not None:
+            self._settle()
+        self.line.find_all(self._found, self._of_last_step)
+        if self._found:
+            self._report()
+
+    def _report(self) -> None:
+        fault = DeviceFault.of_all(self._found)
+        self._found.clear()
+        self._on_fault(fault)
+
+    def _settle(self) -> None:
+        """Finish a publication that an exception has ended."""
+        assert self._launching is not None
+        words, counts, number = self._launching
+        if self.line.settle(words, counts, number, by_graph=False):
+            self.line.counts, self.line.number = counts, number
+        self._launching = None

@@ -110,7 +110,6 @@ def test_a_scheduler_may_write_a_table_from_its_own_stream_after_the_event_of_th
             return plan
         torch.cuda._sleep(100_000_000)
         plan, scheduler = begin(step), torch.cuda.Stream()
-        assert not copied.query()
         copied.wait(scheduler)
         with torch.cuda.stream(scheduler):
             scramble(engine)

@@ -1,11 +1,11 @@
 """ExternalAttention: attention over pages, tables, lengths, slots and graphs that an engine owns.
 
 begin            outside of graphs, one launch: plan at the engine's padded shape, publish its lengths
-fill             may be captured: gather tables where they cannot be read where they lie, derive, check slots, schedules
+fill             may be captured: gather tables that cannot be read in place, derive, check slots, schedules
 store, attend    may be captured, for each layer
 
 The engine pads and keys its graphs; a captured step is planned at the longest length, so that its graph serves any.
-What is stored and how steps run is as in AttentionRuntime: the same kernels, launches, safeguards and error word.
+Kernels, launches, safeguards and the error word are those of AttentionRuntime.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from rocm_attn.step.selections import StepSelections
 class LayerSource:
     """One attention layer of an engine's model.
 
-    space:        where its pages lie; of its own KV cache group, for instance
-    head_weights: what its problem says that it has; may be given later, by set_head_weights()
+    space:        of its KV cache group
+    head_weights: sinks or ALiBi slopes that its problem has; may be given later, by set_head_weights()
     """
 
     problem: Problem
@@ -84,23 +84,18 @@ FaultPolicy = Callable[[DeviceFault], None]
 
 
 def raise_fault(fault: DeviceFault) -> None:
-    """The step that hears of a fault is not begun; it may be begun again."""
+    """The step that a fault is reported to is not begun; it may be begun again."""
     raise fault
 
 
 class LogAndCount:
-    """Faults are logged and counted, and serving goes on.
-
-    log:   where each is a line; not given: this package's own logger
-    count: the faults so far
-    """
+    """Faults are logged and counted, and serving goes on. log: not given: this package's own logger"""
 
     def __init__(self, log: logging.Logger | None = None) -> None:
         self.log = log if log is not None else logging.getLogger(__name__)
         self.count = 0
 
     def __call__(self, fault: DeviceFault) -> None:
-        """Log a fault."""
         self.count += len(fault.each)
         self.log.error("%s", fault)
 
@@ -112,9 +107,8 @@ class ExternalOptions:
     provider:      "auto", "torch", "triton" or "aiter"
     deterministic: whether a sequence's results must be bitwise the same in any batch
     page_strides:  whether pages have strides of their own, as where K and V are packed into one tensor
-    unaligned_rows: whether K and V, and their rows, may begin anywhere in memory. Else K and V that kernels read fast
-                   begin at multiples of 16 bytes, or rows at multiples of 16 elements, less than 2^20 apart in a page,
-                   or pages.bind() refuses them
+    unaligned_rows: whether K and V, and their rows, may begin anywhere in memory. Else pages.bind() refuses those that
+                   the fastest kernels do not read
     zero_tails:    whether what follows a sequence in its last page may be zeroed, which some kernels need. If not,
                    nothing is written but K and V of new tokens, to their slots
     short_kv:      whether sequences may have fewer tokens in their KV than new ones; in steps that are not causal
@@ -140,24 +134,17 @@ class ExternalOptions:
 
 @dataclass(frozen=True, slots=True)
 class RecordedFill:
-    """A fill() as a graph, of the steps that run as the one did for which it was recorded."""
+    """A fill() as a graph, for steps that run as this one."""
 
     run: ExternalRun
     recording: Recording
 
 
 class ExternalAttention:
-    """Paged attention for the layers of an engine's model, over what the engine owns.
+    """Paged attention for the layers of an engine's model, over pages, tables, layers and steps that the engine owns.
 
-    pages:  the engine's KV cache, and how it is bound
-    tables: the engine's tables, and how others are read
-    layers: what the model calls in each layer of the step that was begun and filled
-    gate:   who has the step, and how it runs
-    ops:    the launches around attention
-
-    Everything is on the current stream. A step is the thread's that has begun it, until that thread begins another one
-    or has ended: calls of another one raise WrongState, as an engine never says that a step is over. Engines that
-    serve from one thread after another call take_over() in the new one.
+    Its parts are `pages`, `tables`, the `layers` of the step that runs, the `gate` that knows who has the step, and
+    `ops`, the launches around attention. Everything is on the current stream.
 
     layers:  of the model, in order; all pages have one size
     tables:  space -> the engine's table, for every space that layers live in; a table alone is the full space's
@@ -210,13 +197,16 @@ class ExternalAttention:
             gate=gate,
         )
         target = target if target is not None else detect_target(self.device)
-        self._cores = {each: self._new_core(problems, spaces, each, target, agree) for each in options.causalities}
-        self._runs = ExternalRuns(self._cores, self.tables, bounds.num_seqs, bounds.num_tokens)
-        first_core = next(iter(self._cores.values()))
+        self.cores = {each: self._new_core(problems, spaces, each, target, agree) for each in options.causalities}
+        self._runs = ExternalRuns(self.cores, self.tables, bounds.num_seqs, bounds.num_tokens)
+        first_core = next(iter(self.cores.values()))
         self.ops: StepOps = first_core.ops
         self._publisher = EnginePublisher(self.ops, self.device, guards.publishing, options.on_fault)
         self._pages_of_spaces = tuple(self.pages.in_every_layer[table.space] for table in self.tables.spaces)
-        self._watches = _watches(self.tables, bounds.num_pages) if options.watches_pages else ()
+        self._watches: tuple[PageWatch, ...] = ()
+        if options.watches_pages:
+            rows = self.tables.most_rows = self.tables.rows.num
+            self._watches = tuple(PageWatch.of(rows, self.tables.width, bounds.num_pages, self.device) for _ in tables)
         selecting = first_core.layers.selecting
         self._selects = bool(selecting.indexed)
         self._selections = StepSelections(selecting, guards.step.layers.selection_of)
@@ -238,19 +228,19 @@ class ExternalAttention:
         """Give a layer its sinks or ALiBi slopes, which are copied; graphs read the new ones too. Raises BadTensor, and
         WrongState while another thread has a step."""
         self.gate.change("set_head_weights()")
-        for core in self._cores.values():
+        for core in self.cores.values():
             core.head_weights.set(layer, weights)
 
     def take_over(self) -> None:
-        """This thread has the step that was begun last from now on. For engines that serve from several threads, one
-        after the other: the thread that had it must be done with it, and is refused from now on."""
+        """This thread has the step that was begun last from now on; the thread that had it must be done with it, and is
+        refused. For engines that serve from several threads, one after the other."""
         self.gate.take_over()
 
     def seal(self, bounds: Bounds | None = None) -> None:
-        """Fix the addresses that graphs read, with room for steps of these bounds and smaller ones.
+        """Fix the addresses that graphs read, with room for steps of these bounds and smaller ones: before the first
+        capture, after every layer has its pages. From then on tables and pages stay where they are.
 
-        Before the engine's first capture, and after every layer has its pages. From then on tables and pages stay where
-        they are. bounds: not given: of the largest step
+        bounds: not given: of the largest step
         Raises WrongState, NeverFits.
         """
         bounds, gate = self.bounds if bounds is None else bounds, self.gate
@@ -261,7 +251,8 @@ class ExternalAttention:
             raise NeverFits(
                 f"{bounds.num_seqs} sequences are to be captured, built for {self.bounds.num_seqs}; raise num_seqs"
             )
-        self.pages.require_bound()
+        if not self.options.binds_calls:
+            self.pages.require_bound()
         num_tokens = 0 if bounds.num_tokens == INT32_MAX else bounds.num_tokens
         self._runs.seal(bounds.num_seqs, max(bounds.num_seqs, num_tokens))
         gate.is_sealed = True
@@ -269,8 +260,7 @@ class ExternalAttention:
     def begin(self, step: ExternalStep) -> StepPlan:
         """Plan a step and publish its lengths: one launch, and one for each table that is copied. Outside of graphs.
 
-        Raises BadBatch, NeverFits, WrongState, and what on_fault raises of an earlier step; no step is begun
-        then.
+        Raises BadBatch, NeverFits, WrongState, and what on_fault raises of an earlier step; no step is begun then.
         """
         gate, tables, publisher = self.gate, self.tables, self._publisher
         had_step = gate.enter()
@@ -295,9 +285,9 @@ class ExternalAttention:
     def fill(self, slots: Tensor | None = None) -> None:
         """Derive the step's metadata on the device. May be captured; running it twice is harmless.
 
-        slots: int32 or int64 [n], any stride, on the device: where the engine wants each new token's K and V, in the
-               space of the table's entries; a negative one, or one of page 0 where that belongs to no one: nowhere.
-               Each must be the one that the table gives. Not given: the table's
+        slots: int32 or int64 [n], any stride, on the device: where each new token's K and V go, in the space of the
+               table's entries. A slot that is negative, or in page 0 where that belongs to no one: nowhere; any other
+               must be the one that the table gives. Not given: the table's
         Raises WrongState, BadTensor.
         """
         gate, tables = self.gate, self.tables
@@ -323,21 +313,19 @@ class ExternalAttention:
         gate.is_filled = True
 
     def forget(self, rows: Tensor) -> None:
-        """These rows of the tables go to other requests: nothing that was seen of their pages counts any more.
+        """These rows of the tables go to other requests: what was seen of their pages counts no more.
 
-        Only where the options say watches_pages, and only for rows that would be taken for the same request, as where
-        the next one begins with as many cached tokens as the last one has ended with.
-
-        rows: int32 or int64 [n], on the device
+        Needed where watches_pages, and where the next request begins with as many cached tokens as the last one ended
+        with. rows: int32 or int64 [n], on the device
         """
         for watch in self._watches:
             watch.rows.index_fill_(0, rows.long(), 0)
 
     def record_fill(self, recorder: Recorder, slots: Tensor | None = None) -> RecordedFill:
-        """Fill the captured step that has begun, and record that, for replay_fill() in later steps of its shape.
+        """Fill the captured step that has begun, outside of captures, and record that for replay_fill().
 
-        Outside of captures. slots: as of fill(); they are read where they are now
-        Raises what fill() raises, WrongState, and RecordingRefused.
+        slots: see fill(); they are read where they are now
+        Raises WrongState, BadTensor, RecordingRefused.
         """
         run = self.gate.begun()
         if not run.plan.replayable or isinstance(self.gate.mask, BoolCells):
@@ -362,14 +350,6 @@ class ExternalAttention:
         wait_for_device(self.device)
         self._publisher.find_faults()
 
-    def sealed_tensors(self) -> Mapping[str, Tensor]:
-        """Everything that a graph reads and that is not an engine's, by name."""
-        return {
-            f"{causality.name.lower()} {name}": tensor
-            for causality, core in self._cores.items()
-            for name, tensor in {**core.memory.sealed_tensors(), **core.head_weights.tensors()}.items()
-        }
-
     def _new_core(
         self, of_layers: Sequence[Problem], spaces: Sequence[Space], causality: Causality, target: Target, agree: Agree
     ) -> StepCore:
@@ -388,10 +368,8 @@ class ExternalAttention:
             agree=agree,
         )
         kinds = LayerKinds.of(problems, spaces, selections)
-        self.pages.read_aligned(
-            sides=kinds.reading_alone(lambda limits: limits.aligned_sides),
-            rows=kinds.reading_alone(lambda limits: limits.aligned_rows),
-        )
+        self.pages.aligned_sides |= kinds.reading_alone(lambda limits: limits.aligned_sides)
+        self.pages.aligned_rows |= kinds.reading_alone(lambda limits: limits.aligned_rows)
         return StepCore(kinds, self.tables, self.pages, self.guards.step)
 
     def _gather(self, tables: Sequence[AdoptedSpace], run: ExternalRun) -> None:
@@ -399,12 +377,6 @@ class ExternalAttention:
         rows, kv_len = run.to.engine_row, run.to.kv_len
         for table in tables:
             self.ops.gather_table(table.gather, rows, kv_len, table.entries, page_size=self.tables.page_size)
-
-
-def _watches(tables: AdoptedTables, num_pages: int) -> tuple[PageWatch, ...]:
-    """Of every space, for the rows that its table has now."""
-    rows = tables.most_rows = tables.rows.num
-    return tuple(PageWatch.of(rows, tables.width, num_pages, tables.device) for _ in tables.spaces)
 
 
 def _check_layers(problems: Sequence[Problem], spaces: Sequence[Space], tables: Mapping[Space, Source]) -> None:

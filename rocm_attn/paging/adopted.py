@@ -38,16 +38,16 @@ class TableUnit(enum.Enum):
 class TableSource:
     """An engine's table: rows of pages, or of slots, one for each token.
 
-    entries:   int32 or int64 [rows, width], any strides. Entry j of a row is that of the sequence's page j, or of its
-               token j; those of its KV name pages that exist, or 0 where a page was given back. Slots of one page are
-               consecutive, from a multiple of the page size on
+    entries:   int32 or int64 [rows, width], any strides. Entry j of a row is that of the sequence's page j, or token j:
+               one that exists, or 0 where a page was given back. Slots of one page are consecutive, from a multiple of
+               the page size on
     unit:      what they name
     slot_map:  int32 or int64 [slots], slot that the table names -> slot of this space, 0 for one that was given back;
                None: the table names this space's own
     null_page: whether page 0 belongs to no one, so that a token there has no page; if not, it is a page like others
-    copied:    whether begin() copies what a step needs of it, so that the engine may write it after tables.copied; else
-               it is read in fill(), or where it lies until the step's last layer. slot_map is read in fill() too, where
-               slots are given
+    copied:    whether begin() copies the step's rows, so that the engine may write the table after the event
+               tables.copied; else it is read in fill(), or in place until the step's last layer. slot_map is read in
+               fill() too, where slots are given
     """
 
     entries: Tensor
@@ -125,10 +125,9 @@ def as_the_owner_says(terms: TableTerms) -> TableTerms:
 class AdoptedGuards:
     """The safeguards of tables and pages that an engine owns.
 
-    moved: called with a sentence when a table or pages that graphs read are replaced
-    terms: of a space's table
-    formats: called with a layer's pages in words, the format that an engine declares for them, and the one that
-             kernels are for
+    moved:   called with a sentence when a table or pages that graphs read are replaced
+    terms:   of a space's table
+    formats: called with a layer's pages in words, the format that an engine declares, and the one that kernels are for
     """
 
     moved: Callable[[str], None] = refuse_moved_table
@@ -137,18 +136,12 @@ class AdoptedGuards:
 
 
 class Gate(Protocol):
-    """The gate that tables and pages ask before they change; step/external_layers.py has it.
-
-    guards:    the safeguards
-    is_sealed: whether graphs may read tables and pages, so that they stay where they are
-    """
+    """The part of ExternalGate (step/external_layers.py) that tables and pages ask before they change."""
 
     guards: AdoptedGuards
     is_sealed: bool
 
-    def change(self, call: str) -> None:
-        """A call is about to change something. Raises WrongState while another thread has a step."""
-        ...
+    def change(self, call: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -176,9 +169,8 @@ class AdoptedTables:
     max_kv_len: tokens of the longest sequence
     num_seqs:   padded sequences of the largest step
     short_kv:   whether sequences may have fewer tokens in their KV than new ones
+    rows:       those that every table has now
     Raises BadTensor for a table on another device.
-
-    `rows` are those that sequences may have: that every table has now.
     """
 
     def __init__(
@@ -226,10 +218,10 @@ class AdoptedTables:
 
     @property
     def copied(self) -> torch.Event:
-        """The event after which the engine may write the tables that are `copied`: begin() records it.
+        """The event after which the engine may write its copied tables; begin() records it. Raises WrongState where
+        there are none.
 
-        copied.wait(stream) has a stream wait for it, and copied.synchronize() the host. Raises WrongState where no
-        table is copied.
+        copied.wait(stream) has a stream wait for it, and copied.synchronize() the host.
         """
         if not self.gathered_in_begin:
             raise WrongState(
@@ -245,9 +237,8 @@ class AdoptedTables:
     def write(self, pages: Sequence[Sequence[int]], space: Space = Space.FULL) -> None:
         """Write the pages of sequences into the rows of the engine's table, from row 0 on: pages[i] begins row i.
 
-        What a row has after them stays; no step reads it. One copy to the device, on the current stream, without a
-        wait. Raises WrongState while another thread has a step, and BadTensor for more rows or pages than the table
-        has, for a table of slots, and for lists of pages; nothing is written then.
+        One copy to the device, on the current stream, without a wait; the rest of a row stays. Raises WrongState while
+        another thread has a step, and BadTensor where pages do not fit, and for a table that has no rows of pages.
         """
         self._gate.change("tables.write()")
         source = self._of(space).source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +46,8 @@ class EnginePages:
     """What an engine says of a layer's pages, beside the tensors.
 
     k_scale, v_scale: float32, on the device: [] or [1] for a layer, [kv_heads] for heads, [pages, kv_heads, page_size]
-                      for tokens; they stay the engine's, and are read and, those of tokens, written where they lie.
-                      None where the format has none
-    format:           what its pages hold, by whom. Bytes (uint8) do not say it, so of eight bits it must be declared;
-                      of others it may be
+                      for tokens; read and, those of tokens, written where they lie. None where the format has none
+    format:           what its pages hold, by whom; eight-bit ones must declare it, others may
     """
 
     k_scale: Tensor | None
@@ -60,15 +58,13 @@ class EnginePages:
 class AdoptedPages:
     """The pages of every layer, which an engine brings: ExternalAttention.pages.
 
-    problems:     one for each layer
-    spaces:       the space of each
-    num_pages:    the most that a layer may have
-    page_strides: whether they may have any strides but the last
-    binds_calls:  whether a layer may have other pages at each call, graphs or not: their number is not known when a
-                  step is filled
-
-    in_every_layer: space -> int32 [1], on the device: the pages that every layer of it has, of those bound so far.
-                    Graphs read it: pages of a layer may be bound anew, and be fewer
+    problems, spaces: one for each layer
+    num_pages:        the most that a layer may have
+    page_strides:     whether they may have any strides but the last
+    binds_calls:      whether a layer may have other pages at each call, whose number no fill knows
+    in_every_layer:   space -> int32 [1], on the device, which graphs read: the pages that all its bound layers have
+    aligned_sides, aligned_rows: layers whose K and V must begin at multiples of 16 bytes, and those whose pages must
+                      have aligned rows, each with the name of a kernel that reads no others
     """
 
     def __init__(
@@ -90,30 +86,22 @@ class AdoptedPages:
             space: torch.full((1,), num_pages, dtype=torch.int32, device=device) for space in dict.fromkeys(spaces)
         }
         self._fewest = dict.fromkeys(spaces, num_pages)
-        self._aligned_sides: dict[int, str] = {}
-        self._aligned_rows: dict[int, str] = {}
+        self.aligned_sides: dict[int, str] = {}
+        self.aligned_rows: dict[int, str] = {}
         self._layers: list[LayerPages | None] = [None] * len(problems)
         self._index: list[LayerPages | None] = [None] * len(problems)
-
-    def read_aligned(self, *, sides: Mapping[int, str], rows: Mapping[int, str]) -> None:
-        """Layers whose K and V must begin at multiples of 16 bytes, and those whose pages must have aligned rows, each
-        with the name of a kernel that reads no others.
-        """
-        self._aligned_sides.update(sides)
-        self._aligned_rows.update(rows)
 
     def bind_all(
         self, kv: Tensor | Sequence[Tensor], axes: str, coded: Sequence[EnginePages | None] | None = None
     ) -> None:
         """Use an engine's KV cache for all layers, from now on: bind() of views of it, layer after layer.
 
-        kv:   one tensor for all layers, or one for each, in order
-        axes: what the dimensions of a tensor are, in order: kv (K, then V), page, token, head and dim, each once, and
-              layer where one tensor has all of them. "kv layer page token head dim" is nano-vllm's, "kv page token head
-              dim" and "page kv token head dim" are vLLM's for each layer, "page kv head token dim" is FlashInfer's HND
-        coded: for each layer, as bind() takes it; None: no layer is in eight bits, and nothing is said of any
-        Raises as bind() does, and BadTensor for other axes, or another number of layers; nothing has changed then,
-        unless a layer's pages are refused: those before it are bound.
+        kv:    one tensor for all layers, or one for each, in order
+        axes:  the dimensions of a tensor, in order: kv (K, then V), page, token, head and dim, each once, and layer
+               where one tensor has all of them, as in nano-vllm's "kv layer page token head dim"
+        coded: what bind() takes, for each layer; None: no layer is in eight bits, and nothing is said of any
+        Raises as bind() does, where the layers before the refused one are bound; and BadTensor for other axes, or
+        another number of layers, where nothing has changed.
         """
         layers, count = layer_pages(kv, axes), len(self._problems)
         if len(layers) != count:
@@ -166,13 +154,11 @@ class AdoptedPages:
         self._adopt(self._index, layer, "index pages", pages)
 
     def require_bound(self) -> None:
-        """Raise WrongState unless every layer has its pages, and its index pages if it has an indexer; where pages
-        stay."""
-        if not self._binds_calls:
-            for layer, problem in enumerate(self._problems):
-                self.layer(layer)
-                if problem.index_format is not None:
-                    self.index(layer)
+        """Raise WrongState unless every layer has its pages, and its index pages if it has an indexer."""
+        for layer, problem in enumerate(self._problems):
+            self.layer(layer)
+            if problem.index_format is not None:
+                self.index(layer)
 
     def layer(self, layer: int) -> LayerPages:
         """The pages of one layer. Raises WrongState while it has none."""
@@ -266,11 +252,11 @@ class AdoptedPages:
                     f"the pages of layer {layer} have strides {side.stride()}, and kernels were chosen that may take "
                     "pages for contiguous; build with page_strides=True"
                 )
-        if layer in self._aligned_sides and not pages.has_aligned_sides:
-            reads = f"{self._aligned_sides[layer]} reads those that begin at multiples of 16 bytes"
-        elif layer in self._aligned_rows and not pages.has_aligned_rows:
+        if layer in self.aligned_sides and not pages.has_aligned_sides:
+            reads = f"{self.aligned_sides[layer]} reads those that begin at multiples of 16 bytes"
+        elif layer in self.aligned_rows and not pages.has_aligned_rows:
             rows = f"rows that begin at multiples of 16 elements, less than {NEAR} apart in a page"
-            reads = f"{self._aligned_rows[layer]} reads {rows}"
+            reads = f"{self.aligned_rows[layer]} reads {rows}"
         else:
             return
         raise BadTensor(

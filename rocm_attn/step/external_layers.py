@@ -30,10 +30,10 @@ class ExternalGate:
     the first one is done.
 
     guards:    the safeguards of tables and pages
-    is_sealed: whether graphs may read its memory, tables and pages
+    is_sealed: whether graphs may read memory, tables and pages, so that these stay where they are
     run, mask: of the step that was begun last; run is None before the first one
     is_filled: whether that was filled
-    thread:    the one that has begun or taken over a step, where it has it still: what each layer can ask
+    thread:    the one that has begun or taken over that step, and has it still
     """
 
     __slots__ = ("_holder", "guards", "is_filled", "is_sealed", "mask", "run", "thread")

@@ -170,10 +170,9 @@ class ExternalStep:
                 f"min_q_len {self.min_q_len} and max_q_len {self.max_q_len}; give 0 <= min_q_len <= max_q_len, "
                 "and max_q_len of at least 1"
             )
-        one_each = isinstance(self.q, OneEach) or self.min_q_len == self.max_q_len == 1
         if isinstance(self.mask, BoolCells):
             kind = StepKind.MASKED
-        elif one_each:
+        elif isinstance(self.q, OneEach) or self.min_q_len == self.max_q_len == 1:
             kind = StepKind.DECODE
         else:
             kind = StepKind.EXTEND if self.min_q_len > 1 else StepKind.MIXED
@@ -185,8 +184,9 @@ class ExternalStep:
         _check("kv_len", self.kv_len, self.num_seqs)
         if self.rows is not None:
             _check("rows", self.rows, self.num_seqs)
-        lengths = EngineLengths(self.kv_len, self.rows, None, Q_EACH_ONE)
-        if kind is not StepKind.DECODE and not isinstance(self.q, OneEach):
+        if kind is StepKind.DECODE or isinstance(self.q, OneEach):
+            lengths = EngineLengths(self.kv_len, self.rows, None, Q_EACH_ONE)
+        else:
             form, more = (Q_LENGTHS, 0) if isinstance(self.q, Lengths) else (Q_BOUNDARIES, 1)
             _check("q", self.q.of_seq, self.num_seqs + more)
             lengths = EngineLengths(self.kv_len, self.rows, self.q.of_seq, form)

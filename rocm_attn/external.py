@@ -131,6 +131,15 @@ class ExternalOptions:
     watches_pages: bool = False
     on_fault: FaultPolicy = raise_fault
 
+    def problem(self, problem: Problem, causality: Causality) -> Problem:
+        """A layer's problem in steps of a causality. Raises BadProblem for a window in one that is not causal."""
+        return problem if causality is Causality.OF_LAYERS else replace(problem, causal=causality is Causality.CAUSAL)
+
+    def pool_size(self, bounds: Bounds) -> PoolSize:
+        """The pool that kernels are chosen for."""
+        terms = PoolTerms(self.page_strides, not self.zero_tails, self.short_kv, self.unaligned_rows)
+        return PoolSize(bounds.num_pages, bounds.kv_len, bounds.num_seqs, terms)
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedFill:
@@ -197,7 +206,10 @@ class ExternalAttention:
             gate=gate,
         )
         target = target if target is not None else detect_target(self.device)
-        self.cores = {each: self._new_core(problems, spaces, each, target, agree) for each in options.causalities}
+        self.cores = {
+            causality: self._new_core([options.problem(p, causality) for p in problems], spaces, target, agree)
+            for causality in options.causalities
+        }
         self._runs = ExternalRuns(self.cores, self.tables, bounds.num_seqs, bounds.num_tokens)
         first_core = next(iter(self.cores.values()))
         self.ops: StepOps = first_core.ops
@@ -350,20 +362,14 @@ class ExternalAttention:
         wait_for_device(self.device)
         self._publisher.find_faults()
 
-    def _new_core(
-        self, of_layers: Sequence[Problem], spaces: Sequence[Space], causality: Causality, target: Target, agree: Agree
-    ) -> StepCore:
-        """What runs the steps of a causality. Raises BadProblem for a window in one that is not causal."""
-        options, bounds, problems = self.options, self.bounds, of_layers
-        if causality is not Causality.OF_LAYERS:
-            problems = [replace(problem, causal=causality is Causality.CAUSAL) for problem in of_layers]
-        terms = PoolTerms(options.page_strides, not options.zero_tails, options.short_kv, options.unaligned_rows)
+    def _new_core(self, problems: Sequence[Problem], spaces: Sequence[Space], target: Target, agree: Agree) -> StepCore:
+        """What runs the steps of a causality."""
         selections = choose_kernels(
             list(dict.fromkeys(problems)),
             target,
-            options.provider,
-            PoolSize(bounds.num_pages, bounds.kv_len, bounds.num_seqs, terms),
-            deterministic=options.deterministic,
+            self.options.provider,
+            self.options.pool_size(self.bounds),
+            deterministic=self.options.deterministic,
             device=self.device,
             agree=agree,
         )

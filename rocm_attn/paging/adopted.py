@@ -190,24 +190,14 @@ class AdoptedTables:
         self.gathered = not all(_lies_right(source, page_size) for source in sources.values())
         self.max_kv_len = min(max_kv_len, *(_row_tokens(source.gather, page_size) for source in sources.values()))
         self.width = -(-self.max_kv_len // page_size)
-
-        def entries(source: Source) -> Tensor:
-            gathered = num_seqs + 1, self.width
-            return torch.zeros(gathered, dtype=torch.int32, device=device) if self.gathered else source.gather.entries
-
-        self.spaces = tuple(
-            AdoptedSpace(
-                space,
-                windows[space],
-                gate.guards.terms(TableTerms(source.null_page, short_kv)),
-                source,
-                source.gather,
-                entries(source),
-            )
-            for space, source in sources.items()
-        )
-        for table in self.spaces:
-            self._check_device(table.space, table.gather)
+        spaces = []
+        for space, source in sources.items():
+            self._check_device(space, source.gather)
+            own = torch.zeros((num_seqs + 1, self.width), dtype=torch.int32, device=device) if self.gathered else None
+            terms = gate.guards.terms(TableTerms(source.null_page, short_kv))
+            entries = source.gather.entries if own is None else own
+            spaces.append(AdoptedSpace(space, windows[space], terms, source, source.gather, entries))
+        self.spaces = tuple(spaces)
         gathered = self.spaces if self.gathered else ()
         self.gathered_in_begin = tuple(table for table in gathered if table.source.copied)
         self.gathered_in_fill = tuple(table for table in gathered if not table.source.copied)

@@ -123,11 +123,12 @@ class AdoptedPages:
         """
         self._gate.change("pages.bind()")
         problem = self._problem(layer)
+        k_scale, v_scale, declared = (
+            (None, None, None) if coded is None else (coded.k_scale, coded.v_scale, coded.format)
+        )
         # A scale without a dimension is an engine's way to keep one for the layer.
-        scales = [] if coded is None else [coded.k_scale, coded.v_scale]
-        scales = [scale.view(1) if scale is not None and not scale.dim() else scale for scale in scales]
-        declared = None if coded is None else coded.format
-        pages = self._pages(f"pages of layer {layer}", (k, v), scales, declared, problem.page_format)
+        scales = [scale.view(1) if scale is not None and not scale.dim() else scale for scale in (k_scale, v_scale)]
+        pages = self._pages(f"pages of layer {layer}", k, v, scales, declared, problem.page_format)
         self._check_rows(layer, pages)
         self._adopt(self._layers, layer, "pages", pages)
 
@@ -150,7 +151,7 @@ class AdoptedPages:
             raise BadTensor(f"the index pages of layer {layer} are {list(keys.shape)}; give [pages, keys, elements]")
         rows = keys.unsqueeze(2)
         scale = scale.unsqueeze(1) if scale is not None and scale.dim() == 2 else scale
-        pages = self._pages(f"index pages of layer {layer}", (rows, rows), (scale, scale), declared, form)
+        pages = self._pages(f"index pages of layer {layer}", rows, rows, [scale, scale], declared, form)
         self._adopt(self._index, layer, "index pages", pages)
 
     def require_bound(self) -> None:
@@ -185,9 +186,8 @@ class AdoptedPages:
 
     def _adopt(self, of_layers: list[LayerPages | None], layer: int, name: str, pages: LayerPages) -> None:
         """A layer has these pages from now on, unless graphs read others of it."""
-        bound = of_layers[layer]
-        is_read = bound is not None and self._gate.is_sealed and not self._binds_calls
-        if is_read and _place(bound) != _place(pages):
+        bound, are_fixed = of_layers[layer], self._gate.is_sealed and not self._binds_calls
+        if bound is not None and are_fixed and _place(bound) != _place(pages):
             self._gate.guards.moved(
                 f"the {name} of layer {layer} have moved, and graphs read the old ones; keep them where they are, or "
                 "build anew and capture again"
@@ -209,7 +209,8 @@ class AdoptedPages:
     def _pages(
         self,
         name: str,
-        sides: Sequence[Tensor],
+        k: Tensor,
+        v: Tensor,
         scales: Sequence[Tensor | None],
         declared: PageFormat | None,
         wanted: PageFormat,
@@ -218,17 +219,17 @@ class AdoptedPages:
         encoding = wanted.encoding
         if declared is not None:
             self._gate.guards.formats(name, declared, wanted)
-            is_bytes = encoding.is_fp8 and all(side.dtype == torch.uint8 for side in sides)
-            sides = [side.view(encoding.dtype) for side in sides] if is_bytes else sides
+            if encoding.is_fp8 and k.dtype == v.dtype == torch.uint8:
+                k, v = k.view(encoding.dtype), v.view(encoding.dtype)
         elif encoding.is_fp8:
             raise BadTensor(
                 f"the {name} are in {encoding.value}; say what they hold and where their scales are: bind() and "
                 "bind_all() take coded, EnginePages(k_scale, v_scale, format), and bind_index() takes scale and format"
             )
-        for tensor in (*sides, *scales):
+        for tensor in (k, v, *scales):
             if tensor is not None and tensor.device != self.device:
                 raise BadTensor(f"the {name} or their scales are on {tensor.device}, not on {self.device}")
-        for side in sides:
+        for side in (k, v):
             if len(side) > self._num_pages:
                 raise NeverFits(
                     f"the {name} are {len(side)}, kernels were chosen for {self._num_pages}; raise num_pages"
@@ -236,7 +237,7 @@ class AdoptedPages:
             if side.stride(-1) != 1:
                 raise BadTensor(f"the {name} have stride {side.stride(-1)} within a row; it must be 1")
         try:
-            return LayerPages(*sides, wanted, *scales)
+            return LayerPages(k, v, wanted, *scales)
         except FormatMismatch as error:
             raise BadTensor(f"the {name}: {error}") from error
 

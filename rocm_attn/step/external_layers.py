@@ -98,8 +98,8 @@ def _waits(call: str) -> str:
 class ExternalLayers(StoreAndAttend):
     """LayerCalls of the step that runs: ExternalAttention.layers. May be captured.
 
-    Arguments are those of LayerCalls. Positions are places in the KV, or came with the step's mask. Each call raises
-    BadTensor, and WrongState without a step that the current thread has begun and filled.
+    Positions are places in the KV, or came with the step's mask. Each call raises BadTensor, and WrongState without a
+    step that the current thread has begun and filled.
     """
 
     __slots__ = ("_gate", "_selections")
@@ -108,49 +108,40 @@ class ExternalLayers(StoreAndAttend):
         self._gate, self._selections = gate, selections
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write the step's new keys and values of a layer to their slots."""
         run = self._gate.running()
         run.core.layers.store(run.step, run.plan, layer, k, v)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the step's new tokens over their sequences' KV."""
         run = self._gate.running()
         run.core.layers.attend(run.step, run.plan, layer, q, out, lse)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """Norms and rotary embedding of q, k and v, and the store, in one launch."""
         run = self._gate.running()
         run.core.layers.rope_and_store(run.step, run.plan, layer, Projected(q, k, v, q_out), work)
 
     def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """q_out of rope_and_store() alone: for layers that keep no K and V and read another's."""
         run = self._gate.running()
         run.core.layers.rope_queries(run.step, layer, q, q_out, work)
 
     def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
-        """What follows attention before a layer's projection, in place and in one launch."""
         run = self._gate.running()
         run.core.layers.finish(run.step, layer, out, gate, undo)
 
     def store_index(self, layer: int, k: Tensor) -> None:
-        """Write the step's new index keys of a layer that has an Indexer."""
         run = self._gate.running()
         run.core.layers.store_index(run.step, layer, k)
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """Choose the keys that the step's new tokens attend to, by a layer's Indexer."""
         run = self._gate.running()
         run.core.layers.select(run.step, layer, q, weights)
         self._selections.after_select(0, layer)
 
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
-        """Take the caller's choice in place of select()."""
         run = self._gate.running()
         run.core.layers.give_selection(run.step, layer, units, counts)
         self._selections.after_select(0, layer)
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention over the keys that were chosen since begin()."""
         run = self._gate.running()
         run.core.layers.problem(layer)
         self._selections.before_attend(0, layer)

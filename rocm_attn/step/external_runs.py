@@ -52,8 +52,7 @@ class ExternalRuns:
         self._cores, self._tables = cores, tables
         self._num_seqs, self._num_tokens = num_seqs, num_tokens
         self._engine_row = torch.zeros(num_seqs, dtype=torch.int32, device=tables.device)
-        selections = [selection for core in cores.values() for selection in core.selections]
-        kernels = [kernel for selection in selections for kernel in selection.kernels.values()]
+        kernels = [each for core in cores.values() for s in core.selections for each in s.kernels.values()]
         self._bakes_kv_len = any(Baked.MAX_KV_LEN in kernel.row.bakes for kernel in kernels)
         self._captured: dict[tuple[object, ...], ExternalRun] = {}
         self._kept: dict[tuple[object, ...], ExternalRun] = {}
@@ -115,6 +114,7 @@ class ExternalRuns:
         plan = core.plan(shape, max_q_len=max_q_len, max_kv_len=max_kv_len, may_capture=step.captured)
         _check_plan(plan, captured=step.captured)
         views = self._new_views(core, plan)
+        tensors = views.tensors
         bounds = LengthBounds(
             rows=tables.rows,
             kv_len=max_kv_len,
@@ -124,7 +124,6 @@ class ExternalRuns:
             page_size=tables.page_size,
             causal=not tables.short_kv or any(problem.causal for problem in core.kinds.problems),
         )
-        tensors = views.tensors
         to = PublishedLengths(
             counts=tensors.counts,
             engine_row=self._engine_row[: shape.num_seqs],
@@ -154,17 +153,14 @@ class ExternalRuns:
 
     def _check(self, step: ExternalStep) -> None:
         """Refuse a step that was not built for."""
-        shape = step.shape
-        if shape.num_seqs > self._num_seqs:
-            raise NeverFits(
-                f"the step is padded to {shape.num_seqs} sequences, built for {self._num_seqs}; "
-                "raise num_seqs of the bounds"
-            )
-        if shape.num_tokens > self._num_tokens:
-            raise NeverFits(
-                f"the step is padded to {shape.num_tokens} tokens, built for {self._num_tokens}; "
-                "raise num_tokens of the bounds"
-            )
+        for bound, things, found, most in (
+            ("num_seqs", "sequences", step.shape.num_seqs, self._num_seqs),
+            ("num_tokens", "tokens", step.shape.num_tokens, self._num_tokens),
+        ):
+            if found > most:
+                raise NeverFits(
+                    f"the step is padded to {found} {things}, built for {most}; raise {bound} of the bounds"
+                )
         if step.captured and not self._is_sealed:
             raise WrongState("graphs would read memory that may move; call seal() before the first captured step")
         core = self.core(step.causality)

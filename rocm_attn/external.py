@@ -89,7 +89,10 @@ def raise_fault(fault: DeviceFault) -> None:
 
 
 class LogAndCount:
-    """Faults are logged and counted, and serving goes on. log: not given: this package's own logger"""
+    """Faults are logged and counted, and serving goes on.
+
+    log: not given: this package's own logger
+    """
 
     def __init__(self, log: logging.Logger | None = None) -> None:
         self.log = log if log is not None else logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, NO_ECHO, STEP, STEP_BEFORE
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.adopted import AdoptedTables
 from rocm_attn.providers.contract import Baked, StepOps
@@ -21,7 +22,7 @@ from rocm_attn.step.core import StepCore
 from rocm_attn.step.external_step import Causality, ExternalStep, NoCells
 from rocm_attn.step.host_ring import HostRing, RingSlot
 from rocm_attn.step.memory import DeviceStep
-from rocm_attn.step.plan import StepPlan, kv_len_bucket, q_len_bucket
+from rocm_attn.step.plan import StepPlan, kv_len_bucket, make_plan
 from rocm_attn.step.publisher import Found, Line, PublishingGuards
 
 # Runs of steps that are not captured are kept for so many shapes.
@@ -67,7 +68,7 @@ class ExternalRuns:
                 kinds.append(StepKind.MASKED)
             shapes = [PaddedShape(kind, num_seqs, num_tokens) for kind in kinds]
             with on_device(self._tables.device):
-                core.seal([PaddedShape(StepKind.DECODE, num_seqs, num_seqs), *shapes])
+                core.memory.seal([PaddedShape(StepKind.DECODE, num_seqs, num_seqs), *shapes])
         self._is_sealed = True
 
     def core(self, causality: Causality) -> StepCore:
@@ -105,13 +106,14 @@ class ExternalRuns:
 
     def _new_run(self, step: ExternalStep, max_kv_len: int) -> ExternalRun:
         core, shape, tables = self.core(step.causality), step.shape, self._tables
-        bakes = {baked for selection in core.selections for baked in selection.kernel(shape.kind).row.bakes}
+        kernels = [selection.kernel(shape.kind) for selection in core.selections]
+        bakes = {baked for kernel in kernels for baked in kernel.row.bakes}
         if Baked.MAX_KV_LEN not in bakes:
             max_kv_len = tables.max_kv_len
         max_q_len = 1 if shape.kind.decodes else min(step.max_q_len, shape.num_tokens)
         if Baked.MAX_Q_LEN in bakes:
-            max_q_len = q_len_bucket(max_q_len)
-        plan = core.plan(shape, max_q_len=max_q_len, max_kv_len=max_kv_len, may_capture=step.captured)
+            max_q_len = next_power_of_2(max_q_len)
+        plan = make_plan(shape, kernels, max_q_len=max_q_len, max_kv_len=max_kv_len, may_capture=step.captured)
         _check_plan(plan, captured=step.captured)
         views = self._new_views(core, plan)
         tensors = views.tensors

@@ -91,7 +91,8 @@ def raise_fault(fault: DeviceFault) -> None:
 class LogAndCount:
     """Faults are logged and counted, and serving goes on.
 
-    log: not given: this package's own logger
+    log:   not given: this package's own logger
+    count: the faults so far
     """
 
     def __init__(self, log: logging.Logger | None = None) -> None:
@@ -111,7 +112,7 @@ class ExternalOptions:
     deterministic: whether a sequence's results must be bitwise the same in any batch
     page_strides:  whether pages have strides of their own, as where K and V are packed into one tensor
     unaligned_rows: whether K and V, and their rows, may begin anywhere in memory. Else pages.bind() refuses those that
-                   the fastest kernels do not read
+                   fast kernels do not read: K and V off multiples of 16 bytes, or rows off 16 elements
     zero_tails:    whether what follows a sequence in its last page may be zeroed, which some kernels need. If not,
                    nothing is written but K and V of new tokens, to their slots
     short_kv:      whether sequences may have fewer tokens in their KV than new ones; in steps that are not causal
@@ -153,10 +154,10 @@ class RecordedFill:
 
 
 class ExternalAttention:
-    """Paged attention for the layers of an engine's model, over pages, tables, layers and steps that the engine owns.
+    """Paged attention for the layers of an engine's model, over what the engine owns.
 
-    Its parts are `pages`, `tables`, the `layers` of the step that runs, the `gate` that knows who has the step, and
-    `ops`, the launches around attention. Everything is on the current stream.
+    Its parts are `pages`, `tables`, the `layers` of the step that runs, the `gate` that knows which thread has the
+    step, and `ops`, the launches around attention. Everything is on the current stream.
 
     layers:  of the model, in order; all pages have one size
     tables:  space -> the engine's table, for every space that layers live in; a table alone is the full space's

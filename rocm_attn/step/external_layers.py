@@ -15,8 +15,6 @@ from rocm_attn.step.holder import StepHolder
 from rocm_attn.step.protocols import StoreAndAttend
 from rocm_attn.step.selections import StepSelections
 
-# No thread has this number.
-_NO_THREAD = -1
 _ANOTHERS = (
     "the step that has begun is another thread's; call begin() in this one, or take_over() where that one is done"
 )
@@ -33,7 +31,7 @@ class ExternalGate:
     is_sealed: whether graphs may read memory, tables and pages, so that these stay where they are
     run, mask: of the step that was begun last; run is None before the first one
     is_filled: whether that was filled
-    thread:    the one that has begun or taken over that step, and has it still
+    thread:    the one that has begun or taken over that step, and has it still; 0, which no thread is: none
     """
 
     __slots__ = ("_holder", "guards", "is_filled", "is_sealed", "mask", "run", "thread")
@@ -43,7 +41,7 @@ class ExternalGate:
         self.is_sealed = self.is_filled = False
         self.run: ExternalRun | None = None
         self.mask: NoCells | BoolCells = NO_CELLS
-        self.thread = _NO_THREAD
+        self.thread = 0
         self._holder = StepHolder()
 
     def enter(self) -> bool:
@@ -51,7 +49,7 @@ class ExternalGate:
         if self.thread == get_ident() or self._holder.is_mine:
             return True
         self._holder.begin(_waits("begin()"))
-        self.thread = _NO_THREAD
+        self.thread = 0
         return False
 
     def leave(self) -> None:
@@ -81,7 +79,7 @@ class ExternalGate:
         step."""
         if self.thread != get_ident() and not self._holder.is_mine:
             with self._holder.idle(_waits(call)):
-                self.thread = _NO_THREAD
+                self.thread = 0
 
     def take_over(self) -> None:
         """The current thread has the step that was begun last, whichever thread had it."""

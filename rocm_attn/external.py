@@ -1,11 +1,11 @@
 """ExternalAttention: attention over pages, tables, lengths, slots and graphs that an engine owns.
 
 begin            outside of graphs, one launch: plan at the engine's padded shape, publish its lengths
-fill             may be captured: gather tables where they cannot be read where they lie, derive, check slots, schedules
+fill             may be captured: gather tables that cannot be read in place, derive, check slots, schedules
 store, attend    may be captured, for each layer
 
 The engine pads and keys its graphs; a captured step is planned at the longest length, so that its graph serves any.
-What is stored and how steps run is as in AttentionRuntime: the same kernels, launches, safeguards and error word.
+Kernels, launches, safeguards and the error word are those of AttentionRuntime.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import get_ident
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX
-from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
@@ -29,30 +29,27 @@ from rocm_attn.machine.devices import on_device, wait_for_device, with_index
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.paging.adopted import AdoptedSpace, AdoptedTables, Source
-from rocm_attn.paging.adopted_pages import AdoptedPages, require_layer
+from rocm_attn.paging.adopted_pages import AdoptedPages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.contract import PoolSize, PoolTerms, StepOps
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.core import StepCore
-from rocm_attn.step.engine_publisher import EnginePublisher
-from rocm_attn.step.external_gate import ExternalGate
-from rocm_attn.step.external_layers import ExternalLayers
-from rocm_attn.step.external_runs import ExternalRun, ExternalRuns
-from rocm_attn.step.external_step import BoolCells, Causality, ExternalStep, NoCells
+from rocm_attn.step.external_layers import ExternalGate, ExternalLayers
+from rocm_attn.step.external_runs import EnginePublisher, ExternalRun, ExternalRuns
+from rocm_attn.step.external_step import BoolCells, Causality, ExternalStep
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.selections import StepSelections
-from rocm_attn.step.shadow_view import ShadowView
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSource:
     """One attention layer of an engine's model.
 
-    space:        where its pages lie; of its own KV cache group, for instance
-    head_weights: what its problem says that it has; may be given later, by set_head_weights()
+    space:        of its KV cache group
+    head_weights: sinks or ALiBi slopes that its problem has; may be given later, by set_head_weights()
     """
 
     problem: Problem
@@ -82,24 +79,19 @@ class Bounds:
                 raise BadSetting(f"{name} is {value}; it is at least 1 and at most {INT32_MAX}")
             object.__setattr__(self, name, value)
 
-    @property
-    def sealed_tokens(self) -> int:
-        """Tokens of the largest step that seal() makes room for."""
-        return self.num_seqs if self.num_tokens == INT32_MAX else max(self.num_seqs, self.num_tokens)
-
 
 FaultPolicy = Callable[[DeviceFault], None]
 
 
 def raise_fault(fault: DeviceFault) -> None:
-    """The step that hears of a fault is not begun; it may be begun again."""
+    """The step that a fault is reported to is not begun; it may be begun again."""
     raise fault
 
 
 class LogAndCount:
     """Faults are logged and counted, and serving goes on.
 
-    log:   where each is a line; not given: this package's own logger
+    log:   not given: this package's own logger
     count: the faults so far
     """
 
@@ -108,7 +100,6 @@ class LogAndCount:
         self.count = 0
 
     def __call__(self, fault: DeviceFault) -> None:
-        """Log a fault."""
         self.count += len(fault.each)
         self.log.error("%s", fault)
 
@@ -120,9 +111,8 @@ class ExternalOptions:
     provider:      "auto", "torch", "triton" or "aiter"
     deterministic: whether a sequence's results must be bitwise the same in any batch
     page_strides:  whether pages have strides of their own, as where K and V are packed into one tensor
-    unaligned_rows: whether K and V, and their rows, may begin anywhere in memory. Else K and V that kernels read fast
-                   begin at multiples of 16 bytes, or rows at multiples of 16 elements, less than 2^20 apart in a page,
-                   or pages.bind() refuses them
+    unaligned_rows: whether K and V, and their rows, may begin anywhere in memory. Else pages.bind() refuses those that
+                   fast kernels do not read: K and V off multiples of 16 bytes, or rows off 16 elements
     zero_tails:    whether what follows a sequence in its last page may be zeroed, which some kernels need. If not,
                    nothing is written but K and V of new tokens, to their slots
     short_kv:      whether sequences may have fewer tokens in their KV than new ones; in steps that are not causal
@@ -146,20 +136,18 @@ class ExternalOptions:
     on_fault: FaultPolicy = raise_fault
 
     def problem(self, problem: Problem, causality: Causality) -> Problem:
-        """A layer's problem in steps of a causality. Raises BadProblem for a window without one."""
-        if causality is Causality.OF_LAYERS:
-            return problem
-        return replace(problem, causal=causality is Causality.CAUSAL)
+        """A layer's problem in steps of a causality. Raises BadProblem for a window in one that is not causal."""
+        return problem if causality is Causality.OF_LAYERS else replace(problem, causal=causality is Causality.CAUSAL)
 
     def pool_size(self, bounds: Bounds) -> PoolSize:
-        """What kernels are chosen for."""
+        """The pool that kernels are chosen for."""
         terms = PoolTerms(self.page_strides, not self.zero_tails, self.short_kv, self.unaligned_rows)
         return PoolSize(bounds.num_pages, bounds.kv_len, bounds.num_seqs, terms)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedFill:
-    """A fill() as a graph, of the steps that run as the one did for which it was recorded."""
+    """A fill() as a graph, for steps that run as this one."""
 
     run: ExternalRun
     recording: Recording
@@ -168,14 +156,8 @@ class RecordedFill:
 class ExternalAttention:
     """Paged attention for the layers of an engine's model, over what the engine owns.
 
-    pages:  the engine's KV cache, and how it is bound
-    tables: the engine's tables, and how others are read
-    layers: what the model calls in each layer of the step that was begun and filled
-    ops:    the launches around attention
-
-    Everything is on the current stream. A step is the thread's that has begun it, until that thread begins another one
-    or has ended: calls of another one raise WrongState, as an engine never says that a step is over. Engines that
-    serve from one thread after another call take_over() in the new one.
+    Its parts are `pages`, `tables`, the `layers` of the step that runs, the `gate` that knows which thread has the
+    step, and `ops`, the launches around attention. Everything is on the current stream.
 
     layers:  of the model, in order; all pages have one size
     tables:  space -> the engine's table, for every space that layers live in; a table alone is the full space's
@@ -205,19 +187,18 @@ class ExternalAttention:
         self.guards = guards = guards_from_settings() if guards is None else guards
         guards.warn()
         problems, spaces = [layer.problem for layer in layers], [layer.space for layer in layers]
-        page_size = _page_size(problems)
         tables = tables if isinstance(tables, Mapping) else {Space.FULL: tables}
-        _check_spaces(spaces, tables)
-        self._gate = ExternalGate(guards.adopted)
+        _check_layers(problems, spaces, tables)
+        self.gate = gate = ExternalGate(guards.adopted)
         self.tables = AdoptedTables(
             tables,
             {space: _window([p for p, its in zip(problems, spaces, strict=True) if its == space]) for space in tables},
-            page_size=page_size,
+            page_size=problems[0].page_size,
             max_kv_len=bounds.kv_len,
             num_seqs=bounds.num_seqs,
             short_kv=options.short_kv,
             device=self.device,
-            gate=self._gate,
+            gate=gate,
         )
         self.pages = AdoptedPages(
             problems,
@@ -226,21 +207,26 @@ class ExternalAttention:
             page_strides=options.page_strides,
             binds_calls=options.binds_calls,
             device=self.device,
-            gate=self._gate,
+            gate=gate,
         )
         target = target if target is not None else detect_target(self.device)
-        self._cores = {
+        self.cores = {
             causality: self._new_core([options.problem(p, causality) for p in problems], spaces, target, agree)
             for causality in options.causalities
         }
-        first_core = next(iter(self._cores.values()))
-        sizes = bounds.num_seqs, bounds.num_tokens
-        self._runs = ExternalRuns(self._cores, self.tables, self.device, *sizes, short_kv=options.short_kv)
+        self._runs = ExternalRuns(self.cores, self.tables, bounds.num_seqs, bounds.num_tokens)
+        first_core = next(iter(self.cores.values()))
         self.ops: StepOps = first_core.ops
-        self._publisher = EnginePublisher(self.ops, self.device, guards.publishing)
-        self._selections = StepSelections(first_core.layers.selecting, guards.step.layers.selection_of)
-        self._watches = _watches(self.tables, bounds.num_pages) if options.watches_pages else ()
-        self.layers = ExternalLayers(self._gate, self._selections)
+        self._publisher = EnginePublisher(self.ops, self.device, guards.publishing, options.on_fault)
+        self._pages_of_spaces = tuple(self.pages.in_every_layer[table.space] for table in self.tables.spaces)
+        self._watches: tuple[PageWatch, ...] = ()
+        if options.watches_pages:
+            rows = self.tables.most_rows = self.tables.rows.num
+            self._watches = tuple(PageWatch.of(rows, self.tables.width, bounds.num_pages, self.device) for _ in tables)
+        selecting = first_core.layers.selecting
+        self._selects = bool(selecting.indexed)
+        self._selections = StepSelections(selecting, guards.step.layers.selection_of)
+        self.layers = ExternalLayers(gate, self._selections)
         for layer, source in enumerate(layers):
             if source.head_weights != NO_HEAD_WEIGHTS:
                 self.set_head_weights(layer, source.head_weights)
@@ -248,7 +234,7 @@ class ExternalAttention:
     @property
     def step_number(self) -> int:
         """The number of the step that was begun last, from 1 on; a DeviceFault names its step by it."""
-        return self._publisher.step_number
+        return self._publisher.line.number
 
     def kernels(self, causality: Causality = Causality.OF_LAYERS) -> LayerKinds:
         """The kernels of steps of a causality."""
@@ -257,23 +243,23 @@ class ExternalAttention:
     def set_head_weights(self, layer: int, weights: HeadWeights) -> None:
         """Give a layer its sinks or ALiBi slopes, which are copied; graphs read the new ones too. Raises BadTensor, and
         WrongState while another thread has a step."""
-        self._gate.change("set_head_weights()")
-        for core in self._cores.values():
+        self.gate.change("set_head_weights()")
+        for core in self.cores.values():
             core.head_weights.set(layer, weights)
 
     def take_over(self) -> None:
-        """This thread has the step that was begun last from now on. For engines that serve from several threads, one
-        after the other: the thread that had it must be done with it, and is refused from now on."""
-        self._gate.take_over()
+        """This thread has the step that was begun last from now on; the thread that had it must be done with it, and is
+        refused. For engines that serve from several threads, one after the other."""
+        self.gate.take_over()
 
     def seal(self, bounds: Bounds | None = None) -> None:
-        """Fix the addresses that graphs read, with room for steps of these bounds and smaller ones.
+        """Fix the addresses that graphs read, with room for steps of these bounds and smaller ones: before the first
+        capture, after every layer has its pages. From then on tables and pages stay where they are.
 
-        Before the engine's first capture, and after every layer has its pages. From then on tables and pages stay where
-        they are. bounds: not given: of the largest step
+        bounds: not given: of the largest step
         Raises WrongState, NeverFits.
         """
-        bounds, gate = self.bounds if bounds is None else bounds, self._gate
+        bounds, gate = self.bounds if bounds is None else bounds, self.gate
         gate.change("seal()")
         if gate.is_sealed:
             raise WrongState("addresses are sealed already; build anew for other sizes")
@@ -281,144 +267,104 @@ class ExternalAttention:
             raise NeverFits(
                 f"{bounds.num_seqs} sequences are to be captured, built for {self.bounds.num_seqs}; raise num_seqs"
             )
-        self.pages.require_bound()
-        self._runs.seal(bounds.num_seqs, bounds.sealed_tokens)
+        if not self.options.binds_calls:
+            self.pages.require_bound()
+        num_tokens = 0 if bounds.num_tokens == INT32_MAX else bounds.num_tokens
+        self._runs.seal(bounds.num_seqs, max(bounds.num_seqs, num_tokens))
         gate.is_sealed = True
 
     def begin(self, step: ExternalStep) -> StepPlan:
         """Plan a step and publish its lengths: one launch, and one for each table that is copied. Outside of graphs.
 
-        Raises BadBatch, NeverFits, WrongState, and what on_fault raises of an earlier step; no step is begun
-        then.
+        Raises BadBatch, NeverFits, WrongState, and what on_fault raises of an earlier step; no step is begun then.
         """
-        gate = self._gate
-        had_it = gate.enter()
+        gate, tables, publisher = self.gate, self.tables, self._publisher
+        had_step = gate.enter()
         try:
             run = self._runs.of(step)
             with on_device(self.device):
-                publisher = self._publisher
                 slot = publisher.hear()
-                if publisher.found:
-                    self.options.on_fault(publisher.take_found())
-                gate.unfill()
-                publisher.publish(slot, step.num_seqs, step.lengths, run.bounds, run.to)
-                if self.tables.gathered_in_begin:
-                    self._gather(self.tables.gathered_in_begin, run)
+                gate.is_filled = False
+                publisher.publish(slot, step, run)
+                if tables.gathered_in_begin:
+                    self._gather(tables.gathered_in_begin, run)
+                    tables.note_copies()
         except BaseException:
-            gate.leave(had_it)
+            if not had_step:
+                gate.leave()
             raise
-        gate.begun(run, step)
-        self._selections.begin(1)
+        gate.run, gate.mask, gate.thread = run, step.mask, get_ident()
+        if self._selects:
+            self._selections.begin(1)
         return run.plan
 
     def fill(self, slots: Tensor | None = None) -> None:
         """Derive the step's metadata on the device. May be captured; running it twice is harmless.
 
-        slots: int32 or int64 [n], any stride, on the device: where the engine wants each new token's K and V, in the
-               space of the table's entries; a negative one, or one of page 0 where that belongs to no one: nowhere.
-               Each must be the one that the table gives. Not given: the table's
+        slots: int32 or int64 [n], any stride, on the device: where each new token's K and V go, in the space of the
+               table's entries. A slot that is negative, or in page 0 where that belongs to no one: nowhere; any other
+               must be the one that the table gives. Not given: the table's
         Raises WrongState, BadTensor.
         """
-        run, step = self._gate.of_begun()
-        tables, device_step = self.tables, run.step
+        gate, tables = self.gate, self.tables
+        run, page_size = gate.begun(), tables.page_size
+        spaces, mask = run.step.spaces, gate.mask
         with on_device(self.device):
             if tables.gathered_in_fill:
                 self._gather(tables.gathered_in_fill, run)
-            for table, tensors in zip(tables.spaces, device_step.spaces, strict=True):
-                num_pages = self.pages.in_every_layer(table.space)
-                self.ops.check_pages(tensors, num_pages, page_size=tables.page_size, window_left=table.window_left)
-            run.core.fill(run.children, run.plan)
+            for table, tensors, num_pages in zip(tables.spaces, spaces, self._pages_of_spaces, strict=True):
+                self.ops.check_pages(tensors, num_pages, page_size=page_size, window_left=table.window_left)
+            run.core.fill((run.step,), run.plan)
             if slots is not None:
                 _check_slots(slots)
-                for table, tensors in zip(tables.spaces, device_step.spaces, strict=True):
-                    self.ops.take_slots(
-                        slots,
-                        table.source.slot_map,
-                        tensors.counts,
-                        tensors.slot_of_token,
-                        page_size=tables.page_size,
-                        null_page=table.terms.null_page,
-                    )
-            if isinstance(step.mask, BoolCells):
-                for tensors, window_left in device_step.windows:
-                    self.ops.pack_mask(step.mask.cells, step.mask.positions, window_left, tensors)
+                for table, tensors in zip(tables.spaces, spaces, strict=True):
+                    given = slots, table.gather.slot_map, tensors.counts, tensors.slot_of_token
+                    self.ops.take_slots(*given, page_size=page_size, null_page=table.terms.null_page)
+            if isinstance(mask, BoolCells):
+                for tensors, window_left in run.step.windows:
+                    self.ops.pack_mask(mask.cells, mask.positions, window_left, tensors)
             if self._watches:
-                for tensors, watch in zip(device_step.spaces, self._watches, strict=True):
-                    self.ops.watch_pages(tensors, run.to.engine_row, watch, page_size=tables.page_size)
-        self._gate.filled()
+                for tensors, watch in zip(spaces, self._watches, strict=True):
+                    self.ops.watch_pages(tensors, run.to.engine_row, watch, page_size=page_size)
+        gate.is_filled = True
 
     def forget(self, rows: Tensor) -> None:
-        """These rows of the tables go to other requests: nothing that was seen of their pages counts any more.
+        """These rows of the tables go to other requests: what was seen of their pages counts no more.
 
-        Only where the options say watches_pages, and only for rows that would be taken for the same request, as where
-        the next one begins with as many cached tokens as the last one has ended with.
-
-        rows: int32 or int64 [n], on the device
+        Needed where watches_pages, and where the next request begins with as many cached tokens as the last one ended
+        with. rows: int32 or int64 [n], on the device
         """
         for watch in self._watches:
             watch.rows.index_fill_(0, rows.long(), 0)
 
     def record_fill(self, recorder: Recorder, slots: Tensor | None = None) -> RecordedFill:
-        """Fill the captured step that has begun, and record that, for replay_fill() in later steps of its shape.
+        """Fill the captured step that has begun, outside of captures, and record that for replay_fill().
 
-        Outside of captures. slots: as of fill(); they are read where they are now
-        Raises what fill() raises, WrongState, and RecordingRefused.
+        slots: see fill(); they are read where they are now
+        Raises WrongState, BadTensor, RecordingRefused.
         """
-        run, step = self._gate.of_begun()
-        if not step.captured or not isinstance(step.mask, NoCells):
+        run = self.gate.begun()
+        if not run.plan.replayable or isinstance(self.gate.mask, BoolCells):
             raise WrongState("only the fill of a captured step without a mask can be recorded; begin one")
         recording, _ = recorder.record(lambda: self.fill(slots))
         return RecordedFill(run, recording)
 
     def replay_fill(self, fill: RecordedFill) -> None:
         """Do what fill() does, by a graph of record_fill(). Raises WrongState for one of steps of another shape."""
-        if fill.run is not self._gate.of_begun()[0]:
+        if fill.run is not self.gate.begun():
             raise WrongState("this graph fills steps of another shape than the one that has begun; call fill()")
         with on_device(self.device):
             fill.recording.replay()
-        self._gate.filled()
+        self.gate.is_filled = True
 
     def check_device(self) -> None:
         """Wait for the device, and give on_fault what went wrong in steps and was not reported yet.
 
         Raises WrongState while another thread has a step, and what on_fault raises.
         """
-        self._gate.change("check_device()")
+        self.gate.change("check_device()")
         wait_for_device(self.device)
         self._publisher.find_faults()
-        if self._publisher.found:
-            self.options.on_fault(self._publisher.take_found())
-
-    def sealed_tensors(self) -> Mapping[str, Tensor]:
-        """Everything that a graph reads and that is not an engine's, by name."""
-        return {
-            f"{causality.name.lower()} {name}": tensor
-            for causality, core in self._cores.items()
-            for name, tensor in {**core.memory.sealed_tensors(), **core.head_weights.tensors()}.items()
-        }
-
-    def shadow_view(self, layer: int) -> ShadowView:
-        """What a check of the step that is running needs in a layer; waits for the device.
-
-        Raises WrongState, and BadTensor for a layer that does not exist.
-        """
-        run = self._gate.running()
-        require_layer(layer, len(run.core.layers))
-        if run.plan.shape.kind is StepKind.MASKED:
-            raise WrongState("the step has a mask, which only its engine can compare; look at another step")
-        kind = run.core.kinds.of_layer[layer]
-        tensors = run.step.of_kind[kind]
-        return ShadowView(
-            run.core.layers.problem(layer),
-            self.pages.layer(layer),
-            run.core.head_weights.of(layer),
-            int(tensors.counts[0]),
-            tensors.row_of_seq,
-            tensors.kv_len,
-            tensors.q_len,
-            tensors.table,
-            run.plan.kernels[kind].row.rounds_products,
-        )
 
     def _new_core(self, problems: Sequence[Problem], spaces: Sequence[Space], target: Target, agree: Agree) -> StepCore:
         """What runs the steps of a causality."""
@@ -432,10 +378,8 @@ class ExternalAttention:
             agree=agree,
         )
         kinds = LayerKinds.of(problems, spaces, selections)
-        self.pages.read_aligned(
-            sides=kinds.reading_alone(lambda limits: limits.aligned_sides),
-            rows=kinds.reading_alone(lambda limits: limits.aligned_rows),
-        )
+        self.pages.aligned_sides |= kinds.reading_alone(lambda limits: limits.aligned_sides)
+        self.pages.aligned_rows |= kinds.reading_alone(lambda limits: limits.aligned_rows)
         return StepCore(kinds, self.tables, self.pages, self.guards.step)
 
     def _gather(self, tables: Sequence[AdoptedSpace], run: ExternalRun) -> None:
@@ -445,24 +389,13 @@ class ExternalAttention:
             self.ops.gather_table(table.gather, rows, kv_len, table.entries, page_size=self.tables.page_size)
 
 
-def _watches(tables: AdoptedTables, num_pages: int) -> tuple[PageWatch, ...]:
-    """Of every space, for the rows that its table has now."""
-    rows = tables.most_rows = tables.rows.num
-    return tuple(PageWatch.of(rows, tables.width, num_pages, tables.device) for _ in tables.spaces)
-
-
-def _page_size(problems: Sequence[Problem]) -> int:
-    """Of all layers. Raises BadProblem."""
+def _check_layers(problems: Sequence[Problem], spaces: Sequence[Space], tables: Mapping[Space, Source]) -> None:
+    """Layers have one page size, every space of a layer has a table, and every table a layer. Raises BadProblem."""
     if not problems:
         raise BadProblem("no layers: pass one LayerSource for each attention layer of the model")
     sizes = sorted({problem.page_size for problem in problems})
     if len(sizes) > 1:
         raise BadProblem(f"layers disagree on the page size ({sizes}); build an ExternalAttention for each")
-    return sizes[0]
-
-
-def _check_spaces(spaces: Sequence[Space], tables: Mapping[Space, Source]) -> None:
-    """Every space of a layer has a table, and every table a layer. Raises BadProblem."""
     if set(spaces) != set(tables):
         of_layers, of_tables = (sorted(space.name for space in each) for each in (set(spaces), tables))
         raise BadProblem(f"layers live in the spaces {of_layers} and there are tables of {of_tables}; give one of each")

@@ -56,12 +56,14 @@ class PublishedLengths:
 class EngineRows:
     """The rows of an engine's table as it is now: it may be replaced while bounds and graphs stay.
 
-    num:   how many there are
-    named: int32 [num or more], the number of the step that has stored in each row last; another number before that
+    num:        how many there are
+    named:      int32 [num or more], the number of the step that has stored in each row last; another number before that
+    csr_indptr: int32 or int64 [num + 1], row -> first entry of its pages in a list of all; None for a table of rows
     """
 
     num: int
     named: Tensor
+    csr_indptr: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,6 @@ class LengthBounds:
     num_tokens: T, padded tokens of the step
     page_size:  tokens of a page; counts where pages come as lists
     causal:     whether a sequence has no more new tokens than KV
-    csr_indptr: int32 or int64 [rows + 1], row -> first entry of its pages in a list of all; None for a table of rows
     """
 
     rows: EngineRows
@@ -85,7 +86,6 @@ class LengthBounds:
     num_tokens: int
     page_size: int
     causal: bool
-    csr_indptr: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,14 +206,15 @@ def launch_publish_engine(
     """
     rows = given.kv_len if given.rows is None else given.rows
     q = given.kv_len if given.q is None else given.q
-    csr_indptr = given.kv_len if bounds.csr_indptr is None else bounds.csr_indptr
+    has_lists = bounds.rows.csr_indptr is not None
+    csr_indptr = given.kv_len if bounds.rows.csr_indptr is None else bounds.rows.csr_indptr
     fixed = (
         given.rows is not None,
         given.q_form,
-        bounds.csr_indptr is not None,
+        has_lists,
         to.gathered,
         bounds.causal,
-        bounds.page_size if bounds.csr_indptr is not None else 1,
+        bounds.page_size if has_lists else 1,
         COUNT_WORDS,
         _SEQS_AT_ONCE,
     )

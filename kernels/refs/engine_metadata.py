@@ -40,8 +40,9 @@ def publish_engine(
     row = torch.where(in_table, row, 0)
     length = torch.where(in_table, given.kv_len[:num_seqs].long(), 0)
     bound = torch.full_like(length, bounds.kv_len)
-    if bounds.csr_indptr is not None:
-        pages = bounds.csr_indptr[row + 1].long() - bounds.csr_indptr[row].long()
+    lists = bounds.rows.csr_indptr
+    if lists is not None:
+        pages = lists[row + 1].long() - lists[row].long()
         bound = bound.minimum(pages * bounds.page_size).clamp(min=0)
     kept = length.clamp(min=0).minimum(bound)
     new = torch.where(in_table, _new_tokens(given, num_seqs), 0)

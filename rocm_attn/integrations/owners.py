@@ -40,7 +40,7 @@ def given_back(owner: Owner) -> Mapping[Space, int]:
     """What stands for a page that was given back: page 0, where it belongs to no one."""
     if isinstance(owner, AttentionRuntime):
         return dict.fromkeys(spaces_of(owner), RESERVED_PAGE)
-    return {space: RESERVED_PAGE if has_null else -1 for space, has_null in owner.tables.null_pages.items()}
+    return {table.space: RESERVED_PAGE if table.terms.null_page else -1 for table in owner.tables.spaces}
 
 
 def idle(owner: Owner, refused: str) -> AbstractContextManager[None]:

@@ -1,8 +1,8 @@
-"""Tables that an engine owns: where they lie, and what a step needs of them.
+"""AdoptedTables: tables that an engine owns, and what a step needs of them.
 
-A table of pages that kernels can read is read where it lies. Any other, of slots of larger pages, of another space, of
-another dtype, or lists of pages, is gathered for each step into a table of the space's own, where sequence seq has row
-seq + 1 and row 0 stays 0. Where one space is gathered all are, because a sequence has one row in all of them.
+A table of pages that kernels can read is read where it lies. Any other, of slots of larger pages, of another space or
+dtype, or lists of pages, is gathered for each step into a table of the space's own, where sequence i has row i + 1 and
+row 0 stays 0. Where one space is gathered all are, because a sequence has one row in all of them.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class TableUnit(enum.Enum):
 class TableSource:
     """An engine's table: rows of pages, or of slots, one for each token.
 
-    entries:   int32 or int64 [rows, width], any strides. Entry j of a row is that of the sequence's page j, or of its
-               token j; those of its KV name pages that exist, or 0 where a page was given back. Slots of one page are
-               consecutive, from a multiple of the page size on
+    entries:   int32 or int64 [rows, width], any strides. Entry j of a row is that of the sequence's page j, or token j:
+               one that exists, or 0 where a page was given back. Slots of one page are consecutive, from a multiple of
+               the page size on
     unit:      what they name
     slot_map:  int32 or int64 [slots], slot that the table names -> slot of this space, 0 for one that was given back;
                None: the table names this space's own
     null_page: whether page 0 belongs to no one, so that a token there has no page; if not, it is a page like others
-    copied:    whether begin() copies what a step needs of it, so that the engine may write it as soon as that has run;
-               else it is read in fill(), or where it lies until the step's last layer. slot_map is read in fill() too,
-               where slots are given
+    copied:    whether begin() copies the step's rows, so that the engine may write the table after the event
+               tables.copied; else it is read in fill(), or in place until the step's last layer. slot_map is read in
+               fill() too, where slots are given
     """
 
     entries: Tensor
@@ -62,23 +62,8 @@ class TableSource:
             _check_integers("slot_map", self.slot_map, 1)
 
     @property
-    def num_rows(self) -> int:
-        return self.entries.shape[0]
-
-    @property
     def gather(self) -> GatherSource:
-        """As the kernel that gathers takes it."""
         return GatherSource(self.entries, self.unit is TableUnit.SLOT, None, self.slot_map)
-
-    def lies_right(self, page_size: int) -> bool:
-        """Whether kernels can read it where it lies."""
-        are_pages = self.unit is TableUnit.PAGE or page_size == 1
-        in_order = self.entries.dtype == torch.int32 and self.entries.stride(1) == 1
-        return are_pages and in_order and self.slot_map is None and not self.copied
-
-    def row_tokens(self, page_size: int) -> int:
-        """Tokens that a row has room for."""
-        return self.entries.shape[1] * (page_size if self.unit is TableUnit.PAGE else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +72,7 @@ class CsrSource:
 
     indptr:    int32 or int64 [rows + 1], any stride; row -> first entry of its pages
     indices:   int32 or int64 [n], any stride; pages
-    null_page, copied: as in TableSource
+    null_page, copied: see TableSource
     """
 
     indptr: Tensor
@@ -102,30 +87,8 @@ class CsrSource:
             raise BadTensor(f"indptr has {self.indptr.shape[0]} elements; it needs one more than rows, so at least 2")
 
     @property
-    def num_rows(self) -> int:
-        return self.indptr.shape[0] - 1
-
-    @property
-    def entries(self) -> Tensor:
-        return self.indices
-
-    @property
-    def slot_map(self) -> None:
-        """Pages are the space's own."""
-        return None
-
-    @property
     def gather(self) -> GatherSource:
-        """As the kernel that gathers takes it."""
         return GatherSource(self.indices, csr_indptr=self.indptr)
-
-    def lies_right(self, page_size: int) -> bool:
-        """Kernels read rows."""
-        return False
-
-    def row_tokens(self, page_size: int) -> int:
-        """No row ends before its sequence does: each has a length of its own."""
-        return INT32_MAX
 
 
 Source = TableSource | CsrSource
@@ -162,10 +125,9 @@ def as_the_owner_says(terms: TableTerms) -> TableTerms:
 class AdoptedGuards:
     """The safeguards of tables and pages that an engine owns.
 
-    moved: called with a sentence when a table or pages that graphs read are replaced
-    terms: of a space's table
-    formats: called with a layer's pages in words, the format that an engine declares for them, and the one that
-             kernels are for
+    moved:   called with a sentence when a table or pages that graphs read are replaced
+    terms:   of a space's table
+    formats: called with a layer's pages in words, the format that an engine declares, and the one that kernels are for
     """
 
     moved: Callable[[str], None] = refuse_moved_table
@@ -174,21 +136,12 @@ class AdoptedGuards:
 
 
 class Gate(Protocol):
-    """What those who change tables and pages ask first. step/external_gate.py has the one that there is.
+    """The part of ExternalGate (step/external_layers.py) that tables and pages ask before they change."""
 
-    guards:    the safeguards
-    is_sealed: whether graphs may read tables and pages, so that they stay where they are
-    """
+    guards: AdoptedGuards
+    is_sealed: bool
 
-    @property
-    def guards(self) -> AdoptedGuards: ...
-
-    @property
-    def is_sealed(self) -> bool: ...
-
-    def change(self, call: str) -> None:
-        """A call is about to change something. Raises WrongState while another thread has a step."""
-        ...
+    def change(self, call: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -196,16 +149,16 @@ class AdoptedSpace:
     """The table of one space, as kernels read it.
 
     source:  the engine's
+    gather:  the same for the kernel that gathers
     entries: int32 [rows, width]: the engine's own, or what a step's pages are gathered into
-    gather:  source, as the kernel that gathers takes it
     """
 
     space: Space
     window_left: int
     terms: TableTerms
     source: Source
-    entries: Tensor
     gather: GatherSource
+    entries: Tensor
 
 
 class AdoptedTables:
@@ -216,9 +169,8 @@ class AdoptedTables:
     max_kv_len: tokens of the longest sequence
     num_seqs:   padded sequences of the largest step
     short_kv:   whether sequences may have fewer tokens in their KV than new ones
+    rows:       those that every table has now
     Raises BadTensor for a table on another device.
-
-    `rows` are those that sequences may have: that every table has now.
     """
 
     def __init__(
@@ -233,118 +185,118 @@ class AdoptedTables:
         device: torch.device,
         gate: Gate,
     ) -> None:
-        self.page_size = page_size
-        self.device = device
-        self.changes, self.most_rows = 0, INT32_MAX
-        self.gathered = not all(source.lies_right(page_size) for source in sources.values())
-        self.max_kv_len = min(max_kv_len, *(source.row_tokens(page_size) for source in sources.values()))
+        self.page_size, self.device, self._gate = page_size, device, gate
+        self.short_kv, self.changes, self.most_rows = short_kv, 0, INT32_MAX
+        self.gathered = not all(_lies_right(source, page_size) for source in sources.values())
+        self.max_kv_len = min(max_kv_len, *(_row_tokens(source.gather, page_size) for source in sources.values()))
         self.width = -(-self.max_kv_len // page_size)
-        self._gate = gate
-        self.spaces = tuple(
-            AdoptedSpace(
-                space,
-                windows[space],
-                gate.guards.terms(TableTerms(source.null_page, short_kv)),
-                source,
-                torch.zeros((num_seqs + 1, self.width), dtype=torch.int32, device=device)
-                if self.gathered
-                else source.entries,
-                source.gather,
-            )
-            for space, source in sources.items()
-        )
-        for space in self.spaces:
-            self._check_device(space.space, space.source)
+        spaces = []
+        for space, source in sources.items():
+            self._check_device(space, source.gather)
+            own = torch.zeros((num_seqs + 1, self.width), dtype=torch.int32, device=device) if self.gathered else None
+            terms = gate.guards.terms(TableTerms(source.null_page, short_kv))
+            entries = source.gather.entries if own is None else own
+            spaces.append(AdoptedSpace(space, windows[space], terms, source, source.gather, entries))
+        self.spaces = tuple(spaces)
         gathered = self.spaces if self.gathered else ()
-        self.gathered_in_begin = tuple(space for space in gathered if space.source.copied)
-        self.gathered_in_fill = tuple(space for space in gathered if not space.source.copied)
+        self.gathered_in_begin = tuple(table for table in gathered if table.source.copied)
+        self.gathered_in_fill = tuple(table for table in gathered if not table.source.copied)
+        # A CPU's is never recorded, and one that was never recorded has been reached.
+        self._copied = torch.Event(device)
         self.rows = EngineRows(0, torch.empty(0, dtype=torch.int32, device=device))
         self._count_rows()
 
     @property
-    def null_pages(self) -> Mapping[Space, bool]:
-        """Whether page 0 of a space belongs to no one."""
-        return {space.space: space.terms.null_page for space in self.spaces}
+    def copied(self) -> torch.Event:
+        """The event after which the engine may write its copied tables; begin() records it. Raises WrongState where
+        there are none.
 
-    def _count_rows(self) -> None:
-        """Sequences may have the rows that every table has."""
-        self.rows.num = min(space.source.num_rows for space in self.spaces)
-        if self.rows.num > len(self.rows.named):
-            # No step has a negative number.
-            self.rows.named = torch.full((self.rows.num,), -1, dtype=torch.int32, device=self.device)
+        copied.wait(stream) has a stream wait for it, and copied.synchronize() the host.
+        """
+        if not self.gathered_in_begin:
+            raise WrongState(
+                "no table is copied, so each is read until its step's last layer; build with TableSource(copied=True)"
+            )
+        return self._copied
 
-    @property
-    def csr_indptr(self) -> Tensor | None:
-        """Where rows begin in lists of pages; None for tables of rows."""
-        return next((space.source.indptr for space in self.spaces if isinstance(space.source, CsrSource)), None)
+    def note_copies(self) -> None:
+        """Record `copied` on the current stream."""
+        if self.device.type == "cuda":
+            self._copied.record()
 
     def write(self, pages: Sequence[Sequence[int]], space: Space = Space.FULL) -> None:
         """Write the pages of sequences into the rows of the engine's table, from row 0 on: pages[i] begins row i.
 
-        What a row has after them stays; no step reads it. One copy to the device, on the current stream, without a
-        wait. Raises WrongState while another thread has a step, and BadTensor for more rows or pages than the table
-        has, for a table of slots, and for lists of pages; nothing is written then.
+        One copy to the device, on the current stream, without a wait; the rest of a row stays. Raises WrongState while
+        another thread has a step, and BadTensor where pages do not fit, and for a table that has no rows of pages.
         """
         self._gate.change("tables.write()")
         source = self._of(space).source
         if not isinstance(source, TableSource) or source.unit is not TableUnit.PAGE:
             raise BadTensor(f"the table of the {space.name} space has no rows of pages; write into it yourself")
-        lens = np.array([len(row) for row in pages], np.int64)
+        entries, lens = source.entries, np.array([len(row) for row in pages], np.int64)
         width = int(lens.max(initial=0))
-        if len(pages) > source.num_rows or width > source.entries.shape[1]:
+        if len(pages) > entries.shape[0] or width > entries.shape[1]:
             raise BadTensor(
                 f"{len(pages)} rows of up to {width} pages do not fit the table of the {space.name} space, "
-                f"{list(source.entries.shape)}; give it more rows or columns"
+                f"{list(entries.shape)}; give it more rows or columns"
             )
         if width:
-            cells = torch.zeros((len(pages), width), dtype=source.entries.dtype, pin_memory=self.device.type == "cuda")
+            cells = torch.zeros((len(pages), width), dtype=entries.dtype, pin_memory=self.device.type == "cuda")
             cells.numpy()[np.arange(width) < lens[:, None]] = np.fromiter(
                 itertools.chain.from_iterable(pages), np.int64
             )
-            source.entries[: len(pages), :width].copy_(cells, non_blocking=True)
+            entries[: len(pages), :width].copy_(cells, non_blocking=True)
 
     def use(self, source: Source | Tensor, space: Space = Space.FULL) -> None:
         """Read another table, or the same one with other rows, in a space from the next begin() on.
 
-        source: a longer or shorter one at the same address is the same table with other rows. A tensor takes the place
-                of the entries of the table that there is
+        source: a longer or shorter one at the same address is the same table with other rows; a tensor: other entries
         Raises BadTensor for one of another kind, NeverFits, and WrongState where graphs read another, or while another
         thread has a step.
         """
         self._gate.change("tables.use()")
-        table = self._of(space)
+        table, named = self._of(space), f"the table of the {space.name} space"
+        old = table.source
         if isinstance(source, Tensor):
-            if isinstance(table.source, CsrSource):
-                raise BadTensor(f"the table of the {space.name} space is lists of pages; give a CsrSource")
-            source = replace(table.source, entries=source)
-        self._check_device(space, source)
-        if type(source) is not type(table.source) or _kind(source) != _kind(table.source):
-            raise BadTensor(f"the table of the {space.name} space is another kind of table than before; build anew")
-        if not self.gathered and not source.lies_right(self.page_size):
+            if isinstance(old, CsrSource):
+                raise BadTensor(f"{named} is lists of pages; give a CsrSource")
+            source = replace(old, entries=source)
+        gather = source.gather
+        self._check_device(space, gather)
+        if type(source) is not type(old) or (source.null_page, source.copied) != (old.null_page, old.copied):
+            raise BadTensor(f"{named} is another kind of table than before; build anew")
+        if not self.gathered and not _lies_right(source, self.page_size):
             raise BadTensor(
-                f"the table of the {space.name} space was read where it lies, which takes int32 pages in rows without "
-                f"gaps; this one is {source.entries.dtype} with strides {source.entries.stride()}"
+                f"{named} was read where it lies, which takes int32 pages in rows without gaps; this one is "
+                f"{gather.entries.dtype} with strides {gather.entries.stride()}"
             )
-        if source.row_tokens(self.page_size) < self.max_kv_len:
+        room, num_rows = _row_tokens(gather, self.page_size), _num_rows(gather)
+        if room < self.max_kv_len:
+            raise NeverFits(f"a row of {named} has room for {room} tokens; sequences may have {self.max_kv_len}")
+        if num_rows > self.most_rows:
             raise NeverFits(
-                f"a row of the table of the {space.name} space has room for {source.row_tokens(self.page_size)} "
-                f"tokens; sequences may have {self.max_kv_len}"
+                f"{named} has {num_rows} rows, and those of {self.most_rows} are watched; build with the largest table"
             )
-        if source.num_rows > self.most_rows:
-            raise NeverFits(
-                f"the table of the {space.name} space has {source.num_rows} rows, and those of {self.most_rows} are "
-                "watched; build with the largest table"
-            )
-        if self._gate.is_sealed and _places(source) != _places(table.source):
+        if self._gate.is_sealed and _places(gather) != _places(table.gather):
             self._gate.guards.moved(
-                f"the table of the {space.name} space has moved, and graphs read the old one; write into the table "
-                "that there was, or build anew and capture again"
+                f"{named} has moved, and graphs read the old one; write into the table that there was, or build anew "
+                "and capture again"
             )
-        table.source, table.gather = source, source.gather
-        self._count_rows()
+        table.source, table.gather = source, gather
         if not self.gathered:
-            table.entries = source.entries
+            table.entries = gather.entries
+        self._count_rows()
         self.changes += 1
+
+    def _count_rows(self) -> None:
+        """Sequences may have the rows that every table has."""
+        tables, rows = [table.gather for table in self.spaces], self.rows
+        rows.num = min(map(_num_rows, tables))
+        rows.csr_indptr = next((table.csr_indptr for table in tables if table.csr_indptr is not None), None)
+        if rows.num > len(rows.named):
+            # No step has a negative number.
+            rows.named = torch.full((rows.num,), -1, dtype=torch.int32, device=self.device)
 
     def _of(self, space: Space) -> AdoptedSpace:
         table = next((table for table in self.spaces if table.space == space), None)
@@ -353,25 +305,39 @@ class AdoptedTables:
             raise BadTensor(f"no layer lives in the {space.name} space; the spaces are {named}")
         return table
 
-    def _check_device(self, space: Space, source: Source) -> None:
-        for tensor in _tensors(source):
+    def _check_device(self, space: Space, table: GatherSource) -> None:
+        for tensor in _tensors(table):
             if tensor.device != self.device:
                 raise BadTensor(f"the table of the {space.name} space is on {tensor.device}, not on {self.device}")
 
 
-def _kind(source: Source) -> tuple[bool, bool]:
-    """What steps and graphs take for granted of a table, besides where it lies."""
-    return source.null_page, source.copied
+def _lies_right(source: Source, page_size: int) -> bool:
+    """Whether kernels can read a table where it lies."""
+    table = source.gather
+    if table.csr_indptr is not None or table.slot_map is not None or source.copied:
+        return False
+    in_order = table.entries.dtype == torch.int32 and table.entries.stride(1) == 1
+    return in_order and (not table.has_slots or page_size == 1)
 
 
-def _tensors(source: Source) -> list[Tensor]:
-    of_kind = source.indptr if isinstance(source, CsrSource) else source.slot_map
-    return [source.entries, *([] if of_kind is None else [of_kind])]
+def _num_rows(table: GatherSource) -> int:
+    return table.entries.shape[0] if table.csr_indptr is None else table.csr_indptr.shape[0] - 1
 
 
-def _places(source: Source) -> list[tuple[object, ...]]:
+def _row_tokens(table: GatherSource, page_size: int) -> int:
+    """Tokens that a row has room for; a list ends where its sequence does."""
+    if table.csr_indptr is not None:
+        return INT32_MAX
+    return table.entries.shape[1] * (1 if table.has_slots else page_size)
+
+
+def _tensors(table: GatherSource) -> list[Tensor]:
+    return [each for each in (table.entries, table.csr_indptr, table.slot_map) if each is not None]
+
+
+def _places(table: GatherSource) -> list[tuple[object, ...]]:
     """What a graph has frozen of a table. It reads no row that begin() has not looked at, but lists and maps to their
     end."""
-    places: list[tuple[object, ...]] = [(each.data_ptr(), each.dtype, each.stride()) for each in _tensors(source)]
-    to_the_end = source.indices if isinstance(source, CsrSource) else source.slot_map
+    places: list[tuple[object, ...]] = [(each.data_ptr(), each.dtype, each.stride()) for each in _tensors(table)]
+    to_the_end = table.slot_map if table.csr_indptr is None else table.entries
     return places if to_the_end is None else [*places, tuple(to_the_end.shape)]

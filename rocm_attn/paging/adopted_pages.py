@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,7 @@ from torch import Tensor
 from rocm_attn.errors import BadTensor, NeverFits, WrongState
 from rocm_attn.kernels.cache.layer_pages import NEAR, LayerPages
 from rocm_attn.kernels.cache.page_format import FormatMismatch, PageFormat
-from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.paging.adopted import Gate
-from rocm_attn.paging.adopted_index import AdoptedIndexPages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE, PoolKind, Problem, Scales
 
@@ -48,10 +46,9 @@ class EnginePages:
     """What an engine says of a layer's pages, beside the tensors.
 
     k_scale, v_scale: float32, on the device: [] or [1] for a layer, [kv_heads] for heads, [pages, kv_heads, page_size]
-                      for tokens; they stay the engine's, and are read and, those of tokens, written where they lie.
-                      Those of a layer and of heads are positive from bind() on. None where the format has none
-    format:           what its pages hold, by whom. Bytes (uint8) do not say it, so of eight bits it must be declared;
-                      of others it may be
+                      for tokens; read and, those of tokens, written where they lie. Those of a layer and of heads are
+                      positive from bind() on. None where the format has none
+    format:           what its pages hold, by whom; eight-bit ones must declare it, others may
     """
 
     k_scale: Tensor | None
@@ -62,12 +59,13 @@ class EnginePages:
 class AdoptedPages:
     """The pages of every layer, which an engine brings: ExternalAttention.pages.
 
-    problems:     one for each layer
-    spaces:       the space of each
-    num_pages:    the most that a layer may have
-    page_strides: whether they may have any strides but the last
-    binds_calls:  whether a layer may have other pages at each call, graphs or not: their number is not known when a
-                  step is filled
+    problems, spaces: one for each layer
+    num_pages:        the most that a layer may have
+    page_strides:     whether they may have any strides but the last
+    binds_calls:      whether a layer may have other pages at each call, whose number no fill knows
+    in_every_layer:   space -> int32 [1], on the device, which graphs read: the pages that all its bound layers have
+    aligned_sides, aligned_rows: layers whose K and V must begin at multiples of 16 bytes, and those whose pages must
+                      have aligned rows, each with the name of a kernel that reads no others
     """
 
     def __init__(
@@ -81,44 +79,30 @@ class AdoptedPages:
         device: torch.device,
         gate: Gate,
     ) -> None:
-        self.page_size = problems[0].page_size
-        self.device = device
-        self._problems = tuple(problems)
-        self._num_pages = num_pages
-        self._page_strides, self._binds_calls = page_strides, binds_calls
-        self._spaces = tuple(spaces)
-        self._fewest = dict.fromkeys(spaces, num_pages)
-        # Graphs read it: pages of a layer may be bound anew, and be fewer.
-        self._in_every_layer = {
-            space: torch.full((1,), num_pages, dtype=torch.int32, device=device) for space in self._fewest
-        }
+        self.page_size, self.device = problems[0].page_size, device
+        self._problems, self._spaces = tuple(problems), tuple(spaces)
+        self._num_pages, self._page_strides, self._binds_calls = num_pages, page_strides, binds_calls
         self._gate = gate
-        self._aligned_sides: dict[int, str] = {}
-        self._aligned_rows: dict[int, str] = {}
+        self.in_every_layer = {
+            space: torch.full((1,), num_pages, dtype=torch.int32, device=device) for space in dict.fromkeys(spaces)
+        }
+        self._fewest = dict.fromkeys(spaces, num_pages)
+        self.aligned_sides: dict[int, str] = {}
+        self.aligned_rows: dict[int, str] = {}
         self._layers: list[LayerPages | None] = [None] * len(problems)
-        self._index_pages = AdoptedIndexPages(
-            problems, num_pages=num_pages, device=device, moved=self._refuse_moved, formats=gate.guards.formats
-        )
-
-    def read_aligned(self, *, sides: Mapping[int, str], rows: Mapping[int, str]) -> None:
-        """Layers whose K and V must begin at multiples of 16 bytes, and those whose pages must have aligned rows, each
-        with the name of a kernel that reads no others.
-        """
-        self._aligned_sides.update(sides)
-        self._aligned_rows.update(rows)
+        self._index: list[LayerPages | None] = [None] * len(problems)
 
     def bind_all(
         self, kv: Tensor | Sequence[Tensor], axes: str, coded: Sequence[EnginePages | None] | None = None
     ) -> None:
         """Use an engine's KV cache for all layers, from now on: bind() of views of it, layer after layer.
 
-        kv:   one tensor for all layers, or one for each, in order
-        axes: what the dimensions of a tensor are, in order: kv (K, then V), page, token, head and dim, each once, and
-              layer where one tensor has all of them. "kv layer page token head dim" is nano-vllm's, "kv page token head
-              dim" and "page kv token head dim" are vLLM's for each layer, "page kv head token dim" is FlashInfer's HND
-        coded: for each layer, as bind() takes it; None: no layer is in eight bits, and nothing is said of any
-        Raises as bind() does, and BadTensor for other axes, or another number of layers; nothing has changed then,
-        unless a layer's pages are refused: those before it are bound.
+        kv:    one tensor for all layers, or one for each, in order
+        axes:  the dimensions of a tensor, in order: kv (K, then V), page, token, head and dim, each once, and layer
+               where one tensor has all of them, as in nano-vllm's "kv layer page token head dim"
+        coded: what bind() takes, for each layer; None: no layer is in eight bits, and nothing is said of any
+        Raises as bind() does, where the layers before the refused one are bound; and BadTensor for other axes, or
+        another number of layers, where nothing has changed.
         """
         layers, count = layer_pages(kv, axes), len(self._problems)
         if len(layers) != count:
@@ -128,6 +112,28 @@ class AdoptedPages:
             raise BadTensor(f"coded has {len(coded)} entries, the model {count} layers")
         for layer, (k, v) in enumerate(layers):
             self.bind(layer, k, v, coded[layer])
+
+    def bind(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None = None) -> None:
+        """Use these pages for a layer, from now on.
+
+        k, v:  [pages, page_size, kv_heads, head_dim | v_head_dim], views of any kind whose last stride is 1; contiguous
+               unless the options say page_strides. Of a latent layer, v is the first part of k. Eight-bit ones in their
+               encoding's dtype, or as bytes (uint8). Their rows as the options say
+        coded: of eight-bit pages, their scales and what the engine says that they hold; of others it may be said too
+        Raises BadTensor, NeverFits, and WrongState where graphs read others, or while another thread has a step.
+        """
+        self._gate.change("pages.bind()")
+        problem = self._problem(layer)
+        k_scale, v_scale, declared = (
+            (None, None, None) if coded is None else (coded.k_scale, coded.v_scale, coded.format)
+        )
+        # A scale without a dimension is an engine's way to keep one for the layer.
+        scales = [scale.view(1) if scale is not None and not scale.dim() else scale for scale in (k_scale, v_scale)]
+        pages = self._pages(f"pages of layer {layer}", k, v, scales, declared, problem.page_format)
+        self._check_rows(layer, pages)
+        if problem.page_format.scales in (Scales.LAYER, Scales.HEAD) and not self._binds_calls:
+            self._check_scales(layer, pages)
+        self._adopt(self._layers, layer, "pages", pages)
 
     def bind_index(
         self, layer: int, keys: Tensor, scale: Tensor | None = None, declared: PageFormat | None = None
@@ -141,137 +147,22 @@ class AdoptedPages:
         Raises BadTensor, and WrongState where graphs read others, or while another thread has a step.
         """
         self._gate.change("pages.bind_index()")
-        require_layer(layer, len(self._problems))
-        self._index_pages.bind(layer, keys, scale, declared)
-        self._count_pages(self._spaces[layer])
-
-    def in_every_layer(self, space: Space) -> Tensor:
-        """int32 [1], on the device: the pages that every layer of a space has, of those that were bound so far."""
-        return self._in_every_layer[space]
-
-    def _count_pages(self, space: Space) -> None:
-        """A layer of this space has other pages."""
-        if self._binds_calls:
-            return
-        layers = [layer for layer, its in enumerate(self._spaces) if its is space]
-        bound = [*(self._layers[layer] for layer in layers), *(self._index_pages.bound(layer) for layer in layers)]
-        counts = [side.shape[0] for pages in bound if pages is not None for side in (pages.k, pages.v)]
-        fewest = min(self._num_pages, *counts)
-        if fewest != self._fewest[space]:
-            self._in_every_layer[space].fill_(fewest)
-            self._fewest[space] = fewest
-
-    def bind(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None = None) -> None:
-        """Use these pages for a layer, from now on.
-
-        k, v:  [pages, page_size, kv_heads, head_dim | v_head_dim], views of any kind whose last stride is 1; contiguous
-               unless the options say page_strides. Of a latent layer, v is the first part of k. Eight-bit ones in their
-               encoding's dtype, or as bytes (uint8). Their rows as the options say
-        coded: of eight-bit pages, their factors and what the engine says that they hold; of others it may be said too
-        Raises BadTensor, NeverFits, and WrongState where graphs read others, or while another thread has a step.
-        """
-        self._gate.change("pages.bind()")
-        require_layer(layer, len(self._problems))
-        k, v = self._declared(layer, k, v, coded)
-        self._check(layer, "k", k, key_rows(k).cells, self._problems[layer].head_dim)
-        self._check(layer, "v", v, value_rows(v).cells, self._problems[layer].v_head_dim)
-        if self._problems[layer].pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
-            raise BadTensor(f"layer {layer} is latent: its v is k[..., :{self._problems[layer].v_head_dim}]")
-        bound, pages = self._layers[layer], self._pages(layer, k, v, coded)
-        self._check_alignment(layer, pages)
-        if bound is not None and _place(bound) != _place(pages) and self._refuse_moved(f"the pages of layer {layer}"):
-            return
-        self._layers[layer] = pages
-        self._count_pages(self._spaces[layer])
+        form = self._problem(layer).index_format
+        if form is None:
+            raise BadTensor(f"layer {layer} has no indexer, and so no index pages; leave them out")
+        if keys.dim() != 3:
+            raise BadTensor(f"the index pages of layer {layer} are {list(keys.shape)}; give [pages, keys, elements]")
+        rows = keys.unsqueeze(2)
+        scale = scale.unsqueeze(1) if scale is not None and scale.dim() == 2 else scale
+        pages = self._pages(f"index pages of layer {layer}", rows, rows, [scale, scale], declared, form)
+        self._adopt(self._index, layer, "index pages", pages)
 
     def require_bound(self) -> None:
-        """Raise WrongState unless every layer has its pages, and its index pages if it has an indexer; where pages
-        stay."""
-        if not self._binds_calls:
-            for layer, problem in enumerate(self._problems):
-                self.layer(layer)
-                if problem.index_format is not None:
-                    self.index(layer)
-
-    def _refuse_moved(self, pages: str) -> bool:
-        """Pages have moved; whether others stay bound in their place, which graphs read. Raises WrongState."""
-        if not self._gate.is_sealed or self._binds_calls:
-            return False
-        self._gate.guards.moved(
-            f"{pages} have moved, and graphs read the old ones; keep them where they are, or build anew and capture "
-            "again"
-        )
-        return True
-
-    def _check_alignment(self, layer: int, pages: LayerPages) -> None:
-        k, v = pages.k, pages.v
-        if layer in self._aligned_sides and not pages.has_aligned_sides:
-            raise BadTensor(
-                f"layer {layer}: k and v begin at addresses {k.data_ptr():#x} and {v.data_ptr():#x}; "
-                f"{self._aligned_sides[layer]} reads those that begin at multiples of 16 bytes; lay them so, or build "
-                "with unaligned_rows=True"
-            )
-        if layer in self._aligned_rows and not pages.has_aligned_rows:
-            raise BadTensor(
-                f"layer {layer}: k and v have strides {k.stride()} and {v.stride()} from addresses {k.data_ptr():#x} "
-                f"and {v.data_ptr():#x}; {self._aligned_rows[layer]} reads rows that begin at multiples of 16 "
-                f"elements, less than {NEAR} apart in a page; lay them so, or build with unaligned_rows=True"
-            )
-
-    def _declared(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None) -> tuple[Tensor, Tensor]:
-        """Pages in the dtype of what they are declared to hold, which is what the layer's kernels are for."""
-        wanted = self._problems[layer].page_format
-        if coded is None:
-            if wanted.encoding.is_fp8:
-                raise BadTensor(
-                    f"layer {layer} keeps K and V in {wanted.encoding.value}; say what its pages hold and where their "
-                    "factors are, as coded: EnginePages(k_scale, v_scale, format), to bind_all() one for each layer"
-                )
-            return k, v
-        self._gate.guards.formats(f"pages of layer {layer}", coded.format, wanted)
-        declared = coded.format.encoding
-        for pages in (k, v):
-            if pages.dtype != declared.dtype and not (declared.is_fp8 and pages.dtype == torch.uint8):
-                raise BadTensor(
-                    f"the pages of layer {layer} are {pages.dtype}, and were declared to hold {declared.value}"
-                )
-        dtype = wanted.encoding.dtype
-        return k.view(dtype) if k.dtype == torch.uint8 else k, v.view(dtype) if v.dtype == torch.uint8 else v
-
-    def _pages(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None) -> LayerPages:
-        form = self._problems[layer].page_format
-        scales = () if coded is None else (coded.k_scale, coded.v_scale)
-        for scale in scales:
-            if scale is not None and scale.device != self.device:
-                raise BadTensor(f"a factor of layer {layer} is on {scale.device}, its pages on {self.device}")
-        try:
-            # A factor without a dimension is an engine's way to keep one for the layer.
-            pages = LayerPages(
-                k, v, form, *(scale.view(1) if scale is not None and not scale.dim() else scale for scale in scales)
-            )
-        except FormatMismatch as error:
-            raise BadTensor(f"layer {layer}: {error}") from error
-        if form.scales in (Scales.LAYER, Scales.HEAD) and not self._binds_calls:
-            self._check_factors(layer, pages)
-        return pages
-
-    def _check_factors(self, layer: int, pages: LayerPages) -> None:
-        """Raise BadTensor for factors that no store can divide by, and for two of latent rows. Waits for the device."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return
-        assert pages.k_scale is not None
-        assert pages.v_scale is not None
-        for name, factors in (("k", pages.k_scale), ("v", pages.v_scale)):
-            if not bool(((factors >= SMALLEST_SCALE) & (factors <= LARGEST_SCALE)).all()):
-                raise BadTensor(
-                    f"the factors of {name} of layer {layer} are {factors.tolist()}; each must be a positive number "
-                    "from 2**-100 to 2**100"
-                )
-        if pages.format.kind is PoolKind.LATENT and not torch.equal(pages.k_scale, pages.v_scale):
-            raise BadTensor(
-                f"layer {layer} is latent, and its factors are {pages.k_scale.tolist()} for k and "
-                f"{pages.v_scale.tolist()} for v: its V is a part of its K, so give both the same"
-            )
+        """Raise WrongState unless every layer has its pages, and its index pages if it has an indexer."""
+        for layer, problem in enumerate(self._problems):
+            self.layer(layer)
+            if problem.index_format is not None:
+                self.index(layer)
 
     def layer(self, layer: int) -> LayerPages:
         """The pages of one layer. Raises WrongState while it has none."""
@@ -280,50 +171,121 @@ class AdoptedPages:
             raise WrongState(f"layer {layer} has no pages yet; call pages.bind() before its first step")
         return pages
 
+    def index(self, layer: int) -> LayerPages:
+        """The index pages of a layer that has an indexer. Raises WrongState while it has none."""
+        pages = self._index[layer]
+        if pages is None:
+            raise WrongState(f"layer {layer} has no index pages yet; call pages.bind_index() before its first step")
+        return pages
+
     def format(self, layer: int) -> PageFormat:
         """What the pages of a layer must hold to be bound."""
         return self._problems[layer].page_format
 
-    def index(self, layer: int) -> LayerPages:
-        """The index pages of a layer that has an indexer. Raises WrongState while it has none."""
-        return self._index_pages.layer(layer)
+    def _problem(self, layer: int) -> Problem:
+        if not 0 <= layer < len(self._problems):
+            raise BadTensor(f"layer {layer} does not exist; there are layers 0 to {len(self._problems) - 1}")
+        return self._problems[layer]
 
-    def _check(self, layer: int, name: str, pages: Tensor, cells: Tensor, dim: int) -> None:
-        problem = self._problems[layer]
-        page_size, heads = cells.shape[1] * cells.shape[5], cells.shape[2]
-        found, wanted = (
-            (page_size, heads, cells.shape[3] * cells.shape[4]),
-            (problem.page_size, problem.num_kv_heads, dim),
+    def _adopt(self, of_layers: list[LayerPages | None], layer: int, name: str, pages: LayerPages) -> None:
+        """A layer has these pages from now on, unless graphs read others of it."""
+        bound, are_fixed = of_layers[layer], self._gate.is_sealed and not self._binds_calls
+        if bound is not None and are_fixed and _place(bound) != _place(pages):
+            self._gate.guards.moved(
+                f"the {name} of layer {layer} have moved, and graphs read the old ones; keep them where they are, or "
+                "build anew and capture again"
+            )
+            return
+        of_layers[layer] = pages
+        if not self._binds_calls:
+            self._count_pages(self._spaces[layer])
+
+    def _count_pages(self, space: Space) -> None:
+        """A layer of this space has other pages."""
+        bound = [pages for of_layers in (self._layers, self._index) for pages in of_layers]
+        of_space = [pages for pages, its in zip(bound, self._spaces * 2, strict=True) if its is space and pages]
+        fewest = min(self._num_pages, *(side.shape[0] for pages in of_space for side in (pages.k, pages.v)))
+        if fewest != self._fewest[space]:
+            self.in_every_layer[space].fill_(fewest)
+            self._fewest[space] = fewest
+
+    def _pages(
+        self,
+        name: str,
+        k: Tensor,
+        v: Tensor,
+        scales: Sequence[Tensor | None],
+        declared: PageFormat | None,
+        wanted: PageFormat,
+    ) -> LayerPages:
+        """A layer's pages, if they are what its kernels are for. name: of the pages, for messages"""
+        encoding = wanted.encoding
+        if declared is not None:
+            self._gate.guards.formats(name, declared, wanted)
+            if encoding.is_fp8 and k.dtype == v.dtype == torch.uint8:
+                k, v = k.view(encoding.dtype), v.view(encoding.dtype)
+        elif encoding.is_fp8:
+            raise BadTensor(
+                f"the {name} are in {encoding.value}; say what they hold and where their scales are: bind() and "
+                "bind_all() take coded, EnginePages(k_scale, v_scale, format), and bind_index() takes scale and format"
+            )
+        for tensor in (k, v, *scales):
+            if tensor is not None and tensor.device != self.device:
+                raise BadTensor(f"the {name} or their scales are on {tensor.device}, not on {self.device}")
+        for side in (k, v):
+            if len(side) > self._num_pages:
+                raise NeverFits(
+                    f"the {name} are {len(side)}, kernels were chosen for {self._num_pages}; raise num_pages"
+                )
+            if side.stride(-1) != 1:
+                raise BadTensor(f"the {name} have stride {side.stride(-1)} within a row; it must be 1")
+        try:
+            return LayerPages(k, v, wanted, *scales)
+        except FormatMismatch as error:
+            raise BadTensor(f"the {name}: {error}") from error
+
+    def _check_scales(self, layer: int, pages: LayerPages) -> None:
+        """Raise BadTensor for scales that no store can divide by, and for two of latent rows. Waits for the device."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        k_scale, v_scale = pages.k_scale, pages.v_scale
+        assert k_scale is not None
+        assert v_scale is not None
+        for name, scales in (("k", k_scale), ("v", v_scale)):
+            if not bool(((scales >= SMALLEST_SCALE) & (scales <= LARGEST_SCALE)).all()):
+                raise BadTensor(
+                    f"the scales of {name} of layer {layer} are {scales.tolist()}; each must be a positive number "
+                    "from 2**-100 to 2**100"
+                )
+        if pages.format.kind is PoolKind.LATENT and not torch.equal(k_scale, v_scale):
+            raise BadTensor(
+                f"layer {layer} is latent, and its scales are {k_scale.tolist()} for k and {v_scale.tolist()} for v: "
+                "its V is a part of its K, so give both the same"
+            )
+
+    def _check_rows(self, layer: int, pages: LayerPages) -> None:
+        """Refuse K and V that lie where the layer's kernels do not read them."""
+        k, v, problem = pages.k, pages.v, self._problems[layer]
+        is_latent = problem.pool is PoolKind.LATENT
+        if is_latent and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
+            raise BadTensor(f"layer {layer} is latent: its v is k[..., :{problem.v_head_dim}]")
+        for side in (k,) if is_latent else (k, v):
+            if not self._page_strides and not side.is_contiguous():
+                raise BadTensor(
+                    f"the pages of layer {layer} have strides {side.stride()}, and kernels were chosen that may take "
+                    "pages for contiguous; build with page_strides=True"
+                )
+        if layer in self.aligned_sides and not pages.has_aligned_sides:
+            reads = f"{self.aligned_sides[layer]} reads those that begin at multiples of 16 bytes"
+        elif layer in self.aligned_rows and not pages.has_aligned_rows:
+            rows = f"rows that begin at multiples of 16 elements, less than {NEAR} apart in a page"
+            reads = f"{self.aligned_rows[layer]} reads {rows}"
+        else:
+            return
+        raise BadTensor(
+            f"layer {layer}: k and v have strides {k.stride()} and {v.stride()} from addresses {k.data_ptr():#x} and "
+            f"{v.data_ptr():#x}; {reads}; lay them so, or build with unaligned_rows=True"
         )
-        if found != wanted:
-            raise BadTensor(
-                f"{name} of layer {layer} has pages of {found[0]} tokens, {found[1]} heads and {found[2]} elements; "
-                f"the layer needs {wanted[0]}, {wanted[1]} and {wanted[2]}"
-            )
-        held = problem.page_format.encoding.dtype
-        if pages.dtype != held or pages.device != self.device:
-            raise BadTensor(
-                f"{name} of layer {layer} is {pages.dtype} on {pages.device}; the layer keeps {held} on {self.device}"
-            )
-        if pages.shape[0] > self._num_pages:
-            raise NeverFits(
-                f"{name} of layer {layer} has {pages.shape[0]} pages, kernels were chosen for {self._num_pages}; "
-                "raise num_pages"
-            )
-        if pages.stride(-1) != 1:
-            raise BadTensor(f"{name} of layer {layer} has stride {pages.stride(-1)} within a row; it must be 1")
-        is_part = problem.pool is PoolKind.LATENT and name == "v"
-        if not self._page_strides and not is_part and not pages.is_contiguous():
-            raise BadTensor(
-                f"{name} of layer {layer} has strides {pages.stride()}, and kernels were chosen that may take pages "
-                "for contiguous; build with page_strides=True"
-            )
-
-
-def require_layer(layer: int, count: int) -> None:
-    """Raise BadTensor for a layer that does not exist, of so many."""
-    if not 0 <= layer < count:
-        raise BadTensor(f"layer {layer} does not exist; there are layers 0 to {count - 1}")
 
 
 def _place(pages: LayerPages) -> list[tuple[int, tuple[int, ...]]]:

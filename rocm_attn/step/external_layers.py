@@ -1,20 +1,103 @@
-"""ExternalLayers: what an engine's model calls in each layer of the step that it has begun and filled."""
+"""ExternalGate and ExternalLayers: who has an engine's step, and what its model calls in each layer of it."""
 
 from __future__ import annotations
 
+from threading import get_ident
+
 from torch import Tensor
 
+from rocm_attn.errors import WrongState
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable
-from rocm_attn.paging.adopted_pages import require_layer
-from rocm_attn.step.external_gate import ExternalGate
+from rocm_attn.paging.adopted import AdoptedGuards
+from rocm_attn.step.external_runs import ExternalRun
+from rocm_attn.step.external_step import NO_CELLS, BoolCells, NoCells
+from rocm_attn.step.holder import StepHolder
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.selections import StepSelections
+
+_ANOTHERS = (
+    "the step that has begun is another thread's; call begin() in this one, or take_over() where that one is done"
+)
+
+
+class ExternalGate:
+    """What every access to an engine's pages, tables and steps passes.
+
+    A step is the thread's that has begun it, until that thread begins another one or has ended. An engine says nowhere
+    that a step is over: its graphs run without a call. So another thread is refused until it says, by take_over(), that
+    the first one is done.
+
+    guards:    the safeguards of tables and pages
+    is_sealed: whether graphs may read memory, tables and pages, so that these stay where they are
+    run, mask: of the step that was begun last; run is None before the first one
+    is_filled: whether that was filled
+    thread:    the one that has begun or taken over that step, and has it still; 0, which no thread is: none
+    """
+
+    __slots__ = ("_holder", "guards", "is_filled", "is_sealed", "mask", "run", "thread")
+
+    def __init__(self, guards: AdoptedGuards) -> None:
+        self.guards = guards
+        self.is_sealed = self.is_filled = False
+        self.run: ExternalRun | None = None
+        self.mask: NoCells | BoolCells = NO_CELLS
+        self.thread = 0
+        self._holder = StepHolder()
+
+    def enter(self) -> bool:
+        """The current thread is about to begin a step; whether it had one. Raises WrongState while another one has."""
+        if self.thread == get_ident() or self._holder.is_mine:
+            return True
+        self._holder.begin(_waits("begin()"))
+        self.thread = 0
+        return False
+
+    def leave(self) -> None:
+        """The current thread, which had no step, has begun none."""
+        self._holder.give_back()
+
+    def begun(self) -> ExternalRun:
+        """How the step runs that the current thread has begun. Raises WrongState."""
+        run = self.run
+        if run is None:
+            raise WrongState("there is no step to fill; call begin() first")
+        if self.thread != get_ident():
+            raise WrongState(_ANOTHERS)
+        return run
+
+    def running(self) -> ExternalRun:
+        """How the step runs that the current thread has begun and filled. Raises WrongState."""
+        run = self.run
+        if run is None or not self.is_filled:
+            raise WrongState("store and attend need a step that was begun and filled; call begin() and fill() first")
+        if self.thread != get_ident():
+            raise WrongState(_ANOTHERS)
+        return run
+
+    def change(self, call: str) -> None:
+        """A call is about to change tables, pages or what steps are told. Raises WrongState while another thread has a
+        step."""
+        if self.thread != get_ident() and not self._holder.is_mine:
+            with self._holder.idle(_waits(call)):
+                self.thread = 0
+
+    def take_over(self) -> None:
+        """The current thread has the step that was begun last, whichever thread had it."""
+        if self.thread != get_ident() and not self._holder.is_mine:
+            self._holder.give_back()
+            self._holder.begin(_waits("take_over()"))
+            self.thread = get_ident()
+
+
+def _waits(call: str) -> str:
+    return f"{call} is refused unless this thread calls take_over() first"
 
 
 class ExternalLayers(LayerCalls):
     """LayerCalls of the step that runs: ExternalAttention.layers. May be captured.
 
-    Each raises BadTensor, and WrongState without a step that the current thread has begun and filled.
+    Positions are places in the KV, or came with the step's mask. Each call raises BadTensor, and WrongState without a
+    step that the current thread has begun and filled.
     """
 
     __slots__ = ("_gate", "_selections")
@@ -23,57 +106,41 @@ class ExternalLayers(LayerCalls):
         self._gate, self._selections = gate, selections
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write the step's new keys and values of a layer to their slots.
-
-        k, v: [T, kv_heads, head_dim | v_head_dim], any strides but the last
-        """
         run = self._gate.running()
         run.core.layers.store(run.step, run.plan, layer, k, v)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the step's new tokens over their sequences' KV.
-
-        q, out: [T, q_heads, head_dim | v_head_dim], any strides but the last; padded tokens of out receive zeros
-        lse:    float32 [T, q_heads]; when given, receives the natural log of the softmax denominator, -inf for pads
-        """
         run = self._gate.running()
         run.core.layers.attend(run.step, run.plan, layer, q, out, lse)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """As LayerCalls.rope_and_store. Positions are places in the KV, or came with the step's mask."""
         run = self._gate.running()
         run.core.layers.rope_and_store(run.step, run.plan, layer, Projected(q, k, v, q_out), work)
 
     def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """As LayerCalls.rope_queries."""
         run = self._gate.running()
         run.core.layers.rope_queries(run.step, layer, q, q_out, work)
 
     def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
-        """As LayerCalls.finish."""
         run = self._gate.running()
         run.core.layers.finish(run.step, layer, out, gate, undo)
 
     def store_index(self, layer: int, k: Tensor) -> None:
-        """Write the step's new index keys of a layer that has an Indexer. As LayerCalls.store_index."""
         run = self._gate.running()
         run.core.layers.store_index(run.step, layer, k)
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """Choose the keys that the step's new tokens attend to, by a layer's Indexer. As LayerCalls.select."""
         run = self._gate.running()
         run.core.layers.select(run.step, layer, q, weights)
         self._selections.after_select(0, layer)
 
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
-        """In place of select(): what the caller has chosen. As LayerCalls.give_selection."""
         run = self._gate.running()
         run.core.layers.give_selection(run.step, layer, units, counts)
         self._selections.after_select(0, layer)
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As attend, over the keys that were chosen since begin(). As LayerCalls.attend_selected."""
         run = self._gate.running()
-        require_layer(layer, len(run.core.layers))
+        run.core.layers.problem(layer)
         self._selections.before_attend(0, layer)
         run.core.layers.attend_selected(run.step, layer, q, out, lse)

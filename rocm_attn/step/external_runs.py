@@ -1,41 +1,43 @@
-"""ExternalRuns: how steps over an engine's storage run, for each shape that steps have."""
+"""ExternalRuns and EnginePublisher: how steps over an engine's storage run, for each shape, and how they begin."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import BadTensor, NeverFits, Unsupported, WrongState
+from rocm_attn.errors import BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
+from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, NO_ECHO, STEP, STEP_BEFORE
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.adopted import AdoptedTables
-from rocm_attn.providers.contract import Baked
+from rocm_attn.providers.contract import Baked, StepOps
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.external_step import Causality, ExternalStep, NoCells
+from rocm_attn.step.host_ring import HostRing, RingSlot
 from rocm_attn.step.memory import DeviceStep
-from rocm_attn.step.plan import StepPlan, kv_len_bucket, q_len_bucket
+from rocm_attn.step.plan import StepPlan, kv_len_bucket, make_plan
+from rocm_attn.step.publisher import Found, Line, PublishingGuards
 
 # Runs of steps that are not captured are kept for so many shapes.
 _MOST_KEPT = 64
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ExternalRun:
-    """How steps of one shape run, and where. bounds: they follow the tables"""
+    """How steps of one shape run, and where."""
 
     core: StepCore
     plan: StepPlan
-    children: tuple[DeviceStep]
+    step: DeviceStep
     to: PublishedLengths
     bounds: LengthBounds
-
-    @property
-    def step(self) -> DeviceStep:
-        return self.children[0]
 
 
 class ExternalRuns:
@@ -43,25 +45,18 @@ class ExternalRuns:
 
     cores:    what runs the steps of each causality
     num_seqs, num_tokens: padded ones of the largest step
-    short_kv: whether sequences may have fewer tokens in their KV than new ones
     """
 
     def __init__(
-        self,
-        cores: Mapping[Causality, StepCore],
-        tables: AdoptedTables,
-        device: torch.device,
-        num_seqs: int,
-        num_tokens: int,
-        *,
-        short_kv: bool,
+        self, cores: Mapping[Causality, StepCore], tables: AdoptedTables, num_seqs: int, num_tokens: int
     ) -> None:
-        self._cores, self._tables, self._device = cores, tables, device
-        self._num_seqs, self._num_tokens, self._short_kv = num_seqs, num_tokens, short_kv
-        self._engine_row = torch.zeros(num_seqs, dtype=torch.int32, device=device)
+        self._cores, self._tables = cores, tables
+        self._num_seqs, self._num_tokens = num_seqs, num_tokens
+        self._engine_row = torch.zeros(num_seqs, dtype=torch.int32, device=tables.device)
+        kernels = [each for core in cores.values() for s in core.selections for each in s.kernels.values()]
+        self._bakes_kv_len = any(Baked.MAX_KV_LEN in kernel.row.bakes for kernel in kernels)
         self._captured: dict[tuple[object, ...], ExternalRun] = {}
         self._kept: dict[tuple[object, ...], ExternalRun] = {}
-        self._kept_at: tuple[object, ...] = ()
         self._changes_seen = 0
         self._is_sealed = False
 
@@ -72,8 +67,8 @@ class ExternalRuns:
             if any(problem.custom_mask for problem in core.kinds.problems):
                 kinds.append(StepKind.MASKED)
             shapes = [PaddedShape(kind, num_seqs, num_tokens) for kind in kinds]
-            with on_device(self._device):
-                core.seal([PaddedShape(StepKind.DECODE, num_seqs, num_seqs), *shapes])
+            with on_device(self._tables.device):
+                core.memory.seal([PaddedShape(StepKind.DECODE, num_seqs, num_seqs), *shapes])
         self._is_sealed = True
 
     def core(self, causality: Causality) -> StepCore:
@@ -93,61 +88,45 @@ class ExternalRuns:
         Raises NeverFits, WrongState, Unsupported, BadTensor.
         """
         if self._tables.changes != self._changes_seen:
-            self._follow_tables()
-        max_kv_len = 0 if step.captured else kv_len_bucket(step.max_kv_len, self._tables.max_kv_len)
+            self._kept.clear()  # they read the tables that there were
+            self._changes_seen = self._tables.changes
+        max_kv_len = self._tables.max_kv_len
+        if self._bakes_kv_len and not step.captured:
+            max_kv_len = kv_len_bucket(step.max_kv_len, max_kv_len)
         key = step.shape, step.min_q_len, step.max_q_len, max_kv_len, step.causality
         kept = self._captured if step.captured else self._kept
         run = kept.get(key)
-        if run is None or (not step.captured and self._kept_at != run.core.memory.epochs):
+        if run is None:
             self._check(step)
             run = self._new_run(step, max_kv_len)
-            if not step.captured and (len(kept) >= _MOST_KEPT or self._kept_at != run.core.memory.epochs):
-                kept.clear()
-                self._kept_at = run.core.memory.epochs
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
             kept[key] = run
         return run
 
-    def _follow_tables(self) -> None:
-        """Tables have other rows now. Graphs keep what they read; lengths and rows are looked at outside of them."""
-        self._kept.clear()
-        csr_indptr = self._tables.csr_indptr
-        for run in self._captured.values():
-            run.bounds = replace(run.bounds, csr_indptr=csr_indptr)
-        self._changes_seen = self._tables.changes
-
     def _new_run(self, step: ExternalStep, max_kv_len: int) -> ExternalRun:
-        core, shape = self.core(step.causality), step.shape
-        bakes = {baked for selection in core.selections for baked in selection.kernel(shape.kind).row.bakes}
-        if step.captured or Baked.MAX_KV_LEN not in bakes:
-            max_kv_len = self._tables.max_kv_len
+        core, shape, tables = self.core(step.causality), step.shape, self._tables
+        kernels = [selection.kernel(shape.kind) for selection in core.selections]
+        bakes = {baked for kernel in kernels for baked in kernel.row.bakes}
+        if Baked.MAX_KV_LEN not in bakes:
+            max_kv_len = tables.max_kv_len
         max_q_len = 1 if shape.kind.decodes else min(step.max_q_len, shape.num_tokens)
         if Baked.MAX_Q_LEN in bakes:
-            max_q_len = q_len_bucket(max_q_len)
-        plan = core.plan(shape, max_q_len=max_q_len, max_kv_len=max_kv_len, may_capture=step.captured)
+            max_q_len = next_power_of_2(max_q_len)
+        plan = make_plan(shape, kernels, max_q_len=max_q_len, max_kv_len=max_kv_len, may_capture=step.captured)
         _check_plan(plan, captured=step.captured)
-        try:
-            (device_step,) = core.memory.new_device_steps(plan)
-        except NeverFits as error:  # of captured steps alone: others get more memory
-            raise NeverFits(
-                f"a captured step of {shape.num_seqs} sequences and {shape.num_tokens} tokens is larger than seal() "
-                "has made room for; give it larger bounds"
-            ) from error
+        views = self._new_views(core, plan)
+        tensors = views.tensors
         bounds = LengthBounds(
-            rows=self._tables.rows,
+            rows=tables.rows,
             kv_len=max_kv_len,
             min_q_len=step.min_q_len,
             max_q_len=min(step.max_q_len, max_q_len),
             num_tokens=shape.num_tokens,
-            page_size=self._tables.page_size,
-            causal=not self._short_kv or any(problem.causal for problem in core.kinds.problems),
-            csr_indptr=self._tables.csr_indptr,
+            page_size=tables.page_size,
+            causal=not tables.short_kv or any(problem.causal for problem in core.kinds.problems),
         )
-        return ExternalRun(core, plan, (device_step,), self._published_to(device_step, plan, shape), bounds)
-
-    def _published_to(self, device_step: DeviceStep, plan: StepPlan, shape: PaddedShape) -> PublishedLengths:
-        """Where counts, rows and lengths of steps of a shape go."""
-        tensors = device_step.tensors
-        return PublishedLengths(
+        to = PublishedLengths(
             counts=tensors.counts,
             engine_row=self._engine_row[: shape.num_seqs],
             row_of_seq=tensors.row_of_seq,
@@ -155,29 +134,42 @@ class ExternalRuns:
             q_len=tensors.q_len,
             pad_kv_len=plan.pads.kv_len,
             pad_q_len=plan.pads.q_len,
-            gathered=self._tables.gathered,
+            gathered=tables.gathered,
         )
+        return ExternalRun(core, plan, views, to, bounds)
+
+    def _new_views(self, core: StepCore, plan: StepPlan) -> DeviceStep:
+        """The memory of steps of a plan. Raises NeverFits."""
+        epochs = core.memory.epochs
+        try:
+            (views,) = core.memory.new_device_steps(plan)
+        except NeverFits as error:  # of captured steps alone: others get more memory
+            raise NeverFits(
+                f"a captured step of {plan.shape.num_seqs} sequences and {plan.shape.num_tokens} tokens is larger than "
+                "seal() has made room for; give it larger bounds"
+            ) from error
+        finally:
+            if core.memory.epochs != epochs:
+                self._kept.clear()  # they hold memory that was given up
+        return views
 
     def _check(self, step: ExternalStep) -> None:
         """Refuse a step that was not built for."""
-        shape = step.shape
-        if shape.num_seqs > self._num_seqs:
-            raise NeverFits(
-                f"the step is padded to {shape.num_seqs} sequences, built for {self._num_seqs}; "
-                "raise num_seqs of the bounds"
-            )
-        if shape.num_tokens > self._num_tokens:
-            raise NeverFits(
-                f"the step is padded to {shape.num_tokens} tokens, built for {self._num_tokens}; "
-                "raise num_tokens of the bounds"
-            )
+        for bound, things, found, most in (
+            ("num_seqs", "sequences", step.shape.num_seqs, self._num_seqs),
+            ("num_tokens", "tokens", step.shape.num_tokens, self._num_tokens),
+        ):
+            if found > most:
+                raise NeverFits(
+                    f"the step is padded to {found} {things}, built for {most}; raise {bound} of the bounds"
+                )
         if step.captured and not self._is_sealed:
             raise WrongState("graphs would read memory that may move; call seal() before the first captured step")
         core = self.core(step.causality)
         if not isinstance(step.mask, NoCells) and not any(p.custom_mask for p in core.kinds.problems):
             raise WrongState("the step has a mask and no layer looks at it; build with problems of custom_mask")
-        if step.lengths.kv_len.device != self._device:
-            raise BadTensor(f"kv_len is on {step.lengths.kv_len.device}, not on {self._device}")
+        if step.lengths.kv_len.device != self._tables.device:
+            raise BadTensor(f"kv_len is on {step.lengths.kv_len.device}, not on {self._tables.device}")
 
 
 def _check_plan(plan: StepPlan, *, captured: bool) -> None:
@@ -188,3 +180,65 @@ def _check_plan(plan: StepPlan, *, captured: bool) -> None:
     needy = sorted({kernel.row.name for kernel in plan.kernels if kernel.row.needs_host_lengths})
     if needy:
         raise Unsupported(f"{', '.join(needy)} must know the lengths on the host, and an engine's are on the device")
+
+
+class EnginePublisher:
+    """Writes the header of a ring slot and launches the kernel that reads it, one launch a step.
+
+    on_fault: called with what went wrong in earlier steps, once; it may raise
+    """
+
+    def __init__(
+        self, ops: StepOps, device: torch.device, guards: PublishingGuards, on_fault: Callable[[DeviceFault], None]
+    ) -> None:
+        self.line = Line(HostRing(device, wait=guards.ring_wait), guards.new_echo_check(), device)
+        self._launch, self._on_fault, self._of_last_step = ops.publish_engine, on_fault, guards.of_last_step
+        # The words of a slot, counts and number of a publication that was begun and has not ended.
+        self._launching: tuple[Int32Array, Tensor, int] | None = None
+        self._found: Found = []
+
+    def hear(self) -> RingSlot:
+        """The next slot, when its readers are done and the faults that it echoes were reported."""
+        if self._launching is not None:
+            self._settle()
+        slot = self.line.ring.acquire(HEADER_WORDS)
+        if slot.words[ECHO]:
+            self.line.look(slot.words, self._found)
+        if self._found:
+            self._report()
+        return slot
+
+    def publish(self, slot: RingSlot, step: ExternalStep, run: ExternalRun) -> None:
+        """Launch what writes a step's counts, rows and lengths. slot: of hear(), which comes before"""
+        line, words, counts = self.line, slot.words, run.to.counts
+        number = (line.number + 1) & INT32_MAX
+        words[0], words[STEP], words[STEP_BEFORE] = step.num_seqs, number, line.number
+        # One statement: an interrupt comes before all of it or after.
+        words[ECHO], self._launching = NO_ECHO, (words, counts, number)
+        try:
+            before = counts if line.counts is None else line.counts
+            self._launch(slot.tensor, before, step.lengths, run.bounds, run.to)
+        finally:
+            line.ring.release()
+        line.counts, line.number, self._launching = counts, number, None
+
+    def find_faults(self) -> None:
+        """Report everything that went wrong in steps and was not reported yet. The device has nothing left to do."""
+        if self._launching is not None:
+            self._settle()
+        self.line.find_all(self._found, self._of_last_step)
+        if self._found:
+            self._report()
+
+    def _report(self) -> None:
+        fault = DeviceFault.of_all(self._found)
+        self._found.clear()
+        self._on_fault(fault)
+
+    def _settle(self) -> None:
+        """Finish a publication that an exception has ended."""
+        assert self._launching is not None
+        words, counts, number = self._launching
+        if self.line.settle(words, counts, number, by_graph=False):
+            self.line.counts, self.line.number = counts, number
+        self._launching = None

@@ -170,8 +170,13 @@ class ExternalStep:
                 f"min_q_len {self.min_q_len} and max_q_len {self.max_q_len}; give 0 <= min_q_len <= max_q_len, "
                 "and max_q_len of at least 1"
             )
-        kind = self._kind()
-        if kind.decodes and self.padded_tokens != self.padded_seqs:
+        if isinstance(self.mask, BoolCells):
+            kind = StepKind.MASKED
+        elif isinstance(self.q, OneEach) or self.min_q_len == self.max_q_len == 1:
+            kind = StepKind.DECODE
+        else:
+            kind = StepKind.EXTEND if self.min_q_len > 1 else StepKind.MIXED
+        if kind is StepKind.DECODE and self.padded_tokens != self.padded_seqs:
             raise BadBatch(
                 f"{self.padded_seqs} padded sequences with one new token each have {self.padded_tokens} padded tokens; "
                 "give as many tokens as sequences"
@@ -179,22 +184,14 @@ class ExternalStep:
         _check("kv_len", self.kv_len, self.num_seqs)
         if self.rows is not None:
             _check("rows", self.rows, self.num_seqs)
+        if kind is StepKind.DECODE or isinstance(self.q, OneEach):
+            lengths = EngineLengths(self.kv_len, self.rows, None, Q_EACH_ONE)
+        else:
+            form, more = (Q_LENGTHS, 0) if isinstance(self.q, Lengths) else (Q_BOUNDARIES, 1)
+            _check("q", self.q.of_seq, self.num_seqs + more)
+            lengths = EngineLengths(self.kv_len, self.rows, self.q.of_seq, form)
         object.__setattr__(self, "shape", PaddedShape(kind, self.padded_seqs, self.padded_tokens))
-        object.__setattr__(self, "lengths", self._lengths(kind))
-
-    def _kind(self) -> StepKind:
-        if isinstance(self.mask, BoolCells):
-            return StepKind.MASKED
-        if isinstance(self.q, OneEach) or self.min_q_len == self.max_q_len == 1:
-            return StepKind.DECODE
-        return StepKind.EXTEND if self.min_q_len > 1 else StepKind.MIXED
-
-    def _lengths(self, kind: StepKind) -> EngineLengths:
-        if kind.decodes or isinstance(self.q, OneEach):
-            return EngineLengths(self.kv_len, self.rows, None, Q_EACH_ONE)
-        form, more = (Q_LENGTHS, 0) if isinstance(self.q, Lengths) else (Q_BOUNDARIES, 1)
-        _check("q", self.q.of_seq, self.num_seqs + more)
-        return EngineLengths(self.kv_len, self.rows, self.q.of_seq, form)
+        object.__setattr__(self, "lengths", lengths)
 
 
 def _check(name: str, tensor: Tensor, at_least: int) -> None:

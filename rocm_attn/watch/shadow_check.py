@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.errors import WrongState
 from rocm_attn.external import ExternalAttention
 from rocm_attn.watch.few_sequences import MOST_SEQS, MOST_TOKENS, LayerOfStep
 
@@ -31,15 +33,26 @@ def shadow_check(
     most_tokens: of each, so many of its last new tokens
     Raises WrongState, BadTensor.
     """
-    view = attention.shadow_view(layer)
-    problem, kv_len = view.problem, view.kv_len.tolist()
+    run = attention.gate.running()
+    problem = run.core.layers.problem(layer)
+    if run.plan.shape.kind is StepKind.MASKED:
+        raise WrongState("the step has a mask, which only its engine can compare; look at another step")
+    kind = run.core.kinds.of_layer[layer]
+    step, kernel = run.step.of_kind[kind], run.plan.kernels[kind]
+    q_len, kv_len = step.q_len.tolist(), step.kv_len.tolist()
 
     def pages_of(seq: int) -> Tensor:
-        return view.table[int(view.row_of_seq[seq]), : -(-kv_len[seq] // problem.page_size)].long()
+        return step.table[int(step.row_of_seq[seq]), : -(-kv_len[seq] // problem.page_size)].long()
 
-    lengths = view.q_len.tolist(), kv_len
     of_step = LayerOfStep(
-        problem, view.pages, view.weights, *lengths, pages_of, problem.window_left, view.eight_bit_products
+        problem,
+        attention.pages.layer(layer),
+        run.core.head_weights.of(layer),
+        q_len,
+        kv_len,
+        pages_of,
+        problem.window_left,
+        kernel.row.rounds_products,
     )
-    seqs = np.random.default_rng(seed).permutation(view.num_seqs)[:most_seqs].tolist()
+    seqs = np.random.default_rng(seed).permutation(int(step.counts[0]))[:most_seqs].tolist()
     return sorted(of_step.wrong_seqs(q, out, seqs, most_tokens))

@@ -115,7 +115,13 @@ def test_causality_may_change_from_step_to_step(device: torch.device, provider: 
 
 def test_a_window_is_refused_without_causality() -> None:
     with pytest.raises(BadProblem, match="a window is counted back from a causal query"):
-        ExternalOptions().problem(problem(window_left=3), Causality.NOT_CAUSAL)
+        ExternalAttention(
+            [LayerSource(problem(window_left=3))],
+            TableSource(torch.zeros(4, 4, dtype=torch.int32)),
+            device="cpu",
+            bounds=BOUNDS,
+            options=ExternalOptions(provider="torch", causalities=[Causality.NOT_CAUSAL]),
+        )
 
 
 def test_queries_may_outnumber_keys_where_attention_is_not_causal(device: torch.device, provider: str) -> None:
@@ -304,8 +310,12 @@ def test_pages_that_kernels_cannot_read_are_refused(device: torch.device, provid
     filled = Filled(device, provider)
     for k, v, why in (
         (filled.k.transpose(1, 2).contiguous().transpose(1, 2), filled.v, "build with page_strides=True"),
-        (filled.k[:, :8], filled.v, "pages of 8 tokens, 2 heads and 16 elements; the layer needs 16, 2 and 16"),
-        (filled.k.half(), filled.v, "is torch.float16"),
+        (
+            filled.k[:, :8],
+            filled.v,
+            "k has pages of 8 tokens, 2 heads and 16 elements; its pages are K and V pages of 16",
+        ),
+        (filled.k.half(), filled.v, "k is torch.float16; its pages are"),
         (torch.cat([filled.k, filled.k]), filled.v, "kernels were chosen for 20; raise num_pages"),
     ):
         with pytest.raises((BadTensor, CapacityExceeded), match=why):

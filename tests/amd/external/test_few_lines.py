@@ -93,7 +93,11 @@ def test_a_kv_cache_of_any_axes_is_bound_in_one_line(axes: str, device: torch.de
         ("layer kv page token head dim", (2, LAYERS, BLOCKS, 4, 2, 16), "kv has 2 entries"),
         ("kv layer page token head dim", (2, LAYERS, BLOCKS, 4, 32), "that is 6 dimensions"),
         ("kv layer page token head dim", (2, 5, BLOCKS, 4, 2, 16), "the KV cache has 5 layers, the model 3"),
-        ("kv layer page token head dim", (2, LAYERS, BLOCKS, 2, 4, 16), "k of layer 0 has pages of 2 tokens, 4 heads"),
+        (
+            "kv layer page token head dim",
+            (2, LAYERS, BLOCKS, 2, 4, 16),
+            "layer 0: k has pages of 2 tokens, 4 heads",
+        ),
         ("page layer kv token head dim", (BLOCKS, LAYERS, 2, 4, 2, 16), "build with page_strides=True"),
     ],
 )

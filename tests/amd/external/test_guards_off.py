@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -25,6 +25,12 @@ Make = Callable[..., Engine]
 
 def build(kind: type[Engine], make: Make, *windows: int, page_size: int = 16, **others: object) -> Engine:
     return make(kind, page_size, windows or (-1,), **others)
+
+
+def sealed_tensors(engine: Engine) -> Mapping[str, Tensor]:
+    """What graphs read, by name."""
+    (core,) = engine.attention.cores.values()
+    return core.sealed_tensors()
 
 
 def graph_steps(make: Make) -> None:
@@ -108,7 +114,7 @@ def list_tails(make: Make) -> None:
     engine.run([long], [60])
     engine.run([short], [3])
     engine.run([short], [1])
-    step = engine.attention._gate.running().step.tensors
+    step = engine.attention.gate.running().step.tensors
     assert (step.page_list[1:] == 0).all(), "the list holds what an earlier step left"
 
 
@@ -120,10 +126,10 @@ def new_sizes(make: Make) -> None:
     requests = [engine.admit() for _ in range(3)]
     engine.run(requests, [5, 20, 2])
     small.run(requests)
-    where = {name: tensor.data_ptr() for name, tensor in engine.attention.sealed_tensors().items()}
+    where = {name: tensor.data_ptr() for name, tensor in sealed_tensors(engine).items()}
     with pytest.raises(Exception, match=r"larger than seal\(\) has made room for"):
         engine.capture(16)
-    assert where == {name: tensor.data_ptr() for name, tensor in engine.attention.sealed_tensors().items()}
+    assert where == {name: tensor.data_ptr() for name, tensor in sealed_tensors(engine).items()}
 
 
 def new_sinks(make: Make) -> None:
@@ -136,9 +142,9 @@ def new_sinks(make: Make) -> None:
     engine = build(WithSinks, make)
     engine.attention.set_head_weights(0, HeadWeights(torch.zeros(4, device=engine.device)))
     engine.attention.seal()
-    before = {name: tensor.data_ptr() for name, tensor in engine.attention.sealed_tensors().items()}
+    before = {name: tensor.data_ptr() for name, tensor in sealed_tensors(engine).items()}
     engine.attention.set_head_weights(0, HeadWeights(torch.ones(4)))
-    now = engine.attention.sealed_tensors()
+    now = sealed_tensors(engine)
     assert {name: tensor.data_ptr() for name, tensor in now.items()} == before
     (sinks,) = (tensor for name, tensor in now.items() if name.endswith("sinks_0"))
     assert sinks.tolist() == [1, 1, 1, 1]

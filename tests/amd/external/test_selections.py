@@ -80,11 +80,14 @@ def test_index_pages_that_do_not_fit_are_refused(device: torch.device) -> None:
     engine.begin()
     with pytest.raises(WrongState, match=r"layer 0 has no index pages yet; call pages.bind_index\(\)"):
         attention.layers.store_index(0, engine.index_k)
-    with pytest.raises(BadTensor, match="pages of 4 keys with 16 elements"):
+    with pytest.raises(
+        BadTensor,
+        match=r"layer 0: k has pages of 4 tokens, 1 heads and 8 elements; its pages are .* of 4 tokens, 1 x 16/16",
+    ):
         attention.pages.bind_index(0, engine.nan(PAGES, 4, 8))
-    with pytest.raises(BadTensor, match=r"they must be torch\.float32"):
+    with pytest.raises(BadTensor, match=r"layer 0: k is torch\.float16; its pages are .* in float32"):
         attention.pages.bind_index(0, engine.nan(PAGES, 4, 16).half())
-    with pytest.raises(BadTensor, match="have no scales"):
+    with pytest.raises(BadTensor, match=r"layer 0: k_scale was given; its pages are .* with no scales"):
         attention.pages.bind_index(0, engine.nan(PAGES, 4, 16), torch.ones(1, device=device))
     with pytest.raises(BadTensor, match="layer 1 has no indexer"):
         attention.pages.bind_index(1, engine.nan(PAGES, 4, 16))

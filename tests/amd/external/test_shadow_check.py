@@ -66,5 +66,5 @@ def test_a_check_needs_a_step_and_a_layer(device: torch.device, provider: str) -
     with pytest.raises(WrongState, match="a step that was begun and filled"):
         shadow_check(engine.attention, 0, nothing, nothing)
     engine.run([engine.admit()], [3])
-    with pytest.raises(BadTensor, match="layer 1 does not exist; there are layers 0 to 0"):
+    with pytest.raises(BadTensor, match="layer 1 does not exist; the runtime has layers 0 to 0"):
         shadow_check(engine.attention, 1, nothing, nothing)

@@ -90,6 +90,58 @@ def test_a_table_that_is_copied_may_be_written_while_its_step_runs(
     engine.attention.check_device()
 
 
+@pytest.mark.parametrize("kind", [CopiedSGLang, CopiedVLLM, CopiedFlashInfer])
+def test_a_scheduler_may_write_a_table_from_its_own_stream_after_the_event_of_the_copies(
+    kind: type[Engine], device: torch.device, provider: str
+) -> None:
+    """The step's stream is late: a scheduler that does not wait writes before the step's rows were copied."""
+    engine = kind(16, device=device, provider=provider)
+    requests = [engine.admit(), engine.admit()]
+    engine.run(requests, [20, 9])
+    begin, copied = engine.attention.begin, engine.attention.tables.copied
+
+    def begin_and_write(step: ExternalStep) -> StepPlan:
+        if device.type == "cpu":
+            plan = begin(step)
+            copied.wait()
+            copied.synchronize()
+            assert copied.query()
+            scramble(engine)
+            return plan
+        torch.cuda._sleep(100_000_000)
+        plan, scheduler = begin(step), torch.cuda.Stream()
+        copied.wait(scheduler)
+        with torch.cuda.stream(scheduler):
+            scramble(engine)
+        torch.cuda.current_stream().wait_stream(scheduler)  # what this engine writes next comes after
+        return plan
+
+    engine.attention.begin = begin_and_write  # type: ignore[method-assign]
+    for _ in range(3):
+        engine.run(requests, [1, 1])
+    engine.attention.check_device()
+
+
+@pytest.mark.parametrize("kind", [CopiedSGLang, CopiedVLLM, CopiedFlashInfer])
+def test_the_event_is_recorded_once_a_step_after_its_rows_were_copied(
+    kind: type[Engine], device: torch.device, provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = kind(16, device=device, provider=provider)
+    request, tables = engine.admit(), engine.attention.tables
+    found: list[list[int]] = []
+    monkeypatch.setattr(tables, "note_copies", lambda: found.append(tables.spaces[0].entries[1, :2].tolist()))
+    engine.run([request], [20])
+    engine.run([request], [1])
+    assert found == [request.pages[Space.FULL]] * 2
+
+
+def test_tables_that_are_read_in_place_or_in_fill_have_no_such_event(device: torch.device, provider: str) -> None:
+    for page_size in (1, 16):
+        engine = SGLang(page_size, device=device, provider=provider)
+        with pytest.raises(WrongState, match=r"no table is copied.*; build with TableSource\(copied=True\)"):
+            _ = engine.attention.tables.copied
+
+
 @pytest.mark.parametrize(("kind", "page_size"), [(SGLang, 1), (SGLang, 16), (VLLM, 16), (FlashInfer, 16)])
 def test_a_table_that_is_not_copied_is_read_until_its_step_is_over(
     kind: type[Engine], page_size: int, device: torch.device, provider: str

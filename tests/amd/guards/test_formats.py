@@ -181,7 +181,9 @@ def test_pages_of_another_format_are_not_adopted(provider: str, device: torch.de
 @each_provider
 def test_what_an_engine_says_of_its_bytes_is_checked(provider: str, device: torch.device) -> None:
     engine = Adopted(device, provider)
-    with pytest.raises(BadTensor, match=r"say what its pages hold and where their factors are"):
+    with pytest.raises(
+        BadTensor, match=r"the pages of layer 0 are in float8_e4m3fn; say what they hold and where their scales are"
+    ):
         engine.attention.pages.bind(0, engine.k, engine.v)
     for form in (
         replace(FN.page_format, producer="vllm: shuffled"),
@@ -191,7 +193,7 @@ def test_what_an_engine_says_of_its_bytes_is_checked(provider: str, device: torc
         with pytest.raises(BadTensor, match=r"Build the layer with a Problem of the engine's format, or convert"):
             engine.bind(form)
     engine.k = engine.k.view(torch.float8_e5m2)
-    with pytest.raises(BadTensor, match=r"are torch.float8_e5m2, and were declared to hold float8_e4m3fn"):
+    with pytest.raises(BadTensor, match=r"layer 0: k is torch.float8_e5m2; its pages are .* in float8_e4m3fn"):
         engine.bind(FN.page_format)
     engine.k, engine.scales = engine.v, (torch.ones(2, device=device), torch.ones(2, device=device))
     with pytest.raises(BadTensor, match=r"layer 0: k_scale is torch.float32 \[2\]"):
@@ -206,7 +208,7 @@ def test_factors_that_no_store_can_divide_by_are_not_adopted(
 ) -> None:
     engine = Adopted(device, provider)
     engine.scales[side].fill_(factor)
-    with pytest.raises(BadTensor, match=f"the factors of {'kv'[side]} of layer 0 are .*a positive number from"):
+    with pytest.raises(BadTensor, match=f"the scales of {'kv'[side]} of layer 0 are .*a positive number from"):
         engine.bind(FN.page_format)
     with pytest.raises(WrongState, match="layer 0 has no pages yet"):
         engine.attention.pages.layer(0)
@@ -293,7 +295,7 @@ class Selects:
 def test_index_pages_of_another_format_are_not_adopted(provider: str, device: torch.device) -> None:
     """Written in tiles and read in rows, as in vllm#52109: without the guard the wrong keys are chosen, in silence."""
     writer = Selects(device, provider)
-    with pytest.raises(BadTensor, match=r"keeps index keys in float8_e4m3fn; say what its index pages hold"):
+    with pytest.raises(BadTensor, match=r"the index pages of layer 0 are in float8_e4m3fn; say what they hold"):
         writer.attention.pages.bind_index(0, writer.keys, writer.factor)
     writer.bind(INDEX_FORMAT)
     right = writer.run(stores=True)

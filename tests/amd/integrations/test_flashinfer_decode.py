@@ -214,7 +214,7 @@ def test_what_is_not_served_is_refused_by_run(device: torch.device) -> None:
         (q[:1], cache, "q has 1 rows; 2 sequences were planned"),
         (q.half(), cache, "q is torch.float16"),
         (q, cache[:2], "the KV cache has pages 0 to 1"),
-        (q, cache.half(), "layer 0 is torch.float16"),
+        (q, cache.half(), "layer 0: k is torch.float16"),
         (q, cache[:, :, :2], "pages of 2 tokens"),
         (q, cache[0], "a tuple of K and V"),
         (q, (cache[0, 0, 0], cache[0, 0, 0]), "it has 4 dimensions"),

@@ -517,7 +517,7 @@ def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]
         slot,
         before,
         EngineLengths(kv_len, rows, q, q_form),
-        LengthBounds(EngineRows(3, named), **sizes, causal=True, csr_indptr=csr),
+        LengthBounds(EngineRows(3, named, csr), **sizes, causal=True),
         PublishedLengths(counts, engine_row, row_of_seq, kept, taken, pad_kv_len=5, pad_q_len=0, gathered=True),
     )
 

@@ -550,7 +550,7 @@ def _launch_of_engines(page_size: int) -> None:
     for dtype in (torch.int32, torch.int64):
         given = torch.empty(num_seqs * width, dtype=dtype)
         launch_publish_engine(slot, counts, EngineLengths(given, None, None, Q_EACH_ONE), bounds, to)
-        of_lists = replace(bounds, csr_indptr=given)
+        of_lists = replace(bounds, rows=EngineRows(num_seqs, of_seq, given))
         launch_publish_engine(slot, counts, EngineLengths(given, given, given, Q_BOUNDARIES), of_lists, to)
         launch_gather_table(
             GatherSource(given.view(-1, width), True, None, given), of_seq, of_seq, table, page_size=page_size

@@ -377,7 +377,7 @@ def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]
         kv_len, rows, q, csr = given if q_form != Q_EACH_ONE else (*given, None, None, None)
         assert kv_len is not None
         to = PublishedLengths(counts, engine_row, row_of_seq, kept, taken, pad_kv_len=1, pad_q_len=0, gathered=True)
-        bounds = LengthBounds(EngineRows(4, named), kv_len=320, causal=True, csr_indptr=csr, **sizes)
+        bounds = LengthBounds(EngineRows(4, named, csr), kv_len=320, causal=True, **sizes)
         publish(slot, before, EngineLengths(kv_len, rows, q, q_form), bounds, to)
 
     return of_tensors

@@ -220,7 +220,7 @@ def test_latent_rows_of_an_engine_have_one_factor(device: torch.device) -> None:
     engine = Adopted(device, "torch", problem=latent)
     engine.k = torch.zeros(PAGES, 16, 1, 16, dtype=torch.uint8, device=device)
     engine.v = engine.k[..., :8]
-    with pytest.raises(BadTensor, match=r"layer 0 is latent, and its factors are .* give both the same"):
+    with pytest.raises(BadTensor, match=r"layer 0 is latent, and its scales are .* give both the same"):
         engine.bind(latent.page_format)
     engine.scales = engine.scales[0], engine.scales[0].clone()
     engine.bind(latent.page_format)

@@ -15,7 +15,7 @@ from rocm_attn.errors import WrongState
 from rocm_attn.paging.adopted import AdoptedGuards
 from rocm_attn.step.external_runs import ExternalRun
 from rocm_attn.step.external_step import ExternalStep
-from rocm_attn.step.holder import StepHolder
+from rocm_attn.step.gate import StepHolder
 
 # No thread has this number.
 _NO_THREAD = -1

@@ -8,7 +8,7 @@ from rocm_attn.errors import DeviceFault, WrongState
 from rocm_attn.machine.agreement import Agreement, alone
 from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
-from rocm_attn.step.holder import StepHolder, StepState
+from rocm_attn.step.gate import StepHolder, StepState
 from rocm_attn.step.publisher import Publisher
 
 _NOT_NOW = "the device cannot be asked"

@@ -12,9 +12,12 @@ through it asks whether they have changed since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
+from threading import get_ident
 from typing import Final, NamedTuple
 
 from rocm_attn.batch.drafts import NO_DRAFTS
@@ -28,7 +31,6 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.drafts import RoundTree
-from rocm_attn.step.holder import IDLE, STAGED, StepHolder, StepState
 from rocm_attn.step.layers import StepLayers
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
@@ -54,16 +56,18 @@ AnyPlan = StepPlan | Again
 
 
 class RanStep(NamedTuple):
-    """A whole step that was staged, and may run again on inputs that the device has written over its own.
+    """The step that was staged last.
 
-    views:  where its inputs are
-    change: the table's last change when it was staged
+    children: where its inputs lie, of each half or draft step
+    change:   the table's last change when it was staged
+    repeats:  whether it may run again: it is a whole step that may store
     """
 
     batch: StepBatch
     plan: StepPlan
-    views: DeviceStep
+    children: tuple[DeviceStep, ...]
     change: int
+    repeats: bool
 
     @property
     def inputs(self) -> StepTensors:
@@ -72,7 +76,7 @@ class RanStep(NamedTuple):
         The device may write those of another step there, of the same rows and sizes, and with lengths for which the
         host has reserved pages.
         """
-        return self.views.spaces[0]
+        return self.children[0].spaces[0]
 
 
 class Effects(NamedTuple):
@@ -84,6 +88,82 @@ class Effects(NamedTuple):
 
     layers: int
     moves: bool
+
+
+class StepState(Enum):
+    """How far a step has come."""
+
+    IDLE = "no step was begun"
+    STAGED = "a step was staged and its metadata is not filled yet"
+    RUNNING = "a step is running"
+
+
+# Each step looks at them, and an enumeration takes its time to give a member.
+IDLE, STAGED = StepState.IDLE, StepState.STAGED
+_STEP = "step"
+
+
+class StepHolder:
+    """The thread that has begun a step, or none: another one that asks for it is refused. state: of its step"""
+
+    __slots__ = ("_taking_over", "_thread_of", "state")
+
+    def __init__(self) -> None:
+        self.state = IDLE
+        self._thread_of: dict[str, int] = {}
+        self._taking_over = threading.Lock()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the current thread has the step."""
+        return self._thread_of.get(_STEP) == get_ident()
+
+    def begin(self, what_fails: str) -> None:
+        """Take the step for the current thread. Raises WrongState if another one has it, or this one has begun it.
+
+        Taking it again is harmless, so an interrupt right after it was taken leaves nothing to clean up. A thread that
+        has ended has no step.
+        """
+        me = get_ident()
+        # setdefault looks and writes at once, whatever other threads do meanwhile.
+        if self._thread_of.setdefault(_STEP, me) != me and not self._take_over(me):
+            raise WrongState(
+                f"{what_fails}, because another thread has begun a step and not ended it; "
+                "a runtime is used by one thread at a time"
+            )
+        if self.state is not IDLE:
+            raise WrongState(f"{what_fails}, because {self.state.value}; call end_step() first")
+
+    def require_free(self, what_fails: str) -> None:
+        """Raise WrongState if a thread has begun a step, this one or another."""
+        if self._thread_of:
+            self.begin(what_fails)
+            self.give_back()
+
+    @contextmanager
+    def idle(self, what_fails: str) -> Iterator[None]:
+        """The current thread has the step, and it is not begun. Raises WrongState."""
+        self.begin(what_fails)
+        try:
+            yield
+        finally:
+            self.give_back()
+
+    def alone(self, what_fails: str) -> AbstractContextManager[None]:
+        """The current thread has the step, begun or not. Raises WrongState."""
+        return nullcontext() if self.is_mine else self.idle(what_fails)
+
+    def give_back(self) -> None:
+        """The current thread, which has the step, has it no longer."""
+        self._thread_of.clear()
+
+    def _take_over(self, me: int) -> bool:
+        with self._taking_over:
+            holder = self._thread_of.get(_STEP)
+            if holder is not None and any(thread.ident == holder for thread in threading.enumerate()):
+                return False
+            self._thread_of.pop(_STEP, None)
+            return self._thread_of.setdefault(_STEP, me) == me
 
 
 class StepGate:
@@ -119,17 +199,14 @@ class StepGate:
         self._selections = StepSelections(selecting, selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)
-        # The step that runs, or None; and the last one whose views later steps of its size share.
+        # The step that runs, and its memory, by which its layers know whether it still runs. The last step that graphs
+        # replay: later ones of its size are equal to it.
         self._step: Step | None = None
         self._children: tuple[DeviceStep, ...] = ()
         self._kept: Step | None = None
-        self._kept_children: tuple[DeviceStep, ...] = ()
-        # The step that was staged last, and what may still come of it.
-        self._staged: tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int] | None = None
-        self._ran: RanStep | None = None
-        self._may_repeat = self._may_move = False
-        # Whose layers may be called: the views of a step that graphs replay, or what stands for one step.
-        self._who_runs: object = None
+        # The fields of a RanStep, which is made of them when somebody asks.
+        self._staged: tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int, bool] | None = None
+        self._may_move = False
 
     def stage(self, batch: StepBatch, plan: AnyPlan | None = None, takers: Collection[StepPlan] = ()) -> Step:
         """Check a step, and publish its inputs.
@@ -143,10 +220,13 @@ class StepGate:
         self.holder.begin("a step cannot begin")
         try:
             if plan is AGAIN:
-                return self._stage_again(batch)
+                last = self._begin_again(batch)
+                return self._begun(batch, last.plan, (batch,), last.children, "")
             self._check_batch(batch)
-            # A step that goes on from the last one has rows that were neither forked nor cut.
-            refusal = "" if self._tokens.goes_on(batch) else self._checked(batch)
+            refusal = ""
+            if not self._tokens.goes_on(batch):  # else its rows were neither forked nor cut since the last step
+                self._check_stored(batch)
+                refusal = self._table.checks.why_no_store(batch)
             plan = self.planner.plan(batch, None, 1) if plan is None else self.planner.admit(batch, plan)
             if is_current(self.device):
                 return self._publish(batch, plan, refusal, takers)
@@ -156,18 +236,12 @@ class StepGate:
             self.end()
             raise
 
-    def _checked(self, batch: StepBatch) -> str:
-        """Why a step of the batch may not store, or nothing. Raises BadBatch."""
-        self._check_stored(batch)
-        return self._table.checks.why_no_store(batch)
-
     def _publish(self, batch: StepBatch, plan: StepPlan, refusal: str, takers: Collection[StepPlan]) -> Step:
         """Bring a checked step to where the device reads it. The gate's device is the current one."""
         batches = (batch,) if plan.num_halves == 1 else split_batch(batch, plan.shape.child.num_seqs)
         # From here on the step runs: a log, a signal handler or a finalizer begins no other one within it.
         self.holder.state = STAGED
-        # Before pages leave the windows of the step that might run again.
-        self._ran, self._may_repeat = None, False
+        self._staged = None  # before pages leave the windows of the step that might run again
         if self._evict is not None:
             self._evict(batch)
         self._streams.follow()
@@ -179,9 +253,8 @@ class StepGate:
         else:
             for half, part in enumerate(batches):
                 publisher.publish(part, children[half * len(children) // HALVES], half)
-        self._staged = batch, plan, children, self._generations.last_change
-        # The device can run a whole step again, if that may store.
-        self._may_repeat = not refusal and len(children) == 1 and batch.drafts is NO_DRAFTS
+        repeats = not refusal and len(children) == 1 and batch.drafts is NO_DRAFTS
+        self._staged = batch, plan, children, self._generations.last_change, repeats
         return self._begun(batch, plan, batches, children, refusal)
 
     def _begun(
@@ -193,20 +266,25 @@ class StepGate:
         refusal: str,
     ) -> Step:
         """The step whose inputs lie where the device reads them. batches: of its halves"""
-        self._children, self._may_move = children, True
         steps = plan.draft_steps
         self.stores.begin(batch, len(children), refusal, steps if steps == 1 else self._in_turn(steps))
         if self._selects:
             self._selections.begin(len(children))
-        if not plan.replayable or len(batches) > 1:  # a half does not outlive its step
-            self._who_runs = object()
+        self._may_move = True
+        if not plan.replayable or len(batches) > 1:
+            # A tuple of its own: its layers end with it.
+            self._children = children = tuple(list(children))
             self._step = self._new_step(batches, plan, children)
             return self._step
-        # Steps of equal sizes that graphs replay are equal, and a server decodes many in a row.
-        self._who_runs, kept = children[0], self._kept
-        if kept is None or self._kept_children is not children or not kept.parts[0].is_for(batch):
+        # A server decodes many steps of equal sizes in a row.
+        self._children, kept = children, self._kept
+        if (
+            kept is None
+            or kept.children is not children
+            or kept.parts[0].num_seqs != batch.num_seqs
+            or kept.parts[0].num_tokens != batch.num_fed
+        ):
             kept = self._kept = self._new_step(batches, plan, children)
-            self._kept_children = children
         self._step = kept
         return kept
 
@@ -217,20 +295,13 @@ class StepGate:
             tree = RoundTree(drafts, views, self._core.place_draft_mask)
             for step, child in enumerate(views):
                 number = half * drafts.steps + step
-                is_draft = drafts is not NO_DRAFTS
-                who = self._who_runs
-                require = partial(self._require_turn, who, tree, step) if is_draft else partial(self._require, who)
+                require = partial(self._require, children)
+                if drafts is not NO_DRAFTS:
+                    require = partial(self._require_turn, children, tree, step)
                 calls = StepLayers(self._core.layers, child, plan, require, self.stores, self._selections, number)
                 parts.append(Part.of(batch, child, plan, calls, number, tree))
         num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
-        return Step(tuple(parts), num_first, num_first_tokens, plan, self)
-
-    def _stage_again(self, batch: StepBatch) -> Step:
-        last = self._begin_again()
-        if last.batch is not batch:
-            raise WrongState("AGAIN was given with another batch than the step that was staged last; give that one")
-        self._may_repeat = True
-        return self._begun(batch, last.plan, (batch,), (last.views,), "")
+        return Step(tuple(parts), num_first, num_first_tokens, plan, children, self.fill, self.end)
 
     def replay_again(self, replay: Callable[[], object]) -> None:
         """Run the last step again by a graph that is all of it: stage() with AGAIN, the rest of the step, and its end.
@@ -239,18 +310,23 @@ class StepGate:
         """
         self.holder.begin("a step cannot begin")
         try:
-            self._begin_again()
+            self._begin_again(None)
             replay()
             self.end()
         except BaseException:
             self.end()  # an interrupt may have come in its place
             raise
 
-    def _begin_again(self) -> RanStep:
-        """The step that was staged last, which may run now. Raises WrongState where there is none."""
+    def _begin_again(self, batch: StepBatch | None) -> RanStep:
+        """The step that was staged last, which may run now. batch: what it is said to run on, if anything is
+
+        Raises WrongState where there is none, or one of its rows has changed.
+        """
         last = self.last
         if last is None:
             raise WrongState("no whole step was staged last that could run again; stage one first")
+        if batch is not None and last.batch is not batch:
+            raise WrongState("AGAIN was given with another batch than the step that was staged last; give that one")
         self._require_rows(last, "the step cannot run again")
         self.holder.state = STAGED
         with on_device(self.device):
@@ -262,29 +338,27 @@ class StepGate:
     @property
     def last(self) -> RanStep | None:
         """The step that AGAIN runs; None where none was staged last, or it may not store."""
-        return self._ran_step() if self._may_repeat else None
+        ran = self._ran()
+        return ran if ran is not None and ran.repeats else None
 
-    def _ran_step(self) -> RanStep | None:
+    def _ran(self) -> RanStep | None:
         """The step that was staged last, as one value for as long as it is the last one."""
-        ran, staged = self._ran, self._staged
-        if staged is not None and (ran is None):
-            batch, plan, children, change = staged
-            ran = self._ran = RanStep(batch, plan, children[0], change)
+        staged = self._staged
+        if staged is None or isinstance(staged, RanStep):
+            return staged
+        self._staged = ran = RanStep(*staged)
         return ran
 
     @property
     def may_go_again(self) -> RanStep | None:
         """The step that AGAIN would run now; None where there is none, or one of its rows has changed."""
         last = self.last
-        if last is None or self._changed(last.change, last.batch.rows):
-            return None
-        return last
+        return last if last is not None and not self._changed(last.change, last.batch.rows) else None
 
     def resume(self, step: RanStep) -> None:
         """Have AGAIN run this step, after which only steps of its own round were staged. Raises WrongState."""
         self._require_rows(step, "the step cannot run again")
-        self._staged = step.batch, step.plan, (step.views,), step.change
-        self._ran, self._may_repeat = step, True
+        self._staged = step
 
     def _require_rows(self, step: RanStep, refused: str) -> None:
         """Raise WrongState where a row of a step was freed, cut, forked or kept since that step was staged."""
@@ -296,7 +370,7 @@ class StepGate:
 
     def before_move(self) -> None:
         """Ask whether the last verify step may move what was accepted, once. Raises WrongState, BadBatch."""
-        step = self._ran_step()
+        step = self._ran()
         if step is None or not self._may_move:
             raise WrongState("no step has stored draft tokens to move, or they were moved already; move once a step")
         self._require_rows(step, "accepted tokens cannot be moved")
@@ -317,10 +391,6 @@ class StepGate:
         """The effects of the step that runs, so far."""
         return Effects(self.stores.layers, not self._may_move)
 
-    def before_replay(self, effects: Effects) -> None:
-        """Ask whether a graph with these effects may run the staged step. Raises as store and attend do."""
-        self.stores.before_replay(effects[0])
-
     def after_replay(self, effects: Effects) -> None:
         """The graph of the staged step was launched."""
         layers, moves = effects
@@ -337,8 +407,8 @@ class StepGate:
             self._streams.join()
             self._core.fill(self._children, step.plan)
         if step.plan.shape.drafts is not NO_DRAFTS:
-            for half in step.halves:
-                half[0].tree.begin()
+            for part in step.parts:
+                part.tree.begin()
         self._may_move = True  # a capture runs its step several times
         self.holder.state = StepState.RUNNING
 
@@ -363,10 +433,10 @@ class StepGate:
         """Close the step; see AttentionRuntime.end_step."""
         if self.holder.is_mine:
             if self._publisher.launching is not None:
-                self._may_repeat = False  # its inputs may not be there
+                self._staged = None  # its inputs may not be there
             self.stores.end()
             self.holder.state = IDLE
-            self._step, self._children, self._who_runs = None, (), None
+            self._step, self._children = None, ()
             self.holder.give_back()
 
     def abandon(self) -> None:
@@ -379,25 +449,19 @@ class StepGate:
 
     def forget(self) -> None:
         """Keep nothing that refers to the memory of steps."""
-        self._kept, self._kept_children, self._children = None, (), ()
-        self._staged, self._ran, self._may_repeat = None, None, False
+        self._kept = self._staged = None
 
-    @property
-    def may_store(self) -> bool:
-        """Whether the step that was staged begins after all tokens that its rows share."""
-        return not self.stores.refusal
-
-    def _require_turn(self, who: object, tree: RoundTree, step: int) -> None:
+    def _require_turn(self, children: object, tree: RoundTree, step: int) -> None:
         """_require() of a draft step. Raises WrongState also where its drafts have no parents."""
-        self._require(who)
+        self._require(children)
         tree.require(step)
 
-    def _require(self, who: object) -> None:
-        """Raise WrongState unless the layers of this step may store and attend now."""
+    def _require(self, children: object) -> None:
+        """Raise WrongState unless the layers of the step with these children may store and attend now."""
         if self.holder.state is not StepState.RUNNING:
             raise WrongState(
                 f"store and attend need a running step, but {self.holder.state.value}; call runtime.step() first"
             )
-        if who is not self._who_runs:
+        if children is not self._children:
             raise WrongState("the step of these layers is over; call the layers of the step that runs")
         self._streams.join()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
 
 from torch import Tensor
 
@@ -93,10 +92,6 @@ class Part:
         """set_parents() where each branch continues itself. Raises WrongState."""
         self.tree.keep_branches(self.number % self.plan.shape.drafts.steps)
 
-    def is_for(self, batch: StepBatch) -> bool:
-        """Whether a batch that has the part's plan and views has an equal part."""
-        return self.num_seqs == batch.num_seqs and self.num_tokens == batch.num_fed
-
     @classmethod
     def of(
         cls, batch: StepBatch, views: DeviceStep, plan: StepPlan, layers: LayerCalls, number: int, tree: RoundTree
@@ -124,18 +119,6 @@ class Part:
 Series = tuple[Part, ...]
 
 
-class StepOwner(Protocol):
-    """Fills and ends the step that was staged."""
-
-    def fill(self) -> None:
-        """Derive the step's metadata on the device."""
-        ...
-
-    def end(self) -> None:
-        """Close the step."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step that was begun. Leaving it as a context ends it, also after an exception.
@@ -150,14 +133,19 @@ class Step:
                       in a step that is not split
     num_first_tokens: int32 [], tokens of its first part
     plan:             how the step runs
-    owner:            the gate that the step came through
+    children:         the memory of each part
+    fill:             derives the step's metadata on the device; captured where a step is. Doing it twice is harmless.
+                      Raises WrongState for a step that is over
+    end:              closes the step, so that the next one may begin; see AttentionRuntime.end_step
     """
 
     parts: Series
     num_first: Tensor
     num_first_tokens: Tensor
     plan: StepPlan
-    owner: StepOwner
+    children: tuple[DeviceStep, ...]
+    fill: Callable[[], None]
+    end: Callable[[], None]
 
     @property
     def halves(self) -> tuple[Series, ...]:
@@ -165,24 +153,13 @@ class Step:
         steps = self.plan.draft_steps
         return tuple(self.parts[first : first + steps] for first in range(0, len(self.parts), steps))
 
-    def fill(self) -> None:
-        """Derive the step's metadata on the device; captured where a step is. Doing it twice is harmless.
-
-        Raises WrongState for a step that is over.
-        """
-        self.owner.fill()
-
-    def end(self) -> None:
-        """Close the step, so that the next one may begin; see AttentionRuntime.end_step."""
-        self.owner.end()
-
     def __enter__(self) -> Step:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.owner.end()
+        self.end()
 
 
 # Runs the parts of one half.

@@ -30,6 +30,7 @@ from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.packed import PackedAttention
 from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.planner import Planner
 from rocm_attn.step.publisher import Publisher
 from rocm_attn.step.seals import Seals
 from rocm_attn.step.step import Step
@@ -46,6 +47,12 @@ class AttentionRuntime:
     guards:  the safeguards
     agree:   how ranks that share a model's layers agree on graphs and faults; see selection/build.py
 
+    selections:    the kernels, per kind of layer
+    target:        the hardware that they were chosen for
+    head_weights:  learned weights of each query head's softmax, layer by layer
+    max_kv_len:    tokens of the longest sequence
+    deterministic: whether a sequence's results are bitwise the same in any batch, in every layer
+
     table:   the rows of requests
     pool:    the pages of every layer
     gate:    the way into steps, for what runs them by graphs
@@ -54,6 +61,13 @@ class AttentionRuntime:
 
     Raises BadProblem and CapacityExceeded for a pool that cannot be.
     """
+
+    kinds: LayerKinds
+    selections: tuple[Selection, ...]
+    target: Target
+    head_weights: LayerHeadWeights
+    max_kv_len: int
+    deterministic: bool
 
     @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
     def __init__(
@@ -84,33 +98,25 @@ class AttentionRuntime:
             guards=guards.table,
         )
         self.core = core = StepCore(kinds, self.table, self.pool, guards.step, mask_keys=options.mask_keys)
+        self.kinds, self.selections, self.head_weights = core.kinds, core.selections, core.head_weights
+        self.target = self.selections[0].target
+        self.max_kv_len = options.max_kv_len
+        self.deterministic = all(selection.deterministic for selection in self.selections)
         publisher = Publisher(core.ops, self.table, self.pool, guards.publishing)
         self.graph_runs = publisher.runs
-        planner = core.new_planner(options.padding(problems))
-        selection_of = guards.step.layers.selection_of
-        self.gate = StepGate(core, self.table, publisher, planner, guards.batch, selection_of)
-        self.faults = FaultReports(publisher, self.gate.holder, agree, self._written_to_reserved)
+        planner = Planner(
+            core.selections,
+            options.padding(problems),
+            self.device,
+            max_kv_len=self.table.width * self.table.page_size,
+            sealed_tensors=core.memory.sealed_tensors,
+            guards=guards.step.planning,
+        )
+        self.gate = StepGate(core, self.table, publisher, planner, guards.batch)
+        self.faults = FaultReports(
+            publisher, self.gate.holder, agree, lambda: what_was_written(self.table, self.pool, range(len(core.layers)))
+        )
         self.seals = Seals(core, self.gate, publisher, options, lambda found: self.agree(found), self.check_device)
-
-    @property
-    def kinds(self) -> LayerKinds:
-        """The layers that are alike, with their kernels and spaces."""
-        return self.core.kinds
-
-    @property
-    def selections(self) -> tuple[Selection, ...]:
-        """The kernels, per kind of layer."""
-        return self.core.selections
-
-    @property
-    def target(self) -> Target:
-        """The hardware that the kernels were chosen for."""
-        return self.core.target
-
-    @property
-    def head_weights(self) -> LayerHeadWeights:
-        """Learned weights of each query head's softmax, layer by layer."""
-        return self.core.head_weights
 
     def set_kv_scales(self, layer: int, scales: KVScales) -> None:
         """Give a layer of eight-bit K and V its scales, which are 1 until then. Graphs use the new ones too.
@@ -143,16 +149,6 @@ class AttentionRuntime:
     def padding(self) -> PaddingPolicy:
         """The ladders that steps are padded to, and the steps that may be captured."""
         return self.gate.planner.padding
-
-    @property
-    def max_kv_len(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.table.max_kv_len
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether a sequence's results are bitwise the same in any batch, in every layer."""
-        return all(selection.deterministic for selection in self.selections)
 
     def plan(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None, *, halves: int = 1) -> StepPlan:
         """How a batch runs. The plan serves every batch that fits it.
@@ -192,7 +188,8 @@ class AttentionRuntime:
         """
         self.gate.holder.require_free("a step cannot begin")
         try:
-            self.faults.meet()
+            if self.agree is not alone:
+                self.faults.meet()
             step = self.gate.stage(batch, plan)
             self.gate.fill()
             return step
@@ -235,6 +232,3 @@ class AttentionRuntime:
             "a runtime cannot be copied or pickled: it owns a device's memory, which graphs and requests refer to by "
             "address; build another one with the same arguments"
         )
-
-    def _written_to_reserved(self) -> str:
-        return what_was_written(self.table, self.pool, range(len(self.core.layers)))

@@ -6,7 +6,7 @@ are fewer: those that have left every window are used again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -120,6 +120,7 @@ class HybridKVPool:
     problems:  one for each layer
     spaces:    where each lives
     num_pages: space -> pages, the reserved page 0 included
+    layer:     layer of the model -> its pages, in the space of its problem
 
     Raises BadProblem, NeverFits.
     """
@@ -153,15 +154,13 @@ class HybridKVPool:
         }
         places = [spaces[:layer].count(space) for layer, space in enumerate(spaces)]
         self._layers = [self._pools[space].layer(at) for space, at in zip(spaces, places, strict=True)]
+        # A list's own look-up: each layer of each step asks.
+        self.layer: Callable[[int], LayerPages] = self._layers.__getitem__
         self._index = {
             layer: self._pools[space].index(at)
             for layer, (problem, space, at) in enumerate(zip(problems, spaces, places, strict=True))
             if problem.index_format is not None
         }
-
-    def layer(self, layer: int) -> LayerPages:
-        """The pages of one layer of the model, in the space of its problem."""
-        return self._layers[layer]
 
     def format(self, layer: int) -> PageFormat:
         """What the pages of a layer hold."""

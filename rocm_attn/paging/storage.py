@@ -67,7 +67,7 @@ class Pool(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def layer(self, layer: int) -> LayerPages:
+    def layer(self, layer: int, /) -> LayerPages:
         """The pages of one layer of the model."""
         ...
 

@@ -11,13 +11,14 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.adopted import AdoptedTables
 from rocm_attn.providers.contract import Baked
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.external_step import Causality, ExternalStep, NoCells
 from rocm_attn.step.memory import DeviceStep
-from rocm_attn.step.plan import StepPlan, kv_len_bucket, q_len_bucket
+from rocm_attn.step.plan import StepPlan, kv_len_bucket, make_plan
 
 # Runs of steps that are not captured are kept for so many shapes.
 _MOST_KEPT = 64
@@ -73,7 +74,7 @@ class ExternalRuns:
                 kinds.append(StepKind.MASKED)
             shapes = [PaddedShape(kind, num_seqs, num_tokens) for kind in kinds]
             with on_device(self._device):
-                core.seal([PaddedShape(StepKind.DECODE, num_seqs, num_seqs), *shapes])
+                core.memory.seal([PaddedShape(StepKind.DECODE, num_seqs, num_seqs), *shapes])
         self._is_sealed = True
 
     def core(self, causality: Causality) -> StepCore:
@@ -122,8 +123,9 @@ class ExternalRuns:
             max_kv_len = self._tables.max_kv_len
         max_q_len = 1 if shape.kind.decodes else min(step.max_q_len, shape.num_tokens)
         if Baked.MAX_Q_LEN in bakes:
-            max_q_len = q_len_bucket(max_q_len)
-        plan = core.plan(shape, max_q_len=max_q_len, max_kv_len=max_kv_len, may_capture=step.captured)
+            max_q_len = next_power_of_2(max_q_len)
+        kernels = [selection.kernel(shape.kind) for selection in core.selections]
+        plan = make_plan(shape, kernels, max_q_len=max_q_len, max_kv_len=max_kv_len, may_capture=step.captured)
         _check_plan(plan, captured=step.captured)
         try:
             (device_step,) = core.memory.new_device_steps(plan)

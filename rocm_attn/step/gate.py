@@ -30,15 +30,14 @@ from rocm_attn.paging.batch_guards import BatchGuards
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.step.core import StepCore
-from rocm_attn.step.drafts import RoundTree
 from rocm_attn.step.layers import StepLayers
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.planner import Planner
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.publisher import Publisher
-from rocm_attn.step.selections import Require, StepSelections
-from rocm_attn.step.step import Part, Step
+from rocm_attn.step.selections import StepSelections
+from rocm_attn.step.step import Part, RoundTree, Step
 
 
 class Again(Enum):
@@ -181,7 +180,6 @@ class StepGate:
         publisher: Publisher,
         planner: Planner,
         guards: BatchGuards,
-        selection_of: Require,
     ) -> None:
         self.device = core.device
         self.holder = StepHolder()
@@ -196,7 +194,7 @@ class StepGate:
         self._evict: Callable[[StepBatch], None] | None = guards.evict(table) if has_windows else None
         selecting = core.layers.selecting
         self.stores = StepStores(len(core.layers) + len(selecting.indexed), table.tokens, require_stored)
-        self._selections = StepSelections(selecting, selection_of)
+        self._selections = StepSelections(selecting, core.guards.layers.selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)
         # The step that runs, and its memory, by which its layers know whether it still runs. The last step that graphs
@@ -273,7 +271,7 @@ class StepGate:
         self._may_move = True
         if not plan.replayable or len(batches) > 1:
             # A tuple of its own: its layers end with it.
-            self._children = children = tuple(list(children))
+            self._children = children = (*children,)
             self._step = self._new_step(batches, plan, children)
             return self._step
         # A server decodes many steps of equal sizes in a row.
@@ -295,9 +293,9 @@ class StepGate:
             tree = RoundTree(drafts, views, self._core.place_draft_mask)
             for step, child in enumerate(views):
                 number = half * drafts.steps + step
-                require = partial(self._require, children)
+                require: Callable[[], None] = partial(self._require, children)
                 if drafts is not NO_DRAFTS:
-                    require = partial(self._require_turn, children, tree, step)
+                    require = partial(tree.require, require, step)
                 calls = StepLayers(self._core.layers, child, plan, require, self.stores, self._selections, number)
                 parts.append(Part.of(batch, child, plan, calls, number, tree))
         num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
@@ -415,19 +413,20 @@ class StepGate:
     def running(self, number: int) -> LayerCalls:
         """The layers of a part of the step that runs. number: Part.number. Raises WrongState."""
         step = self._step
-        if step is not None and number < len(step.parts):
-            return step.parts[number].layers
-        raise WrongState(
-            f"the step that runs has {len(step.parts)} parts, and there is no part {number}"
-            if step is not None
-            else f"store and attend need a running step, but {self.holder.state.value}; call runtime.step() first"
-        )
+        if step is None:
+            raise self._not_running("store and attend need")
+        if number >= len(step.parts):
+            raise WrongState(f"the step that runs has {len(step.parts)} parts, and there is no part {number}")
+        return step.parts[number].layers
 
     def running_batch(self) -> StepBatch:
         """The batch of the step that runs. Raises WrongState."""
         if self.holder.state is not StepState.RUNNING or self._staged is None:
-            raise WrongState(f"this needs a running step, but {self.holder.state.value}; call runtime.step() first")
+            raise self._not_running("this needs")
         return self._staged[0]
+
+    def _not_running(self, what: str) -> WrongState:
+        return WrongState(f"{what} a running step, but {self.holder.state.value}; call runtime.step() first")
 
     def end(self) -> None:
         """Close the step; see AttentionRuntime.end_step."""
@@ -451,17 +450,10 @@ class StepGate:
         """Keep nothing that refers to the memory of steps."""
         self._kept = self._staged = None
 
-    def _require_turn(self, children: object, tree: RoundTree, step: int) -> None:
-        """_require() of a draft step. Raises WrongState also where its drafts have no parents."""
-        self._require(children)
-        tree.require(step)
-
     def _require(self, children: object) -> None:
         """Raise WrongState unless the layers of the step with these children may store and attend now."""
         if self.holder.state is not StepState.RUNNING:
-            raise WrongState(
-                f"store and attend need a running step, but {self.holder.state.value}; call runtime.step() first"
-            )
+            raise self._not_running("store and attend need")
         if children is not self._children:
             raise WrongState("the step of these layers is over; call the layers of the step that runs")
         self._streams.join()

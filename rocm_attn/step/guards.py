@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import reduce
 
 from rocm_attn.providers.contract import StepOps
@@ -47,20 +47,7 @@ class LaunchGuards:
 
     def ops(self, ops: StepOps) -> StepOps:
         """A provider's launches, as the safeguards leave them."""
-        changes = (
-            self.pads,
-            self.store_drops,
-            self.finite_kv,
-            self.row_zero,
-            self.table_first,
-            self.table_tails,
-            self.slot_in_row,
-            self.draft_lengths,
-            self.path_pages,
-            self.full_refresh,
-            self.length_bounds,
-            self.slots_in_table,
-        )
+        changes = (getattr(self, each.name) for each in fields(self) if each.default is unchanged_ops)
         return reduce(lambda changed, change: change(changed), changes, ops)
 
     def selection(self, selection: Selection) -> Selection:

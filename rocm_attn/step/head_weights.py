@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -51,12 +52,25 @@ def written_in_place(owned: Tensor, given: Tensor) -> Tensor:
 NewHeadWeights = Callable[[Tensor, Tensor], Tensor]
 
 
+class _OfLayers(dict[int, HeadWeights]):
+    """Layer -> its weights, of layers that want none or were given theirs. Raises WrongState for others."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__((layer, NO_HEAD_WEIGHTS) for layer, problem in enumerate(problems) if not _names(problem))
+        self._problems = problems
+
+    def __missing__(self, layer: int) -> NoReturn:
+        names = " and ".join(_names(self._problems[layer]))
+        raise WrongState(f"layer {layer} has {names} that were never given; call head_weights.set() before a step")
+
+
 class LayerHeadWeights:
     """The head weights of every layer, in memory of the runtime: what is given is copied, and is the caller's.
 
     Graphs read that memory. It stays where it is once a layer has it, and new values are written into it.
 
     renew: how a layer that has weights gets others
+    of:    layer -> what it was given. Raises WrongState while it wants something
     """
 
     def __init__(
@@ -65,8 +79,9 @@ class LayerHeadWeights:
         self._problems = tuple(problems)
         self._device = device
         self._renew = renew
-        self._weights = [NO_HEAD_WEIGHTS for _ in problems]
-        self._wanting = {layer for layer, problem in enumerate(problems) if _names(problem)}
+        self._weights = _OfLayers(self._problems)
+        # A dict's own look-up: each layer of each step asks.
+        self.of: Callable[[int], HeadWeights] = self._weights.__getitem__
 
     def set(self, layer: int, weights: HeadWeights) -> None:
         """Give a layer what its problem says that it has, all at once. Steps that come later use it, graphs too.
@@ -86,24 +101,16 @@ class LayerHeadWeights:
             if name not in _names(problem):
                 raise BadTensor(f"{name} were given to layer {layer}, whose problem has none; leave them out")
             self._check(name, tensor, problem)
-        owned = self._weights[layer]
+        owned = self._weights.get(layer, NO_HEAD_WEIGHTS)
         self._weights[layer] = HeadWeights(
             self._owned(owned.sinks, weights.sinks), self._owned(owned.alibi_slopes, weights.alibi_slopes)
         )
-        self._wanting.discard(layer)
-
-    def of(self, layer: int) -> HeadWeights:
-        """What a layer was given. Raises WrongState while it wants something."""
-        if layer in self._wanting:
-            names = " and ".join(_names(self._problems[layer]))
-            raise WrongState(f"layer {layer} has {names} that were never given; call head_weights.set() before a step")
-        return self._weights[layer]
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor, for what graphs read."""
         return {
             f"{name}_{layer}": tensor
-            for layer, weights in enumerate(self._weights)
+            for layer, weights in sorted(self._weights.items())
             for name, tensor in (("sinks", weights.sinks), ("alibi_slopes", weights.alibi_slopes))
             if tensor is not None
         }

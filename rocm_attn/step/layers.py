@@ -203,7 +203,7 @@ class Layers:
     def join(self, step: DeviceStep, plan: StepPlan, layer: int) -> None:
         """The layer has stored and attended in one call."""
         # What is joined is launched without a look at whether a graph is captured: see attend.
-        if not isinstance(plan.kernels[self._kind_of_layer[layer]].bound, MixedAtOnce):
+        if self._prepares() and not isinstance(plan.kernels[self._kind_of_layer[layer]].bound, MixedAtOnce):
             self._forms.join(step.prepared, layer)
 
     def store_index(self, step: DeviceStep, layer: int, k: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.halves import HALVES
@@ -23,7 +23,7 @@ from rocm_attn.providers.contract import PoolSize
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
-    """What an AttentionRuntime is built from, beside its layers. All of it is host values.
+    """Sizes of an AttentionRuntime, and which of its steps may be captured. All of it is host values.
 
     num_pages:       pages of the KV pool, the reserved page 0 included
     max_num_seqs:    sequences of a step; a padded step may be larger
@@ -78,18 +78,9 @@ class RuntimeOptions:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_pages",
-            "max_num_seqs",
-            "max_kv_len",
-            "max_num_rows",
-            "swa_pages",
-            "swa_kept",
-            "first_swa_page",
-            "mask_keys",
-            "verify_tokens",
-        ):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        for each in fields(self):
+            if each.type == "int":
+                object.__setattr__(self, each.name, whole_number(each.name, getattr(self, each.name)))
         if self.max_num_rows and self.max_num_rows < self.max_num_seqs:
             raise BadSetting(
                 f"max_num_rows is {self.max_num_rows} and max_num_seqs is {self.max_num_seqs}; each sequence of a step "
@@ -113,11 +104,6 @@ class RuntimeOptions:
         if self.prompt_tokens:
             object.__setattr__(self, "prompt_tokens", _ladder("prompt_tokens", self.prompt_tokens).sizes)
         object.__setattr__(self, "drafts", tuple(dict.fromkeys(self.drafts)))
-
-    @property
-    def num_rows(self) -> int:
-        """Requests that can be admitted at a time."""
-        return self.max_num_rows or self.max_num_seqs
 
     @property
     def pool_size(self) -> PoolSize:

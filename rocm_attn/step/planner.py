@@ -9,16 +9,17 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
-from rocm_attn.batch.mask import NO_MASK, Mask, StepMask
+from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
+from rocm_attn.batch.mask import NO_MASK, StepMask
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, fits, is_prefill, require_pad_to
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
-from rocm_attn.step.plan import GraphKey, StepPlan, keep_latest, kv_len_bucket, make_plan, q_len_bucket
+from rocm_attn.step.plan import GraphKey, StepPlan, keep_latest, kv_len_bucket, make_plan
 
 # New tokens of each sequence in a step of equally many, up to which its plan is kept by its sizes.
 _MOST_VERIFIED = 64
@@ -83,18 +84,16 @@ class Planner:
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
         # Of steps that no graph replays: by shape, max_q_len, max_kv_len and may_capture, the latest one last.
         self._ragged: dict[tuple[PaddedShape, int, int, bool], StepPlan] = {}
-        # Of plain steps of one token in each sequence, which most are: by their sequences and the longest one's bucket.
-        self._decodes: dict[tuple[int, int], StepPlan] = {}
         # The first and the last length of the bucket that was asked for last; of all, where no kernel asks for one.
         self._bucket = (1, 0) if self._bakes_kv_len else (0, max_kv_len)
-        self._plan_of_sizes: dict[
-            tuple[int | tuple[int, ...] | torch.device | AnyDrafts | type[Mask] | None, ...], StepPlan
-        ] = {}
+        # By all that a plan depends on. Of plain steps of one token in each sequence, which most are, also by their
+        # sequences and the longest one's bucket.
+        self._plan_of_sizes: dict[tuple[object, ...], StepPlan] = {}
 
     def start_over(self, padding: PaddingPolicy) -> None:
         """Forget every plan and pad by another policy."""
         # One statement: no interrupt leaves plans of one policy under another.
-        self.padding, self._plan_of_key, self._plan_of_sizes, self._decodes, self._ragged = padding, {}, {}, {}, {}
+        self.padding, self._plan_of_key, self._plan_of_sizes, self._ragged = padding, {}, {}, {}
 
     def plan(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> StepPlan:
         """The plan of a batch that runs whole, or as two halves. pad_to: as in PaddingPolicy.
@@ -109,7 +108,7 @@ class Planner:
         max_kv_len = last if is_alike else self._max_kv_len_of(batch, pad_to)
         is_usual = batch.decodes and pad_to is None and num_children == 1
         if is_usual:
-            known = self._decodes.get((batch.num_seqs, max_kv_len))
+            known = self._plan_of_sizes.get((batch.num_seqs, max_kv_len))
             if known is not None:
                 return known
         # All that a plan depends on, so that a step of known sizes costs one look-up.
@@ -136,7 +135,7 @@ class Planner:
             if plan.replayable and (plan.shape.kind.decodes or self._is_one_of_few(batch)):
                 self._plan_of_sizes[sizes] = plan
                 if is_usual:
-                    self._decodes[batch.num_seqs, max_kv_len] = plan
+                    self._plan_of_sizes[batch.num_seqs, max_kv_len] = plan
         return plan
 
     def _new_tokens(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> tuple[int, int, int]:
@@ -196,9 +195,6 @@ class Planner:
         if not self._bakes_kv_len:
             return self._max_kv_len
         longest = self._longest(batch)
-        first, last = self._bucket
-        if pad_to is None and first <= longest <= last:
-            return last
         if pad_to is not None and pad_to.kv_len:
             if pad_to.kv_len < longest:
                 raise NeverFits(
@@ -221,7 +217,7 @@ class Planner:
         if not self._bakes_q_len:
             max_q_len = 1 if shape.kind.decodes else shape.child.num_tokens
         else:
-            max_q_len = q_len_bucket(max_q_len) if may_capture else max(1, min(max_q_len, batch.max_q_len))
+            max_q_len = next_power_of_2(max_q_len) if may_capture else max(1, min(max_q_len, batch.max_q_len))
         sizes = shape, max_q_len, max_kv_len, may_capture
         plan = self._ragged.get(sizes)
         if plan is None:
@@ -240,8 +236,14 @@ class Planner:
             raise BadBatch(
                 "the step has a mask and no layer looks at it; build the runtime of problems with custom_mask"
             )
-        if isinstance(batch.drafts, Drafts) and batch.drafts.branches > 1:
-            self._check_branches(batch.drafts)
+        without = [str(s.problem) for s in self._selections if not s.problem.custom_mask]
+        if isinstance(batch.drafts, Drafts) and batch.drafts.branches > 1 and without:
+            # Its drafts would see those of other branches.
+            raise Unsupported(
+                f"drafts with {batch.drafts.branches} branches need masks in every layer; build the runtime of "
+                "problems with custom_mask, or draft with one branch",
+                [f"no custom_mask: {problem}" for problem in without],
+            )
         if batch.mask.device not in (None, self._device):
             raise BadTensor(f"the step's mask is on {batch.mask.device}; the runtime is on {self._device}")
         if batch.prefixes is not NO_PREFIXES and not any(
@@ -263,16 +265,6 @@ class Planner:
             raise Unsupported(
                 f"{', '.join(needy)} must know the lengths of a step on the host, and they are on {self._device}; "
                 "read them back before the step, or choose another provider"
-            )
-
-    def _check_branches(self, drafts: Drafts) -> None:
-        """Refuse branches where a layer does not look at masks: its drafts would see those of other branches."""
-        without = [str(s.problem) for s in self._selections if not s.problem.custom_mask]
-        if without:
-            raise Unsupported(
-                f"drafts with {drafts.branches} branches need masks in every layer; build the runtime of problems with "
-                "custom_mask, or draft with one branch",
-                [f"no custom_mask: {problem}" for problem in without],
             )
 
 

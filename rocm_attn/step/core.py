@@ -47,12 +47,10 @@ class StepCore:
         self._table, self._pool = table, pool
         self._page_size = pool.page_size
         self._windows = tuple(space.window_left for space in table.spaces)
-        # A kind for each pair of a space and the tokens of an index key, of those that stand for several.
-        pools = pools_of(kinds)
-        self._indexed = [
-            (kind, tokens) for kind, (_, tokens) in enumerate(pools) if tokens > 1 and pools.index(pools[kind]) == kind
-        ]
-        self._fills_by_launches = does_only_launch(self.ops.fill) and not self._indexed
+        # One kind of each pool whose index keys stand for several tokens.
+        kind_of_pool = {pool: kind for kind, pool in enumerate(pools_of(kinds))}
+        self._pooled = [(kind, tokens) for (_, tokens), kind in kind_of_pool.items() if tokens > 1]
+        self._fills_by_launches = does_only_launch(self.ops.fill) and not self._pooled
 
     def fill(self, children: Sequence[DeviceStep], plan: StepPlan) -> None:
         """Derive the metadata of a step's children on the device, which is the current one; captured where a step is.
@@ -85,7 +83,7 @@ class StepCore:
         """Launch all that derives the metadata of a step of a plan."""
         for tensors, window_left in zip(step.spaces, self._windows, strict=True):
             self.ops.fill(tensors, page_size=self._page_size, window_left=window_left)
-        for kind, key_tokens in self._indexed:
+        for kind, key_tokens in self._pooled:
             of_kind = step.of_kind[kind]
             write_pool_slots(
                 of_kind.slot_of_token,

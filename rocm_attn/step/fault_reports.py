@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rocm_attn.errors import DeviceFault, WrongState
-from rocm_attn.machine.agreement import Agreement, alone
+from rocm_attn.machine.agreement import Agreement
 from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
-from rocm_attn.step.gate import StepHolder, StepState
+from rocm_attn.step.gate import IDLE, StepHolder
 from rocm_attn.step.publisher import Publisher
 
 _Result = TypeVar("_Result")
@@ -28,7 +28,6 @@ class FaultReports:
 
     def __init__(self, publisher: Publisher, holder: StepHolder, agree: Agreement, canary: Callable[[], str]) -> None:
         self._publisher, self._holder = publisher, holder
-        self._is_alone = agree is alone
         self._canary = canary
         self.meetings = agree.new_meetings()
         publisher.holds_faults = self.meetings.holds_faults
@@ -49,12 +48,11 @@ class FaultReports:
         Ranks that call AttentionRuntime.step(), or run steps by a StepRunner, meet there. Raises DeviceFault for an
         earlier step, on all ranks alike, and RanksDiverged.
         """
-        if not self._is_alone:
-            self._publisher.report(self.meetings.before_step(self.step_number, self._publisher.found))
+        self._publisher.report(self.meetings.before_step(self.step_number, self._publisher.found))
 
     def check(self) -> None:
         """See AttentionRuntime.check_device."""
-        written, found = self._find(self._canary), list(self._publisher.found)
+        written, found = self._find(lambda: (self._canary(), list(self._publisher.found)))
         if written:
             found.append(DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong"))
         self._publisher.report(self.meetings.all_faults(self.step_number, found))
@@ -75,7 +73,7 @@ class FaultReports:
     def _find(self, then: Callable[[], _Result]) -> _Result:
         """Wait for the device, find what went wrong, and do this before another thread may begin a step."""
         with self._holder.alone("the device cannot be asked"):
-            if self._publisher.launching is not None and self._holder.state is not StepState.IDLE:
+            if self._publisher.launching is not None and self._holder.state is not IDLE:
                 # A look at the slot of a graph that is about to be launched would take its step for an abandoned one.
                 raise WrongState(
                     "the device cannot be asked, because a step was staged; ask when its graph was launched"

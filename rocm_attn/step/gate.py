@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from threading import get_ident
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, NewType
 
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.halves import HALVES, split_batch
@@ -37,7 +37,7 @@ from rocm_attn.step.planner import Planner
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.publisher import Publisher
 from rocm_attn.step.selections import StepSelections
-from rocm_attn.step.step import Part, RoundTree, Step
+from rocm_attn.step.step import VIEWS_OF_PART, Part, RoundTree, Step
 
 
 class Again(Enum):
@@ -89,16 +89,11 @@ class Effects(NamedTuple):
     moves: bool
 
 
-class StepState(Enum):
-    """How far a step has come."""
-
-    IDLE = "no step was begun"
-    STAGED = "a step was staged and its metadata is not filled yet"
-    RUNNING = "a step is running"
-
-
-# Each step looks at them, and an enumeration takes its time to give a member.
-IDLE, STAGED = StepState.IDLE, StepState.STAGED
+# How far a step has come, in the words of what is refused meanwhile.
+StepState = NewType("StepState", str)
+IDLE = StepState("no step was begun")
+STAGED = StepState("a step was staged and its metadata is not filled yet")
+RUNNING = StepState("a step is running")
 _STEP = "step"
 
 
@@ -131,7 +126,7 @@ class StepHolder:
                 "a runtime is used by one thread at a time"
             )
         if self.state is not IDLE:
-            raise WrongState(f"{what_fails}, because {self.state.value}; call end_step() first")
+            raise WrongState(f"{what_fails}, because {self.state}; call end_step() first")
 
     def require_free(self, what_fails: str) -> None:
         """Raise WrongState if a thread has begun a step, this one or another."""
@@ -297,7 +292,9 @@ class StepGate:
                 if drafts is not NO_DRAFTS:
                     require = partial(tree.require, require, step)
                 calls = StepLayers(self._core.layers, child, plan, require, self.stores, self._selections, number)
-                parts.append(Part.of(batch, child, plan, calls, number, tree))
+                views_of_part: dict[str, Any] = {name: getattr(child.tensors, name) for name in VIEWS_OF_PART}
+                sizes = batch.num_seqs, batch.num_fed
+                parts.append(Part(*sizes, layers=calls, plan=plan, number=number, tree=tree, **views_of_part))
         num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
         return Step(tuple(parts), num_first, num_first_tokens, plan, children, self.fill, self.end)
 
@@ -376,7 +373,7 @@ class StepGate:
         self._may_move = False
         with on_device(self.device):
             # After its step a move follows all of it, and the next step follows the move.
-            (self._streams.follow if self.holder.state is StepState.IDLE else self._streams.join)()
+            (self._streams.follow if self.holder.state is IDLE else self._streams.join)()
 
     def take_inputs(self) -> None:
         """Record the head of a whole step's graph, which takes the inputs that stage() leaves to it."""
@@ -408,7 +405,7 @@ class StepGate:
             for part in step.parts:
                 part.tree.begin()
         self._may_move = True  # a capture runs its step several times
-        self.holder.state = StepState.RUNNING
+        self.holder.state = RUNNING
 
     def running(self, number: int) -> LayerCalls:
         """The layers of a part of the step that runs. number: Part.number. Raises WrongState."""
@@ -421,12 +418,12 @@ class StepGate:
 
     def running_batch(self) -> StepBatch:
         """The batch of the step that runs. Raises WrongState."""
-        if self.holder.state is not StepState.RUNNING or self._staged is None:
+        if self.holder.state is not RUNNING or self._staged is None:
             raise self._not_running("this needs")
         return self._staged[0]
 
     def _not_running(self, what: str) -> WrongState:
-        return WrongState(f"{what} a running step, but {self.holder.state.value}; call runtime.step() first")
+        return WrongState(f"{what} a running step, but {self.holder.state}; call runtime.step() first")
 
     def end(self) -> None:
         """Close the step; see AttentionRuntime.end_step."""
@@ -452,7 +449,7 @@ class StepGate:
 
     def _require(self, children: object) -> None:
         """Raise WrongState unless the layers of the step with these children may store and attend now."""
-        if self.holder.state is not StepState.RUNNING:
+        if self.holder.state is not RUNNING:
             raise self._not_running("store and attend need")
         if children is not self._children:
             raise WrongState("the step of these layers is over; call the layers of the step that runs")

@@ -28,7 +28,6 @@ from rocm_attn.providers.mixed import MixedAtOnce, is_capturing
 from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, written_in_place
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
-from rocm_attn.step.overlap import may_overlap
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.prepared import FILL, Call, LayerForms, current_stream
 from rocm_attn.step.row_work import check_rope, check_work
@@ -396,6 +395,29 @@ def _index_pages(pages: LayerPages) -> IndexPages:
     scale = pages.k_scale
     is_per_token = pages.format.scales is Scales.TOKEN
     return IndexPages(pages.k[:, :, 0], scale[:, 0] if scale is not None and is_per_token else scale)
+
+
+def may_overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether some element of one tensor may lie where one of the other does.
+
+    Rows of one buffer that lie side by side do not overlap: K and the output as columns of one tensor.
+    """
+    (begin, end), (other_begin, other_end) = _span(one), _span(other)
+    if end <= other_begin or other_end <= begin or not one.numel() or not other.numel():
+        return False
+    pitch = one.stride(0) * one.element_size()
+    if pitch <= 0 or pitch != other.stride(0) * other.element_size():
+        return True
+    (begin, end), (other_begin, other_end) = _span(one[0]), _span(other[0])
+    first = (other_begin - begin) % pitch
+    return first < end - begin or first + other_end - other_begin > pitch
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte and one past the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 class StepLayers:

@@ -6,7 +6,7 @@ RoundTree: the parents of a round's drafts, and with them the turn of each draft
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Final
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import AnyDrafts
-from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadTensor, WrongState
 from rocm_attn.machine.devices import on_device
 from rocm_attn.step.memory import DeviceStep
@@ -35,19 +34,17 @@ class RoundTree:
              too. Empty with one branch, and in steps that are no rounds
     """
 
-    __slots__ = ("_branches", "_num_first", "_place_mask", "_steps", "_views", "num_set", "parents")
+    __slots__ = ("_branches", "_place_mask", "_steps", "_views", "num_set", "parents")
 
     def __init__(self, drafts: AnyDrafts, views: Sequence[DeviceStep], place_mask: PlaceMask) -> None:
         self.parents: Final = views[0].parents
         self._branches, self._steps = drafts.branches, drafts.steps
-        self._views = tuple(views)
-        self._place_mask = place_mask
-        self._num_first = 1 if drafts.branches > 1 else drafts.steps
+        self._views, self._place_mask = views, place_mask
         self.begin()
 
     def begin(self) -> None:
         """The round is filled, and runs from its first draft step: once, or again to be captured."""
-        self.num_set = self._num_first
+        self.num_set = 1 if self._branches > 1 else self._steps
 
     def require(self, require_running: Callable[[], None], step: int) -> None:
         """Raise WrongState for a draft step that does not run, or whose parents are not set."""
@@ -167,29 +164,9 @@ class Part:
         """set_parents() where each branch continues itself. Raises WrongState."""
         self.tree.keep_branches(self.number % self.plan.shape.drafts.steps)
 
-    @classmethod
-    def of(
-        cls, batch: StepBatch, views: DeviceStep, plan: StepPlan, layers: LayerCalls, number: int, tree: RoundTree
-    ) -> Part:
-        """The part that runs a batch, or the half of one, by a plan in these views."""
-        return cls(
-            num_seqs=batch.num_seqs,
-            num_tokens=batch.num_fed,
-            token_ids=views.tensors.token_ids,
-            positions=views.tensors.positions,
-            row_of_seq=views.tensors.row_of_seq,
-            kv_len=views.tensors.kv_len,
-            q_indptr=views.tensors.q_indptr,
-            seq_of_token=views.tensors.seq_of_token,
-            row_of_token=views.tensors.row_of_token,
-            last_token_of_seq=views.tensors.last_token_of_seq,
-            layers=layers,
-            plan=plan,
-            number=number,
-            tree=tree,
-        )
 
-
+# The fields of a part that a step's tensors have by the same names.
+VIEWS_OF_PART = [each.name for each in fields(Part) if each.type == "Tensor"]
 # The parts that run one after the other: a whole step, a half of one, or the draft steps of a round.
 Series = tuple[Part, ...]
 
@@ -235,7 +212,3 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
-
-
-# Runs the parts of one half.
-RunSeries = Callable[[Series], object]

@@ -42,22 +42,20 @@ class AttentionRuntime:
     One thread at a time: a step is begun and ended by one thread, and a call of another one in between raises
     WrongState. Layers may be called from other threads while the step runs. A runtime cannot be copied or pickled.
 
-    kinds:   the layers, with the kernels that were chosen for them
-    options: its sizes, and which steps may be captured
-    guards:  the safeguards
-    agree:   how ranks that share a model's layers agree on graphs and faults; see selection/build.py
+    kinds:         the layers, with the kernels that were chosen for them
+    options:       its sizes, and which steps may be captured
+    guards:        the safeguards
+    agree:         how ranks that share a model's layers agree on graphs and faults; see selection/build.py
 
     selections:    the kernels, per kind of layer
     target:        the hardware that they were chosen for
     head_weights:  learned weights of each query head's softmax, layer by layer
     max_kv_len:    tokens of the longest sequence
     deterministic: whether a sequence's results are bitwise the same in any batch, in every layer
-
-    table:   the rows of requests
-    pool:    the pages of every layer
-    gate:    the way into steps, for what runs them by graphs
-    faults:  the faults of its steps, for ranks and for steps that are tried out
-    seals:   the addresses that graphs read
+    table, pool:   the rows of requests, and the pages of every layer
+    gate:          the way into steps, for what runs them by graphs
+    faults:        the faults of its steps, for ranks and for steps that are tried out
+    seals:         the addresses that graphs read
 
     Raises BadProblem and CapacityExceeded for a pool that cannot be.
     """
@@ -160,18 +158,12 @@ class AttentionRuntime:
         Raises NeverFits, BadBatch; Unsupported for prefixes that no layer can share, and for several branches of drafts
         where a layer's problem has no custom_mask; BadTensor for inputs on another device.
         """
-        planner = self.gate.planner
-        return (
-            planner.plan_as(batch, pad_to) if isinstance(pad_to, PaddedShape) else planner.plan(batch, pad_to, halves)
-        )
+        if isinstance(pad_to, PaddedShape):
+            return self.gate.planner.plan_as(batch, pad_to)
+        return self.gate.planner.plan(batch, pad_to, halves)
 
     def stage(self, batch: StepBatch, plan: AnyPlan | None = None) -> Step:
-        """Check a step and publish its inputs: all of it that comes before its graph.
-
-        Step.fill() and the layers follow, in a graph or not, and then end_step().
-        plan: see step()
-        Raises as step().
-        """
+        """step() without its fill: check a step and publish its inputs. Step.fill(), layers and end_step() follow."""
         return self.gate.stage(batch, plan)
 
     def step(self, batch: StepBatch, plan: AnyPlan | None = None) -> Step:

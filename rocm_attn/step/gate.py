@@ -41,7 +41,7 @@ from rocm_attn.step.step import VIEWS_OF_PART, Part, RoundTree, Step
 
 
 class Again(Enum):
-    """The plan of the step that was staged last: it runs once more, on inputs that the device has written over its own.
+    """A plan: the step that was staged last runs once more, on inputs that the device has written over its own.
 
     Only changes of the table are published, and no page is given back. The error word is kept, so the next publication
     reports the faults of all these runs. What they store counts once mark_stored() of the table says so.
@@ -202,13 +202,9 @@ class StepGate:
         self._may_move = False
 
     def stage(self, batch: StepBatch, plan: AnyPlan | None = None, takers: Collection[StepPlan] = ()) -> Step:
-        """Check a step, and publish its inputs.
+        """Check a step and publish its inputs; see AttentionRuntime.step.
 
-        plan:   not given: the planner's for this batch, whole
         takers: plans whose graphs take the inputs where nothing publishes them, and are what is run then
-
-        Raises BadBatch, CapacityExceeded, NeverFits, WrongState, and DeviceFault for an earlier step, once. No step is
-        begun then.
         """
         self.holder.begin("a step cannot begin")
         try:
@@ -299,7 +295,7 @@ class StepGate:
         return Step(tuple(parts), num_first, num_first_tokens, plan, children, self.fill, self.end)
 
     def replay_again(self, replay: Callable[[], object]) -> None:
-        """Run the last step again by a graph that is all of it: stage() with AGAIN, the rest of the step, and its end.
+        """Run the last step again by a graph that is all of it: stage() with AGAIN, its replay, and its end.
 
         The graph stores what it has stored in the same step before. Raises WrongState.
         """
@@ -339,7 +335,7 @@ class StepGate:
     def _ran(self) -> RanStep | None:
         """The step that was staged last, as one value for as long as it is the last one."""
         staged = self._staged
-        if staged is None or isinstance(staged, RanStep):
+        if staged is None or type(staged) is RanStep:
             return staged
         self._staged = ran = RanStep(*staged)
         return ran

@@ -98,10 +98,10 @@ def make_plan(
 ) -> StepPlan:
     """The plan of a step.
 
-    kernels:         per kind of layer, for the shape's kind of step
-    max_q_len:       bound on new tokens of a sequence, at least 1; a bucket where a kernel bakes it
-    max_kv_len:      length bucket where a kernel bakes it, else what a row of the table can hold
-    may_capture:     whether the shape lies within the captured sizes
+    kernels:     per kind of layer, for the shape's kind of step
+    max_q_len:   bound on new tokens of a sequence, at least 1; a bucket where a kernel bakes it
+    max_kv_len:  length bucket where a kernel bakes it, else what a row of the table can hold
+    may_capture: whether the shape lies within the captured sizes
     """
     child, bound = shape.child, tuple(kernel.bound for kernel in kernels)
     schedules = [each.schedule for each in bound]

@@ -71,11 +71,8 @@ class Planner:
         guards: PlanningGuards,
     ) -> None:
         self.padding = padding
-        self._selections = tuple(selections)
-        self._device = device
-        self._max_kv_len = max_kv_len
-        self._longest = guards.longest(sealed_tensors)
-        self._graph_key = guards.graph_key
+        self._selections, self._device, self._max_kv_len = tuple(selections), device, max_kv_len
+        self._longest, self._graph_key = guards.longest(sealed_tensors), guards.graph_key
         rows = [kernel.row for s in selections for kernel in s.kernels.values()]
         bakes = {b for row in rows for b in row.bakes}
         self._bakes_kv_len = Baked.MAX_KV_LEN in bakes
@@ -86,8 +83,7 @@ class Planner:
         self._ragged: dict[tuple[PaddedShape, int, int, bool], StepPlan] = {}
         # The first and the last length of the bucket that was asked for last; of all, where no kernel asks for one.
         self._bucket = (1, 0) if self._bakes_kv_len else (0, max_kv_len)
-        # By all that a plan depends on. Of plain steps of one token in each sequence, which most are, also by their
-        # sequences and the longest one's bucket.
+        # By all that a plan depends on, so that a step of known sizes costs one look-up.
         self._plan_of_sizes: dict[tuple[object, ...], StepPlan] = {}
 
     def start_over(self, padding: PaddingPolicy) -> None:
@@ -96,35 +92,29 @@ class Planner:
         self.padding, self._plan_of_key, self._plan_of_sizes, self._ragged = padding, {}, {}, {}
 
     def plan(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> StepPlan:
-        """The plan of a batch that runs whole, or as two halves. pad_to: as in PaddingPolicy.
-
-        Raises NeverFits, BadBatch; BadTensor, Unsupported for inputs on a device that cannot be taken;
-        Unsupported for prefixes that no layer can share.
-        """
+        """The plan of a batch that runs whole, or as two halves; see AttentionRuntime.plan. pad_to: of PaddingPolicy"""
         if pad_to is not None:
             require_pad_to(pad_to)
         first, last = self._bucket
         is_alike = pad_to is None and first <= self._longest(batch) <= last  # as most steps are
         max_kv_len = last if is_alike else self._max_kv_len_of(batch, pad_to)
-        is_usual = batch.decodes and pad_to is None and num_children == 1
-        if is_usual:
-            known = self._plan_of_sizes.get((batch.num_seqs, max_kv_len))
-            if known is not None:
-                return known
-        # All that a plan depends on, so that a step of known sizes costs one look-up.
-        sizes = (
-            batch.num_seqs,
-            self._new_tokens(batch, pad_to, num_children),
-            max_kv_len,
-            # Its kv_len is another one in each step, and is in max_kv_len.
-            pad_to and pad_to[:2],
-            num_children,
-            batch.inputs.device,
-            # Trees have room in every graph of their size, and other masks may have none.
-            type(batch.mask),
-            batch.prefixes is NO_PREFIXES,
-            batch.drafts,
-        )
+        sizes: tuple[object, ...]
+        if batch.decodes and pad_to is None and num_children == 1:  # as most do
+            sizes = batch.num_seqs, max_kv_len
+        else:
+            sizes = (
+                batch.num_seqs,
+                self._new_tokens(batch, pad_to, num_children),
+                max_kv_len,
+                # Its kv_len is another one in each step, and is in max_kv_len.
+                pad_to and pad_to[:2],
+                num_children,
+                batch.inputs.device,
+                # Trees have room in every graph of their size, and other masks may have none.
+                type(batch.mask),
+                batch.prefixes is NO_PREFIXES,
+                batch.drafts,
+            )
         plan = self._plan_of_sizes.get(sizes)
         if plan is None:
             shape_of = self.padding.shape if num_children == 1 else self.padding.split_shape
@@ -134,15 +124,13 @@ class Planner:
             plan = self._make_plan(shape, batch, longest, max_kv_len)
             if plan.replayable and (plan.shape.kind.decodes or self._is_one_of_few(batch)):
                 self._plan_of_sizes[sizes] = plan
-                if is_usual:
-                    self._plan_of_sizes[batch.num_seqs, max_kv_len] = plan
         return plan
 
     def _new_tokens(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> tuple[int, int, int]:
-        """What a plan depends on of a batch's new tokens: their number, and the fewest and most of a sequence.
+        """A batch's new tokens, as far as a plan depends on them: their number, and the fewest and most of a sequence.
 
-        Where drafts are verified each sequence is padded to as many, whatever it has: then it matters alone whether
-        there is one that has no more than one, which the kind of the step follows from.
+        Where drafts are verified each sequence is padded to as many, whatever it has. Then the plan depends on whether
+        there is one with no more than one, which decides the kind of the step.
         """
         most = batch.max_q_len
         if most > 1 and pad_to is None and num_children == 1 and self.padding.pads_as_verified(batch):
@@ -150,12 +138,8 @@ class Planner:
         return batch.num_tokens, batch.min_q_len, most
 
     def _is_one_of_few(self, batch: StepBatch) -> bool:
-        """Whether steps of such sizes come again: rounds of drafts and verify steps, not prompts.
-
-        A mask of the caller's bits may have more cells in one step than in the next, and only some have room in a
-        graph.
-        """
-        if isinstance(batch.mask, StepMask):
+        """Steps of such sizes come again: rounds of drafts and verify steps, not prompts."""
+        if isinstance(batch.mask, StepMask):  # may have more cells in the next step, and no room in a graph
             return False
         if batch.drafts is not NO_DRAFTS or self.padding.pads_as_verified(batch):
             return True

@@ -129,8 +129,7 @@ class AttentionRuntime:
                     "scales of K and V cannot change while requests are admitted or pages are kept, whose codes would "
                     "mean other values; free them first"
                 )
-            renew = self.guards.step.layers.new_kv_scales
-            self.pool.take(layer, written_pages(self.pool.layer(layer), k, v, renew))
+            self.pool.take(layer, written_pages(self.pool.layer(layer), k, v, self.core.guards.layers.new_kv_scales))
 
     def expanded_prefill(self, layer: int) -> ExpandedPrefill:
         """Non-absorbed attention of a latent layer, in the step that runs.
@@ -154,7 +153,6 @@ class AttentionRuntime:
         pad_to: sizes that ranks must agree on, of both halves together; or the padded shape to run at, halves
                 included. Not given: the ladders decide
         halves: 1: the step runs whole; 2: in two halves, for two-batch overlap
-
         Raises NeverFits, BadBatch; Unsupported for prefixes that no layer can share, and for several branches of drafts
         where a layer's problem has no custom_mask; BadTensor for inputs on another device.
         """
@@ -170,11 +168,9 @@ class AttentionRuntime:
         """Begin a step: stage it, and fill the metadata that follows from its inputs. Then call its parts' layers.
 
         The step is a context, whose end is end_step().
-
         plan: plan()'s, for two halves, or for sizes that ranks agree on; AGAIN: the step that was staged last runs once
               more, on inputs that the device has written over its own. Not given: plan(batch), a whole step or a round
               of drafts
-
         Raises BadBatch, CapacityExceeded, NeverFits, WrongState, and DeviceFault for an earlier step, once; no step is
         begun then. What plan() raises, too.
         """

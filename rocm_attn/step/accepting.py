@@ -160,13 +160,9 @@ class AcceptedMoves:
                 self._alike = self._put_together()
         with on_device(self._pool.device):
             for table, pages in self._alike:
-                no_page = 0 if table.terms.null_page else -1
-                self._ops.move_paths(
-                    pages,
-                    AcceptedPaths(
-                        accepted.path, accepted.num_accepted, accepted.kv_len, row_of_seq, table.entries, no_page
-                    ),
-                )
+                of_rows = row_of_seq, table.entries, 0 if table.terms.null_page else -1
+                paths = AcceptedPaths(accepted.path, accepted.num_accepted, accepted.kv_len, *of_rows)
+                self._ops.move_paths(pages, paths)
 
     def _put_together(self) -> list[tuple[SpaceTable, AlikePages]]:
         """The memory of all layers, as few as lie alike in a space."""
@@ -197,9 +193,8 @@ class AcceptedMoves:
 
 def _sides(pages: LayerPages, *, is_index: bool = False) -> list[Tensor]:
     """K, V and factors of tokens of some pages; of latent and of index pages V is part of K."""
-    has_v = pages.format.kind is not PoolKind.LATENT and not is_index
     rows: list[tuple[Tensor, Tensor | None, Callable[..., object]]] = [(pages.raw_k, pages.k_scale, key_rows)]
-    if has_v:
+    if pages.format.kind is not PoolKind.LATENT and not is_index:
         rows.append((pages.raw_v, pages.v_scale, value_rows))
     sides = []
     for memory, scale, of in rows:

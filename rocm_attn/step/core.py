@@ -1,9 +1,12 @@
-"""StepCore: what every step needs, whether a runtime or an engine owns the pages and tables."""
+"""StepCore: what every step needs, whoever owns the pages and tables; StepGuards: its safeguards (guards/registry.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -13,15 +16,64 @@ from rocm_attn.kernels.launch import does_only_launch
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.storage import Pool, Table
-from rocm_attn.providers.select import ops_for
+from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.select import Selection, ops_for
 from rocm_attn.step.accepting import AcceptedMoves
-from rocm_attn.step.buffers import name_in
-from rocm_attn.step.guards import StepGuards
+from rocm_attn.step.buffers import MemoryGuards, name_in
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
-from rocm_attn.step.layers import Layers
+from rocm_attn.step.layers import LayerGuards, Layers
 from rocm_attn.step.memory import DeviceStep, StepMemory, pools_of
 from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.planner import PlanningGuards
+
+_T = TypeVar("_T")
+OpsChange = Callable[[StepOps], StepOps]
+SelectionChange = Callable[[Selection], Selection]
+
+
+def unchanged(provided: _T) -> _T:
+    """The provider's launches and kernels guard by themselves."""
+    return provided
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchGuards:
+    """The safeguards of the launches around attention, applied in this order, then those of the kernels."""
+
+    pads: OpsChange = unchanged
+    store_drops: OpsChange = unchanged
+    finite_kv: OpsChange = unchanged
+    row_zero: OpsChange = unchanged
+    table_first: OpsChange = unchanged
+    table_tails: OpsChange = unchanged
+    slot_in_row: OpsChange = unchanged
+    draft_lengths: OpsChange = unchanged
+    path_pages: OpsChange = unchanged
+    full_refresh: OpsChange = unchanged
+    length_bounds: OpsChange = unchanged
+    slots_in_table: OpsChange = unchanged
+    v_mask: SelectionChange = unchanged
+    cut_points: SelectionChange = unchanged
+
+    def ops(self, ops: StepOps) -> StepOps:
+        """A provider's launches, as the safeguards leave them."""
+        changes = (getattr(self, each.name) for each in fields(self) if each.type == "OpsChange")
+        return reduce(lambda changed, change: change(changed), changes, ops)
+
+    def selection(self, selection: Selection) -> Selection:
+        """The kernels of a kind of layer, likewise."""
+        return self.v_mask(self.cut_points(selection))
+
+
+@dataclass(frozen=True, slots=True)
+class StepGuards:
+    """The safeguards of a step, whether a runtime or an engine owns the pages and tables."""
+
+    launches: LaunchGuards = field(default_factory=LaunchGuards)
+    memory: MemoryGuards = field(default_factory=MemoryGuards)
+    layers: LayerGuards = field(default_factory=LayerGuards)
+    planning: PlanningGuards = field(default_factory=PlanningGuards)
 
 
 class StepCore:
@@ -57,21 +109,18 @@ class StepCore:
 
         Running it twice is harmless.
         """
-        if isinstance(plan.shape.drafts, Drafts):
-            self._derive_drafts(children, plan.shape.drafts)
+        drafts = plan.shape.drafts
+        if isinstance(drafts, Drafts):
+            for first in range(0, len(children), drafts.steps):  # of each half
+                half = children[first : first + drafts.steps]
+                self.ops.draft_steps([step.tensors for step in half], half[0].parents, drafts.branches)
+                if drafts.branches > 1:
+                    self.place_draft_mask(drafts.branches, 0, half[0])
         may_note = plan.builds_by_launches and self._fills_by_launches
         for step in children:
             if not self.layers.fill_again(step):
                 with self.layers.noting_fill(step) if may_note else nullcontext():
                     self._derive(step, plan)
-
-    def _derive_drafts(self, children: Sequence[DeviceStep], drafts: Drafts) -> None:
-        """What the steps of a round of drafts start from, in each half of it."""
-        for first in range(0, len(children), drafts.steps):
-            half = children[first : first + drafts.steps]
-            self.ops.draft_steps([step.tensors for step in half], half[0].parents, drafts.branches)
-            if drafts.branches > 1:
-                self.place_draft_mask(drafts.branches, 0, half[0])
 
     def place_draft_mask(self, branches: int, number: int, step: DeviceStep) -> None:
         """Derive the mask of a draft step from the parents of all drafts up to it. branches: of the round"""

@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, NewType
 
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.halves import HALVES, split_batch
+from rocm_attn.batch.padding import PaddingPolicy
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import WrongState
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -76,6 +77,10 @@ class RanStep(NamedTuple):
         host has reserved pages.
         """
         return self.children[0].spaces[0]
+
+
+# The fields of a RanStep, which is made of them when somebody asks.
+_Staged = tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int, bool]
 
 
 class Effects(NamedTuple):
@@ -169,19 +174,11 @@ class StepGate:
     """
 
     def __init__(
-        self,
-        core: StepCore,
-        table: RequestTable,
-        publisher: Publisher,
-        planner: Planner,
-        guards: BatchGuards,
+        self, core: StepCore, table: RequestTable, publisher: Publisher, planner: Planner, guards: BatchGuards
     ) -> None:
-        self.device = core.device
-        self.holder = StepHolder()
-        self.planner = planner
+        self.device, self.planner, self.holder = core.device, planner, StepHolder()
         self._core, self._table, self._publisher = core, table, publisher
-        self._generations = table.generations
-        self._tokens = table.tokens
+        self._generations, self._tokens = table.generations, table.tokens
         self._check_batch = guards.check(table)
         self._check_stored, require_stored = guards.stored(table)
         self._changed, self._in_turn = guards.changed(table), guards.in_turn
@@ -197,8 +194,7 @@ class StepGate:
         self._step: Step | None = None
         self._children: tuple[DeviceStep, ...] = ()
         self._kept: Step | None = None
-        # The fields of a RanStep, which is made of them when somebody asks.
-        self._staged: tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int, bool] | None = None
+        self._staged: _Staged | None = None
         self._may_move = False
 
     def stage(self, batch: StepBatch, plan: AnyPlan | None = None, takers: Collection[StepPlan] = ()) -> Step:
@@ -209,8 +205,12 @@ class StepGate:
         self.holder.begin("a step cannot begin")
         try:
             if plan is AGAIN:
-                last = self._begin_again(batch)
-                return self._begun(batch, last.plan, (batch,), last.children, "")
+                last = self._begin_again()
+                if last.batch is not batch:
+                    raise WrongState(
+                        "AGAIN was given with another batch than the step that was staged last; give that one"
+                    )
+                return self._begun(last, (batch,), "")
             self._check_batch(batch)
             refusal = ""
             if not self._tokens.goes_on(batch):  # else its rows were neither forked nor cut since the last step
@@ -243,18 +243,12 @@ class StepGate:
             for half, part in enumerate(batches):
                 publisher.publish(part, children[half * len(children) // HALVES], half)
         repeats = not refusal and len(children) == 1 and batch.drafts is NO_DRAFTS
-        self._staged = batch, plan, children, self._generations.last_change, repeats
-        return self._begun(batch, plan, batches, children, refusal)
+        self._staged = staged = batch, plan, children, self._generations.last_change, repeats
+        return self._begun(staged, batches, refusal)
 
-    def _begun(
-        self,
-        batch: StepBatch,
-        plan: StepPlan,
-        batches: Sequence[StepBatch],
-        children: tuple[DeviceStep, ...],
-        refusal: str,
-    ) -> Step:
+    def _begun(self, staged: _Staged, batches: Sequence[StepBatch], refusal: str) -> Step:
         """The step whose inputs lie where the device reads them. batches: of its halves"""
+        batch, plan, children, _, _ = staged
         steps = plan.draft_steps
         self.stores.begin(batch, len(children), refusal, steps if steps == 1 else self._in_turn(steps))
         if self._selects:
@@ -301,23 +295,18 @@ class StepGate:
         """
         self.holder.begin("a step cannot begin")
         try:
-            self._begin_again(None)
+            self._begin_again()
             replay()
             self.end()
         except BaseException:
             self.end()  # an interrupt may have come in its place
             raise
 
-    def _begin_again(self, batch: StepBatch | None) -> RanStep:
-        """The step that was staged last, which may run now. batch: what it is said to run on, if anything is
-
-        Raises WrongState where there is none, or one of its rows has changed.
-        """
+    def _begin_again(self) -> RanStep:
+        """The step that was staged last, which may run now. Raises WrongState."""
         last = self.last
         if last is None:
             raise WrongState("no whole step was staged last that could run again; stage one first")
-        if batch is not None and last.batch is not batch:
-            raise WrongState("AGAIN was given with another batch than the step that was staged last; give that one")
         self._require_rows(last, "the step cannot run again")
         self.holder.state = STAGED
         with on_device(self.device):
@@ -439,8 +428,9 @@ class StepGate:
                 self._publisher.disregard(step.plan.num_halves)
         self.end()
 
-    def forget(self) -> None:
-        """Keep nothing that refers to the memory of steps."""
+    def start_over(self, padding: PaddingPolicy) -> None:
+        """Keep nothing that refers to the memory of steps, and pad by another policy from now on."""
+        self.planner.start_over(padding)
         self._kept = self._staged = None
 
     def _require(self, children: object) -> None:

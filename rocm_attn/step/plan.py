@@ -89,12 +89,7 @@ def keep_latest(values: dict[Key, Value], key: Key, value: Value) -> None:
 
 
 def make_plan(
-    shape: PaddedShape,
-    kernels: Sequence[LayerKernel],
-    *,
-    max_q_len: int,
-    max_kv_len: int,
-    may_capture: bool,
+    shape: PaddedShape, kernels: Sequence[LayerKernel], *, max_q_len: int, max_kv_len: int, may_capture: bool
 ) -> StepPlan:
     """The plan of a step.
 

@@ -30,8 +30,7 @@ SealedTensors = Callable[[], Mapping[str, Tensor]]
 
 def lengths_on_the_host(sealed_tensors: SealedTensors) -> Callable[[StepBatch], int]:
     """A step is planned for the longest sequence of its batch."""
-    longest: Callable[[StepBatch], int] = attrgetter("max_kv_len")
-    return longest
+    return attrgetter("max_kv_len")
 
 
 def whole_key(key: GraphKey) -> GraphKey:
@@ -220,14 +219,14 @@ class Planner:
             raise BadBatch(
                 "the step has a mask and no layer looks at it; build the runtime of problems with custom_mask"
             )
-        without = [str(s.problem) for s in self._selections if not s.problem.custom_mask]
-        if isinstance(batch.drafts, Drafts) and batch.drafts.branches > 1 and without:
-            # Its drafts would see those of other branches.
-            raise Unsupported(
-                f"drafts with {batch.drafts.branches} branches need masks in every layer; build the runtime of "
-                "problems with custom_mask, or draft with one branch",
-                [f"no custom_mask: {problem}" for problem in without],
-            )
+        if isinstance(batch.drafts, Drafts) and batch.drafts.branches > 1:
+            without = [f"no custom_mask: {s.problem}" for s in self._selections if not s.problem.custom_mask]
+            if without:  # its drafts would see those of other branches
+                raise Unsupported(
+                    f"drafts with {batch.drafts.branches} branches need masks in every layer; build the runtime of "
+                    "problems with custom_mask, or draft with one branch",
+                    without,
+                )
         if batch.mask.device not in (None, self._device):
             raise BadTensor(f"the step's mask is on {batch.mask.device}; the runtime is on {self._device}")
         if batch.prefixes is not NO_PREFIXES and not any(

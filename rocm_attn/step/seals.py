@@ -102,8 +102,7 @@ class Seals:
         self._publisher.let_go()
         self.number = 0
         self._core.memory.take(part)
-        self._gate.planner.start_over(padding)
-        self._gate.forget()
+        self._gate.start_over(padding)
 
     def _padding_for(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int]) -> PaddingPolicy:
         options = replace(self._options, capture_sizes=capture_sizes, capture_tokens=capture_tokens)

@@ -1,13 +1,9 @@
-"""Step and Part: a step as its caller gets it, whole, in halves, as a round of drafts, or both.
-
-RoundTree: the parents of a round's drafts, and with them the turn of each draft step.
-"""
+"""Step and Part: a step as its caller gets it, whole, in halves, as a round of drafts, or both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import Final
 
 import torch
@@ -25,9 +21,7 @@ PlaceMask = Callable[[int, int, DeviceStep], None]
 
 
 class RoundTree:
-    """The tree that a round of drafts grows, or one half of a split round.
-
-    With one branch, drafts are a chain and need no parents.
+    """The tree that a round of drafts grows, or one half of a split round. With one branch, drafts are a chain.
 
     parents: int32 [S, branches * draft steps]: the number of each draft's parent, or NO_PARENT in the first draft step.
              A draft's number is draft step * branches + branch. A verify step takes its tree from it. Pads have parents
@@ -63,8 +57,8 @@ class RoundTree:
                 f"parents are {parents.dtype} of shape {list(parents.shape)} on {parents.device}; a step of these "
                 f"drafts takes torch.int32 {list(of_step.shape)} on {of_step.device}"
             )
-        with on_device(of_step.device):
-            if self._branches > 1:
+        if self._branches > 1:
+            with on_device(of_step.device):
                 torch.add(parents.reshape(of_step.shape), (step - 1) * self._branches, out=of_step)
         self.keep_branches(step)
 
@@ -208,7 +202,5 @@ class Step:
     def __enter__(self) -> Step:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()

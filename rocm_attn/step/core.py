@@ -1,4 +1,4 @@
-"""StepCore: what every step needs, whoever owns the pages and tables; StepGuards: its safeguards (guards/registry.py)."""
+"""StepCore: what every step needs, whoever owns pages and tables; StepGuards: its safeguards (guards/registry.py)."""
 
 from __future__ import annotations
 

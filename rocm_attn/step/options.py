@@ -112,7 +112,7 @@ class RuntimeOptions:
         """The SWA space, if there is to be one. Raises NeverFits."""
         if not self.swa_pages:
             return ()
-        window_left = max(0, *(problem.window_left for problem in problems))
+        window_left = max([0, *(problem.window_left for problem in problems)])
         return (SpacePages(Space.SWA, self.swa_pages, "swa_pages", window_left, self.swa_kept, self.first_swa_page),)
 
     def padding(self, problems: Sequence[Problem]) -> PaddingPolicy:

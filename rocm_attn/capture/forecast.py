@@ -157,7 +157,7 @@ def _row_width(runtime: AttentionRuntime) -> str:
 def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> list[Part]:
     """What requests use."""
     rows_knob = "max_num_rows" if runtime.options.max_num_rows else "max_num_seqs"
-    rows = f"{rows_knob} {getattr(runtime.options, rows_knob)} x {_row_width(runtime)}"
+    rows = f"{rows_knob} {runtime.options.num_rows} x {_row_width(runtime)}"
     tables = [
         Part(_part_in(table.space, "request table"), table.entries.nbytes, rows) for table in runtime.table.spaces
     ]

@@ -100,6 +100,11 @@ class RuntimeOptions:
         object.__setattr__(self, "drafts", tuple(dict.fromkeys(self.drafts)))
 
     @property
+    def num_rows(self) -> int:
+        """Requests that can be admitted at a time."""
+        return self.max_num_rows or self.max_num_seqs
+
+    @property
     def pool_size(self) -> PoolSize:
         """What kernels are chosen for."""
         return PoolSize(max(self.num_pages, self.swa_pages), self.max_kv_len, self.max_num_seqs)

@@ -5,9 +5,8 @@
     layers   store and attend, or the replay of a graph that is all of the step
     end      host only
 
-A step has one part for each half or draft step (Step.parts). Eager steps, graphs and steps that run again come through
-here alike. A step remembers the number of the last change of its rows: whatever comes later and reads or writes
-through it asks whether they have changed since.
+Eager steps, graphs and steps that run again come through here alike. A step remembers the number of the last change of
+its rows: whatever comes later and reads or writes through it asks whether they have changed since.
 """
 
 from __future__ import annotations
@@ -71,11 +70,8 @@ class RanStep(NamedTuple):
 
     @property
     def inputs(self) -> StepTensors:
-        """Its inputs in the full space.
-
-        The device may write those of another step there, of the same rows and sizes, and with lengths for which the
-        host has reserved pages.
-        """
+        """Its inputs in the full space. The device may write those of another step there: of the same rows and sizes,
+        and with lengths for which the host has reserved pages."""
         return self.children[0].spaces[0]
 
 

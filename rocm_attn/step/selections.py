@@ -1,8 +1,7 @@
 """Selections of keys: no layer attends to what another one, or an earlier step, has chosen.
 
 All indexers of a model write to one place, one after the other: a selection is used by its own layer and by those that
-reuse it, before the next indexer's turn. A graph keeps that order, so a forward is checked when it runs eagerly or is
-captured.
+reuse it, before the next indexer's turn. A graph keeps that order; eager and captured forwards are checked.
 """
 
 from __future__ import annotations

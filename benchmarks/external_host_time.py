@@ -29,8 +29,8 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import LayerKernel, StepBounds, StepOps
 from rocm_attn.providers.select import Selection
 from rocm_attn.providers.torch_ref import TorchDecode
+from rocm_attn.step.core import LaunchGuards, StepGuards
 from rocm_attn.step.external_step import ONE_EACH, ExternalStep
-from rocm_attn.step.guards import LaunchGuards, StepGuards
 from rocm_attn.step.publisher import PublishingGuards
 
 NUM_SEQS, MAX_KV_LEN = 64, 1024

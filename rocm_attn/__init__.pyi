@@ -44,7 +44,7 @@ from rocm_attn.batch.prefixes import SharedPrefixes as SharedPrefixes
 from rocm_attn.step.step import Part as Part
 from rocm_attn.step.step import Series as Series
 from rocm_attn.step.gate import AGAIN as AGAIN
-from rocm_attn.step.accepted import select_last_accepted as select_last_accepted
+from rocm_attn.step.accepting import select_last_accepted as select_last_accepted
 from rocm_attn.step.step import Step as Step
 from rocm_attn.step.outputs import PerToken as PerToken
 from rocm_attn.step.protocols import LayerCalls as LayerCalls

@@ -30,6 +30,7 @@ from rocm_attn.step.kv_scales import KVScales, written_pages
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.planner import Planner
 from rocm_attn.step.publisher import Publisher
 from rocm_attn.step.seals import Seals
 from rocm_attn.step.step import Step
@@ -41,19 +42,30 @@ class AttentionRuntime:
     One thread at a time: a step is begun and ended by one thread, and a call of another one in between raises
     WrongState. Layers may be called from other threads while the step runs. A runtime cannot be copied or pickled.
 
-    kinds:   the layers, with the kernels that were chosen for them
-    options: its sizes, and which steps may be captured
-    guards:  the safeguards
-    agree:   how ranks that share a model's layers agree on graphs and faults; see selection/build.py
+    kinds:         the layers, with the kernels that were chosen for them
+    options:       its sizes, and which steps may be captured
+    guards:        the safeguards
+    agree:         how ranks that share a model's layers agree on graphs and faults; see selection/build.py
 
-    table:   the rows of requests
-    pool:    the pages of every layer
-    gate:    the way into steps, for what runs them by graphs
-    faults:  the faults of its steps, for ranks and for steps that are tried out
-    seals:   the addresses that graphs read
+    selections:    the kernels, per kind of layer
+    target:        the hardware that they were chosen for
+    head_weights:  learned weights of each query head's softmax, layer by layer
+    max_kv_len:    tokens of the longest sequence
+    deterministic: whether a sequence's results are bitwise the same in any batch, in every layer
+    table, pool:   the rows of requests, and the pages of every layer
+    gate:          the way into steps, for what runs them by graphs
+    faults:        the faults of its steps, for ranks and for steps that are tried out
+    seals:         the addresses that graphs read
 
     Raises BadProblem and CapacityExceeded for a pool that cannot be.
     """
+
+    kinds: LayerKinds
+    selections: tuple[Selection, ...]
+    target: Target
+    head_weights: LayerHeadWeights
+    max_kv_len: int
+    deterministic: bool
 
     @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
     def __init__(
@@ -84,33 +96,25 @@ class AttentionRuntime:
             guards=guards.table,
         )
         self.core = core = StepCore(kinds, self.table, self.pool, guards.step, mask_keys=options.mask_keys)
+        self.kinds, self.selections, self.head_weights = core.kinds, core.selections, core.head_weights
+        self.target = self.selections[0].target
+        self.max_kv_len = options.max_kv_len
+        self.deterministic = all(selection.deterministic for selection in self.selections)
         publisher = Publisher(core.ops, self.table, self.pool, guards.publishing)
         self.graph_runs = publisher.runs
-        planner = core.new_planner(options.padding(problems))
-        selection_of = guards.step.layers.selection_of
-        self.gate = StepGate(core, self.table, publisher, planner, guards.batch, selection_of)
-        self.faults = FaultReports(publisher, self.gate.holder, agree, self._written_to_reserved)
+        planner = Planner(
+            core.selections,
+            options.padding(problems),
+            self.device,
+            max_kv_len=self.table.width * self.table.page_size,
+            sealed_tensors=core.memory.sealed_tensors,
+            guards=guards.step.planning,
+        )
+        self.gate = StepGate(core, self.table, publisher, planner, guards.batch)
+        self.faults = FaultReports(
+            publisher, self.gate.holder, agree, lambda: what_was_written(self.table, self.pool, range(len(core.layers)))
+        )
         self.seals = Seals(core, self.gate, publisher, options, lambda found: self.agree(found), self.check_device)
-
-    @property
-    def kinds(self) -> LayerKinds:
-        """The layers that are alike, with their kernels and spaces."""
-        return self.core.kinds
-
-    @property
-    def selections(self) -> tuple[Selection, ...]:
-        """The kernels, per kind of layer."""
-        return self.core.selections
-
-    @property
-    def target(self) -> Target:
-        """The hardware that the kernels were chosen for."""
-        return self.core.target
-
-    @property
-    def head_weights(self) -> LayerHeadWeights:
-        """Learned weights of each query head's softmax, layer by layer."""
-        return self.core.head_weights
 
     def set_kv_scales(self, layer: int, scales: KVScales) -> None:
         """Give a layer of eight-bit K and V its scales, which are 1 until then. Graphs use the new ones too.
@@ -125,8 +129,7 @@ class AttentionRuntime:
                     "scales of K and V cannot change while requests are admitted or pages are kept, whose codes would "
                     "mean other values; free them first"
                 )
-            renew = self.guards.step.layers.new_kv_scales
-            self.pool.take(layer, written_pages(self.pool.layer(layer), k, v, renew))
+            self.pool.take(layer, written_pages(self.pool.layer(layer), k, v, self.core.guards.layers.new_kv_scales))
 
     def expanded_prefill(self, layer: int) -> ExpandedPrefill:
         """Non-absorbed attention of a latent layer, in the step that runs.
@@ -144,55 +147,37 @@ class AttentionRuntime:
         """The ladders that steps are padded to, and the steps that may be captured."""
         return self.gate.planner.padding
 
-    @property
-    def max_kv_len(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.table.max_kv_len
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether a sequence's results are bitwise the same in any batch, in every layer."""
-        return all(selection.deterministic for selection in self.selections)
-
     def plan(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None, *, halves: int = 1) -> StepPlan:
         """How a batch runs. The plan serves every batch that fits it.
 
         pad_to: sizes that ranks must agree on, of both halves together; or the padded shape to run at, halves
                 included. Not given: the ladders decide
         halves: 1: the step runs whole; 2: in two halves, for two-batch overlap
-
         Raises NeverFits, BadBatch; Unsupported for prefixes that no layer can share, and for several branches of drafts
         where a layer's problem has no custom_mask; BadTensor for inputs on another device.
         """
-        planner = self.gate.planner
-        return (
-            planner.plan_as(batch, pad_to) if isinstance(pad_to, PaddedShape) else planner.plan(batch, pad_to, halves)
-        )
+        if isinstance(pad_to, PaddedShape):
+            return self.gate.planner.plan_as(batch, pad_to)
+        return self.gate.planner.plan(batch, pad_to, halves)
 
     def stage(self, batch: StepBatch, plan: AnyPlan | None = None) -> Step:
-        """Check a step and publish its inputs: all of it that comes before its graph.
-
-        Step.fill() and the layers follow, in a graph or not, and then end_step().
-        plan: see step()
-        Raises as step().
-        """
+        """step() without its fill: check a step and publish its inputs. Step.fill(), layers and end_step() follow."""
         return self.gate.stage(batch, plan)
 
     def step(self, batch: StepBatch, plan: AnyPlan | None = None) -> Step:
         """Begin a step: stage it, and fill the metadata that follows from its inputs. Then call its parts' layers.
 
         The step is a context, whose end is end_step().
-
         plan: plan()'s, for two halves, or for sizes that ranks agree on; AGAIN: the step that was staged last runs once
               more, on inputs that the device has written over its own. Not given: plan(batch), a whole step or a round
               of drafts
-
         Raises BadBatch, CapacityExceeded, NeverFits, WrongState, and DeviceFault for an earlier step, once; no step is
         begun then. What plan() raises, too.
         """
         self.gate.holder.require_free("a step cannot begin")
         try:
-            self.faults.meet()
+            if self.agree is not alone:
+                self.faults.meet()
             step = self.gate.stage(batch, plan)
             self.gate.fill()
             return step
@@ -239,6 +224,3 @@ class AttentionRuntime:
             "a runtime cannot be copied or pickled: it owns a device's memory, which graphs and requests refer to by "
             "address; build another one with the same arguments"
         )
-
-    def _written_to_reserved(self) -> str:
-        return what_was_written(self.table, self.pool, range(len(self.core.layers)))

@@ -422,7 +422,7 @@ class StepRunner(Generic[Outputs]):
     def _first_run(self, step: Step, plan_of: PlanOf, batch: StepBatch) -> Outputs:
         """A staged step that has no graph: run eagerly, or as a graph that is made now."""
         gate = self._runtime.gate
-        plan, may_store = step.plan, gate.may_store
+        plan, may_store = step.plan, not gate.stores.refusal
         reason = self._why_not_now(plan, batch)
         if reason:
             return self._without_graph(step, reason)
@@ -468,7 +468,7 @@ class StepRunner(Generic[Outputs]):
         if not self._can_capture:
             return "the addresses are not sealed"
         # What compares graphs writes to the pages of new tokens.
-        if not self._runtime.gate.may_store and not self._agrees:
+        if self._runtime.gate.stores.refusal and not self._agrees:
             return "it may not store"
         return "" if self._is_due(plan) else "eager steps come first"
 
@@ -479,7 +479,7 @@ class StepRunner(Generic[Outputs]):
 
     def _replay(self, plan: StepPlan, entry: Entry[Outputs]) -> Outputs:
         effects = self._effects[plan]
-        self._runtime.gate.before_replay(effects)
+        self._runtime.gate.stores.before_replay(effects[0])
         try:
             outputs = self._graphs.replay(entry)
         except StaleRecording as stale:

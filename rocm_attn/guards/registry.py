@@ -21,7 +21,7 @@ from rocm_attn.machine.settings import Settings, settings
 from rocm_attn.paging.adopted import AdoptedGuards
 from rocm_attn.paging.batch_guards import BatchGuards
 from rocm_attn.paging.page_table import TableGuards
-from rocm_attn.step.guards import StepGuards
+from rocm_attn.step.core import StepGuards
 from rocm_attn.step.publisher import PublishingGuards
 
 

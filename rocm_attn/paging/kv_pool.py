@@ -120,8 +120,7 @@ class HybridKVPool:
     problems:  one for each layer
     spaces:    where each lives
     num_pages: space -> pages, the reserved page 0 included
-
-    layer:     a layer of the model -> its pages, in the space of its problem
+    layer:     layer of the model -> its pages, in the space of its problem
 
     Raises BadProblem, NeverFits.
     """

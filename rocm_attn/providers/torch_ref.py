@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -11,6 +11,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.refs import (
     attention,
@@ -71,7 +72,11 @@ class _TorchKernel:
     """What all of them share: work proportional to the step's longest sequence, and no memory of their own."""
 
     problem: Problem
+    scores: Scores = field(init=False, repr=False)
     schedule: ClassVar[Schedule] = NO_SCHEDULE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scores", scores_of(self.problem))
 
     def workspace_words(self, shape: PaddedShape) -> int:
         """None."""
@@ -86,7 +91,7 @@ class TorchDecode(_TorchKernel):
         return f"torch.decode({self.problem})"
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        attention.paged_decode(args, scores=scores_of(self.problem))
+        attention.paged_decode(args, scores=self.scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ class TorchExtend(_TorchKernel):
         return f"torch.extend({self.problem})"
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        attention.paged_extend(args, scores=scores_of(self.problem))
+        attention.paged_extend(args, scores=self.scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,7 @@ class TorchMasked(_TorchKernel):
         return f"torch.masked({self.problem})"
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        attention.paged_extend(args, scores=scores_of(self.problem), mask=packed_mask(step))
+        attention.paged_extend(args, scores=self.scores, mask=packed_mask(step))
 
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TorchDecode:

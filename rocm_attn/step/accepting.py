@@ -1,9 +1,9 @@
-"""What becomes of drafts after a verify step: which are accepted, and where their K and V go. All of it on the device.
+"""Acceptance of drafts after a verify step: which are accepted, and where their K and V go.
 
 The new tokens of a sequence in a verify step are the nodes of a tree. Node 0 is its last token, which no step has
-stored before; the others are drafts. What acceptance gives is all that the next step needs: its lengths are
-Accepted.kv_len plus its new tokens, of which Accepted.next_token is the first. Nothing here waits for the device, and
-all of it may be captured with a forward.
+stored before; the others are drafts. The next step needs nothing else: its lengths are Accepted.kv_len plus its new
+tokens, of which Accepted.next_token is the first. All of it is device work of fixed shape, waits for nothing, and may
+be captured with a forward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def verified(step: Part, parents: Tensor) -> Verified:
-    """What a verify step has verified. parents: as of its TreeMask; of chains -1, 0, 1, ... in each row
+    """A verify step's tokens and their tree. parents: of its TreeMask; of chains -1, 0, 1, ... in each row
 
     Raises BadTensor.
     """
@@ -60,10 +60,7 @@ def accept_drawn(drawn: Tensor, given: Verified) -> Accepted:
         raise BadTensor(
             f"drawn is {drawn.dtype} of shape {list(drawn.shape)}; it must be torch.int32 [{num_tokens}], contiguous"
         )
-    to = _room(given)
-    with on_device(to.num_accepted.device):
-        _ops(to.num_accepted).accept_drawn(drawn, given, to)
-    return to
+    return _accept(given, lambda ops, to: ops.accept_drawn(drawn, given, to))
 
 
 def accept_sampled(probabilities: Probabilities, given: Verified) -> Accepted:
@@ -79,18 +76,47 @@ def accept_sampled(probabilities: Probabilities, given: Verified) -> Accepted:
                 f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; it must be torch.float32 {list(shape)} with "
                 "contiguous rows"
             )
-    to = _room(given)
-    with on_device(to.num_accepted.device):
-        _ops(to.num_accepted).accept_sampled(probabilities, given, to)
+    return _accept(given, lambda ops, to: ops.accept_sampled(probabilities, given, to))
+
+
+def _accept(given: Verified, launch: Callable[[StepOps, Accepted], None]) -> Accepted:
+    device = given.kv_len.device
+    to = Accepted.empty(given.num_seqs, given.parents.shape[1], device)
+    with on_device(device):
+        launch((TRITON if device.type == "cuda" else TORCH).ops(), to)
     return to
 
 
-def _room(given: Verified) -> Accepted:
-    return Accepted.empty(given.num_seqs, given.parents.shape[1], given.kv_len.device)
+def select_last_accepted(rows: Tensor, step: Part, num_accepted: Tensor) -> Tensor:
+    """[S, ...]: of each sequence the row of its num_accepted-th new token.
+
+    rows:         [T, ...], what a forward has for each token of the step, for instance hidden states
+    num_accepted: int32 or int64 [S], on the device: how many of its new tokens, from the first one on, a sequence
+                  keeps. State of a request that lies by rows is num_accepted_of_row[step.row_of_seq]. A number outside
+                  of 1 .. new tokens is taken for the nearest one, so that a row of another sequence is never selected
+
+    A draft model's step runs over W tokens of each sequence though only the device knows how many of them were
+    accepted: DeviceInputs(kv_len=..., ahead=W). This picks what the next drafts start from, without asking it. A pad
+    and a sequence without new tokens get a row that is no one's to use. Raises BadTensor.
+    """
+    num_tokens = step.token_ids.shape[0]
+    if rows.dim() == 0 or rows.shape[0] != num_tokens:
+        raise BadTensor(f"rows have shape {list(rows.shape)}; this step has {num_tokens} padded tokens")
+    return rows.index_select(0, last_accepted(step, num_accepted))
 
 
-def _ops(tensor: Tensor) -> StepOps:
-    return (TRITON if tensor.is_cuda else TORCH).ops()
+def last_accepted(step: Part, num_accepted: Tensor) -> Tensor:
+    """int32 or int64 [S]: the token of each sequence that select_last_accepted selects the row of. Raises BadTensor."""
+    num_tokens, num_seqs = step.token_ids.shape[0], step.row_of_seq.shape[0]
+    if tuple(num_accepted.shape) != (num_seqs,) or num_accepted.dtype not in (torch.int32, torch.int64):
+        raise BadTensor(
+            f"num_accepted is {num_accepted.dtype} of shape {list(num_accepted.shape)}; it must be torch.int32 or "
+            f"torch.int64 [{num_seqs}]"
+        )
+    first = step.q_indptr[:-1]
+    new_tokens = step.q_indptr[1:] - first
+    place = torch.minimum(num_accepted, new_tokens).clamp(min=1) - 1
+    return (first + place).clamp(max=num_tokens - 1)
 
 
 class AcceptedMoves:
@@ -108,11 +134,20 @@ class AcceptedMoves:
 
         row_of_seq: int32 [S], sequence -> row of the request table, as the verify step has it
         """
-        num_seqs = accepted.path.shape[0]
-        paths, counts, lengths = accepted.path, accepted.num_accepted, accepted.kv_len
-        for name, tensor, dims in (("path", paths, 2), ("num_accepted", counts, 1), ("kv_len", lengths, 1)):
-            _check_ints(name, tensor, dims, num_seqs, self._pool.device)
-        _check_ints("row_of_seq", row_of_seq, 1, num_seqs, self._pool.device)
+        num_seqs, device = accepted.path.shape[0], self._pool.device
+        for name, tensor, dims in (
+            ("path", accepted.path, 2),
+            ("num_accepted", accepted.num_accepted, 1),
+            ("kv_len", accepted.kv_len, 1),
+            ("row_of_seq", row_of_seq, 1),
+        ):
+            is_shaped = tensor.dim() == dims and tensor.shape[0] == num_seqs and tensor.is_contiguous()
+            if tensor.dtype != torch.int32 or not is_shaped or tensor.device != device:
+                shape = f"[{num_seqs}]" if dims == 1 else f"[{num_seqs}, nodes]"
+                raise BadTensor(
+                    f"{name} of a move is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}; it must be "
+                    f"torch.int32 {shape}, contiguous, on {device}"
+                )
 
     def move(self, accepted: Accepted, row_of_seq: Tensor) -> None:
         """Move what was accepted, once for a verify step. See check() for the arguments.
@@ -125,13 +160,9 @@ class AcceptedMoves:
                 self._alike = self._put_together()
         with on_device(self._pool.device):
             for table, pages in self._alike:
-                no_page = 0 if table.terms.null_page else -1
-                self._ops.move_paths(
-                    pages,
-                    AcceptedPaths(
-                        accepted.path, accepted.num_accepted, accepted.kv_len, row_of_seq, table.entries, no_page
-                    ),
-                )
+                of_rows = row_of_seq, table.entries, 0 if table.terms.null_page else -1
+                paths = AcceptedPaths(accepted.path, accepted.num_accepted, accepted.kv_len, *of_rows)
+                self._ops.move_paths(pages, paths)
 
     def _put_together(self) -> list[tuple[SpaceTable, AlikePages]]:
         """The memory of all layers, as few as lie alike in a space."""
@@ -160,21 +191,10 @@ class AcceptedMoves:
         return sides
 
 
-def _check_ints(name: str, tensor: Tensor, dims: int, num_seqs: int, device: torch.device) -> None:
-    is_shaped = tensor.dim() == dims and tensor.shape[0] == num_seqs and tensor.is_contiguous()
-    if tensor.dtype != torch.int32 or not is_shaped or tensor.device != device:
-        shape = f"[{num_seqs}]" if dims == 1 else f"[{num_seqs}, nodes]"
-        raise BadTensor(
-            f"{name} of a move is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}; it must be "
-            f"torch.int32 {shape}, contiguous, on {device}"
-        )
-
-
 def _sides(pages: LayerPages, *, is_index: bool = False) -> list[Tensor]:
     """K, V and factors of tokens of some pages; of latent and of index pages V is part of K."""
-    has_v = pages.format.kind is not PoolKind.LATENT and not is_index
     rows: list[tuple[Tensor, Tensor | None, Callable[..., object]]] = [(pages.raw_k, pages.k_scale, key_rows)]
-    if has_v:
+    if pages.format.kind is not PoolKind.LATENT and not is_index:
         rows.append((pages.raw_v, pages.v_scale, value_rows))
     sides = []
     for memory, scale, of in rows:

@@ -11,7 +11,7 @@ from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable
 from rocm_attn.paging.adopted import AdoptedGuards
 from rocm_attn.step.external_runs import ExternalRun
 from rocm_attn.step.external_step import NO_CELLS, BoolCells, NoCells
-from rocm_attn.step.holder import StepHolder
+from rocm_attn.step.gate import StepHolder
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.selections import StepSelections
 

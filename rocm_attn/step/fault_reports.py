@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from rocm_attn.errors import DeviceFault, WrongState
-from rocm_attn.machine.agreement import Agreement, alone
+from rocm_attn.machine.agreement import Agreement
 from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
-from rocm_attn.step.holder import StepHolder, StepState
+from rocm_attn.step.gate import IDLE, StepHolder
 from rocm_attn.step.publisher import Publisher
 
-_NOT_NOW = "the device cannot be asked"
+_Result = TypeVar("_Result")
 
 
 class FaultReports:
@@ -27,7 +28,6 @@ class FaultReports:
 
     def __init__(self, publisher: Publisher, holder: StepHolder, agree: Agreement, canary: Callable[[], str]) -> None:
         self._publisher, self._holder = publisher, holder
-        self._is_alone = agree is alone
         self._canary = canary
         self.meetings = agree.new_meetings()
         publisher.holds_faults = self.meetings.holds_faults
@@ -48,40 +48,36 @@ class FaultReports:
         Ranks that call AttentionRuntime.step(), or run steps by a StepRunner, meet there. Raises DeviceFault for an
         earlier step, on all ranks alike, and RanksDiverged.
         """
-        if not self._is_alone:
-            self._publisher.report(self.meetings.before_step(self.step_number, self._publisher.found))
+        self._publisher.report(self.meetings.before_step(self.step_number, self._publisher.found))
 
     def check(self) -> None:
         """See AttentionRuntime.check_device."""
-        with self._holder.alone(_NOT_NOW):
-            self._find()
-            found = list(self._publisher.found)
-            written = self._canary()
+        written, found = self._find(lambda: (self._canary(), list(self._publisher.found)))
         if written:
             found.append(DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong"))
         self._publisher.report(self.meetings.all_faults(self.step_number, found))
 
     def report(self) -> None:
         """check() of steps alone: memory that padded sequences read is not looked at."""
-        with self._holder.alone(_NOT_NOW):
-            self._find()
-        self._publisher.report(self.meetings.all_faults(self.step_number, self._publisher.found))
+        found = self._find(lambda: self._publisher.found)
+        self._publisher.report(self.meetings.all_faults(self.step_number, found))
 
     def report_own(self) -> None:
         """report() of this rank alone, for steps that were tried out: ranks may leave those at different places."""
-        with self._holder.alone(_NOT_NOW):
-            self._find()
-        self._publisher.report(self._publisher.found)
+        self._publisher.report(self._find(lambda: self._publisher.found))
 
     def forget(self) -> None:
         """Wait for the device, and drop the faults that were not raised yet. For steps that were tried out."""
-        with self._holder.alone(_NOT_NOW):
-            self._find()
-            self._publisher.found.clear()
+        self._find(self._publisher.found.clear)
 
-    def _find(self) -> None:
-        if self._publisher.launching is not None and self._holder.state is not StepState.IDLE:
-            # A look at the slot of a graph that is about to be launched would take its step for an abandoned one.
-            raise WrongState("the device cannot be asked, because a step was staged; ask when its graph was launched")
-        wait_for_device(self._publisher.device)
-        self._publisher.find_faults()
+    def _find(self, then: Callable[[], _Result]) -> _Result:
+        """Wait for the device, find what went wrong, and do this before another thread may begin a step."""
+        with self._holder.alone("the device cannot be asked"):
+            if self._publisher.launching is not None and self._holder.state is not IDLE:
+                # A look at the slot of a graph that is about to be launched would take its step for an abandoned one.
+                raise WrongState(
+                    "the device cannot be asked, because a step was staged; ask when its graph was launched"
+                )
+            wait_for_device(self._publisher.device)
+            self._publisher.find_faults()
+            return then()

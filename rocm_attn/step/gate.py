@@ -5,21 +5,24 @@
     layers   store and attend, or the replay of a graph that is all of the step
     end      host only
 
-A step has one part for each half or draft step (Step.parts). Eager steps, graphs and steps that run again come through
-here alike. A step remembers the number of the last change of its rows: whatever comes later and reads or writes
-through it asks whether they have changed since.
+Eager steps, graphs and steps that run again come through here alike. A step remembers the number of the last change of
+its rows: whatever comes later and reads or writes through it asks whether they have changed since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
-from typing import Final, NamedTuple
+from threading import get_ident
+from typing import Any, Final, NamedTuple, NewType
 
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.halves import HALVES, split_batch
 from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.padding import PaddingPolicy
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import WrongState
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -28,20 +31,18 @@ from rocm_attn.paging.batch_guards import BatchGuards
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.step.core import StepCore
-from rocm_attn.step.drafts import RoundTree
-from rocm_attn.step.holder import IDLE, STAGED, StepHolder, StepState
 from rocm_attn.step.layers import StepLayers
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.planner import Planner
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.publisher import Publisher
-from rocm_attn.step.selections import Require, StepSelections
-from rocm_attn.step.step import Part, Step
+from rocm_attn.step.selections import StepSelections
+from rocm_attn.step.step import VIEWS_OF_PART, Part, RoundTree, Step
 
 
 class Again(Enum):
-    """The plan of the step that was staged last: it runs once more, on inputs that the device has written over its own.
+    """A plan: the step that was staged last runs once more, on inputs that the device has written over its own.
 
     Only changes of the table are published, and no page is given back. The error word is kept, so the next publication
     reports the faults of all these runs. What they store counts once mark_stored() of the table says so.
@@ -55,25 +56,28 @@ AnyPlan = StepPlan | Again
 
 
 class RanStep(NamedTuple):
-    """A whole step that was staged, and may run again on inputs that the device has written over its own.
+    """The step that was staged last.
 
-    views:  where its inputs are
-    change: the table's last change when it was staged
+    children: where its inputs lie, of each half or draft step
+    change:   the table's last change when it was staged
+    repeats:  whether it may run again: it is a whole step that may store
     """
 
     batch: StepBatch
     plan: StepPlan
-    views: DeviceStep
+    children: tuple[DeviceStep, ...]
     change: int
+    repeats: bool
 
     @property
     def inputs(self) -> StepTensors:
-        """Its inputs in the full space.
+        """Its inputs in the full space. The device may write those of another step there: of the same rows and sizes,
+        and with lengths for which the host has reserved pages."""
+        return self.children[0].spaces[0]
 
-        The device may write those of another step there, of the same rows and sizes, and with lengths for which the
-        host has reserved pages.
-        """
-        return self.views.spaces[0]
+
+# The fields of a RanStep, which is made of them when somebody asks.
+_Staged = tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int, bool]
 
 
 class Effects(NamedTuple):
@@ -87,6 +91,77 @@ class Effects(NamedTuple):
     moves: bool
 
 
+# How far a step has come, in the words of what is refused meanwhile.
+StepState = NewType("StepState", str)
+IDLE = StepState("no step was begun")
+STAGED = StepState("a step was staged and its metadata is not filled yet")
+RUNNING = StepState("a step is running")
+_STEP = "step"
+
+
+class StepHolder:
+    """The thread that has begun a step, or none: another one that asks for it is refused. state: of its step"""
+
+    __slots__ = ("_taking_over", "_thread_of", "state")
+
+    def __init__(self) -> None:
+        self.state = IDLE
+        self._thread_of: dict[str, int] = {}
+        self._taking_over = threading.Lock()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the current thread has the step."""
+        return self._thread_of.get(_STEP) == get_ident()
+
+    def begin(self, what_fails: str) -> None:
+        """Take the step for the current thread. Raises WrongState if another one has it, or this one has begun it.
+
+        Taking it again is harmless, so an interrupt right after it was taken leaves nothing to clean up. A thread that
+        has ended has no step.
+        """
+        me = get_ident()
+        # setdefault looks and writes at once, whatever other threads do meanwhile.
+        if self._thread_of.setdefault(_STEP, me) != me and not self._take_over(me):
+            raise WrongState(
+                f"{what_fails}, because another thread has begun a step and not ended it; "
+                "a runtime is used by one thread at a time"
+            )
+        if self.state is not IDLE:
+            raise WrongState(f"{what_fails}, because {self.state}; call end_step() first")
+
+    def require_free(self, what_fails: str) -> None:
+        """Raise WrongState if a thread has begun a step, this one or another."""
+        if self._thread_of:
+            self.begin(what_fails)
+            self.give_back()
+
+    @contextmanager
+    def idle(self, what_fails: str) -> Iterator[None]:
+        """The current thread has the step, and it is not begun. Raises WrongState."""
+        self.begin(what_fails)
+        try:
+            yield
+        finally:
+            self.give_back()
+
+    def alone(self, what_fails: str) -> AbstractContextManager[None]:
+        """The current thread has the step, begun or not. Raises WrongState."""
+        return nullcontext() if self.is_mine else self.idle(what_fails)
+
+    def give_back(self) -> None:
+        """The current thread, which has the step, has it no longer."""
+        self._thread_of.clear()
+
+    def _take_over(self, me: int) -> bool:
+        with self._taking_over:
+            holder = self._thread_of.get(_STEP)
+            if holder is not None and any(thread.ident == holder for thread in threading.enumerate()):
+                return False
+            self._thread_of.pop(_STEP, None)
+            return self._thread_of.setdefault(_STEP, me) == me
+
+
 class StepGate:
     """The gate of one runtime.
 
@@ -96,20 +171,11 @@ class StepGate:
     """
 
     def __init__(
-        self,
-        core: StepCore,
-        table: RequestTable,
-        publisher: Publisher,
-        planner: Planner,
-        guards: BatchGuards,
-        selection_of: Require,
+        self, core: StepCore, table: RequestTable, publisher: Publisher, planner: Planner, guards: BatchGuards
     ) -> None:
-        self.device = core.device
-        self.holder = StepHolder()
-        self.planner = planner
+        self.device, self.planner, self.holder = core.device, planner, StepHolder()
         self._core, self._table, self._publisher = core, table, publisher
-        self._generations = table.generations
-        self._tokens = table.tokens
+        self._generations, self._tokens = table.generations, table.tokens
         self._check_batch = guards.check(table)
         self._check_stored, require_stored = guards.stored(table)
         self._changed, self._in_turn = guards.changed(table), guards.in_turn
@@ -117,37 +183,36 @@ class StepGate:
         self._evict: Callable[[StepBatch], None] | None = guards.evict(table) if has_windows else None
         selecting = core.layers.selecting
         self.stores = StepStores(len(core.layers), len(selecting.indexed), table.tokens, require_stored)
-        self._selections = StepSelections(selecting, selection_of)
+        self._selections = StepSelections(selecting, core.guards.layers.selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)
-        # The step that runs, or None; and the last one whose views later steps of its size share.
+        # The step that runs, and its memory, by which its layers know whether it still runs. The last step that graphs
+        # replay: later ones of its size are equal to it.
         self._step: Step | None = None
         self._children: tuple[DeviceStep, ...] = ()
         self._kept: Step | None = None
-        self._kept_children: tuple[DeviceStep, ...] = ()
-        # The step that was staged last, and what may still come of it.
-        self._staged: tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int] | None = None
-        self._ran: RanStep | None = None
-        self._may_repeat = self._may_move = self._moves_on = False
-        # Whose layers may be called: the views of a step that graphs replay, or what stands for one step.
-        self._who_runs: object = None
+        self._staged: _Staged | None = None
+        self._may_move = self._moves_on = False
 
     def stage(self, batch: StepBatch, plan: AnyPlan | None = None, takers: Collection[StepPlan] = ()) -> Step:
-        """Check a step, and publish its inputs.
+        """Check a step and publish its inputs; see AttentionRuntime.step.
 
-        plan:   not given: the planner's for this batch, whole
         takers: plans whose graphs take the inputs where nothing publishes them, and are what is run then
-
-        Raises BadBatch, CapacityExceeded, NeverFits, WrongState, and DeviceFault for an earlier step, once. No step is
-        begun then.
         """
         self.holder.begin("a step cannot begin")
         try:
             if plan is AGAIN:
-                return self._stage_again(batch)
+                last = self._begin_again()
+                if last.batch is not batch:
+                    raise WrongState(
+                        "AGAIN was given with another batch than the step that was staged last; give that one"
+                    )
+                return self._begun(last, (batch,), "")
             self._check_batch(batch)
-            # A step that goes on from the last one has rows that were neither forked nor cut.
-            refusal = "" if self._tokens.goes_on(batch) else self._checked(batch)
+            refusal = ""
+            if not self._tokens.goes_on(batch):  # else its rows were neither forked nor cut since the last step
+                self._check_stored(batch)
+                refusal = self._table.checks.why_no_store(batch)
             plan = self.planner.plan(batch, None, 1) if plan is None else self.planner.admit(batch, plan)
             if is_current(self.device):
                 return self._publish(batch, plan, refusal, takers)
@@ -157,18 +222,13 @@ class StepGate:
             self.end()
             raise
 
-    def _checked(self, batch: StepBatch) -> str:
-        """Why a step of the batch may not store, or nothing. Raises BadBatch."""
-        self._check_stored(batch)
-        return self._table.checks.why_no_store(batch)
-
     def _publish(self, batch: StepBatch, plan: StepPlan, refusal: str, takers: Collection[StepPlan]) -> Step:
         """Bring a checked step to where the device reads it. The gate's device is the current one."""
         batches = (batch,) if plan.num_halves == 1 else split_batch(batch, plan.shape.child.num_seqs)
         # From here on the step runs: a log, a signal handler or a finalizer begins no other one within it.
         self.holder.state = STAGED
         # Before pages leave the windows of the step that might run again.
-        self._ran, self._may_repeat, self._moves_on = None, False, False
+        self._staged, self._moves_on = None, False
         if self._evict is not None:
             self._evict(batch)
         self._streams.follow()
@@ -180,34 +240,32 @@ class StepGate:
         else:
             for half, part in enumerate(batches):
                 publisher.publish(part, children[half * len(children) // HALVES], half)
-        self._staged = batch, plan, children, self._generations.last_change
-        # The device can run a whole step again, if that may store.
-        self._may_repeat = not refusal and len(children) == 1 and batch.drafts is NO_DRAFTS
-        return self._begun(batch, plan, batches, children, refusal)
+        repeats = not refusal and len(children) == 1 and batch.drafts is NO_DRAFTS
+        self._staged = staged = batch, plan, children, self._generations.last_change, repeats
+        return self._begun(staged, batches, refusal)
 
-    def _begun(
-        self,
-        batch: StepBatch,
-        plan: StepPlan,
-        batches: Sequence[StepBatch],
-        children: tuple[DeviceStep, ...],
-        refusal: str,
-    ) -> Step:
+    def _begun(self, staged: _Staged, batches: Sequence[StepBatch], refusal: str) -> Step:
         """The step whose inputs lie where the device reads them. batches: of its halves"""
-        self._children, self._may_move = children, True
+        batch, plan, children, _, _ = staged
         steps = plan.draft_steps
         self.stores.begin(batch, len(children), refusal, steps if steps == 1 else self._in_turn(steps))
         if self._selects:
             self._selections.begin(len(children))
-        if not plan.replayable or len(batches) > 1:  # a half does not outlive its step
-            self._who_runs = object()
+        self._may_move = True
+        if not plan.replayable or len(batches) > 1:
+            # A tuple of its own: its layers end with it.
+            self._children = children = (*children,)
             self._step = self._new_step(batches, plan, children)
             return self._step
-        # Steps of equal sizes that graphs replay are equal, and a server decodes many in a row.
-        self._who_runs, kept = children[0], self._kept
-        if kept is None or self._kept_children is not children or not kept.parts[0].is_for(batch):
+        # A server decodes many steps of equal sizes in a row.
+        self._children, kept = children, self._kept
+        if (
+            kept is None
+            or kept.children is not children
+            or kept.parts[0].num_seqs != batch.num_seqs
+            or kept.parts[0].num_tokens != batch.num_fed
+        ):
             kept = self._kept = self._new_step(batches, plan, children)
-            self._kept_children = children
         self._step = kept
         return kept
 
@@ -218,23 +276,18 @@ class StepGate:
             tree = RoundTree(drafts, views, self._core.place_draft_mask)
             for step, child in enumerate(views):
                 number = half * drafts.steps + step
-                is_draft = drafts is not NO_DRAFTS
-                who = self._who_runs
-                require = partial(self._require_turn, who, tree, step) if is_draft else partial(self._require, who)
+                require: Callable[[], None] = partial(self._require, children)
+                if drafts is not NO_DRAFTS:
+                    require = partial(tree.require, require, step)
                 calls = StepLayers(self._core.layers, child, plan, require, self.stores, self._selections, number)
-                parts.append(Part.of(batch, child, plan, calls, number, tree))
+                views_of_part: dict[str, Any] = {name: getattr(child.tensors, name) for name in VIEWS_OF_PART}
+                sizes = batch.num_seqs, batch.num_fed
+                parts.append(Part(*sizes, layers=calls, plan=plan, number=number, tree=tree, **views_of_part))
         num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
-        return Step(tuple(parts), num_first, num_first_tokens, plan, self)
-
-    def _stage_again(self, batch: StepBatch) -> Step:
-        last = self._begin_again()
-        if last.batch is not batch:
-            raise WrongState("AGAIN was given with another batch than the step that was staged last; give that one")
-        self._may_repeat = True
-        return self._begun(batch, last.plan, (batch,), (last.views,), "")
+        return Step(tuple(parts), num_first, num_first_tokens, plan, children, self.fill, self.end)
 
     def replay_again(self, replay: Callable[[], object]) -> None:
-        """Run the last step again by a graph that is all of it: stage() with AGAIN, the rest of the step, and its end.
+        """Run the last step again by a graph that is all of it: stage() with AGAIN, its replay, and its end.
 
         The graph stores what it has stored in the same step before. Raises WrongState.
         """
@@ -248,7 +301,7 @@ class StepGate:
             raise
 
     def _begin_again(self) -> RanStep:
-        """The step that was staged last, which may run now. Raises WrongState where there is none."""
+        """The step that was staged last, which may run now. Raises WrongState."""
         last = self.last
         if last is None:
             raise WrongState("no whole step was staged last that could run again; stage one first")
@@ -263,14 +316,15 @@ class StepGate:
     @property
     def last(self) -> RanStep | None:
         """The step that AGAIN runs; None where none was staged last, or it may not store."""
-        return self._ran_step() if self._may_repeat else None
+        ran = self._ran()
+        return ran if ran is not None and ran.repeats else None
 
-    def _ran_step(self) -> RanStep | None:
+    def _ran(self) -> RanStep | None:
         """The step that was staged last, as one value for as long as it is the last one."""
-        ran, staged = self._ran, self._staged
-        if staged is not None and (ran is None):
-            batch, plan, children, change = staged
-            ran = self._ran = RanStep(batch, plan, children[0], change)
+        staged = self._staged
+        if staged is None or type(staged) is RanStep:
+            return staged
+        self._staged = ran = RanStep(*staged)
         return ran
 
     @property
@@ -296,8 +350,7 @@ class StepGate:
         """
         self._moves_on = True
         self._require_rows(step, "the step cannot run again")
-        self._staged = step.batch, step.plan, (step.views,), step.change
-        self._ran, self._may_repeat = step, True
+        self._staged = step
 
     def _require_rows(self, step: RanStep, refused: str, *, staying: int = 0, rows: Int32Array | None = None) -> None:
         """Raise WrongState where a row of a step was freed, cut, forked or kept since that step was staged.
@@ -318,7 +371,7 @@ class StepGate:
 
         rows: in which something is moved; not given: all of the step's
         """
-        step = self._ran_step()
+        step = self._ran()
         if step is None or not self._may_move or step.batch.mask is NO_MASK:
             raise WrongState(
                 "the last step has stored no trees of drafts, or they were moved already; move once a step"
@@ -329,7 +382,7 @@ class StepGate:
         self._may_move = False
         with on_device(self.device):
             # After its step a move follows all of it, and the next step follows the move.
-            (self._streams.follow if self.holder.state is StepState.IDLE else self._streams.join)()
+            (self._streams.follow if self.holder.state is IDLE else self._streams.join)()
 
     def take_inputs(self) -> None:
         """Record the head of a whole step's graph, which takes the inputs that stage() leaves to it."""
@@ -341,10 +394,6 @@ class StepGate:
     def effects(self) -> Effects:
         """The effects of the step that runs, so far."""
         return Effects(self.stores.layers, not self._may_move)
-
-    def before_replay(self, effects: Effects) -> None:
-        """Ask whether a graph with these effects may run the staged step. Raises as store and attend do."""
-        self.stores.before_replay(effects[0])
 
     def after_replay(self, effects: Effects) -> None:
         """The graph of the staged step was launched."""
@@ -362,26 +411,24 @@ class StepGate:
             self._streams.join()
             self._core.fill(self._children, step.plan)
         if step.plan.shape.drafts is not NO_DRAFTS:
-            for half in step.halves:
-                half[0].tree.begin()
+            for part in step.parts:
+                part.tree.begin()
         self._may_move = True  # a capture runs its step several times
-        self.holder.state = StepState.RUNNING
+        self.holder.state = RUNNING
 
     def running(self, number: int) -> LayerCalls:
         """The layers of a part of the step that runs. number: Part.number. Raises WrongState."""
         step = self._step
-        if step is not None and number < len(step.parts):
-            return step.parts[number].layers
-        raise WrongState(
-            f"the step that runs has {len(step.parts)} parts, and there is no part {number}"
-            if step is not None
-            else f"store and attend need a running step, but {self.holder.state.value}; call runtime.step() first"
-        )
+        if step is None:
+            raise self._not_running("store and attend need")
+        if number >= len(step.parts):
+            raise WrongState(f"the step that runs has {len(step.parts)} parts, and there is no part {number}")
+        return step.parts[number].layers
 
     def running_batch(self) -> StepBatch:
         """The batch of the step that runs. Raises WrongState."""
-        if self.holder.state is not StepState.RUNNING or self._staged is None:
-            raise WrongState(f"this needs a running step, but {self.holder.state.value}; call runtime.step() first")
+        if self.holder.state is not RUNNING or self._staged is None:
+            raise self._not_running("this needs")
         return self._staged[0]
 
     def stored_now(self, row: int, layers: Collection[int]) -> int:
@@ -397,14 +444,17 @@ class StepGate:
         done, batch = self.stores.layers, staged[0]
         return max(batch.kv_len[batch.rows == row], default=0) if all(done >> side & 1 for side in sides) else 0
 
+    def _not_running(self, what: str) -> WrongState:
+        return WrongState(f"{what} a running step, but {self.holder.state}; call runtime.step() first")
+
     def end(self) -> None:
         """Close the step; see AttentionRuntime.end_step."""
         if self.holder.is_mine:
             if self._publisher.launching is not None:
-                self._may_repeat = False  # its inputs may not be there
+                self._staged = None  # its inputs may not be there
             self.stores.end()
             self.holder.state = IDLE
-            self._step, self._children, self._who_runs = None, (), None
+            self._step, self._children = None, ()
             self.holder.give_back()
 
     def abandon(self) -> None:
@@ -415,27 +465,15 @@ class StepGate:
                 self._publisher.disregard(step.plan.num_halves)
         self.end()
 
-    def forget(self) -> None:
-        """Keep nothing that refers to the memory of steps."""
-        self._kept, self._kept_children, self._children = None, (), ()
-        self._staged, self._ran, self._may_repeat = None, None, False
+    def start_over(self, padding: PaddingPolicy) -> None:
+        """Keep nothing that refers to the memory of steps, and pad by another policy from now on."""
+        self.planner.start_over(padding)
+        self._kept = self._staged = None
 
-    @property
-    def may_store(self) -> bool:
-        """Whether the step that was staged begins after all tokens that its rows share."""
-        return not self.stores.refusal
-
-    def _require_turn(self, who: object, tree: RoundTree, step: int) -> None:
-        """_require() of a draft step. Raises WrongState also where its drafts have no parents."""
-        self._require(who)
-        tree.require(step)
-
-    def _require(self, who: object) -> None:
-        """Raise WrongState unless the layers of this step may store and attend now."""
-        if self.holder.state is not StepState.RUNNING:
-            raise WrongState(
-                f"store and attend need a running step, but {self.holder.state.value}; call runtime.step() first"
-            )
-        if who is not self._who_runs:
+    def _require(self, children: object) -> None:
+        """Raise WrongState unless the layers of the step with these children may store and attend now."""
+        if self.holder.state is not RUNNING:
+            raise self._not_running("store and attend need")
+        if children is not self._children:
             raise WrongState("the step of these layers is over; call the layers of the step that runs")
         self._streams.join()

@@ -27,7 +27,6 @@ from rocm_attn.providers.mixed import MixedAtOnce, is_capturing
 from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, written_in_place
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
-from rocm_attn.step.overlap import may_overlap
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.prepared import Call, LayerForms, stream_of
 from rocm_attn.step.protocols import LayerCalls
@@ -280,9 +279,9 @@ class Layers:
         """Derive a step's metadata by the launches that were prepared for it; whether there are any."""
         return self._prepares() and step.prepared.fill.again(self._stream())
 
-    def noting_fill(self, step: DeviceStep, only_launches: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Prepare what derives a step's metadata meanwhile, if that is launches alone."""
-        return step.prepared.fill.noting(step) if self._prepares() and only_launches() else nullcontext()
+    def noting_fill(self, step: DeviceStep) -> AbstractContextManager[None]:
+        """Prepare what derives a step's metadata meanwhile, which is launches alone."""
+        return step.prepared.fill.noting(step) if self._prepares() else nullcontext()
 
     def _prepares(self) -> bool:
         """Whether calls are prepared, and made again by what was prepared."""
@@ -410,6 +409,29 @@ def _check_rope(name: str, rope: RopeTable, dim: int, device: torch.device) -> N
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {device}")
+
+
+def may_overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether some element of one tensor may lie where one of the other does.
+
+    Rows of one buffer that lie side by side do not overlap: K and the output as columns of one tensor.
+    """
+    (begin, end), (other_begin, other_end) = _span(one), _span(other)
+    if end <= other_begin or other_end <= begin or not one.numel() or not other.numel():
+        return False
+    pitch = one.stride(0) * one.element_size()
+    if pitch <= 0 or pitch != other.stride(0) * other.element_size():
+        return True
+    (begin, end), (other_begin, other_end) = _span(one[0]), _span(other[0])
+    first = (other_begin - begin) % pitch
+    return first < end - begin or first + other_end - other_begin > pitch
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte and one past the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 @dataclass(slots=True, eq=False)

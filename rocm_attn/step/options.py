@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.halves import HALVES
@@ -23,7 +23,7 @@ from rocm_attn.providers.contract import PoolSize
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
-    """What an AttentionRuntime is built from, beside its layers. All of it is host values.
+    """Sizes of an AttentionRuntime, and which of its steps may be captured. All of it is host values.
 
     num_pages:       pages of the KV pool, the reserved page 0 included
     max_num_seqs:    sequences of a step; a padded step may be larger
@@ -37,22 +37,17 @@ class RuntimeOptions:
     first_swa_page:  the first page of that pool that is handed out. From num_pages on, no id is used in both pools
     provider:        "auto", "torch", "triton" or "aiter"
     capture_sizes:   sequence counts that decode steps are padded to and may be captured at; None: a ladder up to
-                     max_num_seqs. Steps without graphs are those of a StepRunner whose recorder is None
-    capture_tokens:  token counts that steps with more than one new token a sequence are padded to and may be captured
-                     at; such steps run eagerly above the largest, and by default that is all of them
+                     max_num_seqs. Captured memory has room for all that may be captured; other steps run eagerly.
+                     Steps without graphs are those of a StepRunner whose recorder is None
+    capture_tokens:  token counts, likewise, of steps with several new tokens a sequence; by default none is captured
     verify_tokens:   new tokens of a sequence in steps that verify drafts, its last token among them: steps of up to as
-                     many are padded to so many for each padded sequence, and may be captured at the sizes of
-                     capture_sizes; 0: as other steps
-    prompt_tokens:   token counts that steps with prompts in them are padded to, all at the largest of capture_sizes,
-                     and may be captured at, one graph for each; such steps run eagerly above the largest
-    split_steps:     whether graphs may be made of steps that are split in two, so that captured memory has room for
-                     both halves; without, split steps run eagerly
-    shared_prefixes: whether graphs may be made of decode steps that share prefixes (batch/prefixes.py), so that
-                     captured memory has room for them; without, such steps run eagerly
-    drafts:          the rounds of drafts that graphs may be made of, so that captured memory has room for their steps;
-                     others run eagerly. Several branches take masks in every layer
+                     many are padded to so many for each padded sequence, at the sizes of capture_sizes; 0: as others
+    prompt_tokens:   token counts of steps with prompts in them, all at the largest of capture_sizes, one graph for each
+    split_steps:     whether steps that are split in two may be captured
+    shared_prefixes: whether decode steps that share prefixes (batch/prefixes.py) may be captured
+    drafts:          the rounds of drafts that may be captured. Several branches take masks in every layer
     mask_keys:       keys before a sequence's new ones that the masks of captured steps have room for, a bit for each of
-                     them and each padded token; a step whose mask has more cells than such masks runs eagerly
+                     them and each padded token
     deterministic:   whether a sequence's results must be bitwise the same in any batch, padded and chunked in any way
                      (docs/deterministic.md)
 
@@ -78,21 +73,11 @@ class RuntimeOptions:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_pages",
-            "max_num_seqs",
-            "max_kv_len",
-            "max_num_rows",
-            "swa_pages",
-            "swa_kept",
-            "first_swa_page",
-            "mask_keys",
-            "verify_tokens",
-        ):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
-        for name in ("split_steps", "shared_prefixes", "deterministic"):
-            if not isinstance(getattr(self, name), bool):
-                raise BadSetting(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        for each in fields(self):
+            if each.type == "int":
+                object.__setattr__(self, each.name, whole_number(each.name, getattr(self, each.name)))
+            elif each.type == "bool" and not isinstance(getattr(self, each.name), bool):
+                raise BadSetting(f"{each.name} is {getattr(self, each.name)!r}; it must be True or False")
         if self.max_num_rows and self.max_num_rows < self.max_num_seqs:
             raise BadSetting(
                 f"max_num_rows is {self.max_num_rows} and max_num_seqs is {self.max_num_seqs}; each sequence of a step "
@@ -140,30 +125,26 @@ class RuntimeOptions:
         """The SWA space, if there is to be one. Raises NeverFits."""
         if not self.swa_pages:
             return ()
-        window_left = max((problem.window_left for problem in problems), default=0)
-        return (
-            SpacePages(Space.SWA, self.swa_pages, "swa_pages", max(window_left, 0), self.swa_kept, self.first_swa_page),
-        )
+        window_left = max([0, *(problem.window_left for problem in problems)])
+        return (SpacePages(Space.SWA, self.swa_pages, "swa_pages", window_left, self.swa_kept, self.first_swa_page),)
 
     def padding(self, problems: Sequence[Problem]) -> PaddingPolicy:
         """What steps are padded to, and which of them may be captured."""
-        sizes = self.capture_sizes
         extras = {Extra.NOTHING}
         if any(problem.custom_mask for problem in problems):
             extras.add(Extra.MASK)
         if self.shared_prefixes:
             extras.add(Extra.PREFIXES)
-        drafts = tuple(self.drafts)
-        if any(each.branches > 1 for each in drafts) and not all(problem.custom_mask for problem in problems):
+        if any(each.branches > 1 for each in self.drafts) and not all(problem.custom_mask for problem in problems):
             raise BadSetting(
                 "drafts with several branches need masks in every layer; give problems with custom_mask, or one branch"
             )
         return PaddingPolicy(
-            default_ladder(self.max_num_seqs) if sizes is None else SizeLadder(tuple(sizes)),
+            default_ladder(self.max_num_seqs) if self.capture_sizes is None else SizeLadder(tuple(self.capture_sizes)),
             SizeLadder(tuple(self.capture_tokens)),
             HALVES if self.split_steps else 1,
             frozenset(extras),
-            drafts,
+            tuple(self.drafts),
             self.mask_keys,
             verify=self.verify_tokens,
             prompts=tuple(self.prompt_tokens),

@@ -1,15 +1,15 @@
-"""make_plan: values in, a frozen plan with its graph key out."""
+"""StepPlan: how a step runs, with the key of its graph. make_plan() makes it of values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.metadata.step_tensors import Pads
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
-from rocm_attn.providers.contract import BoundKernel, LayerKernel, StepBounds
+from rocm_attn.providers.contract import NO_SCHEDULE, BoundKernel, LayerKernel, StepBounds
 from rocm_attn.step.prepared import works_by_launches
 
 # Plans of steps that no graph replays, of which the latest are kept, and with them views and prepared calls: chunks of
@@ -48,42 +48,34 @@ class StepPlan:
     """How a step runs. Compared by identity; its key says whether two plans mean the same launches.
 
     key:             identifies the launches
+    shape:           the key's; each step looks at it, and at the num_halves and draft_steps that follow from it
     kernels:         per kind of layer
     bounds:          what the host knows of the step, or of each half of a split one
     pads:            what padded sequences hold
     replayable:      whether the step may run as a graph
     schedule_of_kind: per kind of layer, the first kind whose kernel builds the same schedule
-    num_halves, draft_steps: of the shape; each step looks at them
+    built_kinds:     the kinds whose schedules are built
+    builds_by_launches: whether all that builds them is launches
     prepared_of_kind: per kind of layer, whether calls of its kernel may be made again by their launches (prepared.py)
     """
 
     key: GraphKey
+    shape: PaddedShape
+    num_halves: int
+    draft_steps: int
     kernels: tuple[LayerKernel, ...]
     bounds: StepBounds
     pads: Pads
     replayable: bool
     schedule_of_kind: tuple[int, ...]
+    built_kinds: tuple[int, ...]
+    builds_by_launches: bool
     prepared_of_kind: tuple[bool, ...]
-    num_halves: int = field(init=False)
-    draft_steps: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_halves", self.shape.num_halves)
-        object.__setattr__(self, "draft_steps", self.shape.drafts.steps)
-
-    @property
-    def shape(self) -> PaddedShape:
-        return self.key.shape
 
 
 def kv_len_bucket(max_kv_len: int, limit: int) -> int:
     """The bucket of a longest length: a power of two from SMALLEST_KV_BUCKET up, at most limit."""
     return min(limit, max(SMALLEST_KV_BUCKET, next_power_of_2(max_kv_len)))
-
-
-def q_len_bucket(max_q_len: int) -> int:
-    """The bucket of a largest number of new tokens: a power of two."""
-    return next_power_of_2(max_q_len)
 
 
 def keep_latest(values: dict[Key, Value], key: Key, value: Value) -> None:
@@ -95,33 +87,29 @@ def keep_latest(values: dict[Key, Value], key: Key, value: Value) -> None:
 
 
 def make_plan(
-    shape: PaddedShape,
-    kernels: Sequence[LayerKernel],
-    *,
-    max_q_len: int,
-    max_kv_len: int,
-    may_capture: bool,
+    shape: PaddedShape, kernels: Sequence[LayerKernel], *, max_q_len: int, max_kv_len: int, may_capture: bool
 ) -> StepPlan:
     """The plan of a step.
 
-    kernels:         per kind of layer, for the shape's kind of step
-    max_q_len:       bound on new tokens of a sequence, at least 1; a bucket where a kernel bakes it
-    max_kv_len:      length bucket where a kernel bakes it, else what a row of the table can hold
-    may_capture:     whether the shape lies within the captured sizes
+    kernels:     per kind of layer, for the shape's kind of step
+    max_q_len:   bound on new tokens of a sequence, at least 1; a bucket where a kernel bakes it
+    max_kv_len:  length bucket where a kernel bakes it, else what a row of the table can hold
+    may_capture: whether the shape lies within the captured sizes
     """
-    key = GraphKey(
-        shape=shape,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-        kernels=tuple(kernel.bound for kernel in kernels),
-    )
-    schedules = [kernel.bound.schedule for kernel in kernels]
+    child, bound = shape.child, tuple(kernel.bound for kernel in kernels)
+    schedules = [each.schedule for each in bound]
+    schedule_of_kind = tuple(schedules.index(schedule) for schedule in schedules)
     return StepPlan(
-        key=key,
+        key=GraphKey(shape, max_q_len, max_kv_len, bound),
+        shape=shape,
+        num_halves=shape.num_halves,
+        draft_steps=shape.drafts.steps,
         kernels=tuple(kernels),
-        bounds=StepBounds(shape.child, max_q_len, max_kv_len),
+        bounds=StepBounds(child, max_q_len, max_kv_len),
         pads=Pads(max(kernel.row.min_kv_len for kernel in kernels), shape.pad_q_len),
         replayable=may_capture and all(kernel.row.graph_safe for kernel in kernels),
-        schedule_of_kind=tuple(schedules.index(schedule) for schedule in schedules),
-        prepared_of_kind=tuple(works_by_launches(kernel.bound, "attend", shape.child) for kernel in kernels),
+        schedule_of_kind=schedule_of_kind,
+        built_kinds=tuple(kind for kind in sorted(set(schedule_of_kind)) if schedules[kind] is not NO_SCHEDULE),
+        builds_by_launches=all(works_by_launches(schedule, "build", child) for schedule in schedules),
+        prepared_of_kind=tuple(works_by_launches(each, "attend", child) for each in bound),
     )

@@ -9,16 +9,17 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
-from rocm_attn.batch.mask import NO_MASK, Mask, StepMask
+from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
+from rocm_attn.batch.mask import NO_MASK, StepMask
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, fits, is_prefill, require_pad_to
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
-from rocm_attn.step.plan import GraphKey, StepPlan, keep_latest, kv_len_bucket, make_plan, q_len_bucket
+from rocm_attn.step.plan import GraphKey, StepPlan, keep_latest, kv_len_bucket, make_plan
 
 # New tokens of each sequence in a step of equally many, up to which its plan is kept by its sizes.
 _MOST_VERIFIED = 64
@@ -29,8 +30,7 @@ SealedTensors = Callable[[], Mapping[str, Tensor]]
 
 def lengths_on_the_host(sealed_tensors: SealedTensors) -> Callable[[StepBatch], int]:
     """A step is planned for the longest sequence of its batch."""
-    longest: Callable[[StepBatch], int] = attrgetter("max_kv_len")
-    return longest
+    return attrgetter("max_kv_len")
 
 
 def whole_key(key: GraphKey) -> GraphKey:
@@ -70,11 +70,8 @@ class Planner:
         guards: PlanningGuards,
     ) -> None:
         self.padding = padding
-        self._selections = tuple(selections)
-        self._device = device
-        self._max_kv_len = max_kv_len
-        self._longest = guards.longest(sealed_tensors)
-        self._graph_key = guards.graph_key
+        self._selections, self._device, self._max_kv_len = tuple(selections), device, max_kv_len
+        self._longest, self._graph_key = guards.longest(sealed_tensors), guards.graph_key
         rows = [kernel.row for s in selections for kernel in s.kernels.values()]
         bakes = {b for row in rows for b in row.bakes}
         self._bakes_kv_len = Baked.MAX_KV_LEN in bakes
@@ -83,49 +80,40 @@ class Planner:
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
         # Of steps that no graph replays: by shape, max_q_len, max_kv_len and may_capture, the latest one last.
         self._ragged: dict[tuple[PaddedShape, int, int, bool], StepPlan] = {}
-        # Of plain steps of one token in each sequence, which most are: by their sequences and the longest one's bucket.
-        self._decodes: dict[tuple[int, int], StepPlan] = {}
         # The first and the last length of the bucket that was asked for last; of all, where no kernel asks for one.
         self._bucket = (1, 0) if self._bakes_kv_len else (0, max_kv_len)
-        self._plan_of_sizes: dict[
-            tuple[int | tuple[int, ...] | torch.device | AnyDrafts | type[Mask] | None, ...], StepPlan
-        ] = {}
+        # By all that a plan depends on, so that a step of known sizes costs one look-up.
+        self._plan_of_sizes: dict[tuple[object, ...], StepPlan] = {}
 
     def start_over(self, padding: PaddingPolicy) -> None:
         """Forget every plan and pad by another policy."""
         # One statement: no interrupt leaves plans of one policy under another.
-        self.padding, self._plan_of_key, self._plan_of_sizes, self._decodes, self._ragged = padding, {}, {}, {}, {}
+        self.padding, self._plan_of_key, self._plan_of_sizes, self._ragged = padding, {}, {}, {}
 
     def plan(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> StepPlan:
-        """The plan of a batch that runs whole, or as two halves. pad_to: as in PaddingPolicy.
-
-        Raises NeverFits, BadBatch; BadTensor, Unsupported for inputs on a device that cannot be taken;
-        Unsupported for prefixes that no layer can share.
-        """
+        """The plan of a batch that runs whole, or as two halves; see AttentionRuntime.plan. pad_to: of PaddingPolicy"""
         if pad_to is not None:
             require_pad_to(pad_to)
         first, last = self._bucket
         is_alike = pad_to is None and first <= self._longest(batch) <= last  # as most steps are
         max_kv_len = last if is_alike else self._max_kv_len_of(batch, pad_to)
-        is_usual = batch.decodes and pad_to is None and num_children == 1
-        if is_usual:
-            known = self._decodes.get((batch.num_seqs, max_kv_len))
-            if known is not None:
-                return known
-        # All that a plan depends on, so that a step of known sizes costs one look-up.
-        sizes = (
-            batch.num_seqs,
-            self._new_tokens(batch, pad_to, num_children),
-            max_kv_len,
-            # Its kv_len is another one in each step, and is in max_kv_len.
-            pad_to and pad_to[:2],
-            num_children,
-            batch.inputs.device,
-            # Trees have room in every graph of their size, and other masks may have none.
-            type(batch.mask),
-            batch.prefixes is NO_PREFIXES,
-            batch.drafts,
-        )
+        sizes: tuple[object, ...]
+        if batch.decodes and pad_to is None and num_children == 1:  # as most do
+            sizes = batch.num_seqs, max_kv_len
+        else:
+            sizes = (
+                batch.num_seqs,
+                self._new_tokens(batch, pad_to, num_children),
+                max_kv_len,
+                # Its kv_len is another one in each step, and is in max_kv_len.
+                pad_to and pad_to[:2],
+                num_children,
+                batch.inputs.device,
+                # Trees have room in every graph of their size, and other masks may have none.
+                type(batch.mask),
+                batch.prefixes is NO_PREFIXES,
+                batch.drafts,
+            )
         plan = self._plan_of_sizes.get(sizes)
         if plan is None:
             shape_of = self.padding.shape if num_children == 1 else self.padding.split_shape
@@ -135,15 +123,13 @@ class Planner:
             plan = self._make_plan(shape, batch, longest, max_kv_len)
             if plan.replayable and (plan.shape.kind.decodes or self._is_one_of_few(batch)):
                 self._plan_of_sizes[sizes] = plan
-                if is_usual:
-                    self._decodes[batch.num_seqs, max_kv_len] = plan
         return plan
 
     def _new_tokens(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> tuple[int, int, int]:
-        """What a plan depends on of a batch's new tokens: their number, and the fewest and most of a sequence.
+        """A batch's new tokens, as far as a plan depends on them: their number, and the fewest and most of a sequence.
 
-        Where drafts are verified each sequence is padded to as many, whatever it has: then it matters alone whether
-        there is one that has no more than one, which the kind of the step follows from.
+        Where drafts are verified each sequence is padded to as many, whatever it has. Then the plan depends on whether
+        there is one with no more than one, which decides the kind of the step.
         """
         most = batch.max_q_len
         if most > 1 and pad_to is None and num_children == 1 and self.padding.pads_as_verified(batch):
@@ -151,12 +137,8 @@ class Planner:
         return batch.num_tokens, batch.min_q_len, most
 
     def _is_one_of_few(self, batch: StepBatch) -> bool:
-        """Whether steps of such sizes come again: rounds of drafts and verify steps, not prompts.
-
-        A mask of the caller's bits may have more cells in one step than in the next, and only some have room in a
-        graph.
-        """
-        if isinstance(batch.mask, StepMask):
+        """Steps of such sizes come again: rounds of drafts and verify steps, not prompts."""
+        if isinstance(batch.mask, StepMask):  # may have more cells in the next step, and no room in a graph
             return False
         if batch.drafts is not NO_DRAFTS or self.padding.pads_as_verified(batch):
             return True
@@ -196,9 +178,6 @@ class Planner:
         if not self._bakes_kv_len:
             return self._max_kv_len
         longest = self._longest(batch)
-        first, last = self._bucket
-        if pad_to is None and first <= longest <= last:
-            return last
         if pad_to is not None and pad_to.kv_len:
             if pad_to.kv_len < longest:
                 raise NeverFits(
@@ -221,7 +200,7 @@ class Planner:
         if not self._bakes_q_len:
             max_q_len = 1 if shape.kind.decodes else shape.child.num_tokens
         else:
-            max_q_len = q_len_bucket(max_q_len) if may_capture else max(1, min(max_q_len, batch.max_q_len))
+            max_q_len = next_power_of_2(max_q_len) if may_capture else max(1, min(max_q_len, batch.max_q_len))
         sizes = shape, max_q_len, max_kv_len, may_capture
         plan = self._ragged.get(sizes)
         if plan is None:
@@ -241,7 +220,13 @@ class Planner:
                 "the step has a mask and no layer looks at it; build the runtime of problems with custom_mask"
             )
         if isinstance(batch.drafts, Drafts) and batch.drafts.branches > 1:
-            self._check_branches(batch.drafts)
+            without = [f"no custom_mask: {s.problem}" for s in self._selections if not s.problem.custom_mask]
+            if without:  # its drafts would see those of other branches
+                raise Unsupported(
+                    f"drafts with {batch.drafts.branches} branches need masks in every layer; build the runtime of "
+                    "problems with custom_mask, or draft with one branch",
+                    without,
+                )
         if batch.mask.device not in (None, self._device):
             raise BadTensor(f"the step's mask is on {batch.mask.device}; the runtime is on {self._device}")
         if batch.prefixes is not NO_PREFIXES and not any(
@@ -263,16 +248,6 @@ class Planner:
             raise Unsupported(
                 f"{', '.join(needy)} must know the lengths of a step on the host, and they are on {self._device}; "
                 "read them back before the step, or choose another provider"
-            )
-
-    def _check_branches(self, drafts: Drafts) -> None:
-        """Refuse branches where a layer does not look at masks: its drafts would see those of other branches."""
-        without = [str(s.problem) for s in self._selections if not s.problem.custom_mask]
-        if without:
-            raise Unsupported(
-                f"drafts with {drafts.branches} branches need masks in every layer; build the runtime of problems with "
-                "custom_mask, or draft with one branch",
-                [f"no custom_mask: {problem}" for problem in without],
             )
 
 

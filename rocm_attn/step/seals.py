@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-
-from torch import Tensor
 
 from rocm_attn.batch.padding import PaddingPolicy
 from rocm_attn.errors import NeverFits
@@ -22,10 +20,11 @@ from rocm_attn.step.publisher import Publisher
 class Seals:
     """The seal of one runtime.
 
-    check:  raises DeviceFault for steps that went wrong; see AttentionRuntime.check_device
-    number: the seal's number; 0 while there is none. Every seal has another one: graphs that were captured under one
-            are void under the next
-    users:  those that make graphs of the runtime's steps
+    check:   raises DeviceFault for steps that went wrong; see AttentionRuntime.check_device
+    number:  the seal's number; 0 while there is none. Every seal has another one: graphs that were captured under one
+             are void under the next
+    users:   those that make graphs of the runtime's steps
+    tensors: gives everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages
     """
 
     def __init__(
@@ -39,12 +38,9 @@ class Seals:
     ) -> None:
         self._core, self._gate, self._publisher = core, gate, publisher
         self._options, self._agree, self._check = options, agree, check
+        self.tensors = core.sealed_tensors
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
         self._num_seals = self.number = 0
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages."""
-        return self._core.sealed_tensors()
 
     def seal(self) -> None:
         """Fix the addresses that graphs read, at the size of the largest capture. Growing them raises afterwards."""
@@ -93,7 +89,7 @@ class Seals:
             self._seal()
 
     def _seal(self) -> None:
-        self._core.seal(self._gate.planner.padding.largest_shapes())
+        self._core.memory.seal(self._gate.planner.padding.largest_shapes())
         # One statement, and the last one: what is sealed halfway has no number.
         self._num_seals, self.number = self._num_seals + 1, self._num_seals + 1
 
@@ -106,8 +102,7 @@ class Seals:
         self._publisher.let_go()
         self.number = 0
         self._core.memory.take(part)
-        self._gate.planner.start_over(padding)
-        self._gate.forget()
+        self._gate.start_over(padding)
 
     def _padding_for(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int]) -> PaddingPolicy:
         options = replace(self._options, capture_sizes=capture_sizes, capture_tokens=capture_tokens)

@@ -1,8 +1,7 @@
-"""Whose selection lies in the memory of a step: no layer attends to what another one, or an earlier step, has chosen.
+"""Selections of keys: no layer attends to what another one, or an earlier step, has chosen.
 
 All indexers of a model write to one place, one after the other: a selection is used by its own layer and by those that
-reuse it, before the next indexer's turn. A graph holds its selections and what attends over them in one order, so that
-a replay cannot mix them up; what is asked here is asked when a forward runs, eagerly or to be captured.
+reuse it, before the next indexer's turn. A graph keeps that order; eager and captured forwards are checked.
 """
 
 from __future__ import annotations
@@ -17,17 +16,13 @@ NOTHING = -1
 
 
 def refuse_stale(layer: int, wanted: int, found: int) -> None:
-    """A layer attends to what the indexer of `wanted` has chosen in this step. Raises WrongState for anything else.
-
-    found: the layer whose selection there is; NOTHING: no one has selected in this step
-    """
-    if found == wanted:
-        return
-    there = "nothing was selected in this step" if found == NOTHING else f"layer {found} has selected since"
-    raise WrongState(
-        f"layer {layer} attends to the selection of layer {wanted}, and {there}; call select({wanted}, ...) first, and "
-        "attend_selected() of every layer that shares it before the next select()"
-    )
+    """Raise WrongState where a layer attends to what `wanted` selects, and another selection, or NOTHING, is found."""
+    if found != wanted:
+        there = "nothing was selected in this step" if found == NOTHING else f"layer {found} has selected since"
+        raise WrongState(
+            f"layer {layer} attends to the selection of layer {wanted}, and {there}; call select({wanted}, ...) first, "
+            "and attend_selected() of every layer that shares it before the next select()"
+        )
 
 
 Require = Callable[[int, int, int], None]
@@ -82,9 +77,7 @@ class StepSelections:
     __slots__ = ("_found", "_layers", "_require")
 
     def __init__(self, layers: SelectingLayers, require: Require) -> None:
-        self._layers = layers
-        self._require = require
-        self._found = [NOTHING]
+        self._layers, self._require, self._found = layers, require, [NOTHING]
 
     def begin(self, num_children: int) -> None:
         """A step is staged: what lies in its memory is of an earlier one."""

@@ -2,18 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Final
 
+import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.step.drafts import RoundTree
+from rocm_attn.batch.drafts import AnyDrafts
+from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.machine.devices import on_device
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import LayerCalls
+
+# (branches, draft step, its memory): derives the mask of its drafts from the parents of all drafts so far.
+PlaceMask = Callable[[int, int, DeviceStep], None]
+
+
+class RoundTree:
+    """The tree that a round of drafts grows, or one half of a split round. With one branch, drafts are a chain.
+
+    parents: int32 [S, branches * draft steps]: the number of each draft's parent, or NO_PARENT in the first draft step.
+             A draft's number is draft step * branches + branch. A verify step takes its tree from it. Pads have parents
+             too. Empty with one branch, and in steps that are no rounds
+    """
+
+    __slots__ = ("_branches", "_place_mask", "_steps", "_views", "num_set", "parents")
+
+    def __init__(self, drafts: AnyDrafts, views: Sequence[DeviceStep], place_mask: PlaceMask) -> None:
+        self.parents: Final = views[0].parents
+        self._branches, self._steps = drafts.branches, drafts.steps
+        self._views, self._place_mask = views, place_mask
+        self.begin()
+
+    def begin(self) -> None:
+        """The round is filled, and runs from its first draft step: once, or again to be captured."""
+        self.num_set = 1 if self._branches > 1 else self._steps
+
+    def require(self, require_running: Callable[[], None], step: int) -> None:
+        """Raise WrongState for a draft step that does not run, or whose parents are not set."""
+        require_running()
+        if step >= self.num_set:
+            raise WrongState(
+                f"draft step {step} has no parents yet; call set_parents() or keep_branches() of its part before its "
+                "layers"
+            )
+
+    def set_parents(self, step: int, parents: Tensor) -> None:
+        """Part.set_parents of a draft step."""
+        of_step = self._numbers_of(step)
+        if parents.dtype != torch.int32 or parents.numel() != of_step.numel() or parents.device != of_step.device:
+            raise BadTensor(
+                f"parents are {parents.dtype} of shape {list(parents.shape)} on {parents.device}; a step of these "
+                f"drafts takes torch.int32 {list(of_step.shape)} on {of_step.device}"
+            )
+        if self._branches > 1:
+            with on_device(of_step.device):
+                torch.add(parents.reshape(of_step.shape), (step - 1) * self._branches, out=of_step)
+        self.keep_branches(step)
+
+    def keep_branches(self, step: int) -> None:
+        """Part.keep_branches of a draft step."""
+        self._numbers_of(step)
+        if self._branches > 1:
+            self._place_mask(self._branches, step, self._views[step])
+            self.num_set = step + 1
+
+    def _numbers_of(self, step: int) -> Tensor:
+        """int32 [S, branches], where the parents of a draft step lie. Raises WrongState."""
+        if not 0 < step < self._steps or (self._branches > 1 and step != self.num_set):
+            raise WrongState(
+                f"parents of draft step {step} were given; a round of {self._steps} steps takes those of steps 1 to "
+                f"{self._steps - 1}, in this order and once each"
+            )
+        if self._branches == 1:
+            return self._views[step].tensors.row_of_seq[:, None]
+        return self.parents[:, step * self._branches : (step + 1) * self._branches]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,47 +158,11 @@ class Part:
         """set_parents() where each branch continues itself. Raises WrongState."""
         self.tree.keep_branches(self.number % self.plan.shape.drafts.steps)
 
-    def is_for(self, batch: StepBatch) -> bool:
-        """Whether a batch that has the part's plan and views has an equal part."""
-        return self.num_seqs == batch.num_seqs and self.num_tokens == batch.num_fed
 
-    @classmethod
-    def of(
-        cls, batch: StepBatch, views: DeviceStep, plan: StepPlan, layers: LayerCalls, number: int, tree: RoundTree
-    ) -> Part:
-        """The part that runs a batch, or the half of one, by a plan in these views."""
-        return cls(
-            num_seqs=batch.num_seqs,
-            num_tokens=batch.num_fed,
-            token_ids=views.tensors.token_ids,
-            positions=views.tensors.positions,
-            row_of_seq=views.tensors.row_of_seq,
-            kv_len=views.tensors.kv_len,
-            q_indptr=views.tensors.q_indptr,
-            seq_of_token=views.tensors.seq_of_token,
-            row_of_token=views.tensors.row_of_token,
-            last_token_of_seq=views.tensors.last_token_of_seq,
-            layers=layers,
-            plan=plan,
-            number=number,
-            tree=tree,
-        )
-
-
+# The fields of a part that a step's tensors have by the same names.
+VIEWS_OF_PART = [each.name for each in fields(Part) if each.type == "Tensor"]
 # The parts that run one after the other: a whole step, a half of one, or the draft steps of a round.
 Series = tuple[Part, ...]
-
-
-class StepOwner(Protocol):
-    """Fills and ends the step that was staged."""
-
-    def fill(self) -> None:
-        """Derive the step's metadata on the device."""
-        ...
-
-    def end(self) -> None:
-        """Close the step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +179,19 @@ class Step:
                       in a step that is not split
     num_first_tokens: int32 [], tokens of its first part
     plan:             how the step runs
-    owner:            the gate that the step came through
+    children:         the memory of each part
+    fill:             derives the step's metadata on the device; captured where a step is. Doing it twice is harmless.
+                      Raises WrongState for a step that is over
+    end:              closes the step, so that the next one may begin; see AttentionRuntime.end_step
     """
 
     parts: Series
     num_first: Tensor
     num_first_tokens: Tensor
     plan: StepPlan
-    owner: StepOwner
+    children: tuple[DeviceStep, ...]
+    fill: Callable[[], None]
+    end: Callable[[], None]
 
     @property
     def halves(self) -> tuple[Series, ...]:
@@ -165,25 +199,8 @@ class Step:
         steps = self.plan.draft_steps
         return tuple(self.parts[first : first + steps] for first in range(0, len(self.parts), steps))
 
-    def fill(self) -> None:
-        """Derive the step's metadata on the device; captured where a step is. Doing it twice is harmless.
-
-        Raises WrongState for a step that is over.
-        """
-        self.owner.fill()
-
-    def end(self) -> None:
-        """Close the step, so that the next one may begin; see AttentionRuntime.end_step."""
-        self.owner.end()
-
     def __enter__(self) -> Step:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.owner.end()
-
-
-# Runs the parts of one half.
-RunSeries = Callable[[Series], object]
+    def __exit__(self, *error: object) -> None:
+        self.end()

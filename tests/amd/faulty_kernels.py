@@ -11,7 +11,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import BoundKernel, LayerKernel, Schedule, StepBounds
 from rocm_attn.providers.select import Selection
-from rocm_attn.step.guards import OpsChange, SelectionChange, unchanged_ops
+from rocm_attn.step.core import OpsChange, SelectionChange, unchanged
 
 # What a kernel is given -> what a faulty one takes it for.
 Fault = Callable[[AttendArgs], AttendArgs]
@@ -38,7 +38,7 @@ class FaultyKernel:
         self.inner.attend(self.fault(args), step, bounds)
 
 
-def with_launches(kernels: SelectionChange, ops: OpsChange = unchanged_ops) -> Guards:
+def with_launches(kernels: SelectionChange, ops: OpsChange = unchanged) -> Guards:
     """Safeguards in the place of which faults are put."""
     guards = Guards()
     launches = replace(guards.step.launches, v_mask=kernels, store_drops=ops)

@@ -26,7 +26,7 @@ from rocm_attn.runner.speculation.drafts import NOT_DRAWN
 from rocm_attn.runner.speculation.drafts_again import Around
 from rocm_attn.runner.speculation.drawn import drawn_level, samples, terms_of_drafts
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.accepted import last_accepted
+from rocm_attn.step.accepting import last_accepted
 from rocm_attn.step.gate import RanStep
 from rocm_attn.step.step import Part, Series
 

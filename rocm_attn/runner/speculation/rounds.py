@@ -476,7 +476,7 @@ class DeviceRounds:
 
     def _rounds_of(self, step: ScheduledStep, last: RanStep) -> RoundLaunches:
         """What the rounds that follow from a step launch after it."""
-        batch, child, draws = last.batch, last.views, bool(step.asking)
+        batch, child, draws = last.batch, last.children[0], bool(step.asking)
         if draws:
             self._send_terms(step)
         launches, key = self._launches.of(self._runtime.seals.number), (id(child), batch.num_seqs, draws)
@@ -501,7 +501,7 @@ class DeviceRounds:
             self._terms[: num_seqs * width],
             self._guesses.taken[:num_seqs],
         )
-        guessed = self._guesses.of_step(last.views, given, self._picker.tokens, to.path)
+        guessed = self._guesses.of_step(last.children[0], given, self._picker.tokens, to.path)
         on_host = [ToldOnHost(memory, num_seqs, width) for memory in self._memory]
         return RoundLaunches(self._ops, given, guessed, to, on_host, draws=draws, looks_up=self._guesses.looks_up)
 

@@ -27,7 +27,7 @@ from rocm_attn.providers.select import Selection
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.guards import LaunchGuards, StepGuards
+from rocm_attn.step.core import LaunchGuards, StepGuards
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.publisher import PublishingGuards
 from rocm_attn.step.step import Part

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rocm_attn.step.overlap import may_overlap
+from rocm_attn.step.layers import may_overlap
 
 
 def bytes_of(tensor: Tensor) -> set[int]:

@@ -132,7 +132,7 @@ def _left(served: Going) -> tuple[object, ...]:
         runtime.table.tokens.of(served.rows).tolist(),
         runtime.faults.step_number,
         runtime.gate.stores.layers,
-        runtime.gate.may_store,
+        runtime.gate.stores.refusal,
         served.runner.may_run_again,
         runtime.gate.last.batch.kv_len.tolist(),
         (counters.steps, counters.replays, counters.real_seqs, counters.padded_seqs),
@@ -357,7 +357,7 @@ def test_a_step_that_may_not_store_does_not_run_again() -> None:
     runtime = served.runtime
     runtime.table.fork(int(served.rows[1]), int(served.kv_len[1]))
     runtime.stage(StepBatch(served.rows, served.kv_len, np.ones(NUM_SEQS, np.int32)))
-    assert not runtime.gate.may_store
+    assert runtime.gate.stores.refusal
     runtime.gate.abandon()
     assert not served.runner.may_run_again
 

@@ -20,7 +20,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.state_slots import require_state_slots
-from rocm_attn.step.accepted import select_last_accepted
+from rocm_attn.step.accepting import select_last_accepted
 from rocm_attn.step.step import Part
 from tests.amd.runtime.stepping import Request, World, providers, small_problem, take_back
 from tests.amd.tolerances import assert_attention_close

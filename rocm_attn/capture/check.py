@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol
 
@@ -19,70 +19,61 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.mask import StepMask, TreeMask
 from rocm_attn.batch.padding import PaddedShape, fits
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import shape_name
+from rocm_attn.capture.made_graphs import Graph
 from rocm_attn.capture.probe_requests import (
+    Candidate,
     ProbeLimits,
     ProbeRequests,
     forget_new_tokens,
     has_room,
+    has_sound_inputs,
     kept_new_tokens,
     probe_limits,
     stored_new_tokens,
 )
 from rocm_attn.oracle.numerics import BOUNDS, error_parts
-from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.outputs import Outputs, PerToken, leaves_of, real_rows, structure_of
-from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.step import Step
-
-Record = Callable[[Step], Callable[[], Outputs]]
-Eager = Callable[[Step], Outputs]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Generic[Outputs]):
     """What came of recording and checking one graph.
 
-    failure: how it differs from the eager run; empty when it does not
+    graph:   what was recorded; None where that was refused
     summary: what it was compared on
     seconds: spent on the comparison, recording not counted
-    bitwise: whether it gave bitwise what the eager run gave; a graph that is not refused may lie within bounds of it
+    wrong:   how it falls short, by name; empty where it gave bitwise what the eager run gave.
+             failure: it may not serve; raised: forward has raised while it was recorded; inexact: it may serve, and lies
+             within the bounds of the eager run; over: the check was broken off, and nothing more is tried
     """
 
-    failure: str
+    graph: Graph[Outputs] | None
     summary: str
     seconds: float
-    bitwise: bool
+    wrong: Mapping[str, str]
+
+
+# Records a staged step, once.
+Record = Callable[[Step], Graph[Outputs]]
+Eager = Callable[[Step], Outputs]
 
 
 class Check(Protocol):
     """Records a graph, and says whether it may serve."""
 
-    def has_steps(self, runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> bool:
-        """Whether there is a step to record now. Arguments as in record()"""
+    def has_steps(self, candidate: Candidate) -> bool:
+        """Whether there is a step to record now. Raises nothing that a live step has wrong with it."""
         ...
 
-    def record(
-        self,
-        runtime: AttentionRuntime,
-        plan: StepPlan,
-        q_len: Int32Array,
-        live: StepBatch | None,
-        record: Record[Outputs],
-        eager: Eager[Outputs],
-    ) -> Verdict:
-        """Stage steps of the plan, record the first one and judge the graph by the others.
+    def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
+        """Stage steps of the plan, record the first one and judge the graph by the others. has_steps() is true.
 
-        runtime: idle, and idle again afterwards; its table holds the same requests and as many free pages
-        q_len:   int32 [num_seqs], new tokens of the sequences of some step with this plan
-        live:    a step that waits to be run, whose requests may be used when there is no room for others; one without
-                 sequences where other ranks make their graphs too
-        record:  records a staged step, once; returns what replays it. Not called when there is no step to record
-        eager:   runs a staged step
+        eager: runs a staged step
         """
         ...
 
@@ -99,39 +90,28 @@ class CaptureCheck:
         self._limits = limits
         self._seed = seed
 
-    def record(
-        self,
-        runtime: AttentionRuntime,
-        plan: StepPlan,
-        q_len: Int32Array,
-        live: StepBatch | None,
-        record: Record[Outputs],
-        eager: Eager[Outputs],
-    ) -> Verdict:
-        """As Check.record: on probe requests, or on permutations of the live step where none can be admitted.
+    def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
+        """See Check.record. It runs on probe requests, or on permutations of the live step where none can be admitted.
 
         The largest lengths are recorded, two ragged draws are compared, then the largest lengths. Whatever is drawn and
         whatever comes of it, as many steps run: on other ranks too, whose requests are others.
         """
-        started, recording_seconds = time.perf_counter(), 0.0
-        trial = _Trial(runtime, plan, eager)
-        inputs = HOST_INPUTS if live is None else live.inputs
-        with ProbeRequests(runtime, vocabulary=self._vocabulary, seed=self._seed, inputs=inputs) as probes:
-            if has_room(runtime, plan, q_len, self._limits_on(runtime)):
-                recording_seconds += trial.of_draws(probes.draws(plan, q_len, self._limits_on(runtime)), record)
-            elif live is not None and _can_be_drawn(live):
-                trial.of = " of the step itself"
-                with kept_new_tokens(runtime, live):
-                    recording_seconds += trial.of_draws(_own_draws(live, plan.shape), record)
-        return trial.verdict(time.perf_counter() - started - recording_seconds)
+        trial, limits, live = _Trial(candidate, record, eager), self._limits_on(candidate), candidate.live
+        with ProbeRequests.of(candidate, vocabulary=self._vocabulary, seed=self._seed) as probes:
+            if has_room(candidate, limits):
+                return trial.run(probes.draws(candidate, limits), "")
+            assert live is not None, "a check has steps before it runs"
+            with kept_new_tokens(candidate.runtime, live):
+                return trial.run(_own_draws(live, candidate.plan.shape), " of the step itself")
 
-    def has_steps(self, runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> bool:
-        """As Check.has_steps."""
-        has_own = live is not None and _can_be_drawn(live)
-        return has_own or has_room(runtime, plan, q_len, self._limits_on(runtime))
+    def has_steps(self, candidate: Candidate) -> bool:
+        """See Check.has_steps. A live step whose own inputs are at fault is not tried on: it is no fault of the graph."""
+        if has_room(candidate, self._limits_on(candidate)):
+            return True
+        return candidate.live is not None and _can_be_drawn(candidate.live) and has_sound_inputs(candidate)
 
-    def _limits_on(self, runtime: AttentionRuntime) -> ProbeLimits:
-        return self._limits if self._limits is not None else probe_limits(runtime.target)
+    def _limits_on(self, candidate: Candidate) -> ProbeLimits:
+        return self._limits if self._limits is not None else probe_limits(candidate.runtime.target)
 
 
 _SHORTEST = ProbeLimits(1, 1)
@@ -140,86 +120,71 @@ _SHORTEST = ProbeLimits(1, 1)
 class NoCheck:
     """Trusts every graph. For tests of what a wrong graph does, and where each step is compared anyway."""
 
-    def record(
-        self,
-        runtime: AttentionRuntime,
-        plan: StepPlan,
-        q_len: Int32Array,
-        live: StepBatch | None,
-        record: Record[Outputs],
-        eager: Eager[Outputs],
-    ) -> Verdict:
-        """As Check.record, without any comparison."""
-        trial = _Trial(runtime, plan, eager)
-        inputs = HOST_INPUTS if live is None else live.inputs
-        with ProbeRequests(runtime, vocabulary=2, seed=0, inputs=inputs) as probes:
-            batch = live if live is not None else next(probes.draws(plan, q_len, _SHORTEST), None)
-            if batch is not None:
-                trial.record(batch, record)
-        return Verdict("", "not checked", 0.0, bitwise=True)
+    def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
+        """See Check.record. Nothing is compared."""
+        trial = _Trial(candidate, record, eager)
+        with ProbeRequests.of(candidate, vocabulary=2, seed=0) as probes:
+            live = candidate.live
+            graph = trial.record(live if live is not None else next(probes.draws(candidate, _SHORTEST)))
+        return Verdict(graph, "not checked", 0.0, {})
 
-    def has_steps(self, runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> bool:
-        """As Check.has_steps."""
-        return live is not None or has_room(runtime, plan, q_len, _SHORTEST)
+    def has_steps(self, candidate: Candidate) -> bool:
+        """See Check.has_steps."""
+        return candidate.live is not None or has_room(candidate, _SHORTEST)
 
 
 NO_CHECK = NoCheck()
 
 
 class _Trial(Generic[Outputs]):
-    """One graph under test. of: whose requests it is tried on, in words; empty for probe requests."""
+    """One graph under test."""
 
-    def __init__(self, runtime: AttentionRuntime, plan: StepPlan, eager: Eager[Outputs]) -> None:
-        self.replay: Callable[[], Outputs] | None = None
-        self.failure = self.of = ""
-        self.num_compared = 0
-        self._runtime = runtime
-        self._plan = plan
+    def __init__(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> None:
+        self._runtime = candidate.runtime
+        self._plan = candidate.plan
+        self._record = record
         self._eager = eager
-        self._most_seqs = self._longest = 0
-        self._bitwise = True
+        self._num_compared = self._most_seqs = self._longest = 0
+        self._wrong: dict[str, str] = {}
         self._had_sequences = False
 
-    def of_draws(self, batches: Iterable[StepBatch], record: Record[Outputs]) -> float:
-        """Record the first step, and compare the others; the seconds that recording took."""
-        seconds = 0.0
-        for batch in batches:  # all of them: ranks run the same steps, also where only one has found a difference
-            if self.replay is None:
-                seconds += self.record(batch, record)
-            else:
-                self.compare(batch)
-        return seconds
-
-    def record(self, batch: StepBatch, record: Record[Outputs]) -> float:
-        """Record a step; the seconds that took."""
-        step = self._runtime.stage(batch, self._plan)
+    def run(self, batches: Iterator[StepBatch], of: str) -> Verdict[Outputs]:
+        """Record the first step and compare the others. of: whose requests they are, in words"""
         started = time.perf_counter()
+        graph = self.record(next(batches))
+        for batch in batches:  # all of them: ranks run the same steps, also where only one has found a difference
+            self._compare(graph, batch)
+        return self._verdict(graph, time.perf_counter() - started - graph.seconds, of)
+
+    def record(self, batch: StepBatch) -> Graph[Outputs]:
+        """The graph of a step."""
+        step = self._runtime.stage(batch, self._plan)
         try:
-            self.replay = record(step)
+            return self._record(step)
         finally:
             self._runtime.end_step()
-        return time.perf_counter() - started
 
-    def compare(self, batch: StepBatch) -> None:
+    def _compare(self, graph: Graph[Outputs], batch: StepBatch) -> None:
         """Replay a step and run it eagerly. The first difference counts."""
-        assert self.replay is not None
         step = self._runtime.stage(batch, self._plan)
         try:
             # First the graph: the buffers still hold the step before, so what the graph forgets to fill shows.
             forget_new_tokens(self._runtime, batch)
-            replayed = self._result(batch, self.replay())
+            replayed = self._result(batch, graph.replay())
             wanted = self._result(batch, self._eager(step))
         finally:
             self._runtime.end_step()
         self._had_sequences |= batch.num_seqs > 0
         if not wanted.has_number and not replayed.has_number:
             return  # NaN equals NaN here: as with pads, nothing is proved by it
-        self.num_compared += 1
+        self._num_compared += 1
         self._most_seqs = max(self._most_seqs, batch.num_seqs)
         self._longest = max(self._longest, batch.max_kv_len)
         if not replayed.is_bitwise(wanted):
-            self._bitwise = False
-            self.failure = self.failure or self._difference(batch, replayed, wanted)
+            self._wrong["inexact"] = "it differs"
+            difference = self._difference(batch, replayed, wanted)
+            if difference:
+                self._wrong.setdefault("failure", difference)
 
     def _result(self, batch: StepBatch, outputs: Outputs) -> _Result:
         """What a run of a step gave, without pads; of a forward that returns no tensor, the K and V that it stored."""
@@ -228,22 +193,21 @@ class _Trial(Generic[Outputs]):
             tensors = stored_new_tokens(self._runtime, batch)
         return _Result(structure_of(outputs), {path: tensor.clone() for path, tensor in tensors.items()})
 
-    def verdict(self, seconds: float) -> Verdict:
-        """What came of it."""
-        failure = self.failure
-        if self.replay is not None and not self.num_compared and self._had_sequences:
-            failure = (
+    def _verdict(self, graph: Graph[Outputs], seconds: float, of: str) -> Verdict[Outputs]:
+        if not self._had_sequences:
+            summary = "not compared: the step has no sequences here, and no others could be admitted"
+            return Verdict(graph, summary, seconds, self._wrong)
+        if not self._num_compared:
+            self._wrong["failure"] = (
                 f"the graph of {shape_name(self._plan.shape)} could not be compared with the eager run: "
                 "forward gives no finite number"
             )
-        how = "bitwise" if self._bitwise else "within bounds"
+        how = "within bounds" if self._wrong else "bitwise"
         summary = (
-            f"equal to eager {how} in {self.num_compared} draws of up to {self._most_seqs} sequences "
-            f"and {self._longest} tokens{self.of}"
+            f"equal to eager {how} in {self._num_compared} draws of up to {self._most_seqs} sequences "
+            f"and {self._longest} tokens{of}"
         )
-        if not self._had_sequences:
-            summary = "not compared: the step has no sequences here, and no others could be admitted"
-        return Verdict(failure, summary, seconds, self._bitwise)
+        return Verdict(graph, summary, seconds, self._wrong)
 
     def _difference(self, batch: StepBatch, replayed: _Result, wanted: _Result) -> str:
         if replayed.structure != wanted.structure:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -156,24 +156,16 @@ class CapturedBucket:
 
 
 @dataclass(frozen=True, slots=True)
-class SkippedBucket:
-    """A shape that no graph was made of, and why. It is captured when a step of it comes."""
-
-    shape: PaddedShape
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class CaptureReport:
     """What a runner has captured.
 
     buckets:    the graphs that exist, in the order in which they were made
-    skipped:    by capture_all()
+    skipped:    by capture_all(): shape -> why no graph was made of it yet. It is tried again when a step of it comes
     graphs_off: why graphs were switched off; empty while they are on or were never asked for
     """
 
     buckets: tuple[CapturedBucket, ...]
-    skipped: tuple[SkippedBucket, ...]
+    skipped: Mapping[PaddedShape, str]
     graphs_off: str
 
     @property
@@ -193,6 +185,6 @@ class CaptureReport:
             f"{bucket.num_bytes / 2**20:.1f} MiB, {bucket.check}"
             for bucket in self.buckets
         ]
-        lines += [f"{shape_name(skipped.shape)}: not captured: {skipped.reason}" for skipped in self.skipped]
+        lines += [f"{shape_name(shape)}: not captured: {reason}" for shape, reason in self.skipped.items()]
         lines.append(f"{len(self.buckets)} graphs, {self.seconds:.2f} s, {self.num_bytes / 2**20:.1f} MiB")
         return [*lines, f"graphs are off: {self.graphs_off}"] if self.graphs_off else lines

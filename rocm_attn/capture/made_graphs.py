@@ -1,20 +1,19 @@
-"""Graphs of a StepRunner: fresh ones on trial, and those that run again on what the device has made of their inputs."""
+"""Graph: the graph of a plan's steps, on trial or in service; and what ranks agree on while one is made."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Generic
 
 from torch import Tensor
 
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.capture.check import Verdict
 from rocm_attn.hip_graphs.errors import RecordingRefused
 from rocm_attn.hip_graphs.graph_cache import Entry
-from rocm_attn.hip_graphs.recorder import CountedRecording, Recorder, Recording
+from rocm_attn.hip_graphs.recorder import Recording
 from rocm_attn.kernels.launch import does_only_launch
 from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
 from rocm_attn.runtime import AttentionRuntime
@@ -24,17 +23,48 @@ from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.step import Step
 
 
-class RunsAgain(NamedTuple, Generic[Outputs]):
-    """A graph that runs on what the buffers of its steps hold.
+@dataclass(slots=True, eq=False)
+class Graph(Generic[Outputs]):
+    """A graph that is all of the steps of a plan.
 
-    require_good: raises StaleRecording if what it reads has moved
+    recording:    replays it; its runs are counted where it takes inputs
     outputs:      what it gives, rows of pads too
+    seconds:      of warm-up and recording
+    effects:      of each step that it replays
+    takes_inputs: whether its head takes those of its steps
+    num_seqs:     padded sequences of a step
+    entry:        as the runner keeps it once it serves
     """
 
     plan: StepPlan
-    require_good: Callable[[], None]
     recording: Recording
     outputs: Outputs
+    seconds: float
+    effects: Effects
+    takes_inputs: bool
+    num_seqs: int = field(init=False)
+    entry: Entry[Outputs] = field(init=False)
+    # Sequences of the last step, and its outputs without what they hold for pads.
+    num_real: int = field(init=False, default=-1)
+    real: Outputs = field(init=False)
+    # The step that is known to run again by it.
+    ran: RanStep | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.num_seqs = self.plan.shape.num_seqs
+
+    def replay(self) -> Outputs:
+        """Its outputs for the staged step, rows of pads too."""
+        self.recording.replay()
+        return self.outputs
+
+    def real_of(self, batch: StepBatch) -> Outputs:
+        """Its outputs, without what they hold for pads."""
+        outputs = real_rows(self.outputs, batch.num_seqs, batch.num_fed)
+        # A tree is the caller's, and so another one each time.
+        if isinstance(outputs, Tensor):
+            self.num_real, self.real = batch.num_seqs, outputs
+        return outputs
 
 
 def takes_inputs(runtime: AttentionRuntime, step: Step) -> bool:
@@ -48,112 +78,35 @@ def takes_inputs(runtime: AttentionRuntime, step: Step) -> bool:
     return runtime.device.type == "cpu" or does_only_launch(runtime.core.ops.take_inputs)
 
 
-class Once:
-    """What ranks agree on once in each trial, wherever a rank leaves it: that all of them have recorded."""
+class Raised(RecordingRefused):
+    """Forward has raised while it was recorded. The eager step may do without what recording lacks."""
+
+
+class AgreedTrial:
+    """What ranks agree on in one trial of a graph, equally often wherever a rank leaves it: that all of them have
+    recorded, and what came of it.
+    """
 
     def __init__(self, runtime: AttentionRuntime) -> None:
         self._runtime = runtime
-        self._is_said = False
+        self._has_recorded = False
 
-    def say(self, refusal: str) -> None:
-        """Does nothing if it was said before. Raises RecordingRefused if a rank has refused."""
-        if not self._is_said:
-            self._is_said = True
-            with self._runtime.faults.meetings.waiting(refusal):
-                found = self._runtime.agree({"failure": refusal} if refusal else {})
-            if found:
-                raise RecordingRefused(found["failure"])
+    def recorded(self, wrong: Mapping[str, str]) -> None:
+        """Raises Raised or RecordingRefused where a rank has not recorded. wrong: as Verdict.wrong"""
+        self._has_recorded = True
+        found = self._agreed(wrong)
+        if "failure" in found:
+            raise RecordingRefused(found["failure"])
+        if "raised" in found:
+            raise Raised(found["raised"])
 
+    def ended(self, wrong: Mapping[str, str]) -> Mapping[str, str]:
+        """What is wrong with the graph of any rank: a graph serves on all of them or on none."""
+        if not self._has_recorded:
+            with suppress(RecordingRefused):  # which all of them say again
+                self.recorded(wrong)
+        return self._agreed(wrong)
 
-@dataclass(frozen=True, slots=True)
-class Again(Generic[Outputs]):
-    """A step whose graph has run again, and does so by one call.
-
-    of:      the step, as the runtime has it
-    graph:   which is all of it
-    outputs: without what they hold for pads
-    """
-
-    of: RanStep
-    graph: Entry[Outputs]
-    outputs: Outputs
-    num_seqs: int
-    num_pads: int
-
-
-class TakingGraph(Generic[Outputs]):
-    """What a graph gives that takes the inputs of its steps, and so is all of such a step."""
-
-    __slots__ = ("_of_all", "_real")
-
-    def __init__(self, outputs: Outputs) -> None:
-        self._of_all = outputs
-        # Sequences of the last step, and its outputs.
-        self._real: tuple[int, Outputs] | None = None
-
-    def outputs(self, batch: StepBatch) -> Outputs:
-        """Its outputs, without what they hold for pads."""
-        real = self._real
-        if real is not None and real[0] == batch.num_seqs:
-            return real[1]
-        outputs = real_rows(self._of_all, batch.num_seqs, batch.num_fed)
-        # A tree is the caller's, and so another one each time; and where drafts are verified, tokens tell steps apart.
-        if isinstance(outputs, Tensor):
-            self._real = batch.num_seqs, outputs
-        return outputs
-
-
-@dataclass(frozen=True, slots=True)
-class FreshGraph(Generic[Outputs]):
-    """A graph that was not checked yet.
-
-    seconds:       of warm-up and recording
-    effects:       of each step that it replays
-    takes_inputs:  whether its head takes those of its steps; then its runs are counted
-    """
-
-    recording: Recording
-    outputs: Outputs
-    seconds: float
-    effects: Effects
-    takes_inputs: bool
-
-    @classmethod
-    def of(
-        cls, recorder: Recorder, fn: Callable[[], Outputs], runtime: AttentionRuntime, *, takes_inputs: bool
-    ) -> FreshGraph[Outputs]:
-        started = time.perf_counter()
-        recording, outputs = recorder.record(fn)
-        kept = CountedRecording(recording, runtime.graph_runs.run) if takes_inputs else recording
-        return cls(kept, outputs, time.perf_counter() - started, runtime.gate.effects, takes_inputs)
-
-    def replay(self) -> Outputs:
-        self.recording.replay()
-        return self.outputs
-
-
-@dataclass(frozen=True, slots=True)
-class Trial(Generic[Outputs]):
-    """A graph, or none where there was no room to compare it, and what came of it.
-
-    is_final: whether no other way to make the graph is tried
-    """
-
-    graph: FreshGraph[Outputs] | None
-    verdict: Verdict
-    is_final: bool = False
-
-    @classmethod
-    def refused(cls, reason: str, *, is_final: bool = False) -> Trial[Outputs]:
-        """No graph, for this reason."""
-        return cls(None, Verdict(reason, "", 0.0, bitwise=False), is_final)
-
-    @property
-    def refusal(self) -> str:
-        """Why the graph may not serve, or nothing."""
-        return self.verdict.failure
-
-    @property
-    def is_bitwise(self) -> bool:
-        """Whether the graph gave bitwise what the eager run gave."""
-        return not self.refusal and self.verdict.bitwise
+    def _agreed(self, wrong: Mapping[str, str]) -> Mapping[str, str]:
+        with self._runtime.faults.meetings.waiting(wrong.get("failure", wrong.get("raised", ""))):
+            return self._runtime.agree(wrong)

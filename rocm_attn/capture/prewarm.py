@@ -20,15 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.padding import PaddedShape, PadTo
-from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.capture.eager_steps import MOST_TOKENS, eager_steps
 from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, shape_name
 from rocm_attn.capture.made_graphs import takes_inputs
-from rocm_attn.capture.probe_requests import typical_q_len, with_extra
+from rocm_attn.capture.probe_requests import as_steps_of, new_requests, typical_new_tokens
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.kernels.speculative.arguments import Accepted
@@ -153,8 +153,7 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]
     """
     table = runtime.table
     for shape in (*draft_shapes(runtime.padding), *capture_shapes(runtime.padding)):
-        most = runtime.padding.most_q_len(shape)
-        q_len = typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
+        q_len = typical_new_tokens(runtime, shape)
         if q_len is not None:
             yield shape, q_len.tolist()
     if not runtime.target.is_gpu:
@@ -171,23 +170,13 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]
 
 def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape, memory: _Memory) -> None:
     """One step of requests with so many new tokens each, through every kind of layer."""
-    rows = [runtime.table.admit() for _ in q_len]
-    tokens, cached = _with_cached(runtime, q_len, shape)
-    try:
-        for row, length in zip(rows, (cached + tokens).tolist(), strict=True):
-            runtime.table.reserve(row, length)
-        runtime.table.mark_stored(np.array(rows, np.int32), cached)
-        pad_to = PadTo(max(shape.num_seqs, len(q_len)))
-        if isinstance(shape.drafts, Drafts):
-            _run_step(runtime, draft_batch(rows, [0] * len(rows), shape.drafts), pad_to, memory)
-            return
-        batch = StepBatch(np.array(rows, np.int32), tokens + cached, tokens)
-        _run_step(runtime, with_extra(batch, shape, torch.Generator(runtime.device)), pad_to, memory)
-        if shape.kind.extra is Extra.MASK and max(q_len) <= max(runtime.padding.verify, _TREE_NODES):
+    new, cached = _with_cached(runtime, q_len, shape)
+    pad_to = PadTo(max(shape.num_seqs, len(q_len)))
+    with new_requests(runtime, cached, new) as batch:
+        _run_step(runtime, as_steps_of(shape, batch, torch.Generator(runtime.device)), pad_to, memory)
+        most_verified = max(runtime.padding.verify, _TREE_NODES)
+        if shape.kind.extra is Extra.MASK and shape.drafts is NO_DRAFTS and max(q_len) <= most_verified:
             _verify(runtime, batch, pad_to, memory)
-    finally:
-        for row in rows:
-            runtime.table.free(row)
 
 
 def _with_cached(

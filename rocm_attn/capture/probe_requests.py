@@ -22,6 +22,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra
+from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.machine.target import Target
@@ -55,11 +56,34 @@ def probe_limits(target: Target) -> ProbeLimits:
     return ProbeLimits(32, 64) if target.arch == "interpreter" else ProbeLimits(256, 512)
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A graph that is to be made, and the steps that it may be made of.
+
+    runtime: idle, and idle again afterwards; its table holds the same requests then, and as many free pages
+    plan:    of its steps
+    q_len:   int32 [num_seqs], new tokens of the sequences of some step with this plan; a decode step may have fewer
+    live:    a step that waits to be run, whose requests may be used when there is no room for others; one without
+             sequences where other ranks make their graphs too. None: no step waits, or it may not store
+    """
+
+    runtime: AttentionRuntime
+    plan: StepPlan
+    q_len: Int32Array
+    live: StepBatch | None
+
+
 class ProbeRequests:
     """Requests with random content on rows and pages that no request holds; given back when the context ends.
 
     inputs: of a step whose kind those of the probes must have; their lengths are on the device where its are
     """
+
+    @classmethod
+    def of(cls, candidate: Candidate, *, vocabulary: int, seed: int) -> ProbeRequests:
+        """Those that a graph is tried on."""
+        inputs = HOST_INPUTS if candidate.live is None else candidate.live.inputs
+        return cls(candidate.runtime, vocabulary=vocabulary, seed=seed, inputs=inputs)
 
     def __init__(self, runtime: AttentionRuntime, *, vocabulary: int, seed: int, inputs: Inputs = HOST_INPUTS) -> None:
         self._runtime = runtime
@@ -91,44 +115,40 @@ class ProbeRequests:
         table, page_size = self._runtime.table, self._runtime.table.page_size
         base = max(range(len(kv_len)), key=lambda seq: (kv_len[seq] - q_len[seq], -q_len[seq]))
         rows = [0] * len(kv_len)
-        rows[base] = self._keep(table.admit())
-        table.reserve(rows[base], kv_len[base])
-        for seq in range(len(kv_len)):
-            if seq != base:
-                # Whole pages only, and none that a new token goes to: two sequences would write to it.
-                rows[seq] = self._keep(table.fork(rows[base], (kv_len[seq] - q_len[seq]) // page_size * page_size))
-                table.reserve(rows[seq], kv_len[seq])
+        for seq in (base, *(seq for seq in range(len(kv_len)) if seq != base)):
+            # Whole pages only, and none that a new token goes to: two sequences would write to it.
+            shared = (kv_len[seq] - q_len[seq]) // page_size * page_size
+            rows[seq] = table.admit() if seq == base else table.fork(rows[base], shared)
+            self._rows.append(rows[seq])
+            table.reserve(rows[seq], kv_len[seq])
         self._fill(rows)
         table.mark_stored(np.array(rows, np.int32), np.array(kv_len, np.int32))
         token_ids = self._random.integers(1, self._vocabulary, sum(q_len))
         arrays = [np.array(values, np.int32) for values in (rows, kv_len, q_len, token_ids)]
         return StepBatch(*arrays, inputs=self._inputs.for_lengths(arrays[2]))
 
-    def draws(self, plan: StepPlan, q_len: Int32Array, limits: ProbeLimits) -> Iterator[StepBatch]:
+    def draws(self, candidate: Candidate, limits: ProbeLimits) -> Iterator[StepBatch]:
         """Steps that have the plan: the largest lengths, two ragged draws, the largest lengths again.
 
-        q_len: new tokens of the sequences of such a step; a decode step may have fewer sequences
         Nothing comes when too few rows or pages are free. Each step is gone when the next one is asked for.
         """
-        room = _room(self._runtime, plan, q_len, limits)
+        room, shape = _room(candidate, limits), candidate.plan.shape
         if room is None:
             return
-        new = [int(tokens) for tokens in q_len[: room.num_seqs]]
-        for batch in self._plain(plan, room, new, q_len):
-            if isinstance(plan.shape.drafts, Drafts):
-                yield as_drafts(batch, plan.shape.drafts)
-            elif plan.shape.kind.extra is Extra.PREFIXES:
+        new = [int(tokens) for tokens in candidate.q_len[: room.num_seqs]]
+        fewer = new[: (len(new) + 1) // 2] if _is_uniform(shape) else new
+        cut = split_point(candidate.q_len, shape.child.num_seqs) if shape.num_halves > 1 else 0
+        for kv_len, q_len in (
+            (room.largest(new), new),
+            self._ragged(room, new, cut),
+            self._ragged(room, fewer, cut),
+            (room.largest(new), new),
+        ):
+            batch = self.admit(kv_len, q_len)
+            if shape.kind.extra is Extra.PREFIXES:
                 yield self._with_random_groups(batch)
             else:
-                yield with_extra(batch, plan.shape, self._generator)
-
-    def _plain(self, plan: StepPlan, room: _Room, new: list[int], q_len: Int32Array) -> Iterator[StepBatch]:
-        fewer = new[: (len(new) + 1) // 2] if _is_uniform(plan.shape) else new
-        yield self.admit(room.largest(new), new)
-        cut = split_point(q_len, plan.shape.child.num_seqs) if plan.shape.num_halves > 1 else 0
-        yield self.admit(*self._ragged(room, new, cut))
-        yield self.admit(*self._ragged(room, fewer, cut))
-        yield self.admit(room.largest(new), new)
+                yield as_steps_of(shape, batch, self._generator)
 
     def _ragged(self, room: _Room, q_len: Sequence[int], cut: int) -> tuple[list[int], list[int]]:
         """Lengths of every order of magnitude, one of them in the bucket's upper part.
@@ -156,10 +176,6 @@ class ProbeRequests:
             groups.append(PrefixGroup(count, int(own[first : first + count].min()) if shares else 0))
             first += count
         return replace(batch, prefixes=SharedPrefixes(groups))
-
-    def _keep(self, row: int) -> int:
-        self._rows.append(row)
-        return row
 
     def _fill(self, rows: Sequence[int]) -> None:
         """Random K and V, of standard deviation 1, in those of the rows' pages that have none yet."""
@@ -215,9 +231,26 @@ class _Room:
         return kv_len
 
 
-def has_room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: ProbeLimits) -> bool:
-    """Whether ProbeRequests has steps of a plan to draw now."""
-    return _room(runtime, plan, q_len, limits) is not None
+def has_room(candidate: Candidate, limits: ProbeLimits) -> bool:
+    """Whether ProbeRequests has steps to draw now."""
+    return _room(candidate, limits) is not None
+
+
+def has_sound_inputs(candidate: Candidate) -> bool:
+    """Whether the device finds nothing wrong with the inputs of the live step. It is not run, and nothing is reported:
+    a fault is raised when the step itself is.
+    """
+    runtime, live = candidate.runtime, candidate.live
+    if live is None or live.inputs is HOST_INPUTS:
+        return True
+    try:
+        with torch.no_grad(), runtime.stage(live, candidate.plan) as step:
+            step.fill()
+        runtime.faults.report_own()
+    except DeviceFault:
+        runtime.faults.forget()
+        return False
+    return True
 
 
 def _fewest(q_len: Sequence[int]) -> int:
@@ -225,8 +258,9 @@ def _fewest(q_len: Sequence[int]) -> int:
     return min(range(len(q_len)), key=q_len.__getitem__)
 
 
-def _room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: ProbeLimits) -> _Room | None:
+def _room(candidate: Candidate, limits: ProbeLimits) -> _Room | None:
     """What fits into the free rows and pages, or None when no step of the plan does."""
+    runtime, plan, q_len = candidate.runtime, candidate.plan, candidate.q_len
     table, page_size = runtime.table, runtime.table.page_size
     bakes = {b for s in runtime.selections for kernel in s.kernels.values() for b in kernel.row.bakes}
     low = _shortest_of_bucket(plan.key.max_kv_len) if Baked.MAX_KV_LEN in bakes else 0
@@ -254,6 +288,12 @@ def _is_uniform(shape: PaddedShape) -> bool:
 def _shortest_of_bucket(max_kv_len: int) -> int:
     """The shortest length that falls into a length bucket."""
     return 0 if max_kv_len <= SMALLEST_KV_BUCKET else (1 << (max_kv_len - 1).bit_length() - 1) + 1
+
+
+def typical_new_tokens(runtime: AttentionRuntime, shape: PaddedShape) -> Int32Array | None:
+    """typical_q_len() of what the runtime's table can hold now."""
+    table, most = runtime.table, runtime.padding.most_q_len(shape)
+    return typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
 
 
 def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: int) -> Int32Array | None:
@@ -296,50 +336,49 @@ def _even(num_tokens: int, num_seqs: int) -> list[int]:
     return [share + 1] * rest + [share] * (num_seqs - rest)
 
 
-def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> StepPlan | None:
+@contextmanager
+def new_requests(runtime: AttentionRuntime, cached: Int32Array, q_len: Int32Array) -> Iterator[StepBatch]:
+    """A step of new requests, which are gone afterwards. int32 [num_seqs]: tokens in the cache, and new ones"""
+    table = runtime.table
+    rows = np.array([table.admit() for _ in q_len], np.int32)
+    try:
+        table.reserve_all(rows, cached + q_len)
+        table.mark_stored(rows, cached)
+        yield StepBatch(rows, cached + q_len, q_len)
+    finally:
+        for row in reversed(rows.tolist()):
+            table.free(row)
+
+
+def typical_plan(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> StepPlan | None:
     """The plan of a step with these new tokens and nothing before them, or None when rows or pages are short."""
     wanted = int(num_pages(q_len, runtime.table.page_size).sum())
     if len(q_len) > runtime.table.most_new_seqs or wanted > runtime.table.fewest_free_pages:
         return None
-    rows = [runtime.table.admit() for _ in q_len]
-    try:
-        for row, tokens in zip(rows, q_len.tolist(), strict=True):
-            runtime.table.reserve(row, tokens)
-        batch = StepBatch(np.array(rows, np.int32), q_len, q_len)
-        if isinstance(shape.drafts, Drafts):
-            batch = as_drafts(StepBatch(batch.rows, q_len, q_len), shape.drafts)
-        else:
-            batch = with_extra(batch, shape, torch.Generator(runtime.device))
-        return runtime.plan(batch, shape)
-    finally:
-        for row in reversed(rows):
-            runtime.table.free(row)
+    with new_requests(runtime, np.zeros_like(q_len), q_len) as batch:
+        return runtime.plan(as_steps_of(shape, batch, torch.Generator(runtime.device)), shape)
 
 
-def as_drafts(batch: StepBatch, drafts: Drafts) -> StepBatch:
-    """The step, each of whose sequences has as many new tokens as a round of drafts, as such a round."""
-    first = batch.token_ids[: batch.num_seqs * drafts.branches]
-    return replace(batch, drafts=drafts, token_ids=first)
+def as_steps_of(shape: PaddedShape, batch: StepBatch, generator: torch.Generator) -> StepBatch:
+    """The batch, with as many new tokens as steps of a shape have, as such a step.
 
-
-def with_extra(batch: StepBatch, shape: PaddedShape, generator: torch.Generator) -> StepBatch:
-    """The step with what steps of its shape bring: a random mask, in halves one of trees; prefixes that none shares."""
-    if shape.kind.extra is Extra.MASK:
-        split = shape.num_halves > 1
-        return (
-            replace(batch, mask=random_trees(batch.q_len, generator)) if split else with_random_mask(batch, generator)
-        )
-    return with_nothing_shared(batch) if shape.kind.extra is Extra.PREFIXES else batch
+    It gets a random mask, in halves one of trees; prefixes that none shares; or it becomes a round of drafts.
+    """
+    if isinstance(shape.drafts, Drafts):
+        first = batch.token_ids[: batch.num_seqs * shape.drafts.branches]
+        return replace(batch, drafts=shape.drafts, token_ids=first)
+    if shape.kind.extra is Extra.PREFIXES:
+        return replace(batch, prefixes=SharedPrefixes([PrefixGroup(1, 0)] * batch.num_seqs))
+    if shape.kind.extra is not Extra.MASK:
+        return batch
+    if shape.num_halves > 1:
+        return replace(batch, mask=random_trees(batch.q_len, generator))
+    return with_random_mask(batch, generator)
 
 
 def with_random_mask(batch: StepBatch, generator: torch.Generator) -> StepBatch:
     """The step with a mask that hides every second new key or so; for that all masked steps have room."""
     return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, generator, keys_before=0))
-
-
-def with_nothing_shared(batch: StepBatch) -> StepBatch:
-    """The decode step as one that shares prefixes, with every sequence in a group of its own."""
-    return replace(batch, prefixes=SharedPrefixes([PrefixGroup(1, 0)] * batch.num_seqs))
 
 
 def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:

@@ -19,9 +19,7 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.capture.graphs import joiner_for
-from rocm_attn.capture.made_graphs import RunsAgain
-from rocm_attn.errors import GraphStale
-from rocm_attn.hip_graphs.errors import StaleRecording
+from rocm_attn.capture.made_graphs import Graph
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
@@ -91,16 +89,16 @@ class Around:
     tokens:      that a round stores after the sequence's own
     stored:      int32 [n], tokens that are stored
     faults:      int32 [1], error bits of steps that ran again
-    are_there:   whether both graphs may still run
+    are_there:   whether both graphs are those of the last round, and may run
     """
 
     first: RanStep
-    first_graph: RunsAgain[Any]
+    first_graph: Graph[Any]
     few: int
     between: Callable[[], Tensor]
     drafts: StepTensors
     num_drafts: int
-    drafts_graph: RunsAgain[Any]
+    drafts_graph: Graph[Any]
     words: Tensor
     most_tokens: int
     tokens: int
@@ -192,12 +190,6 @@ class DraftsAgain:
         drafts.write(rows, most)
 
     def run(self) -> Tensor:
-        """Make the guesses of the next round, and give their words. Raises GraphStale."""
-        around = self._around
-        try:
-            around.first_graph.require_good()
-            around.drafts_graph.require_good()
-            self._runtime.gate.replay_again(self._whole.replay)
-        except StaleRecording as stale:
-            raise GraphStale(str(stale)) from stale
-        return around.words
+        """Make the guesses of the next round, where that is_next(), and give their words."""
+        self._runtime.gate.replay_again(self._whole.replay)
+        return self._around.words

@@ -386,10 +386,10 @@ class DeviceRounds:
         whole = None if is_shaped else rounds.as_one(runner.graph_again)
         if whole is not None:
             rounds.guessed.before_accepting()
-            runner.run_joined(whole)
+            runner.run_again(series.batch, whole)
         else:
             logits = runner.run_again(series.batch)
-            rounds.pick(logits, runner.graph_again if runner.replays_again else None)
+            rounds.pick(logits, runner.graph_again)
             if is_shaped:
                 rounds.pick_shaped(logits, shaping, on_host.shaped)
             rounds.make_next()

@@ -110,5 +110,6 @@ def assert_repeats(runner: StepRunner[Tensor], device: torch.device, last: Tenso
     assert graph is not None
     assert isinstance(graph.recording, CountedRecording)
     whole = joined(device, [graph.recording, InTurn([])] if device.type == "cpu" else [graph.recording])
-    runner.run_joined(whole if is_counted else uncounted(whole))
+    batch = runner._runtime.gate.last.batch  # type: ignore[union-attr]
+    runner.run_again(batch, whole if is_counted else uncounted(whole))
     assert torch.equal(graph.outputs[: len(last)], last)

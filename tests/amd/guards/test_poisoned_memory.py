@@ -94,7 +94,7 @@ def test_a_step_writes_all_that_it_reads(
             buffers = {name: tensor for name, tensor in part.buffers.tensors().items() if name != "counts"}
             for tensor in (*buffers.values(), part.workspace.view(part.workspace.capacity)):
                 fill(tensor)
-        for entry in serving.runner._entry_of_plan.values():
+        for entry in serving.runner._graph_of_plan.values():
             fill(entry.outputs)
 
     clean = serve(device, provider, graphs, lambda serving: None)

@@ -146,7 +146,7 @@ def test_a_fault_of_a_step_that_was_interrupted_after_its_launch_is_told(word: i
 @contextmanager
 def _replay_raises(served: Counted, *, launches: bool, word: int = 0) -> Iterator[None]:
     """The graph that takes inputs is interrupted before it is launched or after; then it has left this error word."""
-    (entry,) = (entry for plan, entry in served.runner._entry_of_plan.items() if plan in served.runner._takers)
+    (entry,) = (graph for graph in served.runner._graph_of_plan.values() if graph.takes_inputs)
     replay, last = uncounted(entry.recording).replay, served.runtime.gate.last
     assert last is not None
 

@@ -1,9 +1,8 @@
 """CaptureCheck: a fresh graph serves no step before it has given what the eager run gives.
 
-A graph is recorded and compared on probe requests: rows and pages that are free at the moment, filled with random K
-and V, given back at the end. Nothing that a wrong graph has frozen then belongs to a request: what it bakes, and what
-it finds left over in its buffers, aims at probe pages. Each replay is of another draw of lengths than the step before
-it, and comes before the eager run of its own draw.
+A graph is recorded and compared on probe requests. Nothing that a wrong graph has frozen then belongs to a request:
+what it bakes, and what it finds left over in its buffers, aims at probe pages. Each replay is of another draw of
+lengths than the step before it, and comes before the eager run of its own draw.
 """
 
 from __future__ import annotations
@@ -22,22 +21,24 @@ from torch import Tensor
 from rocm_attn.batch.mask import StepMask, TreeMask
 from rocm_attn.batch.padding import PaddedShape, fits
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.capture.graphs import shape_name
-from rocm_attn.capture.made_graphs import Graph
+from rocm_attn.capture.graphs import Graph, shape_name
 from rocm_attn.capture.probe_requests import (
     Candidate,
     ProbeLimits,
     ProbeRequests,
+    Room,
     forget_new_tokens,
-    has_room,
     has_sound_inputs,
     kept_new_tokens,
-    probe_limits,
+    room_for,
     stored_new_tokens,
 )
 from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.step.outputs import Outputs, PerToken, leaves_of, real_rows, structure_of
 from rocm_attn.step.step import Step
+
+# What is wrong with a graph, by name; see Verdict.
+Wrong = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,14 @@ class Verdict(Generic[Outputs]):
     summary: what it was compared on
     seconds: spent on the comparison, recording not counted
     wrong:   how it falls short, by name; empty where it gave bitwise what the eager run gave.
-             failure: it may not serve; raised: forward has raised while it was recorded; inexact: it may serve, and lies
-             within the bounds of the eager run; over: the check was broken off, and nothing more is tried
+             failure: it may not serve; raised: forward has raised while it was recorded; inexact: it lies within the
+             bounds of the eager run; over: the check was broken off, and nothing more is tried
     """
 
     graph: Graph[Outputs] | None
     summary: str
     seconds: float
-    wrong: Mapping[str, str]
+    wrong: Wrong
 
 
 # Records a staged step, once.
@@ -96,22 +97,22 @@ class CaptureCheck:
         The largest lengths are recorded, two ragged draws are compared, then the largest lengths. Whatever is drawn and
         whatever comes of it, as many steps run: on other ranks too, whose requests are others.
         """
-        trial, limits, live = _Trial(candidate, record, eager), self._limits_on(candidate), candidate.live
-        with ProbeRequests.of(candidate, vocabulary=self._vocabulary, seed=self._seed) as probes:
-            if has_room(candidate, limits):
-                return trial.run(probes.draws(candidate, limits), "")
-            assert live is not None, "a check has steps before it runs"
-            with kept_new_tokens(candidate.runtime, live):
-                return trial.run(_own_draws(live, candidate.plan.shape), " of the step itself")
+        trial, room, live = _Trial(candidate, record, eager), self._room(candidate), candidate.live
+        if room is not None:
+            with ProbeRequests(candidate.runtime, vocabulary=self._vocabulary, seed=self._seed, live=live) as probes:
+                return trial.run(probes.draws(candidate, room), "")
+        assert live is not None, "a check has steps before it runs"
+        with kept_new_tokens(candidate.runtime, live):
+            return trial.run(_own_draws(live, candidate.plan.shape), " of the step itself")
 
     def has_steps(self, candidate: Candidate) -> bool:
-        """See Check.has_steps. A live step whose own inputs are at fault is not tried on: it is no fault of the graph."""
-        if has_room(candidate, self._limits_on(candidate)):
+        """See Check.has_steps. No graph is tried on a live step whose own inputs are at fault."""
+        if self._room(candidate) is not None:
             return True
         return candidate.live is not None and _can_be_drawn(candidate.live) and has_sound_inputs(candidate)
 
-    def _limits_on(self, candidate: Candidate) -> ProbeLimits:
-        return self._limits if self._limits is not None else probe_limits(candidate.runtime.target)
+    def _room(self, candidate: Candidate) -> Room | None:
+        return room_for(candidate, self._limits or ProbeLimits.of(candidate.runtime.target))
 
 
 _SHORTEST = ProbeLimits(1, 1)
@@ -122,15 +123,15 @@ class NoCheck:
 
     def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
         """See Check.record. Nothing is compared."""
-        trial = _Trial(candidate, record, eager)
-        with ProbeRequests.of(candidate, vocabulary=2, seed=0) as probes:
-            live = candidate.live
-            graph = trial.record(live if live is not None else next(probes.draws(candidate, _SHORTEST)))
-        return Verdict(graph, "not checked", 0.0, {})
+        trial, live, room = _Trial(candidate, record, eager), candidate.live, room_for(candidate, _SHORTEST)
+        with ProbeRequests(candidate.runtime, vocabulary=2, seed=0) as probes:
+            batch = next(probes.draws(candidate, room)) if live is None and room is not None else live
+            assert batch is not None, "a check has steps before it runs"
+            return Verdict(trial.record(batch), "not checked", 0.0, {})
 
     def has_steps(self, candidate: Candidate) -> bool:
         """See Check.has_steps."""
-        return candidate.live is not None or has_room(candidate, _SHORTEST)
+        return candidate.live is not None or room_for(candidate, _SHORTEST) is not None
 
 
 NO_CHECK = NoCheck()
@@ -170,86 +171,71 @@ class _Trial(Generic[Outputs]):
         try:
             # First the graph: the buffers still hold the step before, so what the graph forgets to fill shows.
             forget_new_tokens(self._runtime, batch)
-            replayed = self._result(batch, graph.replay())
-            wanted = self._result(batch, self._eager(step))
+            outputs = graph.replay()
+            replayed, made = self._tensors(batch, outputs), structure_of(outputs)
+            outputs = self._eager(step)
+            wanted, now = self._tensors(batch, outputs), structure_of(outputs)
         finally:
             self._runtime.end_step()
         self._had_sequences |= batch.num_seqs > 0
-        if not wanted.has_number and not replayed.has_number:
+        if not _has_number(wanted) and not _has_number(replayed):
             return  # NaN equals NaN here: as with pads, nothing is proved by it
         self._num_compared += 1
         self._most_seqs = max(self._most_seqs, batch.num_seqs)
         self._longest = max(self._longest, batch.max_kv_len)
-        if not replayed.is_bitwise(wanted):
-            self._wrong["inexact"] = "it differs"
+        if made != now:
+            difference = (
+                f"forward returned {made} when the graph of {shape_name(self._plan.shape)} was made, and {now} when it "
+                "ran eagerly; it must return one tree in all steps of a padded shape"
+            )
+        elif all(bitwise_equal(replayed[path], rows) for path, rows in wanted.items()):
+            return
+        else:
             difference = self._difference(batch, replayed, wanted)
-            if difference:
-                self._wrong.setdefault("failure", difference)
+        self._wrong["inexact"] = "it differs"
+        if difference:
+            self._wrong.setdefault("failure", difference)
 
-    def _result(self, batch: StepBatch, outputs: Outputs) -> _Result:
-        """What a run of a step gave, without pads; of a forward that returns no tensor, the K and V that it stored."""
+    def _tensors(self, batch: StepBatch, outputs: Outputs) -> dict[str, Tensor]:
+        """Copies of what a run of a step gave, without pads; of a forward that returns no tensor, the K and V that it
+        stored.
+        """
         tensors = tensors_of(real_rows(outputs, batch.num_seqs, batch.num_fed))
-        if not tensors:
-            tensors = stored_new_tokens(self._runtime, batch)
-        return _Result(structure_of(outputs), {path: tensor.clone() for path, tensor in tensors.items()})
+        return {path: rows.clone() for path, rows in (tensors or stored_new_tokens(self._runtime, batch)).items()}
+
+    def _difference(self, batch: StepBatch, replayed: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+        """The first tensor that is beyond its bounds, in words."""
+        for path, wanted_rows in wanted.items():
+            wrong = rows_beyond_bounds(replayed[path], wanted_rows)
+            if wrong:
+                return (
+                    f"the graph of {shape_name(self._plan.shape)} differs from the eager run in rows "
+                    f"{', '.join(map(str, wrong[:8]))}{' ...' if len(wrong) > 8 else ''} of {len(wanted_rows)}"
+                    f"{f' of {path}' if path else ''} (KV lengths {int(batch.kv_len.min())} to {batch.max_kv_len}); "
+                    "look for a host value, an address or a missing refill that the graph has frozen"
+                )
+        return ""
 
     def _verdict(self, graph: Graph[Outputs], seconds: float, of: str) -> Verdict[Outputs]:
-        if not self._had_sequences:
-            summary = "not compared: the step has no sequences here, and no others could be admitted"
-            return Verdict(graph, summary, seconds, self._wrong)
-        if not self._num_compared:
-            self._wrong["failure"] = (
-                f"the graph of {shape_name(self._plan.shape)} could not be compared with the eager run: "
-                "forward gives no finite number"
-            )
         how = "within bounds" if self._wrong else "bitwise"
         summary = (
             f"equal to eager {how} in {self._num_compared} draws of up to {self._most_seqs} sequences "
             f"and {self._longest} tokens{of}"
         )
+        if not self._had_sequences:
+            summary = "not compared: the step has no sequences here, and no others could be admitted"
+        elif not self._num_compared:
+            name = shape_name(self._plan.shape)
+            self._wrong["failure"] = (
+                f"the graph of {name} could not be compared with the eager run: forward gives no finite number"
+            )
         return Verdict(graph, summary, seconds, self._wrong)
 
-    def _difference(self, batch: StepBatch, replayed: _Result, wanted: _Result) -> str:
-        if replayed.structure != wanted.structure:
-            return (
-                f"forward returned {replayed.structure} when the graph of {shape_name(self._plan.shape)} was made, and "
-                f"{wanted.structure} when it ran eagerly; it must return one tree in all steps of a padded shape"
-            )
-        for path, wanted_rows in wanted.tensors.items():
-            wrong = rows_beyond_bounds(replayed.tensors[path], wanted_rows)
-            if wrong:
-                lengths = f"{int(batch.kv_len.min())} to {batch.max_kv_len}"
-                return (
-                    f"the graph of {shape_name(self._plan.shape)} differs from the eager run in rows "
-                    f"{', '.join(map(str, wrong[:8]))}{' ...' if len(wrong) > 8 else ''} of {len(wanted_rows)}"
-                    f"{f' of {path}' if path else ''} (KV lengths {lengths}); "
-                    "look for a host value, an address or a missing refill that the graph has frozen"
-                )
-        return ""
 
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What a run of a step gave.
-
-    structure: of forward's outputs, in words
-    tensors:   what is compared, by where it is in the outputs
-    """
-
-    structure: str
-    tensors: dict[str, Tensor]
-
-    @property
-    def has_number(self) -> bool:
-        """Whether a finite number is among them. Ids that were picked from NaN are none, so integers count alone."""
-        floats = [tensor for tensor in self.tensors.values() if tensor.is_floating_point()]
-        return any(bool(tensor.isfinite().any()) for tensor in floats or self.tensors.values())
-
-    def is_bitwise(self, other: _Result) -> bool:
-        """Whether the other is the same, bit for bit."""
-        return self.structure == other.structure and all(
-            bitwise_equal(tensor, other.tensors[path]) for path, tensor in self.tensors.items()
-        )
+def _has_number(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a finite number is among them. Ids that were picked from NaN are none, so integers count alone."""
+    floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
+    return any(bool(tensor.isfinite().any()) for tensor in floats or tensors.values())
 
 
 def tensors_of(outputs: object) -> dict[str, Tensor]:
@@ -265,8 +251,6 @@ def bitwise_equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same values, NaN in the same places."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 

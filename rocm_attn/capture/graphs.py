@@ -1,24 +1,30 @@
-"""Attention's side of capture: which recorder, which shapes in which order, and what came of it."""
+"""Attention's side of capture: a graph, which recorder makes it, which shapes in which order, and what came of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Protocol
 
 import torch
+from torch import Tensor
 
-from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.hip_graphs.recorder import GraphRecorder, Joiner
+from rocm_attn.hip_graphs.graph_cache import Entry
+from rocm_attn.hip_graphs.recorder import GraphRecorder, Joiner, Recording
 from rocm_attn.hip_graphs.size_ladder import round_up
-from rocm_attn.kernels.launch import observe_launches
-from rocm_attn.step.plan import GraphKey
+from rocm_attn.kernels.launch import does_only_launch, observe_launches
+from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
+from rocm_attn.step.gate import Effects, RanStep
+from rocm_attn.step.outputs import Outputs, real_rows
+from rocm_attn.step.plan import GraphKey, StepPlan
+from rocm_attn.step.step import Step
 
 if TYPE_CHECKING:
-    from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
-    from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
+    from rocm_attn.runtime import AttentionRuntime
 
 # (buckets done, buckets in all, the bucket that comes next; empty at the end)
 Progress = Callable[[int, int, str], None]
@@ -30,17 +36,12 @@ CPU_CAPTURE_RUNS = 8
 _RUNS_PER_CAPTURE_RUN = 10
 
 
-def recorder_for(device: torch.device) -> GraphRecorder:
+class JoiningRecorder(GraphRecorder, Joiner, Protocol):
+    """Makes graphs, and one graph of several."""
+
+
+def recorder_for(device: torch.device) -> JoiningRecorder:
     """HIP or CUDA graphs on a GPU; on a CPU a recorder that replays torch operations and kernel launches itself."""
-    return _recorder(device)
-
-
-def joiner_for(device: torch.device) -> Joiner:
-    """What makes one graph of several that recorders for this device have made."""
-    return _recorder(device)
-
-
-def _recorder(device: torch.device) -> TorchRecorder | FakeRecorder:
     if device.type == "cuda":
         from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 
@@ -48,6 +49,61 @@ def _recorder(device: torch.device) -> TorchRecorder | FakeRecorder:
     from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
 
     return FakeRecorder(observe_launches)
+
+
+@dataclass(slots=True, eq=False)
+class Graph(Generic[Outputs]):
+    """A graph that is all of the steps of a plan.
+
+    recording:    replays it; its runs are counted where it takes inputs
+    outputs:      what it gives, rows of pads too
+    seconds:      of warm-up and recording
+    effects:      of each step that it replays
+    takes_inputs: whether its head takes those of its steps
+    num_seqs:     padded sequences of a step
+    entry:        as the runner keeps it once it serves
+    """
+
+    plan: StepPlan
+    recording: Recording
+    outputs: Outputs
+    seconds: float
+    effects: Effects
+    takes_inputs: bool
+    num_seqs: int = field(init=False)
+    entry: Entry[Outputs] = field(init=False)
+    # Sequences of the last step, and its outputs without what they hold for pads.
+    num_real: int = field(init=False, default=-1)
+    real: Outputs = field(init=False)
+    # The step that is known to run again by it.
+    ran: RanStep | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.num_seqs = self.plan.shape.num_seqs
+
+    def replay(self) -> Outputs:
+        """Its outputs for the staged step, rows of pads too."""
+        self.recording.replay()
+        return self.outputs
+
+    def real_of(self, batch: StepBatch) -> Outputs:
+        """Its outputs, without what they hold for pads."""
+        outputs = real_rows(self.outputs, batch.num_seqs, batch.num_fed)
+        # A tree is the caller's, and so another one each time.
+        if isinstance(outputs, Tensor):
+            self.num_real, self.real = batch.num_seqs, outputs
+        return outputs
+
+
+def takes_inputs(runtime: AttentionRuntime, step: Step) -> bool:
+    """Whether the graph of a step takes its inputs: twins cannot in a device's graph, for they ask the host."""
+    if (
+        len(step.parts) > 1
+        or step.plan.shape.drafts is not NO_DRAFTS
+        or max(step.plan.shape.num_seqs, step.plan.shape.num_tokens) > MOST_TAKEN
+    ):
+        return False
+    return runtime.device.type == "cpu" or does_only_launch(runtime.core.ops.take_inputs)
 
 
 def eager_steps_before_capture(device: torch.device) -> int:
@@ -70,7 +126,7 @@ def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
     """
     shapes = [shape for children in range(1, padding.max_children + 1) for shape in _shapes(padding, children)]
     shapes += padding.prompt_shapes()
-    return tuple(sorted(dict.fromkeys(shapes), key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
+    return _largest_first(shapes)
 
 
 def draft_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
@@ -81,7 +137,11 @@ def draft_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
         for drafts in padding.drafts
         for num_seqs in dict.fromkeys(round_up(size, halves) for size in padding.seqs)
     ]
-    return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
+    return _largest_first(shapes)
+
+
+def _largest_first(shapes: list[PaddedShape]) -> tuple[PaddedShape, ...]:
+    return tuple(sorted(dict.fromkeys(shapes), key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
 
 
 def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
 from rocm_attn.batch.halves import HALVES, split_point
-from rocm_attn.batch.inputs import HOST_INPUTS, Inputs
+from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.mask import random_mask, random_trees
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.errors import DeviceFault
-from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, Scales
+from rocm_attn.kernels.cache.page_format import PageFormat, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
@@ -46,14 +46,14 @@ class ProbeLimits:
     longest: int
     total: int
 
-
-def probe_limits(target: Target) -> ProbeLimits:
-    """What a check may cost on a target."""
-    if target.is_gpu:
-        # 128k KV tokens of an 8B model are 17 GB over all layers: some 5 ms of reading a run on an MI300X or H200.
-        return ProbeLimits(1 << 17, 1 << 17)
-    # Triton's interpreter spends 10 ms on what a CPU does in 10 us.
-    return ProbeLimits(32, 64) if target.arch == "interpreter" else ProbeLimits(256, 512)
+    @classmethod
+    def of(cls, target: Target) -> ProbeLimits:
+        """What a check may cost on a target."""
+        if target.is_gpu:
+            # 128k KV tokens of an 8B model are 17 GB over all layers: some 5 ms of reading a run on an MI300X or H200.
+            return cls(1 << 17, 1 << 17)
+        # Triton's interpreter spends 10 ms on what a CPU does in 10 us.
+        return cls(32, 64) if target.arch == "interpreter" else cls(256, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +72,25 @@ class Candidate:
     q_len: Int32Array
     live: StepBatch | None
 
+    @classmethod
+    def of(cls, runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> Candidate:
+        """A graph of a shape, of whose steps none waits. Raises as AttentionRuntime.plan"""
+        batch = StepBatch(np.arange(1, len(q_len) + 1, dtype=np.int32), q_len, q_len)
+        batch = as_steps_of(shape, batch, torch.Generator(runtime.device))
+        return cls(runtime, runtime.plan(batch, shape), q_len, None)
+
 
 class ProbeRequests:
     """Requests with random content on rows and pages that no request holds; given back when the context ends.
 
-    inputs: of a step whose kind those of the probes must have; their lengths are on the device where its are
+    vocabulary: token ids are below it
+    live:       a step, where its lengths are on the device those of probes are too
     """
 
-    @classmethod
-    def of(cls, candidate: Candidate, *, vocabulary: int, seed: int) -> ProbeRequests:
-        """Those that a graph is tried on."""
-        inputs = HOST_INPUTS if candidate.live is None else candidate.live.inputs
-        return cls(candidate.runtime, vocabulary=vocabulary, seed=seed, inputs=inputs)
-
-    def __init__(self, runtime: AttentionRuntime, *, vocabulary: int, seed: int, inputs: Inputs = HOST_INPUTS) -> None:
+    def __init__(self, runtime: AttentionRuntime, *, vocabulary: int, seed: int, live: StepBatch | None = None) -> None:
         self._runtime = runtime
         self._vocabulary = vocabulary
-        self._inputs = inputs
+        self._inputs = HOST_INPUTS if live is None else live.inputs
         self._random = np.random.default_rng(seed)
         self._generator = torch.Generator(runtime.device).manual_seed(seed)
         self._rows: list[int] = []
@@ -127,16 +129,14 @@ class ProbeRequests:
         arrays = [np.array(values, np.int32) for values in (rows, kv_len, q_len, token_ids)]
         return StepBatch(*arrays, inputs=self._inputs.for_lengths(arrays[2]))
 
-    def draws(self, candidate: Candidate, limits: ProbeLimits) -> Iterator[StepBatch]:
+    def draws(self, candidate: Candidate, room: Room) -> Iterator[StepBatch]:
         """Steps that have the plan: the largest lengths, two ragged draws, the largest lengths again.
 
-        Nothing comes when too few rows or pages are free. Each step is gone when the next one is asked for.
+        Each step is gone when the next one is asked for.
         """
-        room, shape = _room(candidate, limits), candidate.plan.shape
-        if room is None:
-            return
+        shape = candidate.plan.shape
         new = [int(tokens) for tokens in candidate.q_len[: room.num_seqs]]
-        fewer = new[: (len(new) + 1) // 2] if _is_uniform(shape) else new
+        fewer = new[: (len(new) + 1) // 2] if is_uniform(shape) else new
         cut = split_point(candidate.q_len, shape.child.num_seqs) if shape.num_halves > 1 else 0
         for kv_len, q_len in (
             (room.largest(new), new),
@@ -150,7 +150,7 @@ class ProbeRequests:
             else:
                 yield as_steps_of(shape, batch, self._generator)
 
-    def _ragged(self, room: _Room, q_len: Sequence[int], cut: int) -> tuple[list[int], list[int]]:
+    def _ragged(self, room: Room, q_len: Sequence[int], cut: int) -> tuple[list[int], list[int]]:
         """Lengths of every order of magnitude, one of them in the bucket's upper part.
 
         cut: new tokens are shuffled before and after it, so that the halves of a split step keep theirs
@@ -159,7 +159,7 @@ class ProbeRequests:
         most = room.usual(len(new), 2)
         drawn = np.exp(self._random.uniform(0, np.log(most + 1), len(new))).astype(int)
         kv_len = [max(tokens, min(int(length), most)) for tokens, length in zip(new, drawn, strict=True)]
-        at = _fewest(new)
+        at = new.index(min(new))
         upper = max(room.shortest_longest, room.longest // 2, new[at])
         kv_len[at] = int(self._random.integers(upper, room.longest + 1))
         return kv_len, new
@@ -184,12 +184,11 @@ class ProbeRequests:
             ids = torch.tensor(sorted(pages - filled - {RESERVED_PAGE}), dtype=torch.long, device=self._runtime.device)
             filled |= pages
             for layer in self._runtime.pool.in_space(space).layers:
-                for first in range(0, len(ids), _FILL_PAGES):
-                    some = ids[first : first + _FILL_PAGES]
-                    for raw, scale in ((layer.raw_k, layer.k_scale), (layer.raw_v, layer.v_scale)):
+                for raw, scale in ((layer.raw_k, layer.k_scale), (layer.raw_v, layer.v_scale)):
+                    for some in ids.split(_FILL_PAGES):
                         raw.index_copy_(0, some, self._random_pages(len(some), raw, scale, layer.format))
-                        if scale is not None and layer.format.scales is Scales.TOKEN:
-                            scale.index_fill_(0, some, 1.0)
+                    if scale is not None and layer.format.scales is Scales.TOKEN:
+                        scale.index_fill_(0, ids, 1.0)
 
     def _random_pages(self, count: int, raw: Tensor, scale: Tensor | None, form: PageFormat) -> Tensor:
         """Pages that are worth random numbers, as raw holds them."""
@@ -206,7 +205,7 @@ class ProbeRequests:
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class Room:
     """What probe requests may be.
 
     num_seqs:         sequences of a draw
@@ -227,13 +226,8 @@ class _Room:
     def largest(self, q_len: Sequence[int]) -> list[int]:
         """The largest lengths for sequences with these new tokens."""
         kv_len = [max(tokens, self.usual(len(q_len), 1)) for tokens in q_len]
-        kv_len[_fewest(q_len)] = self.longest
+        kv_len[q_len.index(min(q_len))] = self.longest
         return kv_len
-
-
-def has_room(candidate: Candidate, limits: ProbeLimits) -> bool:
-    """Whether ProbeRequests has steps to draw now."""
-    return _room(candidate, limits) is not None
 
 
 def has_sound_inputs(candidate: Candidate) -> bool:
@@ -253,21 +247,18 @@ def has_sound_inputs(candidate: Candidate) -> bool:
     return True
 
 
-def _fewest(q_len: Sequence[int]) -> int:
-    """The sequence with the fewest new tokens."""
-    return min(range(len(q_len)), key=q_len.__getitem__)
-
-
-def _room(candidate: Candidate, limits: ProbeLimits) -> _Room | None:
+def room_for(candidate: Candidate, limits: ProbeLimits) -> Room | None:
     """What fits into the free rows and pages, or None when no step of the plan does."""
     runtime, plan, q_len = candidate.runtime, candidate.plan, candidate.q_len
     table, page_size = runtime.table, runtime.table.page_size
     bakes = {b for s in runtime.selections for kernel in s.kernels.values() for b in kernel.row.bakes}
-    low = _shortest_of_bucket(plan.key.max_kv_len) if Baked.MAX_KV_LEN in bakes else 0
+    bucket, low = plan.key.max_kv_len, 0
+    if Baked.MAX_KV_LEN in bakes and bucket > SMALLEST_KV_BUCKET:
+        low = (1 << (bucket - 1).bit_length() - 1) + 1  # the shortest length that falls into the bucket
     needed = max(low, int(q_len.max(initial=0)), 1)
-    bound = min(plan.key.max_kv_len, table.max_kv_len, max(limits.longest, needed))
+    bound = min(bucket, table.max_kv_len, max(limits.longest, needed))
     num_seqs = min(len(q_len), table.most_new_seqs)
-    if not _is_uniform(plan.shape) and num_seqs < len(q_len):
+    if not is_uniform(plan.shape) and num_seqs < len(q_len):
         return None
     while num_seqs > 0:
         own_pages = num_pages(q_len[:num_seqs], page_size) + 1
@@ -275,19 +266,14 @@ def _room(candidate: Candidate, limits: ProbeLimits) -> _Room | None:
         left = table.fewest_free_pages - int(own_pages.sum() - own_pages.min())
         longest = min(bound, left * page_size)
         if longest >= needed:
-            return _Room(num_seqs, longest, low, limits.total)
-        num_seqs = num_seqs // 2 if _is_uniform(plan.shape) else 0
+            return Room(num_seqs, longest, low, limits.total)
+        num_seqs = num_seqs // 2 if is_uniform(plan.shape) else 0
     return None
 
 
-def _is_uniform(shape: PaddedShape) -> bool:
+def is_uniform(shape: PaddedShape) -> bool:
     """Whether a step of the shape may have any number of sequences, each with as many new tokens."""
     return shape.kind.decodes or shape.drafts is not NO_DRAFTS
-
-
-def _shortest_of_bucket(max_kv_len: int) -> int:
-    """The shortest length that falls into a length bucket."""
-    return 0 if max_kv_len <= SMALLEST_KV_BUCKET else (1 << (max_kv_len - 1).bit_length() - 1) + 1
 
 
 def typical_new_tokens(runtime: AttentionRuntime, shape: PaddedShape) -> Int32Array | None:
@@ -316,7 +302,7 @@ def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: i
         return None if half is None else np.tile(half, HALVES)
     if not shape.kind.mixes:
         num_seqs = min(num_seqs, num_tokens // 2)
-        q_len = _even(min(num_tokens, num_seqs * most), num_seqs)
+        q_len = evenly(min(num_tokens, num_seqs * most), num_seqs)
     elif most < num_tokens:
         # As in verifying: every sequence has its drafts, but for one that has none.
         q_len = [most] * (num_seqs - 1) + [1]
@@ -329,34 +315,12 @@ def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: i
     return np.array(q_len, np.int32)
 
 
-def _even(num_tokens: int, num_seqs: int) -> list[int]:
+def evenly(num_tokens: int, num_seqs: int) -> list[int]:
+    """So many tokens, shared out among so many sequences, the larger shares first."""
     if num_seqs == 0:
         return []
     share, rest = divmod(num_tokens, num_seqs)
     return [share + 1] * rest + [share] * (num_seqs - rest)
-
-
-@contextmanager
-def new_requests(runtime: AttentionRuntime, cached: Int32Array, q_len: Int32Array) -> Iterator[StepBatch]:
-    """A step of new requests, which are gone afterwards. int32 [num_seqs]: tokens in the cache, and new ones"""
-    table = runtime.table
-    rows = np.array([table.admit() for _ in q_len], np.int32)
-    try:
-        table.reserve_all(rows, cached + q_len)
-        table.mark_stored(rows, cached)
-        yield StepBatch(rows, cached + q_len, q_len)
-    finally:
-        for row in reversed(rows.tolist()):
-            table.free(row)
-
-
-def typical_plan(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> StepPlan | None:
-    """The plan of a step with these new tokens and nothing before them, or None when rows or pages are short."""
-    wanted = int(num_pages(q_len, runtime.table.page_size).sum())
-    if len(q_len) > runtime.table.most_new_seqs or wanted > runtime.table.fewest_free_pages:
-        return None
-    with new_requests(runtime, np.zeros_like(q_len), q_len) as batch:
-        return runtime.plan(as_steps_of(shape, batch, torch.Generator(runtime.device)), shape)
 
 
 def as_steps_of(shape: PaddedShape, batch: StepBatch, generator: torch.Generator) -> StepBatch:
@@ -373,69 +337,62 @@ def as_steps_of(shape: PaddedShape, batch: StepBatch, generator: torch.Generator
         return batch
     if shape.num_halves > 1:
         return replace(batch, mask=random_trees(batch.q_len, generator))
-    return with_random_mask(batch, generator)
-
-
-def with_random_mask(batch: StepBatch, generator: torch.Generator) -> StepBatch:
-    """The step with a mask that hides every second new key or so; for that all masked steps have room."""
+    # Of new keys alone: for that all masked steps have room.
     return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, generator, keys_before=0))
 
 
 def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
     """Put K and V that show in place of those of a step's new tokens, which the step has to store."""
-    for space, page, offset in _places_of_new_tokens(runtime, batch):
-        for layer in runtime.pool.in_space(space).layers:
-            # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
-            for rows, value in ((layer.keys, 0.0), (layer.values, 1e4)):
-                held = _as_held(value, layer.format.encoding)
-                new = rows.cells.new_full((len(page), rows.num_heads, rows.dim), held)
-                rows.write_tokens(page, _offset_in(rows, offset, runtime), new)
-
-
-def _as_held(value: float, encoding: Encoding) -> float:
-    """A number as pages hold it: of eight bits the code of one that is no larger than their largest."""
-    if not encoding.is_fp8:
-        return value
-    return torch.tensor(min(value, encoding.largest)).to(encoding.dtype).view(torch.uint8).item()
+    for name, form, rows, page, at in _new_cells(runtime, batch):
+        # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
+        value = 0.0 if name.startswith("K") else 1e4
+        if form.encoding.is_fp8:  # the code of a number that is no larger than the largest
+            most = torch.tensor(min(value, form.encoding.largest))
+            value = most.to(form.encoding.dtype).view(torch.uint8).item()
+        rows.write_tokens(page, at, rows.cells.new_full((len(page), rows.num_heads, rows.dim), value))
 
 
 @contextmanager
 def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[None]:
-    """K and V at the places of a step's new tokens are in the end what they were, whatever was tried out there.
+    """The pages of a step's new tokens hold in the end what they held, whatever was tried out there.
 
     The step has been staged: pages that its rows shared are its own by now.
     """
-    kept, factors = [], []
-    for space, page, offset in _places_of_new_tokens(runtime, batch):
+    kept = []
+    for space, page, _ in _places_of_new_tokens(runtime, batch):
+        pages = page.unique()
         for layer in runtime.pool.in_space(space).layers:
-            for rows, scale in ((layer.keys, layer.k_scale), (layer.values, layer.v_scale)):
-                before = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
-                at = _offset_in(rows, offset, runtime)
-                rows.read_tokens(page, at, before)
-                kept.append((rows, page, at, before))
-                if scale is not None and layer.format.scales is Scales.TOKEN:
-                    factors.append((scale, (page, slice(None), at), scale[page, :, at]))
+            scales = (layer.k_scale, layer.v_scale) if layer.format.scales is Scales.TOKEN else ()
+            held = (side for side in (layer.raw_k, layer.raw_v, *scales) if side is not None)
+            kept += [(side, pages, side[pages]) for side in held]
     try:
         yield
     finally:
-        for rows, page, at, before in kept:
-            rows.write_tokens(page, at, before)
-        for scale, place, factor in factors:
-            scale[place] = factor
+        for side, pages, before in kept:
+            side.index_copy_(0, pages, before)
 
 
 def stored_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> dict[str, Tensor]:
     """Copies of K and V at the places of a step's new tokens, [num_tokens, kv_heads, dim], by what they are."""
     stored = {}
-    for space, page, offset in _places_of_new_tokens(runtime, batch):
-        for layer, pages in enumerate(runtime.pool.in_space(space).layers):
-            for side, rows in (("K", pages.keys), ("V", pages.values)):
-                cells = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
-                rows.read_tokens(page, _offset_in(rows, offset, runtime), cells)
-                # A dtype of one byte has neither comparisons nor bounds, and is stored as it is.
-                name = f"{side} of layer {layer} of the {space.value} space"
-                stored[name] = cells.view(torch.uint8) if cells.element_size() == 1 else cells
+    for name, _, rows, page, at in _new_cells(runtime, batch):
+        cells = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
+        rows.read_tokens(page, at, cells)
+        # A dtype of one byte has neither comparisons nor bounds.
+        stored[name] = cells.view(torch.uint8) if cells.element_size() == 1 else cells
     return stored
+
+
+def _new_cells(
+    runtime: AttentionRuntime, batch: StepBatch
+) -> Iterator[tuple[str, PageFormat, PageRows, Tensor, Tensor]]:
+    """K, then V of each layer: what it is, how it is held and where, and the page and place of each new token there."""
+    for space, page, offset in _places_of_new_tokens(runtime, batch):
+        for number, layer in enumerate(runtime.pool.in_space(space).layers):
+            for side, rows in (("K", layer.keys), ("V", layer.values)):
+                # Index keys stand for pools of tokens.
+                at = offset // (runtime.table.page_size // rows.page_size)
+                yield f"{side} of layer {number} of the {space.value} space", layer.format, rows, page, at
 
 
 def _places_of_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[tuple[Space, Tensor, Tensor]]:
@@ -449,8 +406,3 @@ def _places_of_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterat
         pages = table.entries_host[batch.rows[seq], kv_index // page_size]
         page, offset = (torch.from_numpy(x.astype(np.int64)).to(runtime.device) for x in (pages, kv_index % page_size))
         yield table.space, page, offset
-
-
-def _offset_in(rows: PageRows, offset: Tensor, runtime: AttentionRuntime) -> Tensor:
-    """The place in a page of what stands for a token: of itself, or of the pool of index keys that it belongs to."""
-    return offset // (runtime.table.page_size // rows.page_size)

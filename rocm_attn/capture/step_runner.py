@@ -10,18 +10,25 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Generic, NoReturn
+from typing import Generic, NoReturn, cast
 
-import numpy as np
 import torch
 
-from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
+from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.padding import PaddedShape, PadTo
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.capture.check import CaptureCheck, Check, Verdict
-from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, capture_shapes, draft_shapes, shape_name
-from rocm_attn.capture.made_graphs import AgreedTrial, Graph, Raised, takes_inputs
-from rocm_attn.capture.probe_requests import Candidate, typical_new_tokens, typical_plan
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import CaptureCheck, Check, Verdict, Wrong
+from rocm_attn.capture.graphs import (
+    CapturedBucket,
+    CaptureReport,
+    Graph,
+    Progress,
+    capture_shapes,
+    draft_shapes,
+    shape_name,
+    takes_inputs,
+)
+from rocm_attn.capture.probe_requests import Candidate, is_uniform, typical_new_tokens
 from rocm_attn.capture.split_forward import DraftForward, Forward, SplitForward, in_batch_order
 from rocm_attn.errors import BadBatch, DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
@@ -62,28 +69,25 @@ def _again(batch: StepBatch) -> AnyPlan:
 class StepRunner(Generic[Outputs]):
     """Runs the steps of one model, and its rounds of drafts.
 
-    Several runners may share a runtime, each with its forwards and its graphs. As the runtime, a runner is used by one
-    thread at a time and cannot be copied or pickled. A graph of a round holds all its draft steps, and the picks
-    between them.
+    Several runners may share a runtime, each with its forwards and its graphs. Like the runtime, a runner is used by
+    one thread at a time and cannot be copied or pickled.
 
     forward:  Part -> tensor [S, ...], one row for each sequence; or PerToken of a tensor [T, ...], a tree of these,
               or None: step/outputs.py. It must not synchronise, must not branch on lengths, and must do the same work
               and return the same tree each time it is called with the same metadata. It runs the halves of a split
               step one by one
     recorder: makes graphs of steps at the runtime's capture sizes; None runs every step eagerly
-    draft:    the parts of a round, or of a half of one, in order -> rows for sequences, or PerToken for the tokens of a
-              draft step; otherwise as forward. Not given: rounds of drafts are refused. Graphs are made of rounds of
-              RuntimeOptions.drafts
-    split_forward: what graphs of split steps are made of, those of rounds too; not given: forward, one half after the
-              other. Such a graph serves if it gives bitwise what forward gives, one half after the other; else that is
-              captured
+    draft:    the parts of a round, or of a half of one, in order -> as forward; PerToken is for the tokens of a draft
+              step. Not given: rounds are refused. A graph of a round of RuntimeOptions.drafts holds all its draft steps
+    split_forward: what graphs of split steps and rounds are made of, if it gives bitwise what one half after the other
+              gives; not given: that
     check:    compares each fresh graph with the eager run; graphs are switched off where they differ
     flight:   remembers the last steps
-    capture_after: steps of a plan that run eagerly before a graph is made of it; capture_all() makes them at once.
-              See graphs.eager_steps_before_capture
+    capture_after: steps of a plan that run eagerly before a graph is made of it; see graphs.eager_steps_before_capture
 
     watchdog: looks on while a graph is made; names a capture that takes CAPTURE_SECONDS, unless another is put here
     metrics:  what serves through this runner counts here too
+    graph_of_last: the graph that the last step has run by; None: it has run without one, or that was given up
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class StepRunner(Generic[Outputs]):
     ) -> None:
         self._runtime = runtime
         self._forward, self._draft = forward, draft
-        self._split_forward = split_forward if split_forward is not None else self._in_turn
+        self._split_forward = split_forward
         self._recorder = recorder
         self._wants_graphs = recorder is not None
         self._check = check if check is not None else CaptureCheck()
@@ -113,7 +117,7 @@ class StepRunner(Generic[Outputs]):
         self._graphs = GraphCache(self._pinned)
         self._graph_of_plan: dict[StepPlan, Graph[Outputs]] = {}
         self._takers: set[StepPlan] = set()  # whose graphs take inputs
-        self._last: Graph[Outputs] | None = None
+        self.graph_of_last: Graph[Outputs] | None = None
         self._buckets: list[CapturedBucket] = []
         self.metrics = Metrics()
         self._graphs_off = ""
@@ -122,7 +126,7 @@ class StepRunner(Generic[Outputs]):
         if recorder is not None:
             runtime.seals.seal()
             runtime.seals.users.add(self)
-            self._pin()
+            self._follow_seal()
 
     @property
     def counters(self) -> Metrics:
@@ -157,11 +161,6 @@ class StepRunner(Generic[Outputs]):
         if last is None or self._seal_number != self._runtime.seals.number:
             return False
         return last.plan in self._graph_of_plan or self._recorder is None or not last.plan.replayable
-
-    @property
-    def graph_of_last(self) -> Graph[Outputs] | None:
-        """The graph that the last step has run by; None: it has run without one, or that was given up."""
-        return self._last
 
     @property
     def graph_again(self) -> Graph[Outputs] | None:
@@ -200,7 +199,7 @@ class StepRunner(Generic[Outputs]):
 
     def _graph_again(self, last: RanStep | None) -> Graph[Outputs] | None:
         """What runs a step again by one call: no log and no rank waits for word of it."""
-        graph = self._last
+        graph = self.graph_of_last
         if last is None or graph is None or self._seal_number != self._runtime.seals.number:
             return None
         if graph.ran is not last:
@@ -225,9 +224,11 @@ class StepRunner(Generic[Outputs]):
             outputs = self._run_noted(batch, step, plan_of)
             gate.end()
         except BaseException as error:
-            self._broken_off(error)
+            self._runtime.end_step()  # an interrupt may have come in its place
+            if isinstance(error, DeviceFault):
+                self.metrics.faults += len(error.each)
             raise
-        metrics, graph, num_seqs = self.metrics, self._last, batch.num_seqs
+        metrics, graph, num_seqs = self.metrics, self.graph_of_last, batch.num_seqs
         metrics.steps += 1
         metrics.real_seqs += num_seqs
         if graph is not None:
@@ -247,12 +248,6 @@ class StepRunner(Generic[Outputs]):
             self._flight.failed(error)
             raise
 
-    def _broken_off(self, error: BaseException) -> None:
-        """A step has raised."""
-        self._runtime.end_step()  # an interrupt may have come in its place
-        if isinstance(error, DeviceFault):
-            self._count_faults(error)
-
     def run_eagerly(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None) -> Outputs:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
         self._require_forward(batch)
@@ -261,7 +256,7 @@ class StepRunner(Generic[Outputs]):
             step = self._runtime.stage(batch, None if pad_to is None else self._runtime.plan(batch, pad_to))
             return real_rows(self._body(step), batch.num_seqs, batch.num_fed)
         except DeviceFault as fault:  # of a step before it
-            self._count_faults(fault)
+            self.metrics.faults += len(fault.each)
             raise
         finally:
             self._runtime.end_step()
@@ -284,7 +279,7 @@ class StepRunner(Generic[Outputs]):
             if reason:
                 skipped[shape] = reason
         progress(len(shapes), len(shapes), "")
-        return CaptureReport(tuple(self._buckets), skipped, self._why_no_graphs())
+        return replace(self.capture_report(), skipped=skipped)
 
     def capture_report(self) -> CaptureReport:
         """The graphs that exist, those included that were made when a step needed them."""
@@ -295,7 +290,7 @@ class StepRunner(Generic[Outputs]):
         try:
             self._runtime.check_device()
         except DeviceFault as fault:
-            self._count_faults(fault)
+            self.metrics.faults += len(fault.each)
             self._flight.failed(fault)
             raise
 
@@ -311,7 +306,7 @@ class StepRunner(Generic[Outputs]):
             self._runtime.seals.unseal(capture_sizes, capture_tokens)
         else:
             self._runtime.seals.reseal(capture_sizes, capture_tokens)
-            self._start_over(self._recorder)
+            self._follow_seal()
 
     def check_addresses(self) -> None:
         """Compare the address, shape, stride and dtype of everything that graphs read. Raises GraphStale."""
@@ -327,26 +322,15 @@ class StepRunner(Generic[Outputs]):
             "build another one over a runtime of its own"
         )
 
-    def _count_faults(self, error: DeviceFault) -> None:
-        self.metrics.faults += len(error.each)
-
     def _follow_seal(self) -> None:
-        """Drop the graphs if the addresses were sealed anew, or given up, since they were made."""
-        if self._seal_number != self._runtime.seals.number and self._recorder is not None:
-            self._start_over(self._recorder)
-
-    def _start_over(self, recorder: Recorder) -> None:
-        """Drop the graphs of an earlier seal, and pin what those of this one will read."""
-        self._drop_graphs()
-        recorder.release_memory()
-        self._pin()
-
-    def _pin(self) -> None:
+        """Where addresses were sealed anew, or given up, drop the graphs, and pin what new ones will read."""
         number = self._runtime.seals.number
-        if number:
-            self._pinned.pin_all(self._runtime.seals.tensors)
-        # Last: what an interrupt breaks off is done again by the next step.
-        self._seal_number = number
+        if self._seal_number != number and self._recorder is not None:
+            self._drop_graphs(self._recorder)
+            if number:
+                self._pinned.pin_all(self._runtime.seals.tensors)
+            # Last: what an interrupt breaks off is done again by the next step.
+            self._seal_number = number
 
     def _why_no_graphs(self) -> str:
         if self._graphs_off or self._recorder is None or self._runtime.seals.number:
@@ -356,14 +340,15 @@ class StepRunner(Generic[Outputs]):
             "reopen() makes graphs possible again"
         )
 
-    def _drop_graphs(self) -> None:
-        self._last = None
+    def _drop_graphs(self, recorder: Recorder) -> None:
+        self.graph_of_last = None
         self._takers.clear()
         self._graph_of_plan.clear()
         self._eager_steps.clear()
         self._buckets.clear()
         self._graphs.drop_all()
         self._pinned.release()
+        recorder.release_memory()
 
     def _require_forward(self, batch: StepBatch) -> None:
         """Raise BadBatch for a round where there is no forward of rounds."""
@@ -382,18 +367,16 @@ class StepRunner(Generic[Outputs]):
         first, second = step.halves
         return self._run_half(first), self._run_half(second)
 
-    def _body(self, step: Step) -> Outputs:
-        return self._body_with(self._in_turn, step)
-
     @torch.no_grad()
-    def _body_with(self, split_forward: SplitForward[Outputs], step: Step) -> Outputs:
+    def _body(self, step: Step, split_forward: SplitForward[Outputs] | None = None) -> Outputs:
+        """A step's outputs, rows of pads too. split_forward: not given: one half after the other"""
         step.fill()
         child = step.plan.shape.child
-        if step.plan.shape.num_halves == 1:
+        if step.plan.num_halves == 1:
             outputs = self._run_half(step.parts)
             require_rows(outputs, child.num_seqs, child.num_tokens)
             return outputs
-        of_halves = split_forward(step)
+        of_halves = (split_forward or self._in_turn)(step)
         for half in of_halves:
             require_rows(half, child.num_seqs, child.num_tokens)
         return in_batch_order(step, of_halves)
@@ -404,9 +387,11 @@ class StepRunner(Generic[Outputs]):
         reason = self._why_not_now(plan, batch)
         if reason:
             return self._without_graph(step, reason)
-        candidate = Candidate(
-            self._runtime, plan, self._new_tokens_like(plan, batch), batch if gate.may_store else None
+        typical = (
+            None if batch.num_seqs and not is_uniform(plan.shape) else typical_new_tokens(self._runtime, plan.shape)
         )
+        q_len = batch.q_len if typical is None else typical
+        candidate = Candidate(self._runtime, plan, q_len, batch if gate.may_store else None)
         # The graph is made of other steps; this one is staged again when it has passed.
         gate.abandon()
         reason = self._capture(candidate, "")
@@ -419,19 +404,9 @@ class StepRunner(Generic[Outputs]):
         kind = _TOO_FEW_PAGES if reason.endswith(_TOO_FEW_PAGES) else _RAISED
         return self._without_graph(step, kind if reason else "graphs are off")
 
-    def _new_tokens_like(self, plan: StepPlan, batch: StepBatch) -> Int32Array:
-        """New tokens of the sequences of a step that has the plan of a batch."""
-        if isinstance(plan.shape.drafts, Drafts):
-            return np.full(plan.shape.num_seqs, plan.shape.drafts.tokens, np.int32)
-        if plan.shape.kind.decodes:
-            return np.ones(plan.shape.num_seqs, np.int32)
-        typical = None if batch.num_seqs else typical_new_tokens(self._runtime, plan.shape)
-        return batch.q_len if typical is None else typical
-
     def _why_not_now(self, plan: StepPlan, batch: StepBatch) -> str:
-        """Why no graph is made of a step, or nothing.
-
-        Ranks that agree make one at the same step, whatever each of them has in it: their collectives must meet.
+        """Why no graph is made of a step now, or nothing. Ranks that agree make one at the same step, whatever each of
+        them has in it: their collectives must meet.
         """
         if self._recorder is None:
             return "graphs are off"
@@ -439,17 +414,21 @@ class StepRunner(Generic[Outputs]):
             return "steps of its kind or size have none"
         if batch.num_seqs == 0 and not self._agrees:  # there may be no input to compare it on; capture_all() makes one
             return "it has no sequences"
-        if not self._can_capture:
+        if not self._may_capture(self._runtime.seals.number):
             return "the addresses are not sealed"
         # What compares graphs writes to the pages of new tokens.
         if not self._runtime.gate.may_store and not self._agrees:
             return "it may not store"
-        return "" if self._is_due(plan) else "eager steps come first"
+        if self._eager_steps[plan] < self._capture_after:
+            self._eager_steps[plan] += 1
+            return "eager steps come first"
+        del self._eager_steps[plan]  # each attempt is paid anew
+        return ""
 
     def _without_graph(self, step: Step, reason: str) -> Outputs:
         if self._wants_graphs and step.plan.replayable:
             self.metrics.fallbacks[reason] = self.metrics.fallbacks.get(reason, 0) + 1
-        self._last = None
+        self.graph_of_last = None
         return self._body(step)
 
     def _replay(self, graph: Graph[Outputs]) -> Outputs:
@@ -459,7 +438,7 @@ class StepRunner(Generic[Outputs]):
         graph.recording.replay()
         self._runtime.gate.after_replay(graph.effects)
         self.metrics.replays += 1
-        self._last = graph
+        self.graph_of_last = graph
         return graph.outputs
 
     def _refuse_stale(self, graph: Graph[Outputs]) -> None:
@@ -468,50 +447,34 @@ class StepRunner(Generic[Outputs]):
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
 
-    def _is_due(self, plan: StepPlan) -> bool:
-        """Whether a graph is to be made of the plan now; if not, its step is counted. Each attempt is paid anew."""
-        if self._eager_steps[plan] < self._capture_after:
-            self._eager_steps[plan] += 1
-            return False
-        del self._eager_steps[plan]
-        return True
-
     def _capture_shape(self, shape: PaddedShape) -> str:
         """Make the graph of a shape, unless there is one; why none could be made, or nothing."""
-        q_len = typical_new_tokens(self._runtime, shape)
+        runtime, candidate, reason = self._runtime, None, ""
+        q_len = typical_new_tokens(runtime, shape)
         if q_len is None:
-            has_row = self._runtime.table.num_free_rows > 0
-            return self._capture(
-                None, "no free rows hold a step of this shape" if has_row else "no request row is free"
-            )
-        try:
-            plan = typical_plan(self._runtime, shape, q_len)
-        except Unsupported as refusal:
-            return self._capture(None, "; ".join((refusal.summary, *refusal.reasons)))
-        if plan is None:
-            return self._capture(None, _TOO_FEW_PAGES)
-        reason = "" if self._can_capture else self._why_no_graphs()
-        if not plan.replayable:
-            reason = f"{', '.join(k.row.name for k in plan.kernels)}: not every kernel can be captured"
-        return self._capture(Candidate(self._runtime, plan, q_len, None), reason)
+            has_row = runtime.table.num_free_rows > 0
+            reason = "no free rows hold a step of this shape" if has_row else "no request row is free"
+        else:
+            try:
+                candidate = Candidate.of(runtime, shape, q_len)
+            except Unsupported as refusal:
+                reason = "; ".join((refusal.summary, *refusal.reasons))
+        if candidate is not None and not candidate.plan.replayable:
+            reason = f"{', '.join(k.row.name for k in candidate.plan.kernels)}: not every kernel can be captured"
+        elif candidate is not None and not self._may_capture(runtime.seals.number):
+            reason = self._why_no_graphs()
+        return self._capture(candidate, reason)
 
     @property
     def _agrees(self) -> bool:
         """Whether other ranks make the same graphs at the same steps."""
         return self._runtime.agree is not alone
 
-    @property
-    def _can_capture(self) -> bool:
-        """Whether graphs may be made of the memory that steps have now."""
-        return self._recorder is not None and self._may_capture(self._runtime.seals.number)
-
     def _capture(self, candidate: Candidate | None, reason: str) -> str:
         """Make a graph, unless there is one. Why there is none, or nothing; graphs are switched off if it is refused.
 
-        candidate: None where this rank has none
-        reason:    why it is not tried on this rank, or nothing
-
-        Raises DeviceFault of the steps before: it is reported before anything is tried out, and nothing has changed.
+        reason: why it is not tried on this rank, which may have no candidate
+        Raises DeviceFault of the steps before, where nothing was tried out yet.
         """
         self._runtime.faults.report()
         if candidate is not None and not reason and not self._check.has_steps(candidate):
@@ -540,29 +503,36 @@ class StepRunner(Generic[Outputs]):
     def _tried(self, candidate: Candidate) -> Verdict[Outputs]:
         """A graph, made by split_forward if that gives bitwise what one half after the other gives."""
         verdict = self._try(self._split_forward, candidate)
-        is_given = candidate.plan.num_halves > 1 and self._split_forward != self._in_turn
-        if not is_given or not verdict.wrong or "over" in verdict.wrong:
+        if (
+            candidate.plan.num_halves == 1
+            or self._split_forward is None
+            or not verdict.wrong
+            or "over" in verdict.wrong
+        ):
             return verdict
         wrong = verdict.wrong
         reason = wrong.get("failure") or wrong.get("raised") or "the given split_forward is not bitwise the same"
-        verdict = self._try(self._in_turn, candidate)
+        verdict = self._try(None, candidate)
         return replace(verdict, summary=f"{verdict.summary}; one half after the other, because {reason}")
 
-    def _try(self, split_forward: SplitForward[Outputs], candidate: Candidate) -> Verdict[Outputs]:
+    def _try(self, split_forward: SplitForward[Outputs] | None, candidate: Candidate) -> Verdict[Outputs]:
         """Make a graph and compare it with the eager run.
 
         Ranks agree twice: when the graph is recorded, so that all compare it or none does, and on what came of it.
         """
         name = f"the capture of {shape_name(candidate.plan.shape)}"
-        agreed = AgreedTrial(self._runtime)
+        refused, num_left = cast(Wrong, {}), 2
 
         def record(step: Step) -> Graph[Outputs]:
+            nonlocal refused, num_left
+            graph, num_left = None, 1
             try:
                 graph = self._recorded(name, split_forward, step)
             except Exception as error:
-                agreed.recorded({"failure" if isinstance(error, _REFUSALS) else "raised": _in_words(error)})
-                raise
-            agreed.recorded({})
+                refused = {"failure" if isinstance(error, _REFUSALS) else "raised": _in_words(error)}
+            refused = self._agreed(refused)
+            if graph is None or refused:
+                raise RecordingRefused("it was not recorded")
             return graph
 
         try:
@@ -572,21 +542,34 @@ class StepRunner(Generic[Outputs]):
             self._runtime.faults.report_own()
         except _REFUSALS as refusal:
             self._runtime.faults.forget()  # of the steps that the graph was tried on: they are no caller's
-            wrong = {"raised" if isinstance(refusal, Raised) else "failure": _in_words(refusal)}
-            verdict = Verdict(None, "", 0.0, wrong)
+            verdict = Verdict(None, "", 0.0, refused or {"failure": _in_words(refusal)})
         except BaseException as error:
             if self._agrees:  # other ranks wait for word of it; they make no more graphs either
                 reason = f"the check was broken off by {type(error).__name__}: {error}"
-                agreed.ended({"failure": reason, "over": reason})
+                self._agreed({"failure": reason, "over": reason}, num_left)
                 self._switch_off(reason)
             raise
-        return replace(verdict, wrong=agreed.ended(verdict.wrong))
+        return replace(verdict, wrong=self._agreed(verdict.wrong, num_left))
 
-    def _recorded(self, name: str, split_forward: SplitForward[Outputs], step: Step) -> Graph[Outputs]:
+    def _agreed(self, wrong: Wrong, times: int = 1) -> Wrong:
+        """What is wrong with the graph of any rank: it serves on all of them or on none. times: that others ask, too"""
+        with self._runtime.faults.meetings.waiting(wrong.get("failure", wrong.get("raised", ""))):
+            for _ in range(times):
+                wrong = self._runtime.agree(wrong)
+        return wrong
+
+    def _recorded(self, name: str, split_forward: SplitForward[Outputs] | None, step: Step) -> Graph[Outputs]:
         """The graph of a staged step, not checked yet."""
         assert self._recorder is not None
         takes, started = takes_inputs(self._runtime, step), time.perf_counter()
-        recording, outputs = self._recorder.record(partial(self._watched_body, name, split_forward, step))
+
+        def body() -> Outputs:
+            with self.watchdog.watch(f"forward, run for {name},"):
+                if takes:
+                    self._runtime.gate.take_inputs()
+                return self._body(step, split_forward)
+
+        recording, outputs = self._recorder.record(body)
         if takes:
             recording = CountedRecording(recording, self._runtime.graph_runs.run)
         seconds = time.perf_counter() - started
@@ -603,21 +586,14 @@ class StepRunner(Generic[Outputs]):
         if graph.takes_inputs:
             self._takers.add(plan)
         self.metrics.captures += 1
-        size = graph.recording.bytes
-        self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, size, verdict.summary))
-
-    def _watched_body(self, name: str, split_forward: SplitForward[Outputs], step: Step) -> Outputs:
-        with self.watchdog.watch(f"forward, run for {name},"):
-            if takes_inputs(self._runtime, step):
-                self._runtime.gate.take_inputs()
-            return self._body_with(split_forward, step)
+        num_bytes, check = graph.recording.bytes, verdict.summary
+        self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, num_bytes, check))
 
     def _switch_off(self, reason: str) -> None:
         """Give up all graphs, and the sealed addresses with them unless graphs of another runner read them."""
         assert self._recorder is not None
         recorder, self._recorder, self._graphs_off = self._recorder, None, reason
-        self._drop_graphs()
-        recorder.release_memory()
+        self._drop_graphs(recorder)
         self._runtime.seals.users.discard(self)
         if not self._runtime.seals.users:
             self._runtime.seals.give_up()

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.capture.graphs import joiner_for
-from rocm_attn.capture.made_graphs import Graph
+from rocm_attn.capture.graphs import Graph, recorder_for
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
@@ -158,7 +157,7 @@ class DraftsAgain:
                 to.counts[STEP] = runtime.faults.step_number
             faults.zero_()
         first, last = around.first_graph.recording, around.drafts_graph.recording
-        self._whole = joiner_for(runtime.device).join([made[0], first, made[1], last, made[2]])
+        self._whole = recorder_for(runtime.device).join([made[0], first, made[1], last, made[2]])
 
     def are_there(self) -> bool:
         """Whether the graphs are those that the drafting model's last steps have run by."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.capture.made_graphs import Graph
+from rocm_attn.capture.graphs import Graph
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.recorder import Joiner, Recording
 from rocm_attn.kernels.launch import run_as_launch

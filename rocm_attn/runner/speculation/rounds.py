@@ -31,7 +31,7 @@ from torch import Tensor
 
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.capture.graphs import joiner_for
+from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling.asked import NONE
@@ -287,7 +287,7 @@ class DeviceRounds:
             self._memory = [RoundMemory(most_seqs, self._width, device) for _ in range(most_ahead + 2)]
             self._words = told_words(most_seqs, self._width, device)
             self._limit = torch.zeros(most_seqs, dtype=torch.int32, device=device)
-        self._ops = RoundOps(picker, runtime.core.ops.next_round, stream_of(device), joiner_for(device))
+        self._ops = RoundOps(picker, runtime.core.ops.next_round, stream_of(device), recorder_for(device))
         self._unshaped = ShapedRows(asking, {}, (), ())
         # Of steps that have their inputs there, of so many sequences, and whether any draws: series come again.
         self._launches = Kept[tuple[int, int, bool], tuple[DeviceStep, RoundLaunches]]()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from rocm_attn.capture.made_graphs import Graph
+from rocm_attn.capture.graphs import Graph
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.fake_recorder import FakeRecorder

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.capture.graphs import capture_shapes
-from rocm_attn.capture.made_graphs import takes_inputs
+from rocm_attn.capture.graphs import capture_shapes, takes_inputs
 from rocm_attn.errors import DeviceFault, WrongState
 from rocm_attn.hip_graphs.recorder import uncounted
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE

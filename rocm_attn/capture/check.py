@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic
 
 import numpy as np
 import numpy.typing as npt
@@ -64,21 +64,6 @@ Record = Callable[[Step], Graph[Outputs]]
 Eager = Callable[[Step], Outputs]
 
 
-class Check(Protocol):
-    """Records a graph, and says whether it may serve."""
-
-    def has_steps(self, candidate: Candidate) -> bool:
-        """Whether there is a step to record now. Raises nothing that a live step has wrong with it."""
-        ...
-
-    def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
-        """Stage steps of the plan, record the first one and judge the graph by the others. has_steps() is true.
-
-        eager: runs a staged step
-        """
-        ...
-
-
 class CaptureCheck:
     """Compares a fresh graph with the eager run of what was recorded.
 
@@ -91,50 +76,50 @@ class CaptureCheck:
         self._limits = limits
         self._seed = seed
 
-    def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
-        """See Check.record. It runs on probe requests, or on permutations of the live step where none can be admitted.
+    def has_steps(self, candidate: Candidate) -> bool:
+        """Whether there is a step to record now. No graph is tried on a live step whose own inputs are at fault."""
+        live = candidate.live
+        if self._room(candidate) is not None:
+            return True
+        return live is not None and _can_be_drawn(live) and has_sound_inputs(candidate)
 
-        The largest lengths are recorded, two ragged draws are compared, then the largest lengths. Whatever is drawn and
-        whatever comes of it, as many steps run: on other ranks too, whose requests are others.
+    def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
+        """Record a step of a candidate that has_steps(), and judge the graph by others; eager: runs a staged step.
+
+        On probe requests, or on permutations of the live step where none can be admitted, the largest lengths are
+        recorded, two ragged draws are compared, then the largest lengths. Whatever comes of it, as many steps run: on
+        other ranks too, whose requests are others.
         """
         trial, room, live = _Trial(candidate, record, eager), self._room(candidate), candidate.live
         if room is not None:
-            with ProbeRequests(candidate.runtime, vocabulary=self._vocabulary, seed=self._seed, live=live) as probes:
+            with self._requests(candidate) as probes:
                 return trial.run(probes.draws(candidate, room), "")
         assert live is not None, "a check has steps before it runs"
         with kept_new_tokens(candidate.runtime, live):
             return trial.run(_own_draws(live, candidate.plan.shape), " of the step itself")
 
-    def has_steps(self, candidate: Candidate) -> bool:
-        """See Check.has_steps. No graph is tried on a live step whose own inputs are at fault."""
-        if self._room(candidate) is not None:
-            return True
-        return candidate.live is not None and _can_be_drawn(candidate.live) and has_sound_inputs(candidate)
-
     def _room(self, candidate: Candidate) -> Room | None:
         return room_for(candidate, self._limits or ProbeLimits.of(candidate.runtime.target))
 
+    def _requests(self, candidate: Candidate) -> ProbeRequests:
+        return ProbeRequests(candidate.runtime, vocabulary=self._vocabulary, seed=self._seed, live=candidate.live)
 
-_SHORTEST = ProbeLimits(1, 1)
 
-
-class NoCheck:
+class NoCheck(CaptureCheck):
     """Trusts every graph. For tests of what a wrong graph does, and where each step is compared anyway."""
 
+    def has_steps(self, candidate: Candidate) -> bool:
+        return candidate.live is not None or self._room(candidate) is not None
+
     def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
-        """See Check.record. Nothing is compared."""
-        trial, live, room = _Trial(candidate, record, eager), candidate.live, room_for(candidate, _SHORTEST)
-        with ProbeRequests(candidate.runtime, vocabulary=2, seed=0) as probes:
+        trial, live, room = _Trial(candidate, record, eager), candidate.live, self._room(candidate)
+        with self._requests(candidate) as probes:
             batch = next(probes.draws(candidate, room)) if live is None and room is not None else live
             assert batch is not None, "a check has steps before it runs"
             return Verdict(trial.record(batch), "not checked", 0.0, {})
 
-    def has_steps(self, candidate: Candidate) -> bool:
-        """See Check.has_steps."""
-        return candidate.live is not None or room_for(candidate, _SHORTEST) is not None
 
-
-NO_CHECK = NoCheck()
+NO_CHECK = NoCheck(limits=ProbeLimits(1, 1))
 
 
 class _Trial(Generic[Outputs]):
@@ -159,24 +144,18 @@ class _Trial(Generic[Outputs]):
 
     def record(self, batch: StepBatch) -> Graph[Outputs]:
         """The graph of a step."""
-        step = self._runtime.stage(batch, self._plan)
-        try:
+        with self._runtime.stage(batch, self._plan) as step:
             return self._record(step)
-        finally:
-            self._runtime.end_step()
 
     def _compare(self, graph: Graph[Outputs], batch: StepBatch) -> None:
         """Replay a step and run it eagerly. The first difference counts."""
-        step = self._runtime.stage(batch, self._plan)
-        try:
+        with self._runtime.stage(batch, self._plan) as step:
             # First the graph: the buffers still hold the step before, so what the graph forgets to fill shows.
             forget_new_tokens(self._runtime, batch)
             outputs = graph.replay()
             replayed, made = self._tensors(batch, outputs), structure_of(outputs)
             outputs = self._eager(step)
             wanted, now = self._tensors(batch, outputs), structure_of(outputs)
-        finally:
-            self._runtime.end_step()
         self._had_sequences |= batch.num_seqs > 0
         if not _has_number(wanted) and not _has_number(replayed):
             return  # NaN equals NaN here: as with pads, nothing is proved by it

@@ -1,8 +1,7 @@
 """What would be captured, and how much memory a runtime would take, without a GPU and without capturing anything.
 
-The runtime is built on torch's meta device, whose tensors have sizes and no memory: what is predicted is what the same
-code allocates on a GPU. What graphs themselves take, the activations of forward, depends on the model and is measured
-when they are made.
+The runtime is built on torch's meta device: what is predicted is what the same code allocates on a GPU. What graphs
+themselves take, the activations of forward, depends on the model and is measured when they are made.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ from rocm_attn.step.options import RuntimeOptions
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One allocation.
-
-    knob: the settings that its size follows from, with their values
-    """
+    """One allocation. knob: the settings that its size follows from, with their values"""
 
     name: str
     num_bytes: int
@@ -40,11 +36,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One graph that would be made.
-
-    step_bytes:      of the index buffers and schedules, what a step of this shape uses
-    workspace_bytes: of the workspace, likewise
-    """
+    """One graph that would be made, and what its steps use of index buffers and schedules, and of the workspace."""
 
     shape: PaddedShape
     step_bytes: int
@@ -97,14 +89,10 @@ def plan_capture(problems: Sequence[Problem], target: Target, options: RuntimeOp
 
 
 def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
-    kernels = [selection.kernel(shape.kind).bound for selection in runtime.selections]
+    kernels, child = [selection.kernel(shape.kind).bound for selection in runtime.selections], shape.child
     step_bytes = sum(PADDED_BATCH.elements(spec, shape) * spec.dtype.itemsize for spec in runtime.core.memory.specs)
-    schedule_words = sum(
-        words_of_children(kernel.schedule.words(shape.child), shape.num_children) for kernel in kernels
-    )
-    workspace_words = words_of_children(
-        max(kernel.workspace_words(shape.child) for kernel in kernels), shape.num_halves
-    )
+    schedule_words = sum(words_of_children(each.schedule.words(child), shape.num_children) for each in kernels)
+    workspace_words = words_of_children(max(each.workspace_words(child) for each in kernels), shape.num_halves)
     return Bucket(shape, step_bytes + schedule_words * torch.int32.itemsize, workspace_words * torch.float32.itemsize)
 
 
@@ -112,11 +100,8 @@ def _step_parts(runtime: AttentionRuntime, padding: PaddingPolicy) -> list[Part]
     """What steps that are captured use, at the size of the largest. padding: says which are"""
     memory = StepMemory(runtime.kinds, runtime.table, runtime.device, mask_keys=padding.mask_keys)
     memory.seal(padding.largest_shapes())
-    knobs = _knobs(runtime)
-    return [
-        Part(name, tensor.nbytes, knobs.get(name, knobs["schedules"]))
-        for name, tensor in memory.sealed_tensors().items()
-    ]
+    knobs, tensors = _knobs(runtime), memory.sealed_tensors()
+    return [Part(name, each.nbytes, knobs.get(name, knobs["schedules"])) for name, each in tensors.items()]
 
 
 def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
@@ -131,11 +116,10 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
         Unit.LIST_ENTRY: f"{seqs} x {_row_width(runtime)}",
         Unit.TABLE_ENTRY: f"{seqs} x {_row_width(runtime)}",
         Unit.MASK_WORD: f"{tokens}, mask_keys {runtime.padding.mask_keys}",
+        Unit.DRAFT: f"{seqs}, drafts",
     }
-    of_unit[Unit.DRAFT] = f"{seqs}, drafts"
     of_buffer = {spec.name: of_unit[spec.unit] for spec in runtime.core.memory.specs}
-    of_need = {Need.PREFIXES: f"shared_prefixes, {seqs}"}
-    of_prefixes = {name: of_need[need] for name, field in FIELDS.items() for need in field.needs if need in of_need}
+    of_prefixes = {name: f"shared_prefixes, {seqs}" for name, field in FIELDS.items() if Need.PREFIXES in field.needs}
     kernels = f"{seqs}, {tokens}, {runtime.target.compute_units} compute units"
     # Deterministic decode has a slot for each segment of the longest sequence.
     lengths = f", {_row_width(runtime)}" if runtime.options.deterministic else ""

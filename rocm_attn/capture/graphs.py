@@ -13,7 +13,6 @@ from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.hip_graphs.graph_cache import Entry
 from rocm_attn.hip_graphs.recorder import GraphRecorder, Joiner, Recording
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.launch import does_only_launch, observe_launches
@@ -60,8 +59,8 @@ class Graph(Generic[Outputs]):
     seconds:      of warm-up and recording
     effects:      of each step that it replays
     takes_inputs: whether its head takes those of its steps
-    num_seqs:     padded sequences of a step
-    entry:        as the runner keeps it once it serves
+    epoch:        of the pinned tensors, when it was made
+    num_seqs:     padded
     """
 
     plan: StepPlan
@@ -70,8 +69,8 @@ class Graph(Generic[Outputs]):
     seconds: float
     effects: Effects
     takes_inputs: bool
+    epoch: int
     num_seqs: int = field(init=False)
-    entry: Entry[Outputs] = field(init=False)
     # Sequences of the last step, and its outputs without what they hold for pads.
     num_real: int = field(init=False, default=-1)
     real: Outputs = field(init=False)
@@ -97,11 +96,8 @@ class Graph(Generic[Outputs]):
 
 def takes_inputs(runtime: AttentionRuntime, step: Step) -> bool:
     """Whether the graph of a step takes its inputs: twins cannot in a device's graph, for they ask the host."""
-    if (
-        len(step.parts) > 1
-        or step.plan.shape.drafts is not NO_DRAFTS
-        or max(step.plan.shape.num_seqs, step.plan.shape.num_tokens) > MOST_TAKEN
-    ):
+    shape = step.plan.shape
+    if len(step.parts) > 1 or shape.drafts is not NO_DRAFTS or max(shape.num_seqs, shape.num_tokens) > MOST_TAKEN:
         return False
     return runtime.device.type == "cpu" or does_only_launch(runtime.core.ops.take_inputs)
 
@@ -120,9 +116,8 @@ def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
 
     Every sequence count once for decode steps, and once for steps that verify drafts; every pair of a sequence count
     and a token count that a step can have in which each sequence has a token. A token count of 1 is left to be captured
-    when it is met: only idle sequences make such a step. The same once more for split steps, where they may be
-    captured. Masked steps, where there are any, like those that extend; steps that share prefixes, where they may be
-    captured, like those that decode. Steps with prompts at their own token counts, with all sequences.
+    when it is met: only idle sequences make such a step. The same for split and masked steps, and for those that share
+    prefixes, where they may be captured. Steps with prompts at their own token counts, with all sequences.
     """
     shapes = [shape for children in range(1, padding.max_children + 1) for shape in _shapes(padding, children)]
     shapes += padding.prompt_shapes()

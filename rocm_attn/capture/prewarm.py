@@ -112,12 +112,12 @@ def prewarm(
     if runtime.target.is_gpu == (runtime.device.type == "cuda"):  # else nothing has run
         runtime.check_device()
     progress(len(steps), len(steps), "")
-    return PrewarmReport(
-        compiled=dict(compiled),
-        cached=dict(cached),
-        cache=_cache_folder() if compiled or cached else "",
-        seconds=time.perf_counter() - started,
-    )
+    cache = ""
+    if compiled or cached:
+        from rocm_attn.kernels.compile_only import cache_folder
+
+        cache = cache_folder()
+    return PrewarmReport(dict(compiled), dict(cached), cache, time.perf_counter() - started)
 
 
 def _runtime(
@@ -125,10 +125,7 @@ def _runtime(
 ) -> AttentionRuntime:
     """A runtime of one layer of each kind, over a pool that is as large as it needs to be to compile the same."""
     kinds = list(dict.fromkeys(problems))
-    row = min(
-        problem.page_size * problem.num_kv_heads * min(problem.head_dim, problem.v_head_dim) * problem.dtype.itemsize
-        for problem in kinds
-    )
+    row = min(p.page_size * p.num_kv_heads * min(p.head_dim, p.v_head_dim) * p.dtype.itemsize for p in kinds)
     of_each = max(options.verify_tokens, _TREE_NODES, *(drafts.tokens for drafts in options.drafts))
     largest_step = max(
         *options.capture_tokens,
@@ -164,10 +161,8 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, Int32Array]
     if not runtime.target.is_gpu:
         return  # nothing is compiled
     own = {kind for selection in runtime.selections for kind in selection.kernels if not kind.captured}
-    steps = eager_steps(
-        runtime.padding, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len, uncaptured=tuple(own)
-    )
-    for shape, each in steps:
+    most_seqs, most_tokens = table.most_new_seqs, table.max_kv_len
+    for shape, each in eager_steps(runtime.padding, max_seqs=most_seqs, max_kv_len=most_tokens, uncaptured=tuple(own)):
         # A pool for windows may have fewer pages than a step of all these tokens takes: serving has none there.
         if _fits(runtime, np.array(each)):
             yield shape, np.array(each, np.int32)
@@ -226,9 +221,7 @@ def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, attend: 
 
 
 class _Attend:
-    """Stores and attends in every kind of layer, over memory that all steps share: to fill as much for each takes
-    longer than all else.
-    """
+    """Stores and attends in every kind of layer. All steps share its memory: to fill it takes longer than all else."""
 
     def __init__(self, runtime: AttentionRuntime) -> None:
         self._device, self._problems = runtime.device, [selection.problem for selection in runtime.selections]
@@ -237,10 +230,8 @@ class _Attend:
     def __call__(self, part: Part) -> None:
         for layer, problem in enumerate(self._problems):
             num_tokens, dim, v_dim, dtype = len(part.token_ids), problem.head_dim, problem.v_head_dim, problem.dtype
-            q, k = (
-                self._zeros("q", (num_tokens, problem.num_q_heads, dim), dtype),
-                self._zeros("k", (num_tokens, problem.num_kv_heads, dim), dtype),
-            )
+            q = self._zeros("q", (num_tokens, problem.num_q_heads, dim), dtype)
+            k = self._zeros("k", (num_tokens, problem.num_kv_heads, dim), dtype)
             out = self._zeros("out", (num_tokens, problem.num_q_heads, v_dim), dtype)
             is_latent = problem.pool is PoolKind.LATENT
             v = k[..., :v_dim] if is_latent else self._zeros("v", (num_tokens, problem.num_kv_heads, v_dim), dtype)
@@ -275,14 +266,12 @@ def _compiling(target: Target, device: torch.device, count: Callable[[str, bool]
             gpu = AbsentGpu(target.arch, target.compute_units, target.wave_size, target.lds_bytes)
             stack.enter_context(compile_only(gpu))
             # Each launch by Triton's ordinary path: the quick one keeps what only a device can run.
-            stack.enter_context(observe_launches(lambda launch: launch()))
+            stack.enter_context(observe_launches(_launch))
         yield
 
 
-def _cache_folder() -> str:
-    from rocm_attn.kernels.compile_only import cache_folder
-
-    return cache_folder()
+def _launch(launch: Callable[[], object]) -> None:
+    launch()
 
 
 def eager_steps(
@@ -319,9 +308,7 @@ def eager_steps(
 
 
 def _padded_seqs(padding: PaddingPolicy, max_seqs: int) -> dict[int, int]:
-    """The numbers of sequences that steps, or their halves where they may be split, can be padded to: of each the
-    fewest that are padded so.
-    """
+    """Numbers of sequences that steps, or halves of them, can be padded to -> the fewest that are padded so."""
     fewest: dict[int, int] = {}
     for count in range(1, max_seqs + 1):
         fewest.setdefault(padding.round_seqs(count, 1), count)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
-from rocm_attn.batch.halves import HALVES, split_point
+from rocm_attn.batch.halves import split_point
 from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.mask import random_mask, random_trees
 from rocm_attn.batch.padding import PaddedShape
@@ -23,6 +23,7 @@ from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.errors import DeviceFault
+from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PageFormat, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.machine.target import Target
@@ -206,12 +207,10 @@ class ProbeRequests:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What probe requests may be.
+    """What the probe requests of a draw may be.
 
-    num_seqs:         sequences of a draw
-    longest:          tokens of the longest
     shortest_longest: tokens that the longest must have, or the plan is another
-    total:            KV tokens of a draw
+    total:            KV tokens
     """
 
     num_seqs: int
@@ -231,9 +230,7 @@ class Room:
 
 
 def has_sound_inputs(candidate: Candidate) -> bool:
-    """Whether the device finds nothing wrong with the inputs of the live step. It is not run, and nothing is reported:
-    a fault is raised when the step itself is.
-    """
+    """Whether the device finds nothing wrong with the inputs of the live step, whose run is what raises a fault."""
     runtime, live = candidate.runtime, candidate.live
     if live is None or live.inputs is HOST_INPUTS:
         return True
@@ -288,7 +285,7 @@ def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: i
     most:     new tokens that a sequence may have
     max_seqs: sequences that the step may have; they are fewer than the padded ones where requests are few
     """
-    num_seqs, num_tokens = min(shape.num_seqs, max_seqs), shape.num_tokens
+    num_seqs = min(shape.num_seqs, max_seqs)
     if num_seqs == 0:
         return None
     if isinstance(shape.drafts, Drafts):
@@ -296,10 +293,9 @@ def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: i
         return np.full(num_seqs, tokens, np.int32) if tokens <= max_kv_len else None
     if shape.kind.decodes:
         return np.ones(num_seqs, np.int32)
-    if shape.num_halves > 1:
-        # Halves that are alike: the cut lies between them.
-        half = typical_q_len(shape.child, most=most, max_seqs=max_seqs // HALVES, max_kv_len=max_kv_len)
-        return None if half is None else np.tile(half, HALVES)
+    # Halves are alike: the cut lies between them.
+    halves, num_tokens = shape.num_halves, shape.child.num_tokens
+    num_seqs = min(shape.child.num_seqs, max_seqs // halves)
     if not shape.kind.mixes:
         num_seqs = min(num_seqs, num_tokens // 2)
         q_len = evenly(min(num_tokens, num_seqs * most), num_seqs)
@@ -312,7 +308,7 @@ def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: i
         q_len = [1] * (num_seqs - 1) + [num_tokens - num_seqs + 1]
     if not q_len or max(q_len) > max_kv_len or (shape.kind.mixes and len(q_len) < 2):
         return None
-    return np.array(q_len, np.int32)
+    return np.tile(np.array(q_len, np.int32), halves)
 
 
 def evenly(num_tokens: int, num_seqs: int) -> list[int]:
@@ -343,13 +339,14 @@ def as_steps_of(shape: PaddedShape, batch: StepBatch, generator: torch.Generator
 
 def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
     """Put K and V that show in place of those of a step's new tokens, which the step has to store."""
-    for name, form, rows, page, at in _new_cells(runtime, batch):
+    for _, layer, page, offset in _new_tokens(runtime, batch):
+        encoding = layer.format.encoding
         # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
-        value = 0.0 if name.startswith("K") else 1e4
-        if form.encoding.is_fp8:  # the code of a number that is no larger than the largest
-            most = torch.tensor(min(value, form.encoding.largest))
-            value = most.to(form.encoding.dtype).view(torch.uint8).item()
-        rows.write_tokens(page, at, rows.cells.new_full((len(page), rows.num_heads, rows.dim), value))
+        for rows, value in ((layer.keys, 0.0), (layer.values, 1e4)):
+            if encoding.is_fp8:  # the code of a number that is no larger than their largest
+                value = torch.tensor(min(value, encoding.largest)).to(encoding.dtype).view(torch.uint8).item()
+            new = rows.cells.new_full((len(page), rows.num_heads, rows.dim), value)
+            rows.write_tokens(page, _place_in(rows, offset, runtime), new)
 
 
 @contextmanager
@@ -359,12 +356,10 @@ def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[Non
     The step has been staged: pages that its rows shared are its own by now.
     """
     kept = []
-    for space, page, _ in _places_of_new_tokens(runtime, batch):
-        pages = page.unique()
-        for layer in runtime.pool.in_space(space).layers:
-            scales = (layer.k_scale, layer.v_scale) if layer.format.scales is Scales.TOKEN else ()
-            held = (side for side in (layer.raw_k, layer.raw_v, *scales) if side is not None)
-            kept += [(side, pages, side[pages]) for side in held]
+    for _, layer, page, _ in _new_tokens(runtime, batch):
+        pages, scales = page.new_tensor(sorted(set(page.tolist()))), [layer.k_scale, layer.v_scale]
+        held = [layer.raw_k, layer.raw_v, *(scales if layer.format.scales is Scales.TOKEN else ())]
+        kept += [(side, pages, side[pages]) for side in held if side is not None]
     try:
         yield
     finally:
@@ -375,34 +370,28 @@ def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[Non
 def stored_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> dict[str, Tensor]:
     """Copies of K and V at the places of a step's new tokens, [num_tokens, kv_heads, dim], by what they are."""
     stored = {}
-    for name, _, rows, page, at in _new_cells(runtime, batch):
-        cells = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
-        rows.read_tokens(page, at, cells)
-        # A dtype of one byte has neither comparisons nor bounds.
-        stored[name] = cells.view(torch.uint8) if cells.element_size() == 1 else cells
+    for name, layer, page, offset in _new_tokens(runtime, batch):
+        for side, rows in (("K", layer.keys), ("V", layer.values)):
+            cells = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
+            rows.read_tokens(page, _place_in(rows, offset, runtime), cells)
+            # A dtype of one byte has neither comparisons nor bounds.
+            stored[f"{side} of {name}"] = cells.view(torch.uint8) if cells.element_size() == 1 else cells
     return stored
 
 
-def _new_cells(
-    runtime: AttentionRuntime, batch: StepBatch
-) -> Iterator[tuple[str, PageFormat, PageRows, Tensor, Tensor]]:
-    """K, then V of each layer: what it is, how it is held and where, and the page and place of each new token there."""
-    for space, page, offset in _places_of_new_tokens(runtime, batch):
-        for number, layer in enumerate(runtime.pool.in_space(space).layers):
-            for side, rows in (("K", layer.keys), ("V", layer.values)):
-                # Index keys stand for pools of tokens.
-                at = offset // (runtime.table.page_size // rows.page_size)
-                yield f"{side} of layer {number} of the {space.value} space", layer.format, rows, page, at
-
-
-def _places_of_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[tuple[Space, Tensor, Tensor]]:
-    """In each space, page and place there of each new token, int64 [num_tokens]."""
+def _new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[tuple[str, LayerPages, Tensor, Tensor]]:
+    """Each layer, in words and as it is; page and place there of each new token, int64 [num_tokens]."""
     seq = np.repeat(np.arange(batch.num_seqs), batch.q_len)
-    ends = np.cumsum(batch.q_len)
     kv_len = batch.inputs.known_kv_len(batch.kv_len)
-    kv_index = kv_len[seq] - ends[seq] + np.arange(batch.num_tokens)
+    kv_index = kv_len[seq] - np.cumsum(batch.q_len)[seq] + np.arange(batch.num_tokens)
     page_size = runtime.table.page_size
     for table in runtime.table.spaces:
         pages = table.entries_host[batch.rows[seq], kv_index // page_size]
         page, offset = (torch.from_numpy(x.astype(np.int64)).to(runtime.device) for x in (pages, kv_index % page_size))
-        yield table.space, page, offset
+        for number, layer in enumerate(runtime.pool.in_space(table.space).layers):
+            yield f"layer {number} of the {table.space.value} space", layer, page, offset
+
+
+def _place_in(rows: PageRows, offset: Tensor, runtime: AttentionRuntime) -> Tensor:
+    """The place in a page of what stands for a token: of itself, or of the pool of index keys that it belongs to."""
+    return offset // (runtime.table.page_size // rows.page_size)

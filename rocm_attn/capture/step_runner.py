@@ -17,7 +17,7 @@ import torch
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.capture.check import CaptureCheck, Check, Verdict, Wrong
+from rocm_attn.capture.check import CaptureCheck, Verdict, Wrong
 from rocm_attn.capture.graphs import (
     CapturedBucket,
     CaptureReport,
@@ -32,7 +32,6 @@ from rocm_attn.capture.probe_requests import Candidate, is_uniform, typical_new_
 from rocm_attn.capture.split_forward import DraftForward, Forward, SplitForward, in_batch_order
 from rocm_attn.errors import BadBatch, DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
-from rocm_attn.hip_graphs.graph_cache import GraphCache
 from rocm_attn.hip_graphs.recorder import CountedRecording, Recorder, Recording
 from rocm_attn.machine.agreement import alone
 from rocm_attn.machine.watchdog import Watchdog
@@ -60,10 +59,6 @@ _REFUSALS = (RecordingRefused, StaleRecording, torch.OutOfMemoryError, DeviceFau
 # The plan of a step, made when the step before it is over. It is made anew where a graph was made in between.
 # None: by the runtime's ladders.
 PlanOf = Callable[[StepBatch], AnyPlan] | None
-
-
-def _again(batch: StepBatch) -> AnyPlan:
-    return AGAIN
 
 
 class StepRunner(Generic[Outputs]):
@@ -98,7 +93,7 @@ class StepRunner(Generic[Outputs]):
         *,
         draft: DraftForward[Outputs] | None = None,
         split_forward: SplitForward[Outputs] | None = None,
-        check: Check | None = None,
+        check: CaptureCheck | None = None,
         flight: Flight = NO_FLIGHT_RECORDER,
         capture_after: int = 0,
     ) -> None:
@@ -114,7 +109,6 @@ class StepRunner(Generic[Outputs]):
         self._eager_steps: Counter[StepPlan] = Counter()
         self._has_raised = False  # a forward, in the last trial of a graph
         self._pinned = runtime.guards.capture.new_pins()
-        self._graphs = GraphCache(self._pinned)
         self._graph_of_plan: dict[StepPlan, Graph[Outputs]] = {}
         self._takers: set[StepPlan] = set()  # whose graphs take inputs
         self.graph_of_last: Graph[Outputs] | None = None
@@ -170,7 +164,7 @@ class StepRunner(Generic[Outputs]):
     def graph_of(self, plan: StepPlan) -> Graph[Outputs] | None:
         """The graph that runs the steps of a plan; None: there is none, or what it reads has moved."""
         graph = self._graph_of_plan.get(plan)
-        return graph if graph is not None and graph.entry.epoch == self._pinned.epoch else None
+        return graph if graph is not None and graph.epoch == self._pinned.epoch else None
 
     def run_again(self, batch: StepBatch, joined: Recording | None = None) -> Outputs:
         """The last step once more, on the inputs that the device has put in the place of its own.
@@ -186,10 +180,13 @@ class StepRunner(Generic[Outputs]):
         graph = self._graph_again(last)
         if graph is None or last is None or last.batch is not batch:
             assert joined is None, "what is joined begins with the graph of the step that runs again"
-            return self._run(batch, _again)
-        if graph.entry.epoch != self._pinned.epoch:
-            self._refuse_stale(graph)
-        gate.replay_again((graph.recording if joined is None else joined).replay)
+            return self._run(batch, lambda batch: AGAIN)
+        try:
+            if graph.epoch != self._pinned.epoch:
+                raise self._stale(graph)
+            gate.replay_again((graph.recording if joined is None else joined).replay)
+        except StaleRecording as stale:
+            raise GraphStale(str(stale)) from stale
         metrics, num_seqs = self.metrics, batch.num_seqs
         metrics.steps += 1
         metrics.replays += 1
@@ -253,13 +250,11 @@ class StepRunner(Generic[Outputs]):
         self._require_forward(batch)
         self._runtime.gate.holder.require_free("a step cannot begin")
         try:
-            step = self._runtime.stage(batch, None if pad_to is None else self._runtime.plan(batch, pad_to))
-            return real_rows(self._body(step), batch.num_seqs, batch.num_fed)
+            with self._runtime.stage(batch, None if pad_to is None else self._runtime.plan(batch, pad_to)) as step:
+                return real_rows(self._body(step), batch.num_seqs, batch.num_fed)
         except DeviceFault as fault:  # of a step before it
             self.metrics.faults += len(fault.each)
             raise
-        finally:
-            self._runtime.end_step()
 
     def capture_all(self, progress: Progress = lambda done, total, name: None) -> CaptureReport:
         """Make a graph of every capture size, largest first, best before the first request arrives.
@@ -346,7 +341,6 @@ class StepRunner(Generic[Outputs]):
         self._graph_of_plan.clear()
         self._eager_steps.clear()
         self._buckets.clear()
-        self._graphs.drop_all()
         self._pinned.release()
         recorder.release_memory()
 
@@ -387,10 +381,10 @@ class StepRunner(Generic[Outputs]):
         reason = self._why_not_now(plan, batch)
         if reason:
             return self._without_graph(step, reason)
-        typical = (
-            None if batch.num_seqs and not is_uniform(plan.shape) else typical_new_tokens(self._runtime, plan.shape)
-        )
-        q_len = batch.q_len if typical is None else typical
+        q_len = batch.q_len
+        if batch.num_seqs == 0 or is_uniform(plan.shape):
+            typical = typical_new_tokens(self._runtime, plan.shape)
+            q_len = q_len if typical is None else typical
         candidate = Candidate(self._runtime, plan, q_len, batch if gate.may_store else None)
         # The graph is made of other steps; this one is staged again when it has passed.
         gate.abandon()
@@ -433,36 +427,37 @@ class StepRunner(Generic[Outputs]):
 
     def _replay(self, graph: Graph[Outputs]) -> Outputs:
         self._runtime.gate.before_replay(graph.effects)
-        if graph.entry.epoch != self._pinned.epoch:
-            self._refuse_stale(graph)
-        graph.recording.replay()
+        try:
+            if graph.epoch != self._pinned.epoch:
+                raise self._stale(graph)
+            graph.recording.replay()
+        except StaleRecording as stale:
+            raise GraphStale(str(stale)) from stale
         self._runtime.gate.after_replay(graph.effects)
         self.metrics.replays += 1
         self.graph_of_last = graph
         return graph.outputs
 
-    def _refuse_stale(self, graph: Graph[Outputs]) -> None:
-        try:
-            self._graphs.require_good(graph.entry)
-        except StaleRecording as stale:
-            raise GraphStale(str(stale)) from stale
+    def _stale(self, graph: Graph[Outputs]) -> StaleRecording:
+        return StaleRecording(
+            f"the graph of {shape_name(graph.plan.shape)} is of epoch {graph.epoch}, and the tensors that it reads are "
+            f"of epoch {self._pinned.epoch}: they have moved; call reopen(), after which graphs are made again"
+        )
 
     def _capture_shape(self, shape: PaddedShape) -> str:
         """Make the graph of a shape, unless there is one; why none could be made, or nothing."""
-        runtime, candidate, reason = self._runtime, None, ""
+        runtime = self._runtime
         q_len = typical_new_tokens(runtime, shape)
         if q_len is None:
-            has_row = runtime.table.num_free_rows > 0
-            reason = "no free rows hold a step of this shape" if has_row else "no request row is free"
-        else:
-            try:
-                candidate = Candidate.of(runtime, shape, q_len)
-            except Unsupported as refusal:
-                reason = "; ".join((refusal.summary, *refusal.reasons))
-        if candidate is not None and not candidate.plan.replayable:
+            short = runtime.table.num_free_rows == 0
+            return self._capture(None, "no request row is free" if short else "no free rows hold a step of this shape")
+        try:
+            candidate = Candidate.of(runtime, shape, q_len)
+        except Unsupported as refusal:
+            return self._capture(None, "; ".join((refusal.summary, *refusal.reasons)))
+        reason = "" if self._may_capture(runtime.seals.number) else self._why_no_graphs()
+        if not candidate.plan.replayable:
             reason = f"{', '.join(k.row.name for k in candidate.plan.kernels)}: not every kernel can be captured"
-        elif candidate is not None and not self._may_capture(runtime.seals.number):
-            reason = self._why_no_graphs()
         return self._capture(candidate, reason)
 
     @property
@@ -573,15 +568,12 @@ class StepRunner(Generic[Outputs]):
         if takes:
             recording = CountedRecording(recording, self._runtime.graph_runs.run)
         seconds = time.perf_counter() - started
-        return Graph(step.plan, recording, outputs, seconds, self._runtime.gate.effects, takes)
+        effects, epoch = self._runtime.gate.effects, self._pinned.epoch
+        return Graph(step.plan, recording, outputs, seconds, effects, takes, epoch)
 
     def _keep(self, graph: Graph[Outputs], verdict: Verdict[Outputs]) -> None:
         plan = graph.plan
-        if all(kept.key != plan.key for kept in self._graph_of_plan):
-            # An interrupt may have come after a graph was put there, and before its plan led to it.
-            self._takers.discard(plan)
-            self._graphs.drop(plan.key)
-        graph.entry = self._graphs.put(plan.key, graph.recording, graph.outputs)
+        assert all(kept.key != plan.key for kept in self._graph_of_plan), "plans of one key are one plan"
         self._graph_of_plan[plan] = graph
         if graph.takes_inputs:
             self._takers.add(plan)

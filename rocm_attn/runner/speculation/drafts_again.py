@@ -19,6 +19,8 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.capture.graphs import Graph, recorder_for
+from rocm_attn.errors import GraphStale
+from rocm_attn.hip_graphs.errors import StaleRecording
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
@@ -189,6 +191,9 @@ class DraftsAgain:
         drafts.write(rows, most)
 
     def run(self) -> Tensor:
-        """Make the guesses of the next round, where that is_next(), and give their words."""
-        self._runtime.gate.replay_again(self._whole.replay)
+        """Make the guesses of the next round, where that is_next(), and give their words. Raises GraphStale."""
+        try:
+            self._runtime.gate.replay_again(self._whole.replay)
+        except StaleRecording as stale:
+            raise GraphStale(str(stale)) from stale
         return self._around.words

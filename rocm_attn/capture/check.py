@@ -78,10 +78,8 @@ class CaptureCheck:
 
     def has_steps(self, candidate: Candidate) -> bool:
         """Whether there is a step to record now. No graph is tried on a live step whose own inputs are at fault."""
-        live = candidate.live
-        if self._room(candidate) is not None:
-            return True
-        return live is not None and _can_be_drawn(live) and has_sound_inputs(candidate)
+        live, has_room = candidate.live, self._room(candidate) is not None
+        return has_room or (live is not None and _can_be_drawn(live) and has_sound_inputs(candidate))
 
     def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
         """Record a step of a candidate that has_steps(), and judge the graph by others; eager: runs a staged step.
@@ -152,8 +150,8 @@ class _Trial(Generic[Outputs]):
         with self._runtime.stage(batch, self._plan) as step:
             # First the graph: the buffers still hold the step before, so what the graph forgets to fill shows.
             forget_new_tokens(self._runtime, batch)
-            outputs = graph.replay()
-            replayed, made = self._tensors(batch, outputs), structure_of(outputs)
+            graph.recording.replay()
+            replayed, made = self._tensors(batch, graph.outputs), structure_of(graph.outputs)
             outputs = self._eager(step)
             wanted, now = self._tensors(batch, outputs), structure_of(outputs)
         self._had_sequences |= batch.num_seqs > 0
@@ -176,9 +174,7 @@ class _Trial(Generic[Outputs]):
             self._wrong.setdefault("failure", difference)
 
     def _tensors(self, batch: StepBatch, outputs: Outputs) -> dict[str, Tensor]:
-        """Copies of what a run of a step gave, without pads; of a forward that returns no tensor, the K and V that it
-        stored.
-        """
+        """Copies of what a run gave, without pads; of a forward that returns no tensor, what it stored."""
         tensors = tensors_of(real_rows(outputs, batch.num_seqs, batch.num_fed))
         return {path: rows.clone() for path, rows in (tensors or stored_new_tokens(self._runtime, batch)).items()}
 
@@ -250,16 +246,14 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
 
 
 def _can_be_drawn(live: StepBatch) -> bool:
-    """Of a step that gives bounds in place of its new tokens, the host does not know which they are; a mask is packed
-    for its own step alone, but for one of trees. A step without sequences is like any other one."""
+    """Whether the host knows the new tokens. A mask that is not of trees is packed for its own step alone."""
     return live.num_seqs == 0 or (live.inputs.q_len_on_host and not isinstance(live.mask, StepMask))
 
 
 def _own_draws(live: StepBatch, shape: PaddedShape) -> Iterator[StepBatch]:
     """The live step, half of it, the whole in another order, and itself again; as many as probe requests draw.
 
-    All write K and V of its own new tokens only. In halves another order may need more room than there is: then the
-    step itself comes in its place.
+    In halves another order may need more room than there is: then the step itself comes in its place.
     """
     order = np.arange(live.num_seqs)
     yield live

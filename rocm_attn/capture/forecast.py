@@ -47,8 +47,7 @@ class Bucket:
 class CapturePlan:
     """What a runtime of these settings allocates and captures.
 
-    buckets: graphs, in the order in which they are made; none where a kernel cannot be captured. Those of rounds of
-             drafts come last
+    buckets: graphs, in the order in which they are made; none where a kernel cannot be captured
     lengths: whether more graphs follow, one for each length bucket, because a kernel bakes a length
     parts:   every allocation that is made before the first step
     draft_bytes: what would not be allocated without rounds of drafts; pages are as many as num_pages says

@@ -80,11 +80,6 @@ class Graph(Generic[Outputs]):
     def __post_init__(self) -> None:
         self.num_seqs = self.plan.shape.num_seqs
 
-    def replay(self) -> Outputs:
-        """Its outputs for the staged step, rows of pads too."""
-        self.recording.replay()
-        return self.outputs
-
     def real_of(self, batch: StepBatch) -> Outputs:
         """Its outputs, without what they hold for pads."""
         outputs = real_rows(self.outputs, batch.num_seqs, batch.num_fed)
@@ -105,8 +100,8 @@ def takes_inputs(runtime: AttentionRuntime, step: Step) -> bool:
 def eager_steps_before_capture(device: torch.device) -> int:
     """Steps of a plan that run without a graph before one is made of it, unless it is made ahead by capture_all().
 
-    On a GPU none: a replay saves most of a step's host time. On a CPU it saves little, so a graph may only cost what a
-    long run does not notice. A count of steps, not of seconds: all ranks of a model make their graphs at the same step.
+    On a GPU none: a replay saves most of a step's host time. On a CPU it saves little. A count of steps, not of seconds:
+    all ranks of a model make their graphs at the same step.
     """
     return 0 if device.type == "cuda" else _RUNS_PER_CAPTURE_RUN * CPU_CAPTURE_RUNS
 
@@ -150,9 +145,9 @@ def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
             continue
         shapes += [
             PaddedShape(kind, num_seqs, num_tokens, children)
-            for num_seqs, fewest_seqs in _with_fewest(seqs)
+            for num_seqs, below in zip(seqs, (0, *seqs), strict=False)
             for num_tokens in tokens
-            if _exists(kind, num_seqs, fewest_seqs, num_tokens, children)
+            if _exists(kind, num_seqs, below + 1, num_tokens, children)
         ]
         if padding.verify > 1 and children == 1:
             shapes += [
@@ -165,15 +160,10 @@ def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
 
 def _exists(kind: StepKind, num_seqs: int, fewest_seqs: int, num_tokens: int, children: int) -> bool:
     """Whether a step with a token in each sequence is padded to these sizes: of sequences with two tokens or more, or,
-    where kinds are mixed, of some with one token and one with more in each child."""
+    where kinds are mixed, of some with one token and one with more in each child. fewest_seqs: that are padded so"""
     if kind.mixes:
         return num_seqs > children and num_tokens >= max(fewest_seqs, 2 * children) + children
     return num_tokens >= 2 * max(fewest_seqs, children)
-
-
-def _with_fewest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Each size of a ladder with the smallest count that is padded to it."""
-    return [(size, below + 1) for size, below in zip(sizes, (0, *sizes), strict=False)]
 
 
 def shape_name(shape: PaddedShape) -> str:

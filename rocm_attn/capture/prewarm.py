@@ -56,9 +56,8 @@ _MOST_EACH = 256
 class PrewarmReport:
     """What came of it.
 
-    compiled: kernels by name and how many variants of each were compiled
-    cached:   likewise, those that were there already
-    cache:    Triton's cache; empty where no kernel was needed
+    compiled, cached: kernels by name, and how many variants of each were compiled, or were there already
+    cache: Triton's; empty where no kernel was needed
     """
 
     compiled: dict[str, int]
@@ -250,10 +249,7 @@ class _Attend:
 
 @contextmanager
 def _compiling(target: Target, device: torch.device, count: Callable[[str, bool], None]) -> Iterator[None]:
-    """Reports what Triton compiles and what it finds in its cache; where the target is not there, nothing runs.
-
-    count: takes a kernel's name and whether it was there already
-    """
+    """Counts what Triton compiles, and what it finds in its cache; where the target is not there, nothing runs."""
     if not target.is_gpu:
         yield
         return

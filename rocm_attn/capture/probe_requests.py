@@ -84,8 +84,7 @@ class Candidate:
 class ProbeRequests:
     """Requests with random content on rows and pages that no request holds; given back when the context ends.
 
-    vocabulary: token ids are below it
-    live:       a step, where its lengths are on the device those of probes are too
+    vocabulary: token ids are below it; live: where its lengths are on the device, those of probes are too
     """
 
     def __init__(self, runtime: AttentionRuntime, *, vocabulary: int, seed: int, live: StepBatch | None = None) -> None:
@@ -186,7 +185,7 @@ class ProbeRequests:
             filled |= pages
             for layer in self._runtime.pool.in_space(space).layers:
                 for raw, scale in ((layer.raw_k, layer.k_scale), (layer.raw_v, layer.v_scale)):
-                    for some in ids.split(_FILL_PAGES):
+                    for some in torch.split(ids, _FILL_PAGES):
                         raw.index_copy_(0, some, self._random_pages(len(some), raw, scale, layer.format))
                     if scale is not None and layer.format.scales is Scales.TOKEN:
                         scale.index_fill_(0, ids, 1.0)
@@ -207,16 +206,12 @@ class ProbeRequests:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the probe requests of a draw may be.
-
-    shortest_longest: tokens that the longest must have, or the plan is another
-    total:            KV tokens
-    """
+    """What the probe requests of a draw may be."""
 
     num_seqs: int
     longest: int
-    shortest_longest: int
-    total: int
+    shortest_longest: int  # or the plan is another
+    total: int  # KV tokens
 
     def usual(self, num_seqs: int, times: int) -> int:
         """A length that num_seqs sequences may have on average, times over."""

@@ -38,8 +38,7 @@ def in_batch_order(step: Step, outputs: tuple[Outputs, Outputs]) -> Outputs:
     """What both halves gave, as one: rows of real sequences, or tokens, first and in the order of the batch.
 
     Device work only, of fixed shape: where the second half's rows go follows from counts on the device. Rows after
-    the real ones are any of the others. outputs: as require_rows() passes them. Raises BadTensor where the halves
-    returned different trees.
+    the real ones are any of the others. Raises BadTensor where the halves returned different trees.
     """
     first, second = (structure_of(half) for half in outputs)
     if first != second:

@@ -48,16 +48,14 @@ from rocm_attn.step.step import Series, Step
 CAPTURE_SECONDS = 300.0
 _WATCHDOG = Watchdog(CAPTURE_SECONDS)
 
-# Eager steps of a plan after which its graph is tried again, where forward raised in the first trial, or where ranks
-# ask each other, one of which had no room for the check.
+# Eager steps of a plan before its graph is tried again: forward has raised in a trial, or a rank had no room for it.
 _STEPS_BEFORE_ANOTHER_TRY = 64
 _TOO_FEW_PAGES = "too few pages are free to check it on"
 _RAISED = "its forward has raised while it was recorded"
 # Why a graph does not serve, and none is made again.
 _REFUSALS = (RecordingRefused, StaleRecording, torch.OutOfMemoryError, DeviceFault)
 
-# The plan of a step, made when the step before it is over. It is made anew where a graph was made in between.
-# None: by the runtime's ladders.
+# The plan of a step, made when the step before it is over, and anew after a capture. None: by the runtime's ladders.
 PlanOf = Callable[[StepBatch], AnyPlan] | None
 
 
@@ -98,14 +96,11 @@ class StepRunner(Generic[Outputs]):
         capture_after: int = 0,
     ) -> None:
         self._runtime = runtime
-        self._forward, self._draft = forward, draft
-        self._split_forward = split_forward
+        self._forward, self._draft, self._split_forward = forward, draft, split_forward
         self._recorder = recorder
-        self._wants_graphs = recorder is not None
         self._check = check if check is not None else CaptureCheck()
         self.watchdog: Watch = _WATCHDOG
-        self._flight = flight
-        self._capture_after = capture_after
+        self._flight, self._capture_after = flight, capture_after
         self._eager_steps: Counter[StepPlan] = Counter()
         self._has_raised = False  # a forward, in the last trial of a graph
         self._pinned = runtime.guards.capture.new_pins()
@@ -260,8 +255,7 @@ class StepRunner(Generic[Outputs]):
         """Make a graph of every capture size, largest first, best before the first request arrives.
 
         Kernels that bake a length are captured at their smallest length bucket; others need no second graph.
-        progress: called before each bucket and at the end
-        Raises DeviceFault of steps that were run before.
+        progress: called before each bucket and at the end. Raises DeviceFault of earlier steps
         """
         self._follow_seal()
         padding, skipped = self._runtime.padding, dict[PaddedShape, str]()
@@ -292,10 +286,9 @@ class StepRunner(Generic[Outputs]):
     def reopen(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
         """Drain the device, drop every graph and its memory, and seal again for other capture sizes.
 
-        Graphs are made anew as steps need them, or by capture_all(); also those of other runners of the runtime.
-        Requests, pages and their content stay. Under tensor parallelism all ranks must call it between the same two
-        steps. Raises what Seals.reseal raises: nothing has changed then, and graphs go on serving. After an
-        interrupt, steps may be eager until it is called again; counters.graphs_off says so.
+        Graphs are made anew as steps need them, or by capture_all(); also those of other runners. Requests and pages
+        stay. Under tensor parallelism all ranks must call it between the same two steps. Raises what Seals.reseal
+        raises: nothing has changed then. After an interrupt, steps may be eager until it is called again.
         """
         if self._recorder is None:
             self._runtime.seals.unseal(capture_sizes, capture_tokens)
@@ -347,9 +340,7 @@ class StepRunner(Generic[Outputs]):
     def _require_forward(self, batch: StepBatch) -> None:
         """Raise BadBatch for a round where there is no forward of rounds."""
         if batch.drafts is not NO_DRAFTS and self._draft is None:
-            raise BadBatch(
-                "the batch is a round of drafts, and this StepRunner has no forward for it; give it draft=..."
-            )
+            raise BadBatch("the batch is a round of drafts; give StepRunner a forward of rounds: draft=...")
 
     def _run_half(self, half: Series) -> Outputs:
         """A forward's outputs of a whole step or round, or of a half of one."""
@@ -420,7 +411,7 @@ class StepRunner(Generic[Outputs]):
         return ""
 
     def _without_graph(self, step: Step, reason: str) -> Outputs:
-        if self._wants_graphs and step.plan.replayable:
+        if step.plan.replayable and (self._recorder is not None or self._graphs_off):
             self.metrics.fallbacks[reason] = self.metrics.fallbacks.get(reason, 0) + 1
         self.graph_of_last = None
         return self._body(step)

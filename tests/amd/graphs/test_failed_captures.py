@@ -239,7 +239,7 @@ def admitted(max_num_seqs: int = 8) -> tuple[Tiny, StepRunner]:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8], ids=["no free row", "free rows"])
 def test_a_bad_first_batch_of_its_shape_is_reported_once_and_graphs_stay_on(max_num_seqs: int) -> None:
-    """It is published before its graph is made and after. Where no row is free, a graph is tried on the batch itself."""
+    """It is published before its graph is made and after. Where no row is free, a graph is tried on a batch."""
     tiny, runner = admitted(max_num_seqs)
     reported = []
     for at in range(8):

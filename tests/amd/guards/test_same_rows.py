@@ -121,10 +121,15 @@ def test_a_step_runs_again_while_its_rows_are_its_own() -> None:
     assert served.last_stored() == 9.0, "the other request's token was overwritten"
 
 
-def test_another_batch_does_not_run_again() -> None:
-    served = Repeating(ALL_ON)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+def test_another_batch_does_not_run_again(graphs: bool) -> None:
+    served = Repeating(ALL_ON, graphs=graphs)
+    run_by_runner(served)
+    other = StepBatch([served.row], [9], [1], [9])
     with pytest.raises(WrongState, match="with another batch than the step that was staged last"):
-        served.runtime.stage(StepBatch([served.row], [9], [1], [9]), AGAIN)
+        served.runtime.stage(other, AGAIN)
+    with pytest.raises(WrongState, match="with another batch than the step that was staged last"):
+        served.runner.run_again(other)
     run_by_runner(served)
 
 

@@ -149,7 +149,7 @@ def test_what_is_no_round_is_refused(provider: str, device: torch.device) -> Non
     with pytest.raises(BadTensor, match="leave ahead out"):
         DeviceInputs(q_len=lengths, ahead=2)
     batch = draft_batch(row, [5], drafts)
-    with pytest.raises(BadBatch, match="this StepRunner has no forward for it; give it draft="):
+    with pytest.raises(BadBatch, match="give StepRunner a forward of rounds: draft="):
         StepRunner(runtime, lambda step: step.kv_len, None).run(batch)
     with pytest.raises(BadBatch, match="row"):
         runtime.step(draft_batch(row, [20], drafts))

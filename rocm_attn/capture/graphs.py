@@ -100,8 +100,8 @@ def takes_inputs(runtime: AttentionRuntime, step: Step) -> bool:
 def eager_steps_before_capture(device: torch.device) -> int:
     """Steps of a plan that run without a graph before one is made of it, unless it is made ahead by capture_all().
 
-    On a GPU none: a replay saves most of a step's host time. On a CPU it saves little. A count of steps, not of seconds:
-    all ranks of a model make their graphs at the same step.
+    On a GPU none: a replay saves most of a step's host time. On a CPU it saves little. It is a count of steps, not of
+    seconds, since all ranks of a model make their graphs at the same step.
     """
     return 0 if device.type == "cuda" else _RUNS_PER_CAPTURE_RUN * CPU_CAPTURE_RUNS
 

@@ -106,6 +106,9 @@ class CaptureCheck:
 class NoCheck(CaptureCheck):
     """Trusts every graph. For tests of what a wrong graph does, and where each step is compared anyway."""
 
+    def __init__(self) -> None:
+        super().__init__(limits=ProbeLimits(1, 1))
+
     def has_steps(self, candidate: Candidate) -> bool:
         return candidate.live is not None or self._room(candidate) is not None
 
@@ -117,7 +120,7 @@ class NoCheck(CaptureCheck):
             return Verdict(trial.record(batch), "not checked", 0.0, {})
 
 
-NO_CHECK = NoCheck(limits=ProbeLimits(1, 1))
+NO_CHECK = NoCheck()
 
 
 class _Trial(Generic[Outputs]):
@@ -200,10 +203,8 @@ class _Trial(Generic[Outputs]):
         if not self._had_sequences:
             summary = "not compared: the step has no sequences here, and no others could be admitted"
         elif not self._num_compared:
-            name = shape_name(self._plan.shape)
-            self._wrong["failure"] = (
-                f"the graph of {name} could not be compared with the eager run: forward gives no finite number"
-            )
+            why = "could not be compared with the eager run: forward gives no finite number"
+            self._wrong["failure"] = f"the graph of {shape_name(self._plan.shape)} {why}"
         return Verdict(graph, summary, seconds, self._wrong)
 
 

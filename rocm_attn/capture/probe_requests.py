@@ -200,8 +200,7 @@ class ProbeRequests:
         if scale is not None and form.scales is not Scales.TOKEN:
             # One for all heads: which dimension theirs is depends on the layout.
             values /= scale.amax()
-        largest = form.encoding.largest
-        return values.clamp_(-largest, largest).to(form.encoding.dtype).view(raw.dtype)
+        return values.clamp_(-form.encoding.largest, form.encoding.largest).to(form.encoding.dtype).view(raw.dtype)
 
 
 @dataclass(frozen=True, slots=True)

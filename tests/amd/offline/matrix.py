@@ -394,7 +394,7 @@ def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) 
         guards=Guards().without("echo_check"),  # kernels that are only compiled answer nothing
     )
     for layer, problem in enumerate(problems):
-        runtime.head_weights.set(layer, HeadWeights.random(problem))
+        runtime.head_weights.set(layer, HeadWeights.random(problem, torch.Generator()))
     rows = [runtime.table.admit() for _ in range(16)]
     for table_row in rows:
         runtime.table.reserve(table_row, KV_LEN)

@@ -44,7 +44,7 @@ from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight, Watch
 from rocm_attn.step.step import Series, Step
 
-# A first capture may compile every kernel; one that takes longer than this has never been seen to end.
+# A first capture may compile every kernel; one that takes longer has never been seen to end.
 CAPTURE_SECONDS = 300.0
 _WATCHDOG = Watchdog(CAPTURE_SECONDS)
 
@@ -489,14 +489,9 @@ class StepRunner(Generic[Outputs]):
     def _tried(self, candidate: Candidate) -> Verdict[Outputs]:
         """A graph, made by split_forward if that gives bitwise what one half after the other gives."""
         verdict = self._try(self._split_forward, candidate)
-        if (
-            candidate.plan.num_halves == 1
-            or self._split_forward is None
-            or not verdict.wrong
-            or "over" in verdict.wrong
-        ):
+        wrong, is_given = verdict.wrong, self._split_forward is not None and candidate.plan.num_halves > 1
+        if not is_given or not wrong or "over" in wrong:
             return verdict
-        wrong = verdict.wrong
         reason = wrong.get("failure") or wrong.get("raised") or "the given split_forward is not bitwise the same"
         verdict = self._try(None, candidate)
         return replace(verdict, summary=f"{verdict.summary}; one half after the other, because {reason}")

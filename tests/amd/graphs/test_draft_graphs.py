@@ -89,6 +89,18 @@ def test_one_graph_holds_all_draft_steps_of_a_round(provider: str, drafts: Draft
     assert bucket.check.startswith("equal to eager bitwise")
 
 
+@host_only
+def test_steps_and_rounds_of_one_runner_are_bitwise_the_eager_ones(provider: str, device: torch.device) -> None:
+    tiny = build(device, provider, CHAIN)
+    requests = prompted(tiny)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
+    for _ in range(2):
+        for batch in (requests.draft_batch(CHAIN, 3), requests.batch([1, 1, 1])):
+            rows = runner.run(batch).clone()
+            assert torch.equal(rows, runner.run_eagerly(batch))
+    assert (runner.counters.captures, runner.counters.replays, runner.counters.graphs_off) == (2, 4, "")
+
+
 @pytest.mark.nightly
 @host_only
 @tree_mostly

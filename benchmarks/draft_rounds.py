@@ -27,7 +27,6 @@ from rocm_attn.batch.mask import NO_MASK, TreeMask
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.bench.clocks import microseconds_of
 from rocm_attn.bench.machine import describe_machine
-from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.problem import Problem
@@ -112,11 +111,9 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Any]:
     """Medians over ROUNDS rounds."""
     model = Model(shape, device)
     runtime, drafts = model.runtime, shape.drafts
-    draft = DraftRunner(runtime, model.draft, recorder_for(device))
-    verify = StepRunner(runtime, model.verify, recorder_for(device))
-    # Before rows and pages are taken, for their probe requests need some.
-    draft.capture_all()
-    verify.capture_all()
+    runner = StepRunner(runtime, model.verify, recorder_for(device), draft=model.draft)
+    # Before rows and pages are taken, for its probe requests need some.
+    runner.capture_all()
     rows = np.array([runtime.table.admit() for _ in range(shape.num_seqs)], np.int32)
     prefix = np.full(shape.num_seqs, shape.prefix, np.int32)
     bound = prefix + max(drafts.tokens, shape.verified)
@@ -133,11 +130,11 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Any]:
 
     def draft_round() -> None:
         inputs = DeviceInputs(kv_len=on_device, ahead=drafts.tokens)
-        draft.run(draft_batch(rows, prefix, drafts, inputs=inputs))
+        runner.run(draft_batch(rows, prefix, drafts, inputs=inputs))
 
     def verify_round() -> None:
         inputs = DeviceInputs(kv_len=on_device, ahead=shape.verified)
-        verify.run(StepBatch(rows, prefix + new, new, inputs=inputs, mask=mask))
+        runner.run(StepBatch(rows, prefix + new, new, inputs=inputs, mask=mask))
 
     for _ in range(5):
         draft_round()
@@ -156,8 +153,8 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Any]:
         "draft_floor_us": round(floor, 1),
         "draft_by_floor": round(times["draft"] / floor, 3),
         "verify_gpu_us": round(times["verify"], 1),
-        "replays": draft.counters.replays + verify.counters.replays,
-        "graphs_off": draft.counters.graphs_off + verify.counters.graphs_off,
+        "replays": runner.counters.replays,
+        "graphs_off": runner.counters.graphs_off,
     }
 
 

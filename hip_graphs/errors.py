@@ -3,7 +3,7 @@
 Callers of rocm_attn see errors of rocm_attn.errors alone. Where it uses hip_graphs it turns these into its own words:
 StaleRecording into GraphStale, BadLadder into BadSetting. RecordingRefused switches graphs off with its message as the
 reason. SizeExceeded and KeyTaken would be a mistake of rocm_attn's own: it asks SizeLadder only for sizes that fit, and
-drops a key's recording before it puts another one there.
+releases a name's pin before it pins another tensor by it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class StaleRecording(RuntimeError):
 
 
 class KeyTaken(ValueError):
-    """A key or a name is in use already, and its holder would have been lost."""
+    """A name is in use already, and its holder would have been lost."""
 
 
 class SizeExceeded(ValueError):

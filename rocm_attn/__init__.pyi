@@ -57,7 +57,6 @@ from rocm_attn.step.expanded import ExpandedPrefill as ExpandedPrefill
 
 # Graphs
 from rocm_attn.capture.step_runner import StepRunner as StepRunner
-from rocm_attn.capture.draft_runner import DraftRunner as DraftRunner
 from rocm_attn.capture.check import NO_CHECK as NO_CHECK
 from rocm_attn.capture.check import CaptureCheck as CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport as CaptureReport

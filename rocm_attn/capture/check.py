@@ -1,90 +1,67 @@
 """CaptureCheck: a fresh graph serves no step before it has given what the eager run gives.
 
-A graph is recorded and compared on probe requests: rows and pages that are free at the moment, filled with random K
-and V, given back at the end. Nothing that a wrong graph has frozen then belongs to a request: what it bakes, and what
-it finds left over in its buffers, aims at probe pages. Each replay is of another draw of lengths than the step before
-it, and comes before the eager run of its own draw.
+A graph is recorded and compared on probe requests. Nothing that a wrong graph has frozen then belongs to a request:
+what it bakes, and what it finds left over in its buffers, aims at probe pages. Each replay is of another draw of
+lengths than the step before it, and comes before the eager run of its own draw.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.mask import StepMask, TreeMask
 from rocm_attn.batch.padding import PaddedShape, fits
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.capture.graphs import shape_name
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import Graph, shape_name
 from rocm_attn.capture.probe_requests import (
+    Candidate,
     ProbeLimits,
     ProbeRequests,
+    Room,
     forget_new_tokens,
-    has_room,
+    has_sound_inputs,
     kept_new_tokens,
-    probe_limits,
+    room_for,
     stored_new_tokens,
 )
 from rocm_attn.oracle.numerics import BOUNDS, error_parts
-from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.outputs import Outputs, PerToken, leaves_of, real_rows, structure_of
-from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.step import Step
 
-Record = Callable[[Step], Callable[[], Outputs]]
-Eager = Callable[[Step], Outputs]
+# What is wrong with a graph, by name; see Verdict.
+Wrong = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Generic[Outputs]):
     """What came of recording and checking one graph.
 
-    failure: how it differs from the eager run; empty when it does not
+    graph:   what was recorded; None where that was refused
     summary: what it was compared on
     seconds: spent on the comparison, recording not counted
-    bitwise: whether it gave bitwise what the eager run gave; a graph that is not refused may lie within bounds of it
+    wrong:   how it falls short, by name; empty where it gave bitwise what the eager run gave.
+             failure: it may not serve; raised: forward has raised while it was recorded; inexact: it lies within the
+             bounds of the eager run; over: the check was broken off, and nothing more is tried
     """
 
-    failure: str
+    graph: Graph[Outputs] | None
     summary: str
     seconds: float
-    bitwise: bool
+    wrong: Wrong
 
 
-class Check(Protocol):
-    """Records a graph, and says whether it may serve."""
-
-    def has_steps(self, runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> bool:
-        """Whether there is a step to record now. Arguments as in record()"""
-        ...
-
-    def record(
-        self,
-        runtime: AttentionRuntime,
-        plan: StepPlan,
-        q_len: Int32Array,
-        live: StepBatch | None,
-        record: Record[Outputs],
-        eager: Eager[Outputs],
-    ) -> Verdict:
-        """Stage steps of the plan, record the first one and judge the graph by the others.
-
-        runtime: idle, and idle again afterwards; its table holds the same requests and as many free pages
-        q_len:   int32 [num_seqs], new tokens of the sequences of some step with this plan
-        live:    a step that waits to be run, whose requests may be used when there is no room for others; one without
-                 sequences where other ranks make their graphs too
-        record:  records a staged step, once; returns what replays it. Not called when there is no step to record
-        eager:   runs a staged step
-        """
-        ...
+# Records a staged step, once.
+Record = Callable[[Step], Graph[Outputs]]
+Eager = Callable[[Step], Outputs]
 
 
 class CaptureCheck:
@@ -99,193 +76,142 @@ class CaptureCheck:
         self._limits = limits
         self._seed = seed
 
-    def record(
-        self,
-        runtime: AttentionRuntime,
-        plan: StepPlan,
-        q_len: Int32Array,
-        live: StepBatch | None,
-        record: Record[Outputs],
-        eager: Eager[Outputs],
-    ) -> Verdict:
-        """As Check.record: on probe requests, or on permutations of the live step where none can be admitted.
+    def has_steps(self, candidate: Candidate) -> bool:
+        """Whether there is a step to record now. No graph is tried on a live step whose own inputs are at fault."""
+        live, has_room = candidate.live, self._room(candidate) is not None
+        return has_room or (live is not None and _can_be_drawn(live) and has_sound_inputs(candidate))
 
-        The largest lengths are recorded, two ragged draws are compared, then the largest lengths. Whatever is drawn and
-        whatever comes of it, as many steps run: on other ranks too, whose requests are others.
+    def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
+        """Record a step of a candidate that has_steps(), and judge the graph by others; eager: runs a staged step.
+
+        On probe requests, or on permutations of the live step where none can be admitted, the largest lengths are
+        recorded, two ragged draws are compared, then the largest lengths. Whatever comes of it, as many steps run: on
+        other ranks too, whose requests are others.
         """
-        started, recording_seconds = time.perf_counter(), 0.0
-        trial = _Trial(runtime, plan, eager)
-        inputs = HOST_INPUTS if live is None else live.inputs
-        with ProbeRequests(runtime, vocabulary=self._vocabulary, seed=self._seed, inputs=inputs) as probes:
-            if has_room(runtime, plan, q_len, self._limits_on(runtime)):
-                recording_seconds += trial.of_draws(probes.draws(plan, q_len, self._limits_on(runtime)), record)
-            elif live is not None and _can_be_drawn(live):
-                trial.of = " of the step itself"
-                with kept_new_tokens(runtime, live):
-                    recording_seconds += trial.of_draws(_own_draws(live, plan.shape), record)
-        return trial.verdict(time.perf_counter() - started - recording_seconds)
+        trial, room, live = _Trial(candidate, record, eager), self._room(candidate), candidate.live
+        if room is not None:
+            with self._requests(candidate) as probes:
+                return trial.run(probes.draws(candidate, room), "")
+        assert live is not None, "a check has steps before it runs"
+        with kept_new_tokens(candidate.runtime, live):
+            return trial.run(_own_draws(live, candidate.plan.shape), " of the step itself")
 
-    def has_steps(self, runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> bool:
-        """As Check.has_steps."""
-        has_own = live is not None and _can_be_drawn(live)
-        return has_own or has_room(runtime, plan, q_len, self._limits_on(runtime))
+    def _room(self, candidate: Candidate) -> Room | None:
+        return room_for(candidate, self._limits or ProbeLimits.of(candidate.runtime.target))
 
-    def _limits_on(self, runtime: AttentionRuntime) -> ProbeLimits:
-        return self._limits if self._limits is not None else probe_limits(runtime.target)
+    def _requests(self, candidate: Candidate) -> ProbeRequests:
+        return ProbeRequests(candidate.runtime, vocabulary=self._vocabulary, seed=self._seed, live=candidate.live)
 
 
-_SHORTEST = ProbeLimits(1, 1)
-
-
-class NoCheck:
+class NoCheck(CaptureCheck):
     """Trusts every graph. For tests of what a wrong graph does, and where each step is compared anyway."""
 
-    def record(
-        self,
-        runtime: AttentionRuntime,
-        plan: StepPlan,
-        q_len: Int32Array,
-        live: StepBatch | None,
-        record: Record[Outputs],
-        eager: Eager[Outputs],
-    ) -> Verdict:
-        """As Check.record, without any comparison."""
-        trial = _Trial(runtime, plan, eager)
-        inputs = HOST_INPUTS if live is None else live.inputs
-        with ProbeRequests(runtime, vocabulary=2, seed=0, inputs=inputs) as probes:
-            batch = live if live is not None else next(probes.draws(plan, q_len, _SHORTEST), None)
-            if batch is not None:
-                trial.record(batch, record)
-        return Verdict("", "not checked", 0.0, bitwise=True)
+    def __init__(self) -> None:
+        super().__init__(limits=ProbeLimits(1, 1))
 
-    def has_steps(self, runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> bool:
-        """As Check.has_steps."""
-        return live is not None or has_room(runtime, plan, q_len, _SHORTEST)
+    def has_steps(self, candidate: Candidate) -> bool:
+        return candidate.live is not None or self._room(candidate) is not None
+
+    def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
+        trial, live, room = _Trial(candidate, record, eager), candidate.live, self._room(candidate)
+        with self._requests(candidate) as probes:
+            batch = next(probes.draws(candidate, room)) if live is None and room is not None else live
+            assert batch is not None, "a check has steps before it runs"
+            return Verdict(trial.record(batch), "not checked", 0.0, {})
 
 
 NO_CHECK = NoCheck()
 
 
 class _Trial(Generic[Outputs]):
-    """One graph under test. of: whose requests it is tried on, in words; empty for probe requests."""
+    """One graph under test."""
 
-    def __init__(self, runtime: AttentionRuntime, plan: StepPlan, eager: Eager[Outputs]) -> None:
-        self.replay: Callable[[], Outputs] | None = None
-        self.failure = self.of = ""
-        self.num_compared = 0
-        self._runtime = runtime
-        self._plan = plan
+    def __init__(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> None:
+        self._runtime = candidate.runtime
+        self._plan = candidate.plan
+        self._record = record
         self._eager = eager
-        self._most_seqs = self._longest = 0
-        self._bitwise = True
+        self._num_compared = self._most_seqs = self._longest = 0
+        self._wrong: dict[str, str] = {}
         self._had_sequences = False
 
-    def of_draws(self, batches: Iterable[StepBatch], record: Record[Outputs]) -> float:
-        """Record the first step, and compare the others; the seconds that recording took."""
-        seconds = 0.0
-        for batch in batches:  # all of them: ranks run the same steps, also where only one has found a difference
-            if self.replay is None:
-                seconds += self.record(batch, record)
-            else:
-                self.compare(batch)
-        return seconds
-
-    def record(self, batch: StepBatch, record: Record[Outputs]) -> float:
-        """Record a step; the seconds that took."""
-        step = self._runtime.stage(batch, self._plan)
+    def run(self, batches: Iterator[StepBatch], of: str) -> Verdict[Outputs]:
+        """Record the first step and compare the others. of: whose requests they are, in words"""
         started = time.perf_counter()
-        try:
-            self.replay = record(step)
-        finally:
-            self._runtime.end_step()
-        return time.perf_counter() - started
+        graph = self.record(next(batches))
+        for batch in batches:  # all of them: ranks run the same steps, also where only one has found a difference
+            self._compare(graph, batch)
+        return self._verdict(graph, time.perf_counter() - started - graph.seconds, of)
 
-    def compare(self, batch: StepBatch) -> None:
+    def record(self, batch: StepBatch) -> Graph[Outputs]:
+        """The graph of a step."""
+        with self._runtime.stage(batch, self._plan) as step:
+            return self._record(step)
+
+    def _compare(self, graph: Graph[Outputs], batch: StepBatch) -> None:
         """Replay a step and run it eagerly. The first difference counts."""
-        assert self.replay is not None
-        step = self._runtime.stage(batch, self._plan)
-        try:
+        with self._runtime.stage(batch, self._plan) as step:
             # First the graph: the buffers still hold the step before, so what the graph forgets to fill shows.
             forget_new_tokens(self._runtime, batch)
-            replayed = self._result(batch, self.replay())
-            wanted = self._result(batch, self._eager(step))
-        finally:
-            self._runtime.end_step()
+            graph.recording.replay()
+            replayed, made = self._tensors(batch, graph.outputs), structure_of(graph.outputs)
+            outputs = self._eager(step)
+            wanted, now = self._tensors(batch, outputs), structure_of(outputs)
         self._had_sequences |= batch.num_seqs > 0
-        if not wanted.has_number and not replayed.has_number:
+        if not _has_number(wanted) and not _has_number(replayed):
             return  # NaN equals NaN here: as with pads, nothing is proved by it
-        self.num_compared += 1
+        self._num_compared += 1
         self._most_seqs = max(self._most_seqs, batch.num_seqs)
         self._longest = max(self._longest, batch.max_kv_len)
-        if not replayed.is_bitwise(wanted):
-            self._bitwise = False
-            self.failure = self.failure or self._difference(batch, replayed, wanted)
+        if made != now:
+            difference = (
+                f"forward returned {made} when the graph of {shape_name(self._plan.shape)} was made, and {now} when it "
+                "ran eagerly; it must return one tree in all steps of a padded shape"
+            )
+        elif all(bitwise_equal(replayed[path], rows) for path, rows in wanted.items()):
+            return
+        else:
+            difference = self._difference(batch, replayed, wanted)
+        self._wrong["inexact"] = "it differs"
+        if difference:
+            self._wrong.setdefault("failure", difference)
 
-    def _result(self, batch: StepBatch, outputs: Outputs) -> _Result:
-        """What a run of a step gave, without pads; of a forward that returns no tensor, the K and V that it stored."""
+    def _tensors(self, batch: StepBatch, outputs: Outputs) -> dict[str, Tensor]:
+        """Copies of what a run gave, without pads; of a forward that returns no tensor, what it stored."""
         tensors = tensors_of(real_rows(outputs, batch.num_seqs, batch.num_fed))
-        if not tensors:
-            tensors = stored_new_tokens(self._runtime, batch)
-        return _Result(structure_of(outputs), {path: tensor.clone() for path, tensor in tensors.items()})
+        return {path: rows.clone() for path, rows in (tensors or stored_new_tokens(self._runtime, batch)).items()}
 
-    def verdict(self, seconds: float) -> Verdict:
-        """What came of it."""
-        failure = self.failure
-        if self.replay is not None and not self.num_compared and self._had_sequences:
-            failure = (
-                f"the graph of {shape_name(self._plan.shape)} could not be compared with the eager run: "
-                "forward gives no finite number"
-            )
-        how = "bitwise" if self._bitwise else "within bounds"
-        summary = (
-            f"equal to eager {how} in {self.num_compared} draws of up to {self._most_seqs} sequences "
-            f"and {self._longest} tokens{self.of}"
-        )
-        if not self._had_sequences:
-            summary = "not compared: the step has no sequences here, and no others could be admitted"
-        return Verdict(failure, summary, seconds, self._bitwise)
-
-    def _difference(self, batch: StepBatch, replayed: _Result, wanted: _Result) -> str:
-        if replayed.structure != wanted.structure:
-            return (
-                f"forward returned {replayed.structure} when the graph of {shape_name(self._plan.shape)} was made, and "
-                f"{wanted.structure} when it ran eagerly; it must return one tree in all steps of a padded shape"
-            )
-        for path, wanted_rows in wanted.tensors.items():
-            wrong = rows_beyond_bounds(replayed.tensors[path], wanted_rows)
+    def _difference(self, batch: StepBatch, replayed: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+        """The first tensor that is beyond its bounds, in words."""
+        for path, wanted_rows in wanted.items():
+            wrong = rows_beyond_bounds(replayed[path], wanted_rows)
             if wrong:
-                lengths = f"{int(batch.kv_len.min())} to {batch.max_kv_len}"
                 return (
                     f"the graph of {shape_name(self._plan.shape)} differs from the eager run in rows "
                     f"{', '.join(map(str, wrong[:8]))}{' ...' if len(wrong) > 8 else ''} of {len(wanted_rows)}"
-                    f"{f' of {path}' if path else ''} (KV lengths {lengths}); "
+                    f"{f' of {path}' if path else ''} (KV lengths {int(batch.kv_len.min())} to {batch.max_kv_len}); "
                     "look for a host value, an address or a missing refill that the graph has frozen"
                 )
         return ""
 
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What a run of a step gave.
-
-    structure: of forward's outputs, in words
-    tensors:   what is compared, by where it is in the outputs
-    """
-
-    structure: str
-    tensors: dict[str, Tensor]
-
-    @property
-    def has_number(self) -> bool:
-        """Whether a finite number is among them. Ids that were picked from NaN are none, so integers count alone."""
-        floats = [tensor for tensor in self.tensors.values() if tensor.is_floating_point()]
-        return any(bool(tensor.isfinite().any()) for tensor in floats or self.tensors.values())
-
-    def is_bitwise(self, other: _Result) -> bool:
-        """Whether the other is the same, bit for bit."""
-        return self.structure == other.structure and all(
-            bitwise_equal(tensor, other.tensors[path]) for path, tensor in self.tensors.items()
+    def _verdict(self, graph: Graph[Outputs], seconds: float, of: str) -> Verdict[Outputs]:
+        how = "within bounds" if self._wrong else "bitwise"
+        summary = (
+            f"equal to eager {how} in {self._num_compared} draws of up to {self._most_seqs} sequences "
+            f"and {self._longest} tokens{of}"
         )
+        if not self._had_sequences:
+            summary = "not compared: the step has no sequences here, and no others could be admitted"
+        elif not self._num_compared:
+            why = "could not be compared with the eager run: forward gives no finite number"
+            self._wrong["failure"] = f"the graph of {shape_name(self._plan.shape)} {why}"
+        return Verdict(graph, summary, seconds, self._wrong)
+
+
+def _has_number(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a finite number is among them. Ids that were picked from NaN are none, so integers count alone."""
+    floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
+    return any(bool(tensor.isfinite().any()) for tensor in floats or tensors.values())
 
 
 def tensors_of(outputs: object) -> dict[str, Tensor]:
@@ -301,8 +227,6 @@ def bitwise_equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same values, NaN in the same places."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
@@ -323,16 +247,14 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
 
 
 def _can_be_drawn(live: StepBatch) -> bool:
-    """Of a step that gives bounds in place of its new tokens, the host does not know which they are; a mask is packed
-    for its own step alone, but for one of trees. A step without sequences is like any other one."""
+    """Whether the host knows the new tokens. A mask that is not of trees is packed for its own step alone."""
     return live.num_seqs == 0 or (live.inputs.q_len_on_host and not isinstance(live.mask, StepMask))
 
 
 def _own_draws(live: StepBatch, shape: PaddedShape) -> Iterator[StepBatch]:
     """The live step, half of it, the whole in another order, and itself again; as many as probe requests draw.
 
-    All write K and V of its own new tokens only. In halves another order may need more room than there is: then the
-    step itself comes in its place.
+    In halves another order may need more room than there is: then the step itself comes in its place.
     """
     order = np.arange(live.num_seqs)
     yield live

@@ -1,13 +1,12 @@
 """What would be captured, and how much memory a runtime would take, without a GPU and without capturing anything.
 
-The runtime is built on torch's meta device, whose tensors have sizes and no memory: what is predicted is what the same
-code allocates on a GPU. What graphs themselves take, the activations of forward, depends on the model and is measured
-when they are made.
+The runtime is built on torch's meta device: what is predicted is what the same code allocates on a GPU. What graphs
+themselves take, the activations of forward, depends on the model and is measured when they are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +17,6 @@ from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, Unit
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.paging.page_table import PageTable
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -29,10 +27,7 @@ from rocm_attn.step.options import RuntimeOptions
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One allocation.
-
-    knob: the settings that its size follows from, with their values
-    """
+    """One allocation. knob: the settings that its size follows from, with their values"""
 
     name: str
     num_bytes: int
@@ -41,11 +36,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One graph that would be made.
-
-    step_bytes:      of the index buffers and schedules, what a step of this shape uses
-    workspace_bytes: of the workspace, likewise
-    """
+    """One graph that would be made, and what its steps use of index buffers and schedules, and of the workspace."""
 
     shape: PaddedShape
     step_bytes: int
@@ -56,8 +47,7 @@ class Bucket:
 class CapturePlan:
     """What a runtime of these settings allocates and captures.
 
-    buckets: graphs, in the order in which they are made; none where a kernel cannot be captured. Those of rounds of
-             drafts come last
+    buckets: graphs, in the order in which they are made; none where a kernel cannot be captured
     lengths: whether more graphs follow, one for each length bucket, because a kernel bakes a length
     parts:   every allocation that is made before the first step
     draft_bytes: what would not be allocated without rounds of drafts; pages are as many as num_pages says
@@ -81,8 +71,11 @@ def plan_capture(problems: Sequence[Problem], target: Target, options: RuntimeOp
     """
     runtime = build_runtime(problems, options, device=torch.device("meta"), target=target)
     padding = runtime.padding
-    every_shape = (*capture_shapes(padding), *draft_shapes(padding))
-    shapes = [shape for shape in every_shape if _is_captured(runtime, shape)]
+    shapes = [
+        shape
+        for shape in (*capture_shapes(padding), *draft_shapes(padding))
+        if all(selection.kernel(shape.kind).row.graph_safe for selection in runtime.selections)
+    ]
     rows = [kernel.row for selection in runtime.selections for kernel in selection.kernels.values()]
     parts = _step_parts(runtime, padding)
     without = _step_parts(runtime, replace(padding, drafts=())) if padding.drafts else parts
@@ -92,10 +85,6 @@ def plan_capture(problems: Sequence[Problem], target: Target, options: RuntimeOp
         parts=(*parts, *_request_parts(runtime, problems)),
         draft_bytes=sum(part.num_bytes for part in parts) - sum(part.num_bytes for part in without),
     )
-
-
-def _is_captured(runtime: AttentionRuntime, shape: PaddedShape) -> bool:
-    return all(selection.kernel(shape.kind).row.graph_safe for selection in runtime.selections)
 
 
 def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
@@ -138,27 +127,24 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
     return {**of_buffer, **of_prefixes, **chosen, **others}
 
 
+def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> Iterator[Part]:
+    """What requests use: their tables, then the pools."""
+    options, spaces = runtime.options, runtime.table.spaces
+    rows_knob = "max_num_rows" if options.max_num_rows else "max_num_seqs"
+    for table in spaces:
+        rows = f"{rows_knob} {options.num_rows} x {_row_width(runtime)}"
+        yield Part(f"{_prefix(table.space)}request table", table.entries.nbytes, rows)
+    for table in spaces:
+        pool, pages = runtime.pool.in_space(table.space), table.pages
+        of_space = [p for layer, p in enumerate(problems) if runtime.pool.space_of_layer(layer) is table.space]
+        assert pool.num_bytes == pool.num_pages * page_bytes(of_space), "the pool holds pages and nothing else"
+        knob = f"{pages.knob} {pages.num_pages} of {page_bytes(of_space)} bytes"
+        yield Part(f"{_prefix(table.space)}KV pool", pool.num_bytes, knob)
+
+
 def _row_width(runtime: AttentionRuntime) -> str:
     return f"max_kv_len {runtime.max_kv_len} / page_size {runtime.pool.page_size}"
 
 
-def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> list[Part]:
-    """What requests use."""
-    rows_knob = "max_num_rows" if runtime.options.max_num_rows else "max_num_seqs"
-    rows = f"{rows_knob} {runtime.options.num_rows} x {_row_width(runtime)}"
-    tables = [
-        Part(_part_in(table.space, "request table"), table.entries.nbytes, rows) for table in runtime.table.spaces
-    ]
-    return [*tables, *(_pool_part(runtime, problems, table) for table in runtime.table.spaces)]
-
-
-def _pool_part(runtime: AttentionRuntime, problems: Sequence[Problem], table: PageTable) -> Part:
-    pool, pages = runtime.pool.in_space(table.space), table.pages
-    of_space = [p for layer, p in enumerate(problems) if runtime.pool.space_of_layer(layer) is table.space]
-    assert pool.num_bytes == pool.num_pages * page_bytes(of_space), "the pool holds pages and nothing else"
-    knob = f"{pages.knob} {pages.num_pages} of {page_bytes(of_space)} bytes"
-    return Part(_part_in(table.space, "KV pool"), pool.num_bytes, knob)
-
-
-def _part_in(space: Space, name: str) -> str:
-    return name if space == Space.FULL else f"{space.name} {name}"
+def _prefix(space: Space) -> str:
+    return "" if space == Space.FULL else f"{space.name} "

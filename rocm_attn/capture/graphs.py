@@ -1,24 +1,29 @@
-"""Attention's side of capture: which recorder, which shapes in which order, and what came of it."""
+"""Attention's side of capture: a graph, which recorder makes it, which shapes in which order, and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Protocol
 
 import torch
+from torch import Tensor
 
-from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.hip_graphs.recorder import GraphRecorder, Joiner
+from rocm_attn.hip_graphs.recorder import GraphRecorder, Joiner, Recording
 from rocm_attn.hip_graphs.size_ladder import round_up
-from rocm_attn.kernels.launch import observe_launches
-from rocm_attn.step.plan import GraphKey
+from rocm_attn.kernels.launch import does_only_launch, observe_launches
+from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
+from rocm_attn.step.gate import Effects, RanStep
+from rocm_attn.step.outputs import Outputs, real_rows
+from rocm_attn.step.plan import GraphKey, StepPlan
+from rocm_attn.step.step import Step
 
 if TYPE_CHECKING:
-    from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
-    from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
+    from rocm_attn.runtime import AttentionRuntime
 
 # (buckets done, buckets in all, the bucket that comes next; empty at the end)
 Progress = Callable[[int, int, str], None]
@@ -30,17 +35,12 @@ CPU_CAPTURE_RUNS = 8
 _RUNS_PER_CAPTURE_RUN = 10
 
 
-def recorder_for(device: torch.device) -> GraphRecorder:
+class JoiningRecorder(GraphRecorder, Joiner, Protocol):
+    """Makes graphs, and one graph of several."""
+
+
+def recorder_for(device: torch.device) -> JoiningRecorder:
     """HIP or CUDA graphs on a GPU; on a CPU a recorder that replays torch operations and kernel launches itself."""
-    return _recorder(device)
-
-
-def joiner_for(device: torch.device) -> Joiner:
-    """What makes one graph of several that recorders for this device have made."""
-    return _recorder(device)
-
-
-def _recorder(device: torch.device) -> TorchRecorder | FakeRecorder:
     if device.type == "cuda":
         from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 
@@ -50,11 +50,58 @@ def _recorder(device: torch.device) -> TorchRecorder | FakeRecorder:
     return FakeRecorder(observe_launches)
 
 
+@dataclass(slots=True, eq=False)
+class Graph(Generic[Outputs]):
+    """A graph that is all of the steps of a plan.
+
+    recording:    replays it; its runs are counted where it takes inputs
+    outputs:      what it gives, rows of pads too
+    seconds:      of warm-up and recording
+    effects:      of each step that it replays
+    takes_inputs: whether its head takes those of its steps
+    epoch:        of the pinned tensors, when it was made
+    num_seqs:     padded
+    """
+
+    plan: StepPlan
+    recording: Recording
+    outputs: Outputs
+    seconds: float
+    effects: Effects
+    takes_inputs: bool
+    epoch: int
+    num_seqs: int = field(init=False)
+    # Sequences of the last step, and its outputs without what they hold for pads.
+    num_real: int = field(init=False, default=-1)
+    real: Outputs = field(init=False)
+    # The step that is known to run again by it.
+    ran: RanStep | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.num_seqs = self.plan.shape.num_seqs
+
+    def real_of(self, batch: StepBatch) -> Outputs:
+        """Its outputs, without what they hold for pads."""
+        outputs = real_rows(self.outputs, batch.num_seqs, batch.num_fed)
+        # A tree is the caller's, and so another one each time.
+        if isinstance(outputs, Tensor):
+            self.num_real, self.real = batch.num_seqs, outputs
+        return outputs
+
+
+def takes_inputs(runtime: AttentionRuntime, step: Step) -> bool:
+    """Whether the graph of a step takes its inputs: twins cannot in a device's graph, for they ask the host."""
+    shape = step.plan.shape
+    if len(step.parts) > 1 or shape.drafts is not NO_DRAFTS or max(shape.num_seqs, shape.num_tokens) > MOST_TAKEN:
+        return False
+    return runtime.device.type == "cpu" or does_only_launch(runtime.core.ops.take_inputs)
+
+
 def eager_steps_before_capture(device: torch.device) -> int:
     """Steps of a plan that run without a graph before one is made of it, unless it is made ahead by capture_all().
 
-    On a GPU none: a replay saves most of a step's host time. On a CPU it saves little, so a graph may only cost what a
-    long run does not notice. A count of steps, not of seconds: all ranks of a model make their graphs at the same step.
+    On a GPU none: a replay saves most of a step's host time. On a CPU it saves little. It is a count of steps, not of
+    seconds, since all ranks of a model make their graphs at the same step.
     """
     return 0 if device.type == "cuda" else _RUNS_PER_CAPTURE_RUN * CPU_CAPTURE_RUNS
 
@@ -64,13 +111,12 @@ def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
 
     Every sequence count once for decode steps, and once for steps that verify drafts; every pair of a sequence count
     and a token count that a step can have in which each sequence has a token. A token count of 1 is left to be captured
-    when it is met: only idle sequences make such a step. The same once more for split steps, where they may be
-    captured. Masked steps, where there are any, like those that extend; steps that share prefixes, where they may be
-    captured, like those that decode. Steps with prompts at their own token counts, with all sequences.
+    when it is met: only idle sequences make such a step. The same for split and masked steps, and for those that share
+    prefixes, where they may be captured. Steps with prompts at their own token counts, with all sequences.
     """
     shapes = [shape for children in range(1, padding.max_children + 1) for shape in _shapes(padding, children)]
     shapes += padding.prompt_shapes()
-    return tuple(sorted(dict.fromkeys(shapes), key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
+    return _largest_first(shapes)
 
 
 def draft_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
@@ -81,7 +127,11 @@ def draft_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
         for drafts in padding.drafts
         for num_seqs in dict.fromkeys(round_up(size, halves) for size in padding.seqs)
     ]
-    return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
+    return _largest_first(shapes)
+
+
+def _largest_first(shapes: list[PaddedShape]) -> tuple[PaddedShape, ...]:
+    return tuple(sorted(dict.fromkeys(shapes), key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
 
 
 def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
@@ -95,9 +145,9 @@ def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
             continue
         shapes += [
             PaddedShape(kind, num_seqs, num_tokens, children)
-            for num_seqs, fewest_seqs in _with_fewest(seqs)
+            for num_seqs, below in zip(seqs, (0, *seqs), strict=False)
             for num_tokens in tokens
-            if _exists(kind, num_seqs, fewest_seqs, num_tokens, children)
+            if _exists(kind, num_seqs, below + 1, num_tokens, children)
         ]
         if padding.verify > 1 and children == 1:
             shapes += [
@@ -110,15 +160,10 @@ def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
 
 def _exists(kind: StepKind, num_seqs: int, fewest_seqs: int, num_tokens: int, children: int) -> bool:
     """Whether a step with a token in each sequence is padded to these sizes: of sequences with two tokens or more, or,
-    where kinds are mixed, of some with one token and one with more in each child."""
+    where kinds are mixed, of some with one token and one with more in each child. fewest_seqs: that are padded so"""
     if kind.mixes:
         return num_seqs > children and num_tokens >= max(fewest_seqs, 2 * children) + children
     return num_tokens >= 2 * max(fewest_seqs, children)
-
-
-def _with_fewest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Each size of a ladder with the smallest count that is padded to it."""
-    return [(size, below + 1) for size, below in zip(sizes, (0, *sizes), strict=False)]
 
 
 def shape_name(shape: PaddedShape) -> str:
@@ -156,24 +201,16 @@ class CapturedBucket:
 
 
 @dataclass(frozen=True, slots=True)
-class SkippedBucket:
-    """A shape that no graph was made of, and why. It is captured when a step of it comes."""
-
-    shape: PaddedShape
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class CaptureReport:
     """What a runner has captured.
 
     buckets:    the graphs that exist, in the order in which they were made
-    skipped:    by capture_all()
+    skipped:    by capture_all(): shape -> why no graph was made of it yet. It is tried again when a step of it comes
     graphs_off: why graphs were switched off; empty while they are on or were never asked for
     """
 
     buckets: tuple[CapturedBucket, ...]
-    skipped: tuple[SkippedBucket, ...]
+    skipped: Mapping[PaddedShape, str]
     graphs_off: str
 
     @property
@@ -193,6 +230,6 @@ class CaptureReport:
             f"{bucket.num_bytes / 2**20:.1f} MiB, {bucket.check}"
             for bucket in self.buckets
         ]
-        lines += [f"{shape_name(skipped.shape)}: not captured: {skipped.reason}" for skipped in self.skipped]
+        lines += [f"{shape_name(shape)}: not captured: {reason}" for shape, reason in self.skipped.items()]
         lines.append(f"{len(self.buckets)} graphs, {self.seconds:.2f} s, {self.num_bytes / 2**20:.1f} MiB")
         return [*lines, f"graphs are off: {self.graphs_off}"] if self.graphs_off else lines

@@ -17,18 +17,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.drafts import NO_DRAFTS
+from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.mask import TreeMask
-from rocm_attn.batch.padding import PaddedShape, PadTo
-from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
-from rocm_attn.capture.eager_steps import MOST_TOKENS, eager_steps
-from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, shape_name
-from rocm_attn.capture.made_graphs import takes_inputs
-from rocm_attn.capture.probe_requests import typical_q_len, with_extra
+from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, shape_name, takes_inputs
+from rocm_attn.capture.probe_requests import as_steps_of, evenly, typical_new_tokens
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.kernels.speculative.arguments import Accepted
@@ -48,14 +46,18 @@ _BUFFER_LOAD_BYTES = 2 << 30
 # New tokens of trees that are verified where no captured step does.
 _TREE_NODES = 4
 
+# New tokens of a step, at most: as many as the chunks of prompts that engines run at a time.
+MOST_TOKENS = 8192
+# New tokens of a sequence where there may be more sequences: a mask of few long ones would have many cells.
+_MOST_EACH = 256
+
 
 @dataclass(frozen=True, slots=True)
 class PrewarmReport:
     """What came of it.
 
-    compiled: kernels by name and how many variants of each were compiled
-    cached:   likewise, those that were there already
-    cache:    Triton's cache; empty where no kernel was needed
+    compiled, cached: kernels by name, and how many variants of each were compiled, or were there already
+    cache: Triton's; empty where no kernel was needed
     """
 
     compiled: dict[str, int]
@@ -67,7 +69,10 @@ class PrewarmReport:
         """The report in sentences."""
         if not (self.compiled or self.cached):
             return ["nothing to compile: the chosen kernels are torch operations"]
-        lines = [f"compiled {name}, {_variants(count)}" for name, count in sorted(self.compiled.items())]
+        lines = [
+            f"compiled {name}, {count} variant{'' if count == 1 else 's'}"
+            for name, count in sorted(self.compiled.items())
+        ]
         compiled, cached = sum(self.compiled.values()), sum(self.cached.values())
         where = f"; cache {self.cache}" if self.cache else ""
         return [*lines, f"{compiled} compiled, {cached} there already, {self.seconds:.1f} s{where}"]
@@ -92,7 +97,7 @@ def prewarm(
         raise BadSetting("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
     started = time.perf_counter()
     runtime = _runtime(problems, target, options, device)
-    steps, memory = list(_steps(runtime)), _Memory(runtime.device)
+    steps, attend = list(_steps(runtime)), _Attend(runtime)
     compiled: Counter[str] = Counter()
     cached: Counter[str] = Counter()
 
@@ -100,18 +105,18 @@ def prewarm(
         (cached if was_cached else compiled)[name] += 1
 
     with _compiling(target, device, count):
-        for done, (shape, batch) in enumerate(steps):
+        for done, (shape, q_len) in enumerate(steps):
             progress(done, len(steps), shape_name(shape))
-            _run(runtime, batch, shape, memory)
+            _run(runtime, q_len, shape, attend)
     if runtime.target.is_gpu == (runtime.device.type == "cuda"):  # else nothing has run
         runtime.check_device()
     progress(len(steps), len(steps), "")
-    return PrewarmReport(
-        compiled=dict(compiled),
-        cached=dict(cached),
-        cache=_cache_folder() if compiled or cached else "",
-        seconds=time.perf_counter() - started,
-    )
+    cache = ""
+    if compiled or cached:
+        from rocm_attn.kernels.compile_only import cache_folder
+
+        cache = cache_folder()
+    return PrewarmReport(dict(compiled), dict(cached), cache, time.perf_counter() - started)
 
 
 def _runtime(
@@ -119,10 +124,7 @@ def _runtime(
 ) -> AttentionRuntime:
     """A runtime of one layer of each kind, over a pool that is as large as it needs to be to compile the same."""
     kinds = list(dict.fromkeys(problems))
-    row = min(
-        problem.page_size * problem.num_kv_heads * min(problem.head_dim, problem.v_head_dim) * problem.dtype.itemsize
-        for problem in kinds
-    )
+    row = min(p.page_size * p.num_kv_heads * min(p.head_dim, p.v_head_dim) * p.dtype.itemsize for p in kinds)
     of_each = max(options.verify_tokens, _TREE_NODES, *(drafts.tokens for drafts in options.drafts))
     largest_step = max(
         *options.capture_tokens,
@@ -141,96 +143,75 @@ def _runtime(
     small = replace(options, num_pages=num_pages, provider=provider)
     runtime = build_runtime(kinds, small, device=device, target=target, guards=guards)
     for layer, problem in enumerate(kinds):
-        weights = HeadWeights.random(problem, torch.Generator(runtime.device))
-        runtime.head_weights.set(layer, weights)
+        runtime.head_weights.set(layer, HeadWeights.random(problem, torch.Generator(runtime.device)))
     return runtime
 
 
-def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]:
+def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, Int32Array]]:
     """A step of every shape that is captured, and those of eager_steps(): the shape, and its sequences' new tokens.
 
     Rounds of drafts are among them. That they run in halves asks for no other kernels.
     """
     table = runtime.table
     for shape in (*draft_shapes(runtime.padding), *capture_shapes(runtime.padding)):
-        most = runtime.padding.most_q_len(shape)
-        q_len = typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
+        q_len = typical_new_tokens(runtime, shape)
         if q_len is not None:
-            yield shape, q_len.tolist()
+            yield shape, q_len
     if not runtime.target.is_gpu:
         return  # nothing is compiled
     own = {kind for selection in runtime.selections for kind in selection.kernels if not kind.captured}
-    steps = eager_steps(
-        runtime.padding, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len, uncaptured=tuple(own)
-    )
-    for shape, each in steps:
+    most_seqs, most_tokens = table.most_new_seqs, table.max_kv_len
+    for shape, each in eager_steps(runtime.padding, max_seqs=most_seqs, max_kv_len=most_tokens, uncaptured=tuple(own)):
         # A pool for windows may have fewer pages than a step of all these tokens takes: serving has none there.
-        if pages_of(np.array(each), table.page_size).sum() <= table.fewest_free_pages:
-            yield shape, each
+        if _fits(runtime, np.array(each)):
+            yield shape, np.array(each, np.int32)
 
 
-def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape, memory: _Memory) -> None:
+def _fits(runtime: AttentionRuntime, kv_len: Int32Array) -> bool:
+    return bool(pages_of(kv_len, runtime.table.page_size).sum() <= runtime.table.fewest_free_pages)
+
+
+def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, attend: _Attend) -> None:
     """One step of requests with so many new tokens each, through every kind of layer."""
-    rows = [runtime.table.admit() for _ in q_len]
-    tokens, cached = _with_cached(runtime, q_len, shape)
-    try:
-        for row, length in zip(rows, (cached + tokens).tolist(), strict=True):
-            runtime.table.reserve(row, length)
-        runtime.table.mark_stored(np.array(rows, np.int32), cached)
-        pad_to = PadTo(max(shape.num_seqs, len(q_len)))
-        if isinstance(shape.drafts, Drafts):
-            _run_step(runtime, draft_batch(rows, [0] * len(rows), shape.drafts), pad_to, memory)
-            return
-        batch = StepBatch(np.array(rows, np.int32), tokens + cached, tokens)
-        _run_step(runtime, with_extra(batch, shape, torch.Generator(runtime.device)), pad_to, memory)
-        if shape.kind.extra is Extra.MASK and max(q_len) <= max(runtime.padding.verify, _TREE_NODES):
-            _verify(runtime, batch, pad_to, memory)
-    finally:
-        for row in rows:
-            runtime.table.free(row)
-
-
-def _with_cached(
-    runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """New tokens of each request, and those that it has in the cache.
-
-    One of an extend step has one, where steps of new prompts alone have a kernel of their own; where the shortest has
-    no room for it, the longest one has a new token less.
-    """
-    has_prefill = any(StepKind.PREFILL in selection.kernels for selection in runtime.selections)
-    new, cached = np.array(q_len, np.int32), np.zeros(len(q_len), np.int32)
-    if not has_prefill or shape.kind is not StepKind.EXTEND:
-        return new, cached
-    shortest, longest, table = int(new.argmin()), int(new.argmax()), runtime.table
-    more = new + (np.arange(len(q_len)) == shortest)
-    if more[shortest] <= table.max_kv_len and pages_of(more, table.page_size).sum() <= table.fewest_free_pages:
+    new, cached = q_len.copy(), np.zeros_like(q_len)
+    shortest, longest = int(new.argmin()), int(new.argmax())
+    # Where steps of new prompts alone have a kernel of their own, one of an extend step has a token in the cache; where
+    # the shortest has no room for it, the longest one has a new token less.
+    if shape.kind is StepKind.EXTEND and any(StepKind.PREFILL in each.kernels for each in runtime.selections):
         cached[shortest] = 1
-    elif new[longest] > 2:
-        new[longest] -= 1
-        cached[longest] = 1
-    return new, cached
+        if (new + cached)[shortest] > runtime.table.max_kv_len or not _fits(runtime, new + cached):
+            cached[shortest], cached[longest] = 0, int(new[longest] > 2)
+            new -= cached
+    pad_to, table = PadTo(max(shape.num_seqs, len(q_len))), runtime.table
+    rows = np.array([table.admit() for _ in new], np.int32)
+    try:
+        table.reserve_all(rows, cached + new)
+        table.mark_stored(rows, cached)
+        batch = StepBatch(rows, cached + new, new)
+        whole = as_steps_of(shape, batch, torch.Generator(runtime.device))
+        with runtime.step(whole, runtime.plan(whole, pad_to)) as step:
+            if takes_inputs(runtime, step):
+                runtime.gate.take_inputs()
+            for part in step.parts:
+                if part.number:
+                    part.keep_branches()
+                attend(part)
+        is_tree = shape.kind.extra is Extra.MASK and shape.drafts is NO_DRAFTS
+        if is_tree and q_len.max() <= max(runtime.padding.verify, _TREE_NODES):
+            _verify(runtime, batch, pad_to, attend)
+    finally:
+        for row in rows.tolist():
+            table.free(row)
 
 
-def _run_step(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, memory: _Memory) -> None:
-    """A whole step, or a round of drafts, each of whose branches continues itself."""
-    with runtime.step(batch, runtime.plan(batch, pad_to)) as step:
-        if takes_inputs(runtime, step):
-            runtime.gate.take_inputs()
-        for part in step.parts:
-            if part.number:
-                part.keep_branches()
-            _attend_all(runtime, part, memory)
-
-
-def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, memory: _Memory) -> None:
+def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, attend: _Attend) -> None:
     """The same tokens as trees of drafts, and what becomes of them: acceptance, and K and V that move."""
     width, device = max(1, batch.max_q_len), runtime.device
     parents = torch.arange(-1, width - 1, dtype=torch.int32, device=device).expand(batch.num_seqs, width).contiguous()
     batch = replace(batch, mask=TreeMask(parents))
     with runtime.step(batch, runtime.plan(batch, pad_to)) as step:
         (part,) = step.parts
-        _attend_all(runtime, part, memory)
+        attend(part)
         accept_drawn(torch.zeros_like(part.token_ids), verified(part, parents))
     nothing = Accepted.empty(batch.num_seqs, width, device)
     for tensor in nothing:
@@ -238,36 +219,27 @@ def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, memory: 
     runtime.move_accepted(nothing, torch.from_numpy(batch.rows.copy()).to(device))
 
 
-def _attend_all(runtime: AttentionRuntime, part: Part, memory: _Memory) -> None:
-    for layer, selection in enumerate(runtime.selections):
-        _attend(part, layer, selection.problem, memory)
+class _Attend:
+    """Stores and attends in every kind of layer. All steps share its memory: to fill it takes longer than all else."""
 
-
-def _attend(part: Part, layer: int, problem: Problem, memory: _Memory) -> None:
-    num_tokens = part.token_ids.shape[0]
-
-    def zeros(name: str, num_heads: int, dim: int) -> Tensor:
-        return memory.zeros(name, (num_tokens, num_heads, dim), problem.dtype)
-
-    q, out = zeros("q", problem.num_q_heads, problem.head_dim), zeros("out", problem.num_q_heads, problem.v_head_dim)
-    k = zeros("k", problem.num_kv_heads, problem.head_dim)
-    is_latent = problem.pool is PoolKind.LATENT
-    v = k[..., : problem.v_head_dim] if is_latent else zeros("v", problem.num_kv_heads, problem.v_head_dim)
-    # A kernel may store in its own launch, which is another variant.
-    part.layers.store_and_attend(layer, q, k, v, out)
-    part.layers.store(layer, k, v)
-    part.layers.attend(layer, q, out)
-
-
-class _Memory:
-    """What layers are given, of all steps one after the other: to fill as much for each takes longer than all else."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, runtime: AttentionRuntime) -> None:
+        self._device, self._problems = runtime.device, [selection.problem for selection in runtime.selections]
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros where nothing has been written to this name's."""
+    def __call__(self, part: Part) -> None:
+        for layer, problem in enumerate(self._problems):
+            num_tokens, dim, v_dim, dtype = len(part.token_ids), problem.head_dim, problem.v_head_dim, problem.dtype
+            q = self._zeros("q", (num_tokens, problem.num_q_heads, dim), dtype)
+            k = self._zeros("k", (num_tokens, problem.num_kv_heads, dim), dtype)
+            out = self._zeros("out", (num_tokens, problem.num_q_heads, v_dim), dtype)
+            is_latent = problem.pool is PoolKind.LATENT
+            v = k[..., :v_dim] if is_latent else self._zeros("v", (num_tokens, problem.num_kv_heads, v_dim), dtype)
+            # A kernel may store in its own launch, which is another variant.
+            part.layers.store_and_attend(layer, q, k, v, out)
+            part.layers.store(layer, k, v)
+            part.layers.attend(layer, q, out)
+
+    def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape)
         held = self._held.get((name, dtype))
         if held is None or held.numel() < size:
@@ -277,10 +249,7 @@ class _Memory:
 
 @contextmanager
 def _compiling(target: Target, device: torch.device, count: Callable[[str, bool], None]) -> Iterator[None]:
-    """Tells what Triton compiles and what it finds in its cache; where the target is not there, nothing runs.
-
-    count: takes a kernel's name and whether it was there already
-    """
+    """Counts what Triton compiles, and what it finds in its cache; where the target is not there, nothing runs."""
     if not target.is_gpu:
         yield
         return
@@ -301,11 +270,67 @@ def _launch(launch: Callable[[], object]) -> None:
     launch()
 
 
-def _cache_folder() -> str:
-    from rocm_attn.kernels.compile_only import cache_folder
+def eager_steps(
+    padding: PaddingPolicy, *, max_seqs: int, max_kv_len: int, uncaptured: Sequence[StepKind] = ()
+) -> Iterator[tuple[PaddedShape, list[int]]]:
+    """Steps that together need what any step without a graph needs: shapes, and new tokens of sequences.
 
-    return cache_folder()
+    Launchers choose tiles, and how rows are cut into parts and these are added up, by a step's sizes. They alone know
+    where one choice ends and the next begins. So there is a step of every number of sequences that a step can be padded
+    to, and of new tokens enough to meet each choice.
+
+    max_seqs:   sequences that a step may have
+    max_kv_len: tokens that a sequence may have
+    uncaptured: kinds that never are graphs and have kernels of their own
+    """
+    for size, fewest in _padded_seqs(padding, max_seqs).items():
+        num_seqs = min(size, max_seqs)
+        longest = min(max(_MOST_EACH, -(-MOST_TOKENS // max(1, num_seqs - 1))), max_kv_len)
+        for kind in (*padding.kinds(1), *uncaptured):
+            if kind.decodes:
+                yield PaddedShape(kind, size, size), [1]
+                continue
+            # Those from `size` on, since tiles end at a mean over padded sequences. Some end at a number of tokens. It
+            # may lie between the last of these and as many as there can be.
+            counts = {*_token_counts(kind, fewest, is_dense=False), *_token_counts(kind, size, is_dense=True)}
+            most = min((num_seqs - 1) * longest + (1 if kind.mixes else longest), MOST_TOKENS)
+            if most > min(counts):
+                counts.add(most)
+            for num_tokens in sorted(counts):
+                q_len = _new_tokens(kind, num_tokens, longest)
+                is_of_kind = kind.extra is Extra.MASK or (max(q_len) > 1 and (min(q_len) == 1) == kind.mixes)
+                if len(q_len) <= num_seqs and is_of_kind:
+                    yield PaddedShape(kind, size, num_tokens), q_len
 
 
-def _variants(count: int) -> str:
-    return "1 variant" if count == 1 else f"{count} variants"
+def _padded_seqs(padding: PaddingPolicy, max_seqs: int) -> dict[int, int]:
+    """Numbers of sequences that steps, or halves of them, can be padded to -> the fewest that are padded so."""
+    fewest: dict[int, int] = {}
+    for count in range(1, max_seqs + 1):
+        fewest.setdefault(padding.round_seqs(count, 1), count)
+        if padding.max_children > 1:
+            # One half may have a sequence and the other all others.
+            fewest[padding.round_seqs(count, HALVES) // HALVES] = 1
+    return fewest
+
+
+def _token_counts(kind: StepKind, num_seqs: int, *, is_dense: bool) -> Iterator[int]:
+    """Tokens of steps of so many sequences or more: each at most double of the last, as are the bounds of tiles.
+
+    is_dense: one more than each of these, too: of more sequences, some step has as many query blocks
+    """
+    each = 1 if kind.extra is Extra.MASK else 2
+    num_tokens = max(num_seqs, 2) + 1 if kind.mixes else num_seqs * each
+    while True:
+        yield num_tokens
+        if num_tokens >= MOST_TOKENS:
+            return
+        if is_dense:
+            yield num_tokens + 1
+        num_tokens = min(2 * num_tokens, MOST_TOKENS)
+
+
+def _new_tokens(kind: StepKind, num_tokens: int, longest: int) -> list[int]:
+    """So many new tokens, shared out among as few sequences as can have them; one with a single one where kinds mix."""
+    rest = num_tokens - kind.mixes
+    return [1] * kind.mixes + evenly(rest, -(-rest // longest))

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
-from rocm_attn.batch.halves import HALVES, split_point
-from rocm_attn.batch.inputs import HOST_INPUTS, Inputs
+from rocm_attn.batch.halves import split_point
+from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.mask import random_mask, random_trees
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra
-from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, Scales
+from rocm_attn.errors import DeviceFault
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import PageFormat, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
@@ -45,26 +47,50 @@ class ProbeLimits:
     longest: int
     total: int
 
+    @classmethod
+    def of(cls, target: Target) -> ProbeLimits:
+        """What a check may cost on a target."""
+        if target.is_gpu:
+            # 128k KV tokens of an 8B model are 17 GB over all layers: some 5 ms of reading a run on an MI300X or H200.
+            return cls(1 << 17, 1 << 17)
+        # Triton's interpreter spends 10 ms on what a CPU does in 10 us.
+        return cls(32, 64) if target.arch == "interpreter" else cls(256, 512)
 
-def probe_limits(target: Target) -> ProbeLimits:
-    """What a check may cost on a target."""
-    if target.is_gpu:
-        # 128k KV tokens of an 8B model are 17 GB over all layers: some 5 ms of reading a run on an MI300X or H200.
-        return ProbeLimits(1 << 17, 1 << 17)
-    # Triton's interpreter spends 10 ms on what a CPU does in 10 us.
-    return ProbeLimits(32, 64) if target.arch == "interpreter" else ProbeLimits(256, 512)
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A graph that is to be made, and the steps that it may be made of.
+
+    runtime: idle, and idle again afterwards; its table holds the same requests then, and as many free pages
+    plan:    of its steps
+    q_len:   int32 [num_seqs], new tokens of the sequences of some step with this plan; a decode step may have fewer
+    live:    a step that waits to be run, whose requests may be used when there is no room for others; one without
+             sequences where other ranks make their graphs too. None: no step waits, or it may not store
+    """
+
+    runtime: AttentionRuntime
+    plan: StepPlan
+    q_len: Int32Array
+    live: StepBatch | None
+
+    @classmethod
+    def of(cls, runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> Candidate:
+        """A graph of a shape, of whose steps none waits. Raises as AttentionRuntime.plan"""
+        batch = StepBatch(np.arange(1, len(q_len) + 1, dtype=np.int32), q_len, q_len)
+        batch = as_steps_of(shape, batch, torch.Generator(runtime.device))
+        return cls(runtime, runtime.plan(batch, shape), q_len, None)
 
 
 class ProbeRequests:
     """Requests with random content on rows and pages that no request holds; given back when the context ends.
 
-    inputs: of a step whose kind those of the probes must have; their lengths are on the device where its are
+    vocabulary: token ids are below it; live: where its lengths are on the device, those of probes are too
     """
 
-    def __init__(self, runtime: AttentionRuntime, *, vocabulary: int, seed: int, inputs: Inputs = HOST_INPUTS) -> None:
+    def __init__(self, runtime: AttentionRuntime, *, vocabulary: int, seed: int, live: StepBatch | None = None) -> None:
         self._runtime = runtime
         self._vocabulary = vocabulary
-        self._inputs = inputs
+        self._inputs = HOST_INPUTS if live is None else live.inputs
         self._random = np.random.default_rng(seed)
         self._generator = torch.Generator(runtime.device).manual_seed(seed)
         self._rows: list[int] = []
@@ -91,46 +117,40 @@ class ProbeRequests:
         table, page_size = self._runtime.table, self._runtime.table.page_size
         base = max(range(len(kv_len)), key=lambda seq: (kv_len[seq] - q_len[seq], -q_len[seq]))
         rows = [0] * len(kv_len)
-        rows[base] = self._keep(table.admit())
-        table.reserve(rows[base], kv_len[base])
-        for seq in range(len(kv_len)):
-            if seq != base:
-                # Whole pages only, and none that a new token goes to: two sequences would write to it.
-                rows[seq] = self._keep(table.fork(rows[base], (kv_len[seq] - q_len[seq]) // page_size * page_size))
-                table.reserve(rows[seq], kv_len[seq])
+        for seq in (base, *(seq for seq in range(len(kv_len)) if seq != base)):
+            # Whole pages only, and none that a new token goes to: two sequences would write to it.
+            shared = (kv_len[seq] - q_len[seq]) // page_size * page_size
+            rows[seq] = table.admit() if seq == base else table.fork(rows[base], shared)
+            self._rows.append(rows[seq])
+            table.reserve(rows[seq], kv_len[seq])
         self._fill(rows)
         table.mark_stored(np.array(rows, np.int32), np.array(kv_len, np.int32))
         token_ids = self._random.integers(1, self._vocabulary, sum(q_len))
         arrays = [np.array(values, np.int32) for values in (rows, kv_len, q_len, token_ids)]
         return StepBatch(*arrays, inputs=self._inputs.for_lengths(arrays[2]))
 
-    def draws(self, plan: StepPlan, q_len: Int32Array, limits: ProbeLimits) -> Iterator[StepBatch]:
+    def draws(self, candidate: Candidate, room: Room) -> Iterator[StepBatch]:
         """Steps that have the plan: the largest lengths, two ragged draws, the largest lengths again.
 
-        q_len: new tokens of the sequences of such a step; a decode step may have fewer sequences
-        Nothing comes when too few rows or pages are free. Each step is gone when the next one is asked for.
+        Each step is gone when the next one is asked for.
         """
-        room = _room(self._runtime, plan, q_len, limits)
-        if room is None:
-            return
-        new = [int(tokens) for tokens in q_len[: room.num_seqs]]
-        for batch in self._plain(plan, room, new, q_len):
-            if isinstance(plan.shape.drafts, Drafts):
-                yield as_drafts(batch, plan.shape.drafts)
-            elif plan.shape.kind.extra is Extra.PREFIXES:
+        shape = candidate.plan.shape
+        new = [int(tokens) for tokens in candidate.q_len[: room.num_seqs]]
+        fewer = new[: (len(new) + 1) // 2] if is_uniform(shape) else new
+        cut = split_point(candidate.q_len, shape.child.num_seqs) if shape.num_halves > 1 else 0
+        for kv_len, q_len in (
+            (room.largest(new), new),
+            self._ragged(room, new, cut),
+            self._ragged(room, fewer, cut),
+            (room.largest(new), new),
+        ):
+            batch = self.admit(kv_len, q_len)
+            if shape.kind.extra is Extra.PREFIXES:
                 yield self._with_random_groups(batch)
             else:
-                yield with_extra(batch, plan.shape, self._generator)
+                yield as_steps_of(shape, batch, self._generator)
 
-    def _plain(self, plan: StepPlan, room: _Room, new: list[int], q_len: Int32Array) -> Iterator[StepBatch]:
-        fewer = new[: (len(new) + 1) // 2] if _is_uniform(plan.shape) else new
-        yield self.admit(room.largest(new), new)
-        cut = split_point(q_len, plan.shape.child.num_seqs) if plan.shape.num_halves > 1 else 0
-        yield self.admit(*self._ragged(room, new, cut))
-        yield self.admit(*self._ragged(room, fewer, cut))
-        yield self.admit(room.largest(new), new)
-
-    def _ragged(self, room: _Room, q_len: Sequence[int], cut: int) -> tuple[list[int], list[int]]:
+    def _ragged(self, room: Room, q_len: Sequence[int], cut: int) -> tuple[list[int], list[int]]:
         """Lengths of every order of magnitude, one of them in the bucket's upper part.
 
         cut: new tokens are shuffled before and after it, so that the halves of a split step keep theirs
@@ -139,7 +159,7 @@ class ProbeRequests:
         most = room.usual(len(new), 2)
         drawn = np.exp(self._random.uniform(0, np.log(most + 1), len(new))).astype(int)
         kv_len = [max(tokens, min(int(length), most)) for tokens, length in zip(new, drawn, strict=True)]
-        at = _fewest(new)
+        at = new.index(min(new))
         upper = max(room.shortest_longest, room.longest // 2, new[at])
         kv_len[at] = int(self._random.integers(upper, room.longest + 1))
         return kv_len, new
@@ -157,10 +177,6 @@ class ProbeRequests:
             first += count
         return replace(batch, prefixes=SharedPrefixes(groups))
 
-    def _keep(self, row: int) -> int:
-        self._rows.append(row)
-        return row
-
     def _fill(self, rows: Sequence[int]) -> None:
         """Random K and V, of standard deviation 1, in those of the rows' pages that have none yet."""
         for space, filled in self._filled.items():
@@ -168,12 +184,11 @@ class ProbeRequests:
             ids = torch.tensor(sorted(pages - filled - {RESERVED_PAGE}), dtype=torch.long, device=self._runtime.device)
             filled |= pages
             for layer in self._runtime.pool.in_space(space).layers:
-                for first in range(0, len(ids), _FILL_PAGES):
-                    some = ids[first : first + _FILL_PAGES]
-                    for raw, scale in ((layer.raw_k, layer.k_scale), (layer.raw_v, layer.v_scale)):
+                for raw, scale in ((layer.raw_k, layer.k_scale), (layer.raw_v, layer.v_scale)):
+                    for some in torch.split(ids, _FILL_PAGES):
                         raw.index_copy_(0, some, self._random_pages(len(some), raw, scale, layer.format))
-                        if scale is not None and layer.format.scales is Scales.TOKEN:
-                            scale.index_fill_(0, some, 1.0)
+                    if scale is not None and layer.format.scales is Scales.TOKEN:
+                        scale.index_fill_(0, ids, 1.0)
 
     def _random_pages(self, count: int, raw: Tensor, scale: Tensor | None, form: PageFormat) -> Tensor:
         """Pages that are worth random numbers, as raw holds them."""
@@ -185,24 +200,17 @@ class ProbeRequests:
         if scale is not None and form.scales is not Scales.TOKEN:
             # One for all heads: which dimension theirs is depends on the layout.
             values /= scale.amax()
-        largest = form.encoding.largest
-        return values.clamp_(-largest, largest).to(form.encoding.dtype).view(raw.dtype)
+        return values.clamp_(-form.encoding.largest, form.encoding.largest).to(form.encoding.dtype).view(raw.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
-    """What probe requests may be.
-
-    num_seqs:         sequences of a draw
-    longest:          tokens of the longest
-    shortest_longest: tokens that the longest must have, or the plan is another
-    total:            KV tokens of a draw
-    """
+class Room:
+    """What the probe requests of a draw may be."""
 
     num_seqs: int
     longest: int
-    shortest_longest: int
-    total: int
+    shortest_longest: int  # or the plan is another
+    total: int  # KV tokens
 
     def usual(self, num_seqs: int, times: int) -> int:
         """A length that num_seqs sequences may have on average, times over."""
@@ -211,29 +219,37 @@ class _Room:
     def largest(self, q_len: Sequence[int]) -> list[int]:
         """The largest lengths for sequences with these new tokens."""
         kv_len = [max(tokens, self.usual(len(q_len), 1)) for tokens in q_len]
-        kv_len[_fewest(q_len)] = self.longest
+        kv_len[q_len.index(min(q_len))] = self.longest
         return kv_len
 
 
-def has_room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: ProbeLimits) -> bool:
-    """Whether ProbeRequests has steps of a plan to draw now."""
-    return _room(runtime, plan, q_len, limits) is not None
+def has_sound_inputs(candidate: Candidate) -> bool:
+    """Whether the device finds nothing wrong with the inputs of the live step, whose run is what raises a fault."""
+    runtime, live = candidate.runtime, candidate.live
+    if live is None or live.inputs is HOST_INPUTS:
+        return True
+    try:
+        with torch.no_grad(), runtime.stage(live, candidate.plan) as step:
+            step.fill()
+        runtime.faults.report_own()
+    except DeviceFault:
+        runtime.faults.forget()
+        return False
+    return True
 
 
-def _fewest(q_len: Sequence[int]) -> int:
-    """The sequence with the fewest new tokens."""
-    return min(range(len(q_len)), key=q_len.__getitem__)
-
-
-def _room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: ProbeLimits) -> _Room | None:
+def room_for(candidate: Candidate, limits: ProbeLimits) -> Room | None:
     """What fits into the free rows and pages, or None when no step of the plan does."""
+    runtime, plan, q_len = candidate.runtime, candidate.plan, candidate.q_len
     table, page_size = runtime.table, runtime.table.page_size
     bakes = {b for s in runtime.selections for kernel in s.kernels.values() for b in kernel.row.bakes}
-    low = _shortest_of_bucket(plan.key.max_kv_len) if Baked.MAX_KV_LEN in bakes else 0
+    bucket, low = plan.key.max_kv_len, 0
+    if Baked.MAX_KV_LEN in bakes and bucket > SMALLEST_KV_BUCKET:
+        low = (1 << (bucket - 1).bit_length() - 1) + 1  # the shortest length that falls into the bucket
     needed = max(low, int(q_len.max(initial=0)), 1)
-    bound = min(plan.key.max_kv_len, table.max_kv_len, max(limits.longest, needed))
+    bound = min(bucket, table.max_kv_len, max(limits.longest, needed))
     num_seqs = min(len(q_len), table.most_new_seqs)
-    if not _is_uniform(plan.shape) and num_seqs < len(q_len):
+    if not is_uniform(plan.shape) and num_seqs < len(q_len):
         return None
     while num_seqs > 0:
         own_pages = num_pages(q_len[:num_seqs], page_size) + 1
@@ -241,19 +257,20 @@ def _room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: 
         left = table.fewest_free_pages - int(own_pages.sum() - own_pages.min())
         longest = min(bound, left * page_size)
         if longest >= needed:
-            return _Room(num_seqs, longest, low, limits.total)
-        num_seqs = num_seqs // 2 if _is_uniform(plan.shape) else 0
+            return Room(num_seqs, longest, low, limits.total)
+        num_seqs = num_seqs // 2 if is_uniform(plan.shape) else 0
     return None
 
 
-def _is_uniform(shape: PaddedShape) -> bool:
+def is_uniform(shape: PaddedShape) -> bool:
     """Whether a step of the shape may have any number of sequences, each with as many new tokens."""
     return shape.kind.decodes or shape.drafts is not NO_DRAFTS
 
 
-def _shortest_of_bucket(max_kv_len: int) -> int:
-    """The shortest length that falls into a length bucket."""
-    return 0 if max_kv_len <= SMALLEST_KV_BUCKET else (1 << (max_kv_len - 1).bit_length() - 1) + 1
+def typical_new_tokens(runtime: AttentionRuntime, shape: PaddedShape) -> Int32Array | None:
+    """typical_q_len() of what the runtime's table can hold now."""
+    table, most = runtime.table, runtime.padding.most_q_len(shape)
+    return typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
 
 
 def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: int) -> Int32Array | None:
@@ -262,7 +279,7 @@ def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: i
     most:     new tokens that a sequence may have
     max_seqs: sequences that the step may have; they are fewer than the padded ones where requests are few
     """
-    num_seqs, num_tokens = min(shape.num_seqs, max_seqs), shape.num_tokens
+    num_seqs = min(shape.num_seqs, max_seqs)
     if num_seqs == 0:
         return None
     if isinstance(shape.drafts, Drafts):
@@ -270,13 +287,12 @@ def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: i
         return np.full(num_seqs, tokens, np.int32) if tokens <= max_kv_len else None
     if shape.kind.decodes:
         return np.ones(num_seqs, np.int32)
-    if shape.num_halves > 1:
-        # Halves that are alike: the cut lies between them.
-        half = typical_q_len(shape.child, most=most, max_seqs=max_seqs // HALVES, max_kv_len=max_kv_len)
-        return None if half is None else np.tile(half, HALVES)
+    # Halves are alike: the cut lies between them.
+    halves, num_tokens = shape.num_halves, shape.child.num_tokens
+    num_seqs = min(shape.child.num_seqs, max_seqs // halves)
     if not shape.kind.mixes:
         num_seqs = min(num_seqs, num_tokens // 2)
-        q_len = _even(min(num_tokens, num_seqs * most), num_seqs)
+        q_len = evenly(min(num_tokens, num_seqs * most), num_seqs)
     elif most < num_tokens:
         # As in verifying: every sequence has its drafts, but for one that has none.
         q_len = [most] * (num_seqs - 1) + [1]
@@ -286,132 +302,90 @@ def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: i
         q_len = [1] * (num_seqs - 1) + [num_tokens - num_seqs + 1]
     if not q_len or max(q_len) > max_kv_len or (shape.kind.mixes and len(q_len) < 2):
         return None
-    return np.array(q_len, np.int32)
+    return np.tile(np.array(q_len, np.int32), halves)
 
 
-def _even(num_tokens: int, num_seqs: int) -> list[int]:
+def evenly(num_tokens: int, num_seqs: int) -> list[int]:
+    """So many tokens, shared out among so many sequences, the larger shares first."""
     if num_seqs == 0:
         return []
     share, rest = divmod(num_tokens, num_seqs)
     return [share + 1] * rest + [share] * (num_seqs - rest)
 
 
-def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> StepPlan | None:
-    """The plan of a step with these new tokens and nothing before them, or None when rows or pages are short."""
-    wanted = int(num_pages(q_len, runtime.table.page_size).sum())
-    if len(q_len) > runtime.table.most_new_seqs or wanted > runtime.table.fewest_free_pages:
-        return None
-    rows = [runtime.table.admit() for _ in q_len]
-    try:
-        for row, tokens in zip(rows, q_len.tolist(), strict=True):
-            runtime.table.reserve(row, tokens)
-        batch = StepBatch(np.array(rows, np.int32), q_len, q_len)
-        if isinstance(shape.drafts, Drafts):
-            batch = as_drafts(StepBatch(batch.rows, q_len, q_len), shape.drafts)
-        else:
-            batch = with_extra(batch, shape, torch.Generator(runtime.device))
-        return runtime.plan(batch, shape)
-    finally:
-        for row in reversed(rows):
-            runtime.table.free(row)
+def as_steps_of(shape: PaddedShape, batch: StepBatch, generator: torch.Generator) -> StepBatch:
+    """The batch, with as many new tokens as steps of a shape have, as such a step.
 
-
-def as_drafts(batch: StepBatch, drafts: Drafts) -> StepBatch:
-    """The step, each of whose sequences has as many new tokens as a round of drafts, as such a round."""
-    first = batch.token_ids[: batch.num_seqs * drafts.branches]
-    return replace(batch, drafts=drafts, token_ids=first)
-
-
-def with_extra(batch: StepBatch, shape: PaddedShape, generator: torch.Generator) -> StepBatch:
-    """The step with what steps of its shape bring: a random mask, in halves one of trees; prefixes that none shares."""
-    if shape.kind.extra is Extra.MASK:
-        split = shape.num_halves > 1
-        return (
-            replace(batch, mask=random_trees(batch.q_len, generator)) if split else with_random_mask(batch, generator)
-        )
-    return with_nothing_shared(batch) if shape.kind.extra is Extra.PREFIXES else batch
-
-
-def with_random_mask(batch: StepBatch, generator: torch.Generator) -> StepBatch:
-    """The step with a mask that hides every second new key or so; for that all masked steps have room."""
+    It gets a random mask, in halves one of trees; prefixes that none shares; or it becomes a round of drafts.
+    """
+    if isinstance(shape.drafts, Drafts):
+        first = batch.token_ids[: batch.num_seqs * shape.drafts.branches]
+        return replace(batch, drafts=shape.drafts, token_ids=first)
+    if shape.kind.extra is Extra.PREFIXES:
+        return replace(batch, prefixes=SharedPrefixes([PrefixGroup(1, 0)] * batch.num_seqs))
+    if shape.kind.extra is not Extra.MASK:
+        return batch
+    if shape.num_halves > 1:
+        return replace(batch, mask=random_trees(batch.q_len, generator))
+    # Of new keys alone: for that all masked steps have room.
     return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, generator, keys_before=0))
-
-
-def with_nothing_shared(batch: StepBatch) -> StepBatch:
-    """The decode step as one that shares prefixes, with every sequence in a group of its own."""
-    return replace(batch, prefixes=SharedPrefixes([PrefixGroup(1, 0)] * batch.num_seqs))
 
 
 def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
     """Put K and V that show in place of those of a step's new tokens, which the step has to store."""
-    for space, page, offset in _places_of_new_tokens(runtime, batch):
-        for layer in runtime.pool.in_space(space).layers:
-            # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
-            for rows, value in ((layer.keys, 0.0), (layer.values, 1e4)):
-                held = _as_held(value, layer.format.encoding)
-                new = rows.cells.new_full((len(page), rows.num_heads, rows.dim), held)
-                rows.write_tokens(page, _offset_in(rows, offset, runtime), new)
-
-
-def _as_held(value: float, encoding: Encoding) -> float:
-    """A number as pages hold it: of eight bits the code of one that is no larger than their largest."""
-    if not encoding.is_fp8:
-        return value
-    return torch.tensor(min(value, encoding.largest)).to(encoding.dtype).view(torch.uint8).item()
+    for _, layer, page, offset in _new_tokens(runtime, batch):
+        encoding = layer.format.encoding
+        # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
+        for rows, value in ((layer.keys, 0.0), (layer.values, 1e4)):
+            if encoding.is_fp8:  # the code of a number that is no larger than their largest
+                value = torch.tensor(min(value, encoding.largest)).to(encoding.dtype).view(torch.uint8).item()
+            new = rows.cells.new_full((len(page), rows.num_heads, rows.dim), value)
+            rows.write_tokens(page, _place_in(rows, offset, runtime), new)
 
 
 @contextmanager
 def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[None]:
-    """K and V at the places of a step's new tokens are in the end what they were, whatever was tried out there.
+    """The pages of a step's new tokens hold in the end what they held, whatever was tried out there.
 
     The step has been staged: pages that its rows shared are its own by now.
     """
-    kept, factors = [], []
-    for space, page, offset in _places_of_new_tokens(runtime, batch):
-        for layer in runtime.pool.in_space(space).layers:
-            for rows, scale in ((layer.keys, layer.k_scale), (layer.values, layer.v_scale)):
-                before = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
-                at = _offset_in(rows, offset, runtime)
-                rows.read_tokens(page, at, before)
-                kept.append((rows, page, at, before))
-                if scale is not None and layer.format.scales is Scales.TOKEN:
-                    factors.append((scale, (page, slice(None), at), scale[page, :, at]))
+    kept = []
+    for _, layer, page, _ in _new_tokens(runtime, batch):
+        pages, scales = page.new_tensor(sorted(set(page.tolist()))), [layer.k_scale, layer.v_scale]
+        held = [layer.raw_k, layer.raw_v, *(scales if layer.format.scales is Scales.TOKEN else ())]
+        kept += [(side, pages, side[pages]) for side in held if side is not None]
     try:
         yield
     finally:
-        for rows, page, at, before in kept:
-            rows.write_tokens(page, at, before)
-        for scale, place, factor in factors:
-            scale[place] = factor
+        for side, pages, before in kept:
+            side.index_copy_(0, pages, before)
 
 
 def stored_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> dict[str, Tensor]:
     """Copies of K and V at the places of a step's new tokens, [num_tokens, kv_heads, dim], by what they are."""
     stored = {}
-    for space, page, offset in _places_of_new_tokens(runtime, batch):
-        for layer, pages in enumerate(runtime.pool.in_space(space).layers):
-            for side, rows in (("K", pages.keys), ("V", pages.values)):
-                cells = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
-                rows.read_tokens(page, _offset_in(rows, offset, runtime), cells)
-                # A dtype of one byte has neither comparisons nor bounds, and is stored as it is.
-                name = f"{side} of layer {layer} of the {space.value} space"
-                stored[name] = cells.view(torch.uint8) if cells.element_size() == 1 else cells
+    for name, layer, page, offset in _new_tokens(runtime, batch):
+        for side, rows in (("K", layer.keys), ("V", layer.values)):
+            cells = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
+            rows.read_tokens(page, _place_in(rows, offset, runtime), cells)
+            # A dtype of one byte has neither comparisons nor bounds.
+            stored[f"{side} of {name}"] = cells.view(torch.uint8) if cells.element_size() == 1 else cells
     return stored
 
 
-def _places_of_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[tuple[Space, Tensor, Tensor]]:
-    """In each space, page and place there of each new token, int64 [num_tokens]."""
+def _new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[tuple[str, LayerPages, Tensor, Tensor]]:
+    """Each layer, in words and as it is; page and place there of each new token, int64 [num_tokens]."""
     seq = np.repeat(np.arange(batch.num_seqs), batch.q_len)
-    ends = np.cumsum(batch.q_len)
     kv_len = batch.inputs.known_kv_len(batch.kv_len)
-    kv_index = kv_len[seq] - ends[seq] + np.arange(batch.num_tokens)
+    kv_index = kv_len[seq] - np.cumsum(batch.q_len)[seq] + np.arange(batch.num_tokens)
     page_size = runtime.table.page_size
     for table in runtime.table.spaces:
         pages = table.entries_host[batch.rows[seq], kv_index // page_size]
         page, offset = (torch.from_numpy(x.astype(np.int64)).to(runtime.device) for x in (pages, kv_index % page_size))
-        yield table.space, page, offset
+        for number, layer in enumerate(runtime.pool.in_space(table.space).layers):
+            yield f"layer {number} of the {table.space.value} space", layer, page, offset
 
 
-def _offset_in(rows: PageRows, offset: Tensor, runtime: AttentionRuntime) -> Tensor:
+def _place_in(rows: PageRows, offset: Tensor, runtime: AttentionRuntime) -> Tensor:
     """The place in a page of what stands for a token: of itself, or of the pool of index keys that it belongs to."""
     return offset // (runtime.table.page_size // rows.page_size)

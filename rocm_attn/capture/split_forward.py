@@ -1,4 +1,4 @@
-"""SplitForward: how a forward runs over the two halves of a split step."""
+"""What a StepRunner runs: a forward for each part, a draft forward for each round, and both over two halves."""
 
 from __future__ import annotations
 
@@ -15,23 +15,10 @@ from rocm_attn.step.outputs import Outputs, PerToken, structure_of
 from rocm_attn.step.step import Part, Series, Step
 
 Forward = Callable[[Part], Outputs]
-# Gives Forward's outputs of each half, S / 2 sequences and T / 2 tokens each.
+# Gets the draft steps of a round, or of a half of one.
+DraftForward = Callable[[Series], Outputs]
+# Gives a forward's outputs of each of Step.halves, S / 2 sequences and T / 2 tokens each.
 SplitForward = Callable[[Step], tuple[Outputs, Outputs]]
-
-
-def halves_in_turn(run_half: Callable[[Series], Outputs]) -> SplitForward[Outputs]:
-    """The first half, then the second, on the stream of the step. run_half: gets the parts of a half"""
-
-    def run(step: Step) -> tuple[Outputs, Outputs]:
-        first, second = step.halves
-        return run_half(first), run_half(second)
-
-    return run
-
-
-def one_after_the_other(forward: Forward[Outputs]) -> SplitForward[Outputs]:
-    """halves_in_turn() of halves that are one part each."""
-    return halves_in_turn(lambda half: forward(half[0]))
 
 
 def side_by_side(forward: Forward[Outputs], side: ForkedStream) -> SplitForward[Outputs]:
@@ -51,8 +38,7 @@ def in_batch_order(step: Step, outputs: tuple[Outputs, Outputs]) -> Outputs:
     """What both halves gave, as one: rows of real sequences, or tokens, first and in the order of the batch.
 
     Device work only, of fixed shape: where the second half's rows go follows from counts on the device. Rows after
-    the real ones are any of the others. outputs: as require_rows() passes them. Raises BadTensor where the halves
-    returned different trees.
+    the real ones are any of the others. Raises BadTensor where the halves returned different trees.
     """
     first, second = (structure_of(half) for half in outputs)
     if first != second:

@@ -9,31 +9,36 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Generic, NoReturn
+from typing import Generic, NoReturn, cast
 
-import numpy as np
 import torch
 
-from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
+from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.padding import PaddedShape, PadTo
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.capture.check import CaptureCheck, Check, Verdict
-from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
-from rocm_attn.capture.made_graphs import Again, FreshGraph, Once, RunsAgain, TakingGraph, Trial, takes_inputs
-from rocm_attn.capture.probe_requests import plan_of, typical_q_len
-from rocm_attn.capture.split_forward import Forward, SplitForward, halves_in_turn, in_batch_order
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import CaptureCheck, Verdict, Wrong
+from rocm_attn.capture.graphs import (
+    CapturedBucket,
+    CaptureReport,
+    Graph,
+    Progress,
+    capture_shapes,
+    draft_shapes,
+    shape_name,
+    takes_inputs,
+)
+from rocm_attn.capture.probe_requests import Candidate, is_uniform, typical_new_tokens
+from rocm_attn.capture.split_forward import DraftForward, Forward, SplitForward, in_batch_order
 from rocm_attn.errors import BadBatch, DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
-from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
-from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.hip_graphs.recorder import CountedRecording, Recorder, Recording
 from rocm_attn.machine.agreement import alone
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.gate import AGAIN, AnyPlan, Effects, RanStep
+from rocm_attn.step.gate import AGAIN, AnyPlan, RanStep
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.outputs import Outputs, real_rows, require_rows
 from rocm_attn.step.plan import StepPlan
@@ -41,44 +46,45 @@ from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight
 from rocm_attn.step.step import Series, Step
 
 _LOG = logging.getLogger(__name__)
-# A first capture may compile every kernel; one that takes longer than this has never been seen to end.
+# A first capture may compile every kernel; one that takes longer has never been seen to end.
 CAPTURE_SECONDS = 300.0
-CAPTURE_WATCHDOG = Watchdog(CAPTURE_SECONDS)
+_WATCHDOG = Watchdog(CAPTURE_SECONDS)
 
-# Eager steps of a plan after which ranks ask each other again, where one of them had no room for the check of a graph.
+# Eager steps of a plan before its graph is tried again: forward has raised in a trial, or a rank had no room for it.
 _STEPS_BEFORE_ANOTHER_TRY = 64
 _TOO_FEW_PAGES = "too few pages are free to check it on"
+_RAISED = "its forward has raised while it was recorded"
+_BAD_STEP = "the step that it was to be checked on is wrong"
+# Why a graph does not serve, and none is made again.
+_REFUSALS = (RecordingRefused, StaleRecording, torch.OutOfMemoryError, DeviceFault)
 
-# The plan of a step, made when the step before it is over. It is made anew where a graph was made in between.
-# None: by the runtime's ladders.
+# The plan of a step, made when the step before it is over, and anew after a capture. None: by the runtime's ladders.
 PlanOf = Callable[[StepBatch], AnyPlan] | None
 
 
-def _again(batch: StepBatch) -> AnyPlan:
-    return AGAIN
-
-
 class StepRunner(Generic[Outputs]):
-    """Runs steps of one forward function.
+    """Runs the steps of one model, and its rounds of drafts.
 
-    Several runners may share a runtime, each with its forward and its graphs. As the runtime, a runner is used by one
-    thread at a time and cannot be copied or pickled.
+    Several runners may share a runtime, each with its forwards and its graphs. Like the runtime, a runner is used by
+    one thread at a time and cannot be copied or pickled.
 
-    forward:  Step -> tensor [S, ...], one row for each sequence; or PerToken of a tensor [T, ...], a tree of these,
+    forward:  Part -> tensor [S, ...], one row for each sequence; or PerToken of a tensor [T, ...], a tree of these,
               or None: step/outputs.py. It must not synchronise, must not branch on lengths, and must do the same work
               and return the same tree each time it is called with the same metadata. It runs the halves of a split
-              step one by one.
-    split_forward: what graphs of split steps are made of; not given: forward, one half after the other. Such a graph
-              serves if it gives bitwise what forward gives, one half after the other; else that is captured
+              step one by one
     recorder: makes graphs of steps at the runtime's capture sizes; None runs every step eagerly
+    draft:    the parts of a round, or of a half of one, in order -> as forward; PerToken is for the tokens of a draft
+              step. Not given: rounds are refused. A graph of a round of RuntimeOptions.drafts holds all its draft steps
+    split_forward: what graphs of split steps and rounds are made of, if it gives bitwise what one half after the other
+              gives; not given: that
     check:    compares each fresh graph with the eager run; graphs are switched off where they differ
-    watchdog: looks on while a graph is made; names a capture that takes CAPTURE_SECONDS, unless another is given
     flight:   remembers the last steps
-    capture_after: steps of a plan that run eagerly before a graph is made of it; capture_all() makes them at once.
-              See graphs.eager_steps_before_capture
-    """
+    capture_after: steps of a plan that run eagerly before a graph is made of it; see graphs.eager_steps_before_capture
 
-    _takes_plain = True
+    watchdog: looks on while a graph is made; names a capture that takes CAPTURE_SECONDS, unless another is put here
+    metrics:  what serves through this runner counts here too
+    graph_of_last: the graph that the last step has run by; None: it has run without one, or that was given up
+    """
 
     def __init__(
         self,
@@ -86,39 +92,33 @@ class StepRunner(Generic[Outputs]):
         forward: Forward[Outputs],
         recorder: Recorder | None,
         *,
+        draft: DraftForward[Outputs] | None = None,
         split_forward: SplitForward[Outputs] | None = None,
-        check: Check | None = None,
-        watchdog: Watchdog = CAPTURE_WATCHDOG,
+        check: CaptureCheck | None = None,
         flight: Flight = NO_FLIGHT_RECORDER,
         capture_after: int = 0,
     ) -> None:
         self._runtime = runtime
-        self._forward = forward
-        self._half_by_half = halves_in_turn(self._run_half)
-        self._split_forward = split_forward if split_forward is not None else self._half_by_half
+        self._forward, self._draft, self._split_forward = forward, draft, split_forward
         self._recorder = self._given_recorder = recorder  # the first is None while graphs are switched off
         self._check = check if check is not None else CaptureCheck()
-        self._watchdog = watchdog
-        self._flight = flight
-        self._capture_after = capture_after
+        self.watchdog: Watchdog = _WATCHDOG
+        self._flight, self._capture_after = flight, capture_after
         self._eager_steps: Counter[StepPlan] = Counter()
+        self._has_raised = False  # a forward, in the last trial of a graph
         self._pinned = runtime.guards.capture.new_pins()
-        self._graphs = GraphCache(self._pinned)
-        self._entry_of_plan: dict[StepPlan, Entry[Outputs]] = {}
-        self._effects: dict[StepPlan, Effects] = {}  # of a plan's graph
-        self._takers: dict[StepPlan, TakingGraph[Outputs]] = {}
-        self._again: Again[Outputs] | None = None
-        self._last_plan: StepPlan | None = None
-        self._graph_of_last: RunsAgain[Outputs] | None = None  # as long as that graph is kept
+        self._graph_of_plan: dict[StepPlan, Graph[Outputs]] = {}
+        self._takers: set[StepPlan] = set()  # whose graphs take inputs
+        self.graph_of_last: Graph[Outputs] | None = None
         self._buckets: list[CapturedBucket] = []
-        self.metrics = Metrics()  # what serves through this runner counts here too
+        self.metrics = Metrics()
         self._graphs_off = ""
         self._may_capture = runtime.guards.capture.may_capture
         self._seal_number = 0
         if recorder is not None:
             runtime.seals.seal()
             runtime.seals.users.add(self)
-            self._pin()
+            self._follow_seal()
 
     @property
     def counters(self) -> Metrics:
@@ -140,8 +140,8 @@ class StepRunner(Generic[Outputs]):
         pad_to, halves: as AttentionRuntime.plan has them
         Raises what AttentionRuntime.step and forward raise; the runtime is ready for another step then.
         """
-        if not (batch.is_plain and self._takes_plain):
-            self._require_kind(batch)
+        if not batch.is_plain:
+            self._require_forward(batch)
         if pad_to is None and halves == 1:
             return self._run(batch, None)
         return self._run(batch, partial(self._runtime.plan, pad_to=pad_to, halves=halves))
@@ -152,70 +152,56 @@ class StepRunner(Generic[Outputs]):
         last = self._runtime.gate.may_go_again
         if last is None or self._seal_number != self._runtime.seals.number:
             return False
-        if self._again is not None and self._again.of is last:
-            return True
-        return last.plan in self._entry_of_plan or self._recorder is None or not last.plan.replayable
+        return last.plan in self._graph_of_plan or self._recorder is None or not last.plan.replayable
 
     @property
-    def replays_again(self) -> bool:
-        """Whether what run_again() has returned last lies in the memory of a graph, as that of the next one will."""
-        return self._again is not None and self._again.of is self._runtime.gate.last
+    def graph_again(self) -> Graph[Outputs] | None:
+        """The graph that run_again() replays; None: it runs the step by its launches, or tells others of it."""
+        return self._graph_again(self._runtime.gate.may_go_again)
 
-    def run_again(self, batch: StepBatch) -> Outputs:
+    def graph_of(self, plan: StepPlan) -> Graph[Outputs] | None:
+        """The graph that runs the steps of a plan; None: there is none, or what it reads has moved."""
+        graph = self._graph_of_plan.get(plan)
+        return graph if graph is not None and graph.epoch == self._pinned.epoch else None
+
+    def run_again(self, batch: StepBatch, joined: Recording | None = None) -> Outputs:
         """The last step once more, on the inputs that the device has put in the place of its own.
 
-        batch: of that step, which was whole. Returns and raises what run() does; WrongState where no such step was
-               staged last, or one of its rows has changed
+        batch:  of that step, which was whole
+        joined: replayed in place of graph_again's recording, with which it begins; only where there is that graph
+
+        Returns and raises what run() does; WrongState where no such step was staged last, or one of its rows has
+        changed.
         """
-        again = self._again_now
-        if again is None:
-            return self._run(batch, _again)
-        self._run_graph_again(again, again.graph.recording)
-        return again.outputs
-
-    @property
-    def graph_again(self) -> Entry[Outputs] | None:
-        """The graph that run_again() replays; None: it runs the step by its launches, or tells others of it."""
-        again = self._again_now
-        return again.graph if again is not None else None
-
-    def run_joined(self, joined: Recording) -> None:
-        """run_again() and what comes after it, by one recording. joined: begins with graph_again's"""
-        again = self._again_now
-        assert again is not None, "what is joined is the graph of the step that runs again"
-        self._run_graph_again(again, joined)
-
-    @property
-    def _again_now(self) -> Again[Outputs] | None:
-        """What runs the step that may run again, where one call does so: no log and no rank waits for word of it."""
-        again, last = self._again, self._runtime.gate.may_go_again
-        if last is None or self._seal_number != self._runtime.seals.number:
-            return None
-        if again is None or again.of is not last:
-            again = self._again = self._again_of(last)
-        return again
-
-    def _again_of(self, last: RanStep) -> Again[Outputs] | None:
-        if self._flight is not NO_FLIGHT_RECORDER or self._agrees or self._last_plan is not last.plan:
-            return None
-        entry, batch = self._entry_of_plan.get(last.plan), last.batch
-        if entry is None:
-            return None
-        outputs = real_rows(entry.outputs, batch.num_seqs, batch.num_fed)
-        return Again(last, entry, outputs, batch.num_seqs, last.plan.shape.num_seqs - batch.num_seqs)
-
-    def _run_graph_again(self, again: Again[Outputs], recording: Recording) -> None:
-        """recording: that of again.graph, or one that begins with it"""
+        gate = self._runtime.gate
+        last = gate.may_go_again
+        graph = self._graph_again(last)
+        if graph is None or last is None or last.batch is not batch:
+            assert joined is None, "what is joined begins with the graph of the step that runs again"
+            return self._run(batch, lambda batch: AGAIN)
         try:
-            self._graphs.require_good(again.graph)
-            self._runtime.gate.replay_again(recording.replay)
+            if graph.epoch != self._pinned.epoch:
+                raise self._stale(graph)
+            gate.replay_again((graph.recording if joined is None else joined).replay)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
-        metrics = self.metrics
+        metrics, num_seqs = self.metrics, batch.num_seqs
         metrics.steps += 1
         metrics.replays += 1
-        metrics.real_seqs += again.num_seqs
-        metrics.padded_seqs += again.num_pads
+        metrics.real_seqs += num_seqs
+        metrics.padded_seqs += graph.num_seqs - num_seqs
+        return graph.real if graph.num_real == num_seqs else graph.real_of(batch)
+
+    def _graph_again(self, last: RanStep | None) -> Graph[Outputs] | None:
+        """What runs a step again by one call: no log and no rank waits for word of it."""
+        graph = self.graph_of_last
+        if last is None or graph is None or self._seal_number != self._runtime.seals.number:
+            return None
+        if graph.ran is not last:
+            if self._flight is not NO_FLIGHT_RECORDER or self._agrees or graph.plan is not last.plan:
+                return None
+            graph.ran = last
+        return graph
 
     def _run(self, batch: StepBatch, plan_of: PlanOf) -> Outputs:
         gate = self._runtime.gate
@@ -233,109 +219,89 @@ class StepRunner(Generic[Outputs]):
             outputs = self._run_noted(batch, step, plan_of)
             gate.end()
         except BaseException as error:
-            self._broken_off(error)
+            self._runtime.end_step()  # an interrupt may have come in its place
+            if isinstance(error, DeviceFault):
+                self.metrics.faults += len(error.each)
             raise
-        plan = self._last_plan = step.plan
-        metrics = self.metrics
+        metrics, graph, num_seqs = self.metrics, self.graph_of_last, batch.num_seqs
         metrics.steps += 1
-        metrics.real_seqs += batch.num_seqs
-        metrics.padded_seqs += plan.shape.num_seqs - batch.num_seqs
-        taker = self._takers.get(plan)
-        return taker.outputs(batch) if taker is not None else real_rows(outputs, batch.num_seqs, batch.num_fed)
+        metrics.real_seqs += num_seqs
+        if graph is not None:
+            metrics.padded_seqs += graph.num_seqs - num_seqs
+            return graph.real if graph.num_real == num_seqs else graph.real_of(batch)
+        metrics.padded_seqs += step.plan.shape.num_seqs - num_seqs
+        return real_rows(outputs, num_seqs, batch.num_fed)
 
     def _run_noted(self, batch: StepBatch, step: Step, plan_of: PlanOf) -> Outputs:
         """Run a step that was staged; the flight recorder learns of it first."""
-        plan = step.plan
-        entry = self._entry_of_plan.get(plan)
+        graph = self._graph_of_plan.get(step.plan)
         if self._flight is not NO_FLIGHT_RECORDER:
-            self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
+            self._flight.note(batch, step.plan, graph is not None, self._pinned.epoch)
         try:  # a flight recorder keeps failures of those steps alone whose beginning it keeps
-            return self._replay(plan, entry) if entry is not None else self._first_run(step, plan_of, batch)
+            return self._replay(graph) if graph is not None else self._first_run(step, plan_of, batch)
         except BaseException as error:
             self._flight.failed(error)
             raise
 
-    def _broken_off(self, error: BaseException) -> None:
-        """A step has raised."""
-        self._runtime.end_step()  # an interrupt may have come in its place
-        if isinstance(error, DeviceFault):
-            self._count_faults(error)
-
-    @property
-    def graph_of_last(self) -> RunsAgain[Outputs] | None:
-        """The graph that the last step has run by; None: it has run without one."""
-        plan, found = self._last_plan, self._graph_of_last
-        if plan is None or (found is not None and found.plan is plan):  # asked in each round of drafts
-            return found
-        entry = self._entry_of_plan.get(plan)
-        if entry is None:
-            return None
-        require_good = partial(self._graphs.require_good, entry)
-        found = self._graph_of_last = RunsAgain(plan, require_good, entry.recording, entry.outputs)
-        return found
-
     def run_eagerly(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None) -> Outputs:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
-        self._require_kind(batch)
+        self._require_forward(batch)
         self._runtime.gate.holder.require_free("a step cannot begin")
         try:
-            step = self._runtime.stage(batch, None if pad_to is None else self._runtime.plan(batch, pad_to))
-            return real_rows(self._body(step), batch.num_seqs, batch.num_fed)
+            with self._runtime.stage(batch, None if pad_to is None else self._runtime.plan(batch, pad_to)) as step:
+                return real_rows(self._body(step), batch.num_seqs, batch.num_fed)
         except DeviceFault as fault:  # of a step before it
-            self._count_faults(fault)
+            self.metrics.faults += len(fault.each)
             raise
-        finally:
-            self._runtime.end_step()
 
     def capture_all(self, progress: Progress = lambda done, total, name: None) -> CaptureReport:
         """Make a graph of every capture size, largest first, best before the first request arrives.
 
         Kernels that bake a length are captured at their smallest length bucket; others need no second graph.
-        progress: called before each bucket and at the end
-        Raises DeviceFault of steps that were run before.
+        progress: called before each bucket and at the end. Raises DeviceFault of earlier steps
         """
         self._follow_seal()
-        shapes = self._shapes()
-        skipped = []
+        padding, skipped = self._runtime.padding, dict[PaddedShape, str]()
+        shapes = capture_shapes(padding) + (draft_shapes(padding) if self._draft is not None else ())
         for done, shape in enumerate(shapes):
             if self._recorder is None:
                 break
             progress(done, len(shapes), shape_name(shape))
             reason = self._capture_shape(shape)
             if reason:
-                skipped.append(SkippedBucket(shape, reason))
+                skipped[shape] = reason
         progress(len(shapes), len(shapes), "")
-        return CaptureReport(tuple(self._buckets), tuple(skipped), self._why_no_graphs())
+        return replace(self.capture_report(), skipped=skipped)
 
     def capture_report(self) -> CaptureReport:
         """The graphs that exist, those included that were made when a step needed them."""
-        return CaptureReport(tuple(self._buckets), (), self._why_no_graphs())
+        return CaptureReport(tuple(self._buckets), {}, self._why_no_graphs())
 
     def check_device(self) -> None:
         """As AttentionRuntime.check_device, for whenever serving goes idle; the flight recorder gets to know."""
         try:
             self._runtime.check_device()
         except DeviceFault as fault:
-            self._count_faults(fault)
+            self.metrics.faults += len(fault.each)
             self._flight.failed(fault)
             raise
 
     def reopen(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
         """Drain the device, drop every graph and its memory, and seal again for other capture sizes.
 
-        Graphs are made anew as steps need them, or by capture_all(); also those of other runners of the runtime. Where
-        they were switched off, they are on again.
-        Requests, pages and their content stay. Under tensor parallelism all ranks must call it between the same two
-        steps. Raises what Seals.reseal raises: nothing has changed then, and graphs go on serving. After an
-        interrupt, steps may be eager until it is called again; counters.graphs_off says so.
+        Graphs are made anew as steps need them, or by capture_all(); also those of other runners. Where they were
+        switched off, they are on again. Requests and pages stay. Under tensor parallelism all ranks must call it
+        between the same two steps. Raises what Seals.reseal raises: nothing has changed then. After an interrupt, steps
+        may be eager until it is called again.
         """
+        seals = self._runtime.seals
         if self._given_recorder is None:
-            self._runtime.seals.unseal(capture_sizes, capture_tokens)
+            seals.unseal(capture_sizes, capture_tokens)
         else:
-            self._runtime.seals.reseal(capture_sizes, capture_tokens)
-            self._runtime.seals.users.add(self)
+            seals.reseal(capture_sizes, capture_tokens)
+            seals.users.add(self)
             self._recorder, self._graphs_off = self._given_recorder, ""
-            self._start_over(self._given_recorder)
+            self._follow_seal()
 
     def check_addresses(self) -> None:
         """Compare the address, shape, stride and dtype of everything that graphs read. Raises GraphStale."""
@@ -351,26 +317,15 @@ class StepRunner(Generic[Outputs]):
             "build another one over a runtime of its own"
         )
 
-    def _count_faults(self, error: DeviceFault) -> None:
-        self.metrics.faults += len(error.each)
-
     def _follow_seal(self) -> None:
-        """Drop the graphs if the addresses were sealed anew, or given up, since they were made."""
-        if self._seal_number != self._runtime.seals.number and self._recorder is not None:
-            self._start_over(self._recorder)
-
-    def _start_over(self, recorder: Recorder) -> None:
-        """Drop the graphs of an earlier seal, and pin what those of this one will read."""
-        self._drop_graphs()
-        recorder.release_memory()
-        self._pin()
-
-    def _pin(self) -> None:
+        """Where addresses were sealed anew, or given up, drop the graphs, and pin what new ones will read."""
         number = self._runtime.seals.number
-        if number:
-            self._pinned.pin_all(self._runtime.seals.tensors)
-        # Last: what an interrupt breaks off is done again by the next step.
-        self._seal_number = number
+        if self._seal_number != number and self._recorder is not None:
+            self._drop_graphs(self._recorder)
+            if number:
+                self._pinned.pin_all(self._runtime.seals.tensors)
+            # Last: what an interrupt breaks off is done again by the next step.
+            self._seal_number = number
 
     def _why_no_graphs(self) -> str:
         if self._graphs_off or self._recorder is None or self._runtime.seals.number:
@@ -380,84 +335,70 @@ class StepRunner(Generic[Outputs]):
             "reopen() makes graphs possible again"
         )
 
-    def _drop_graphs(self) -> None:
-        self._again = self._graph_of_last = None
+    def _drop_graphs(self, recorder: Recorder) -> None:
+        self.graph_of_last = None
         self._takers.clear()
-        self._entry_of_plan.clear()
-        self._effects.clear()
+        self._graph_of_plan.clear()
         self._eager_steps.clear()
         self._buckets.clear()
-        self._graphs.drop_all()
         self._pinned.release()
+        recorder.release_memory()
 
-    def _shapes(self) -> tuple[PaddedShape, ...]:
-        """Those that capture_all() makes graphs of."""
-        return capture_shapes(self._runtime.padding)
+    def _require_forward(self, batch: StepBatch) -> None:
+        """Raise BadBatch for a round where there is no forward of rounds."""
+        if batch.drafts is not NO_DRAFTS and self._draft is None:
+            raise BadBatch("the batch is a round of drafts; give StepRunner a forward of rounds: draft=...")
 
     def _run_half(self, half: Series) -> Outputs:
-        """Forward's outputs of a whole step, or of a half of one."""
-        return self._forward(half[0])
+        """A forward's outputs of a whole step or round, or of a half of one."""
+        draft = self._draft
+        return draft(half) if draft is not None and half[0].branches else self._forward(half[0])
 
-    def _require_kind(self, batch: StepBatch) -> None:
-        """Raise BadBatch for a batch that forward is not for."""
-        if batch.drafts is not NO_DRAFTS:
-            raise BadBatch("the batch is a round of drafts; run it by a DraftRunner")
-
-    def _body(self, step: Step) -> Outputs:
-        return self._body_with(self._half_by_half, step)
+    def _in_turn(self, step: Step) -> tuple[Outputs, Outputs]:
+        """The first half, then the second, on the stream of the step."""
+        first, second = step.halves
+        return self._run_half(first), self._run_half(second)
 
     @torch.no_grad()
-    def _body_with(self, split_forward: SplitForward[Outputs], step: Step) -> Outputs:
+    def _body(self, step: Step, split_forward: SplitForward[Outputs] | None = None) -> Outputs:
+        """A step's outputs, rows of pads too. split_forward: not given: one half after the other"""
         step.fill()
         child = step.plan.shape.child
-        if step.plan.shape.num_halves == 1:
+        if step.plan.num_halves == 1:
             outputs = self._run_half(step.parts)
             require_rows(outputs, child.num_seqs, child.num_tokens)
             return outputs
-        of_halves = split_forward(step)
+        of_halves = (split_forward or self._in_turn)(step)
         for half in of_halves:
             require_rows(half, child.num_seqs, child.num_tokens)
         return in_batch_order(step, of_halves)
 
     def _first_run(self, step: Step, plan_of: PlanOf, batch: StepBatch) -> Outputs:
         """A staged step that has no graph: run eagerly, or as a graph that is made now."""
-        gate = self._runtime.gate
-        plan, may_store = step.plan, not gate.stores.refusal
+        gate, plan = self._runtime.gate, step.plan
         reason = self._why_not_now(plan, batch)
         if reason:
             return self._without_graph(step, reason)
+        q_len = batch.q_len
+        if batch.num_seqs == 0 or is_uniform(plan.shape):
+            typical = typical_new_tokens(self._runtime, plan.shape)
+            q_len = q_len if typical is None else typical
+        candidate = Candidate(self._runtime, plan, q_len, None if gate.stores.refusal else batch)
         # The graph is made of other steps; this one is staged again when it has passed.
         gate.abandon()
-        q_len, live = self._new_tokens_like(plan, batch), batch if may_store else None
-        if self._why_not_tried(plan, q_len, live):
+        reason = self._capture(candidate, "")
+        if reason and (self._agrees or reason != _TOO_FEW_PAGES):
             self._eager_steps[plan] = self._capture_after - _STEPS_BEFORE_ANOTHER_TRY
-        else:
-            self._capture(plan, q_len, live)
         step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._takers)
-        entry = self._entry_of_plan.get(step.plan)
-        if entry is None:
-            return self._without_graph(
-                step, "graphs are off" if self._recorder is None else "none could be checked now"
-            )
-        return self._replay(step.plan, entry)
-
-    def _new_tokens_like(self, plan: StepPlan, batch: StepBatch) -> Int32Array:
-        """New tokens of the sequences of a step that has the plan of a batch."""
-        if isinstance(plan.shape.drafts, Drafts):
-            return np.full(plan.shape.num_seqs, plan.shape.drafts.tokens, np.int32)
-        if plan.shape.kind.decodes:
-            return np.ones(plan.shape.num_seqs, np.int32)
-        table = self._runtime.table
-        if batch.num_seqs:
-            return batch.q_len
-        most = self._runtime.padding.most_q_len(plan.shape)
-        typical = typical_q_len(plan.shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
-        return batch.q_len if typical is None else typical
+        graph = self._graph_of_plan.get(step.plan)
+        if graph is not None:
+            return self._replay(graph)
+        reasons = (known for known in (_TOO_FEW_PAGES, _BAD_STEP) if reason.endswith(known))
+        return self._without_graph(step, next(reasons, _RAISED) if reason else "graphs are off")
 
     def _why_not_now(self, plan: StepPlan, batch: StepBatch) -> str:
-        """Why no graph is made of a step, or nothing.
-
-        Ranks that agree make one at the same step, whatever each of them has in it: their collectives must meet.
+        """Why no graph is made of a step now, or nothing. Ranks that agree make one at the same step, whatever each of
+        them has in it: their collectives must meet.
         """
         if self._recorder is None:
             return "graphs are off"
@@ -465,214 +406,189 @@ class StepRunner(Generic[Outputs]):
             return "steps of its kind or size have none"
         if batch.num_seqs == 0 and not self._agrees:  # there may be no input to compare it on; capture_all() makes one
             return "it has no sequences"
-        if not self._can_capture:
+        if not self._may_capture(self._runtime.seals.number):
             return "the addresses are not sealed"
         # What compares graphs writes to the pages of new tokens.
         if self._runtime.gate.stores.refusal and not self._agrees:
             return "it may not store"
-        return "" if self._is_due(plan) else "eager steps come first"
-
-    def _without_graph(self, step: Step, reason: str) -> Outputs:
-        if self._given_recorder is not None and step.plan.replayable:
-            self.metrics.fallbacks[reason] = self.metrics.fallbacks.get(reason, 0) + 1
-        return self._body(step)
-
-    def _replay(self, plan: StepPlan, entry: Entry[Outputs]) -> Outputs:
-        effects = self._effects[plan]
-        self._runtime.gate.stores.before_replay(effects[0])
-        try:
-            outputs = self._graphs.replay(entry)
-        except StaleRecording as stale:
-            raise GraphStale(str(stale)) from stale
-        self._runtime.gate.after_replay(effects)
-        self.metrics.replays += 1
-        return outputs
-
-    def _is_due(self, plan: StepPlan) -> bool:
-        """Whether a graph is to be made of the plan now; if not, its step is counted. Each attempt is paid anew."""
         if self._eager_steps[plan] < self._capture_after:
             self._eager_steps[plan] += 1
-            return False
-        del self._eager_steps[plan]
-        return True
+            return "eager steps come first"
+        del self._eager_steps[plan]  # each attempt is paid anew
+        return ""
+
+    def _without_graph(self, step: Step, reason: str) -> Outputs:
+        if step.plan.replayable and self._given_recorder is not None:
+            self.metrics.fallbacks[reason] = self.metrics.fallbacks.get(reason, 0) + 1
+        self.graph_of_last = None
+        return self._body(step)
+
+    def _replay(self, graph: Graph[Outputs]) -> Outputs:
+        self._runtime.gate.stores.before_replay(graph.effects[0])
+        try:
+            if graph.epoch != self._pinned.epoch:
+                raise self._stale(graph)
+            graph.recording.replay()
+        except StaleRecording as stale:
+            raise GraphStale(str(stale)) from stale
+        self._runtime.gate.after_replay(graph.effects)
+        self.metrics.replays += 1
+        self.graph_of_last = graph
+        return graph.outputs
+
+    def _stale(self, graph: Graph[Outputs]) -> StaleRecording:
+        return StaleRecording(
+            f"the graph of {shape_name(graph.plan.shape)} is of epoch {graph.epoch}, and the tensors that it reads are "
+            f"of epoch {self._pinned.epoch}: they have moved; call reopen(), after which graphs are made again"
+        )
 
     def _capture_shape(self, shape: PaddedShape) -> str:
         """Make the graph of a shape, unless there is one; why none could be made, or nothing."""
-        plan, q_len, reason = self._typical_step(shape)
-        if self._agrees:
-            # Asked by every rank, whatever it found: what is free differs between the replicas of a model.
-            reason = self._why_not_tried(plan, q_len, None, reason)
-        if plan is None or reason:
-            return reason
-        if plan not in self._entry_of_plan:
-            self._capture(plan, q_len, None)
-        made = self._why_no_graphs() or plan in self._entry_of_plan
-        return "" if made else _TOO_FEW_PAGES
-
-    def _typical_step(self, shape: PaddedShape) -> tuple[StepPlan | None, Int32Array, str]:
-        """The plan and new tokens of a step of a shape, and why no graph can be made; there is a plan or a reason."""
-        table, nothing = self._runtime.table, np.empty(0, np.int32)
-        most = self._runtime.padding.most_q_len(shape)
-        q_len = typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
+        runtime = self._runtime
+        q_len = typical_new_tokens(runtime, shape)
         if q_len is None:
-            reason = "no request row is free" if not table.num_free_rows else "no free rows hold a step of this shape"
-            return None, nothing, reason
+            short = runtime.table.num_free_rows == 0
+            return self._capture(None, "no request row is free" if short else "no free rows hold a step of this shape")
         try:
-            plan = plan_of(self._runtime, shape, q_len)
+            candidate = Candidate.of(runtime, shape, q_len)
         except Unsupported as refusal:
-            return None, nothing, "; ".join((refusal.summary, *refusal.reasons))
-        if plan is None:
-            return None, nothing, _TOO_FEW_PAGES
-        if not plan.replayable:
-            return plan, q_len, f"{', '.join(k.row.name for k in plan.kernels)}: not every kernel can be captured"
-        return plan, q_len, "" if self._can_capture else self._why_no_graphs()
-
-    def _why_not_tried(self, plan: StepPlan | None, q_len: Int32Array, live: StepBatch | None, reason: str = "") -> str:
-        """Why no graph of a plan is made now, on this rank or on another one; nothing where it can be tried.
-
-        Ranks that agree run forward equally often for it, or a collective in it would wait for ever.
-        """
-        if not self._agrees:
-            return reason
-        if plan is not None and not reason and not self._check.has_steps(self._runtime, plan, q_len, live):
-            reason = _TOO_FEW_PAGES
-        return self._runtime.agree({"not tried": reason} if reason else {}).get("not tried", "")
+            return self._capture(None, "; ".join((refusal.summary, *refusal.reasons)))
+        reason = "" if self._may_capture(runtime.seals.number) else self._why_no_graphs()
+        if not candidate.plan.replayable:
+            reason = f"{', '.join(k.row.name for k in candidate.plan.kernels)}: not every kernel can be captured"
+        return self._capture(candidate, reason)
 
     @property
     def _agrees(self) -> bool:
         """Whether other ranks make the same graphs at the same steps."""
         return self._runtime.agree is not alone
 
-    @property
-    def _can_capture(self) -> bool:
-        """Whether graphs may be made of the memory that steps have now."""
-        return self._recorder is not None and self._may_capture(self._runtime.seals.number)
+    def _capture(self, candidate: Candidate | None, reason: str) -> str:
+        """Make a graph, unless there is one. Why there is none, or nothing; graphs are switched off if it is refused.
 
-    def _capture(self, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> None:
-        """Make a graph of the plan, unless there is no room to check it; switch graphs off if it is refused.
-
-        q_len, live: see Check.record; the runtime is idle
-        Raises DeviceFault of the steps before: it is reported before anything is tried out, and nothing has changed.
+        reason: why it is not tried on this rank, which may have no candidate
+        Raises DeviceFault of the steps before, where nothing was tried out yet.
         """
         self._runtime.faults.report()
+        if candidate is not None and not reason and not self._check.has_steps(candidate):
+            reason = _TOO_FEW_PAGES
+        # Asked by every rank, whatever it found: ranks run forward equally often for a graph, or a collective in it
+        # would wait for ever, and what is free differs between the replicas of a model.
+        reason = self._runtime.agree({"not tried": reason} if reason else {}).get("not tried", "")
+        if candidate is None or reason or candidate.plan in self._graph_of_plan:
+            return reason
         started = time.perf_counter()
         try:
-            refusal = self._make_and_check(plan, q_len, live)
+            verdict = self._tried(candidate)
         finally:
             self.metrics.capture_seconds += time.perf_counter() - started
-        if refusal:
-            self._switch_off(refusal)
+        if "bad step" in verdict.wrong:
+            return verdict.wrong["bad step"]
+        raised, had_raised = verdict.wrong.get("raised", ""), self._has_raised
+        self._has_raised = bool(raised)
+        if raised and not had_raised:
+            return raised
+        failure = raised or verdict.wrong.get("failure", "")
+        if failure:
+            self._switch_off(failure)
+        elif verdict.graph is not None:
+            self._keep(verdict.graph, verdict)
+        return ""
 
-    def _make_and_check(self, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> str:
-        """Why the graph is refused, or nothing; only a graph that has passed is kept."""
-        note = ""
-        trial = self._try(self._split_forward, plan, q_len, live)
-        has_another_way = plan.shape.num_halves > 1 and self._split_forward is not self._half_by_half
-        if has_another_way and not trial.is_bitwise and not trial.is_final:
-            reason = trial.refusal or "the given split_forward is not bitwise the same"
-            note = f"; one half after the other, because {reason}"
-            trial = self._try(self._half_by_half, plan, q_len, live)
-        if trial.graph is not None and not trial.refusal:
-            self._keep(plan, trial.graph, trial.verdict, note)
-        return trial.refusal
+    def _tried(self, candidate: Candidate) -> Verdict[Outputs]:
+        """A graph, made by split_forward if that gives bitwise what one half after the other gives."""
+        verdict = self._try(self._split_forward, candidate)
+        wrong, is_given = verdict.wrong, self._split_forward is not None and candidate.plan.num_halves > 1
+        if not is_given or not wrong or "over" in wrong or "bad step" in wrong:
+            return verdict
+        reason = wrong.get("failure") or wrong.get("raised") or "the given split_forward is not bitwise the same"
+        verdict = self._try(None, candidate)
+        return replace(verdict, summary=f"{verdict.summary}; one half after the other, because {reason}")
 
-    def _try(
-        self, split_forward: SplitForward[Outputs], plan: StepPlan, q_len: Int32Array, live: StepBatch | None
-    ) -> Trial[Outputs]:
-        """Make a graph and compare it with the eager run; no graph where there is no room to compare it.
+    def _try(self, split_forward: SplitForward[Outputs] | None, candidate: Candidate) -> Verdict[Outputs]:
+        """Make a graph and compare it with the eager run.
 
         Ranks agree twice: when the graph is recorded, so that all compare it or none does, and on what came of it.
         """
-        name = f"the capture of {shape_name(plan.shape)}"
-        fresh: list[FreshGraph[Outputs]] = []
-        recorded = Once(self._runtime)
+        name = f"the capture of {shape_name(candidate.plan.shape)}"
+        refused, num_left = cast(Wrong, {}), 2
 
-        def record(step: Step) -> Callable[[], Outputs]:
-            assert self._recorder is not None
-            body = partial(self._watched_body, name, split_forward, step)
-            refusal = ""
+        def record(step: Step) -> Graph[Outputs]:
+            nonlocal refused, num_left
+            graph, num_left = None, 1
             try:
-                fresh.append(
-                    FreshGraph.of(self._recorder, body, self._runtime, takes_inputs=takes_inputs(self._runtime, step))
-                )
-            except (RecordingRefused, StaleRecording) as refused:
-                refusal = str(refused)
-            except Exception as error:  # the eager step may do without what recording lacks
-                refusal = f"{type(error).__name__}: {error}"
-            recorded.say(refusal)
-            return fresh[0].replay
+                graph = self._recorded(name, split_forward, step)
+            except Exception as error:
+                refused = {"failure" if isinstance(error, _REFUSALS) else "raised": _in_words(error)}
+            refused = self._agreed(refused)
+            if graph is None or refused:
+                raise RecordingRefused("it was not recorded")
+            return graph
 
         try:
-            with self._watchdog.watch(f"{name} and its check"):
-                verdict = self._check.record(self._runtime, plan, q_len, live, record, self._body)
-            recorded.say("")
+            with self.watchdog.watch(f"{name} and its check"):
+                verdict = self._check.record(candidate, record, self._body)
             self._pinned.check()
             self._runtime.faults.report_own()
-        except (RecordingRefused, StaleRecording) as refusal:
-            return self._agreed(self._refused(str(refusal)), recorded)
-        except (torch.OutOfMemoryError, DeviceFault) as refusal:  # of the steps that the graph was tried on
+        except _REFUSALS as refusal:
+            self._runtime.faults.forget()  # of the steps that the graph was tried on: they are no caller's
+            verdict = Verdict(None, "", 0.0, refused or {"failure": _in_words(refusal)})
+            live = candidate.live
             if isinstance(refusal, DeviceFault) and live is not None and not set(live.rows).isdisjoint(refusal.rows):
-                # The step itself is wrong, and says so when it runs: it says nothing of the graph.
-                self._runtime.faults.forget()
-                self._eager_steps[plan] = self._capture_after - _STEPS_BEFORE_ANOTHER_TRY
-                return self._agreed(Trial(None, Verdict("", "", 0.0, bitwise=True)), recorded)
-            return self._agreed(self._refused(f"{type(refusal).__name__}: {refusal}"), recorded)
+                verdict = Verdict(None, "", 0.0, {"bad step": _BAD_STEP})  # it says nothing of the graph
         except BaseException as error:
-            self._end_on_all_ranks(f"the check was broken off by {type(error).__name__}: {error}", recorded)
+            if self._agrees:  # other ranks wait for word of it; they make no more graphs either
+                reason = f"the check was broken off by {type(error).__name__}: {error}"
+                self._agreed({"failure": reason, "over": reason}, num_left)
+                self._switch_off(reason)
             raise
-        return self._agreed(Trial(fresh[0] if fresh else None, verdict), recorded)
+        return replace(verdict, wrong=self._agreed(verdict.wrong, num_left))
 
-    def _refused(self, reason: str) -> Trial[Outputs]:
-        """No graph, for this reason. Faults of the steps that it was tried on are no caller's."""
-        self._runtime.faults.forget()
-        return Trial.refused(reason)
+    def _agreed(self, wrong: Wrong, times: int = 1) -> Wrong:
+        """What is wrong with the graph of any rank: it serves on all of them or on none. times: that others ask, too"""
+        with self._runtime.faults.meetings.waiting(wrong.get("failure", wrong.get("raised", ""))):
+            for _ in range(times):
+                wrong = self._runtime.agree(wrong)
+        return wrong
 
-    def _end_on_all_ranks(self, reason: str, recorded: Once) -> None:
-        """An exception leaves a capture here: other ranks, which wait for word of it, make no more graphs either."""
-        if self._agrees:
-            self._agreed(Trial.refused(reason, is_final=True), recorded)
-            self._switch_off(reason)
+    def _recorded(self, name: str, split_forward: SplitForward[Outputs] | None, step: Step) -> Graph[Outputs]:
+        """The graph of a staged step, not checked yet."""
+        assert self._recorder is not None
+        takes, started = takes_inputs(self._runtime, step), time.perf_counter()
 
-    def _agreed(self, trial: Trial[Outputs], recorded: Once) -> Trial[Outputs]:
-        """The trial, with what other ranks found out about theirs: a graph serves on all of them or on none."""
-        with suppress(RecordingRefused):  # which all of them say again
-            recorded.say(trial.refusal)
-        found = {"failure": trial.refusal}
-        found["not bitwise"] = "" if trial.verdict.bitwise else "it differs"
-        found["not made"] = "" if trial.graph is not None else "there was no room to compare it"
-        found["final"] = "it is over" if trial.is_final else ""
-        with self._runtime.faults.meetings.waiting(trial.refusal):
-            agreed = self._runtime.agree({name: what for name, what in found.items() if what})
-        verdict = replace(trial.verdict, failure=agreed.get("failure", ""), bitwise="not bitwise" not in agreed)
-        return Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
+        def body() -> Outputs:
+            with self.watchdog.watch(f"forward, run for {name},"):
+                if takes:
+                    self._runtime.gate.take_inputs()
+                return self._body(step, split_forward)
 
-    def _keep(self, plan: StepPlan, graph: FreshGraph[Outputs], verdict: Verdict, note: str) -> None:
-        if all(kept.key != plan.key for kept in self._entry_of_plan):
-            # An interrupt may have come after a graph was put there, and before its plan led to it.
-            self._again = self._graph_of_last = None
-            self._takers.pop(plan, None)
-            self._graphs.drop(plan.key)
-        self._effects[plan] = graph.effects
-        self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs)
+        recording, outputs = self._recorder.record(body)
+        if takes:
+            recording = CountedRecording(recording, self._runtime.graph_runs.run)
+        seconds = time.perf_counter() - started
+        effects, epoch = self._runtime.gate.effects, self._pinned.epoch
+        return Graph(step.plan, recording, outputs, seconds, effects, takes, epoch)
+
+    def _keep(self, graph: Graph[Outputs], verdict: Verdict[Outputs]) -> None:
+        plan = graph.plan
+        assert all(kept.key != plan.key for kept in self._graph_of_plan), "plans of one key are one plan"
+        self._graph_of_plan[plan] = graph
         if graph.takes_inputs:
-            self._takers[plan] = TakingGraph(graph.outputs)
+            self._takers.add(plan)
         self.metrics.captures += 1
-        check = verdict.summary + note
-        self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))
-
-    def _watched_body(self, name: str, split_forward: SplitForward[Outputs], step: Step) -> Outputs:
-        with self._watchdog.watch(f"forward, run for {name},"):
-            if takes_inputs(self._runtime, step):
-                self._runtime.gate.take_inputs()
-            return self._body_with(split_forward, step)
+        num_bytes, check = graph.recording.bytes, verdict.summary
+        self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, num_bytes, check))
 
     def _switch_off(self, reason: str) -> None:
         """Give up all graphs, and the sealed addresses with them unless graphs of another runner read them."""
         assert self._recorder is not None
         _LOG.warning("graphs are switched off, until reopen(): %s", reason)
         recorder, self._recorder, self._graphs_off = self._recorder, None, reason
-        self._drop_graphs()
-        recorder.release_memory()
+        self._drop_graphs(recorder)
         self._runtime.seals.users.discard(self)
         if not self._runtime.seals.users:
             self._runtime.seals.give_up()
+
+
+def _in_words(error: BaseException) -> str:
+    return str(error) if isinstance(error, (RecordingRefused, StaleRecording)) else f"{type(error).__name__}: {error}"

@@ -23,7 +23,6 @@ from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.padding import PaddedShape, PadTo, token_places
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting, RocmAttnError, WrongState
@@ -231,8 +230,8 @@ class Soak:
                 max_kv_len=scenario.max_kv_len,
                 every=scenario.alone_every,
             )
-        self._runner = StepRunner(self._runtime, self._model.forward, recorder_for(self._runtime.device))
-        self._round_runner = DraftRunner(self._runtime, self._rounds.forward, recorder_for(self._runtime.device))
+        recorder = recorder_for(self._runtime.device)
+        self._runner = StepRunner(self._runtime, self._model.forward, recorder, draft=self._rounds.forward)
         self._unchecked: list[PlayedStep] = []
         self._steps = self._num_rounds = 0
         self._reopens = self._page_copies = self._split_steps = self._moved_paths = 0
@@ -289,14 +288,13 @@ class Soak:
         self._model.poison()
         self._rounds.poison()
         drafts = drawn.action is Action.DRAFT
-        runner = self._round_runner if drafts else self._runner
-        before = runner.counters
-        rows = runner.run(batch, shape)
+        before = self._runner.counters
+        rows = self._runner.run(batch, shape)
         moves = drawn.moves_on(self._runtime.device)
         if moves is not None:
             self._runtime.move_accepted(*moves)
             self._moved_paths += len(moves[1])
-        after = runner.counters
+        after = self._runner.counters
         way = _way(before, after)
         self._ways[f"{Action.DRAFT.value if drafts else shape.kind.value} {way}"] += 1
         self._split_steps += shape.num_halves > 1
@@ -344,7 +342,6 @@ class Soak:
         """Look at what no output shows yet. The last step has published all changes of the table."""
         self._check()
         self._runner.check_addresses()
-        self._round_runner.check_addresses()
         for layer, pages in enumerate(self._layers):
             if bool(pages.raw_k[RESERVED_PAGE].any()) or bool(pages.raw_v[RESERVED_PAGE].any()):
                 raise self._failure(number, f"after step {number}", f"page 0 of layer {layer} is not zero any more")
@@ -410,13 +407,13 @@ class Soak:
 
     def _report(self, seconds: float) -> SoakReport:
         growth = self._growth()
-        steps_and_rounds = self._runner.counters, self._round_runner.counters
+        counters = self._runner.counters
         return SoakReport(
             seed=self._seed,
             steps=self._steps,
             rounds=self._num_rounds,
-            replays=sum(each.replays for each in steps_and_rounds),
-            captures=sum(each.captures for each in steps_and_rounds),
+            replays=counters.replays,
+            captures=counters.captures,
             split_steps=self._split_steps,
             ways=dict(sorted(self._ways.items())),
             reopens=self._reopens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,7 @@ from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch, as_many, draft_batch
 from rocm_attn.capture.check import CaptureCheck
-from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import Progress, eager_steps_before_capture, recorder_for
-from rocm_attn.capture.made_graphs import RunsAgain
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Sequence as DraftedFor
@@ -112,13 +110,9 @@ class DraftRunners:
         made_by = recorder_for(runtime.device) if options.graphs else None
         eager_first = eager_steps_before_capture(runtime.device) if after is None else after
         check = CaptureCheck(vocabulary=vocabulary)
-        self._first = StepRunner(runtime, self._taken_in, made_by, check=check, capture_after=eager_first)
-        self._round = DraftRunner(
-            runtime,
-            self._all_levels,
-            recorder_for(runtime.device) if options.graphs else None,
-            check=check,
-            capture_after=eager_first,
+        # A step of what is new gives the first level, and a round int32 [S, levels, 3, K].
+        self._runner: StepRunner[Level | Tensor] = StepRunner(
+            runtime, self._taken_in, made_by, draft=self._all_levels, check=check, capture_after=eager_first
         )
         self._runtime = runtime
         self.recorder = recorder_for(runtime.device) if options.graphs else None
@@ -154,8 +148,7 @@ class DraftRunners:
 
     def capture_all(self, progress: Progress) -> None:
         """As Drafter.capture_all."""
-        self._first.capture_all(progress)
-        self._round.capture_all(progress)
+        self._runner.capture_all(progress)
 
     def take_in(self, batch: StepBatch, whole: Sequence[int], terms: npt.NDArray[np.float32]) -> None:
         """A step over tokens that are new.
@@ -167,7 +160,7 @@ class DraftRunners:
         if not self._all_count:
             self.taken.fill_(INT32_MAX)
             self._all_count = True
-        level = self._first.run(batch)
+        level = cast(Level, self._runner.run(batch))
         if list(whole) == list(range(len(whole))):
             self._first_level.put_first(level.of(len(whole)))
         elif whole:
@@ -190,7 +183,7 @@ class DraftRunners:
             self.probabilities[: len(rows), :1].copy_(first.drawn_by)
             return Found(first.words()[:, None])
         inputs = DeviceInputs(token_ids=first.token_ids.flatten())
-        return Found(self._round.run(draft_batch(rows, num_stored, self._drafts, inputs=inputs)))
+        return Found(cast(Tensor, self._runner.run(draft_batch(rows, num_stored, self._drafts, inputs=inputs))))
 
     def go_on(self, rows: Int32Array, bounds: Int32Array, width: int, token_ids: Tensor, stored: Tensor) -> Tensor:
         """Take in tokens of which `taken` of each sequence count, and draft; int32 [num_seqs, levels, 3, K].
@@ -206,7 +199,7 @@ class DraftRunners:
         self._all_count = False
         ends, q_len = bounds + np.int32(width), as_many(len(rows), width)
         taking_in = DeviceInputs(kv_len=stored, token_ids=token_ids, ahead=width)
-        level = self._first.run(StepBatch(rows, ends, q_len, inputs=taking_in))
+        level = cast(Level, self._runner.run(StepBatch(rows, ends, q_len, inputs=taking_in)))
         self._taken_in_last = self._runtime.gate.last
         first = self._first_level.of(len(rows))
         first.put_first(level.of(len(rows)))
@@ -214,7 +207,7 @@ class DraftRunners:
         if not isinstance(self._drafts, Drafts):
             return first.words()[:, None]
         drafting = DeviceInputs(kv_len=stored, token_ids=first.token_ids.flatten(), ahead=self._drafts.tokens)
-        return self._round.run(draft_batch(rows, ends, self._drafts, inputs=drafting))
+        return cast(Tensor, self._runner.run(draft_batch(rows, ends, self._drafts, inputs=drafting)))
 
     def around(self, stored: Tensor, few: int) -> Around | None:
         """What repeats the round that go_on() has just run; None where it has run without graphs, or is one level.
@@ -222,15 +215,22 @@ class DraftRunners:
         stored: as of go_on(); few: its width
         """
         first, drafts = self._taken_in_last, self._drafts
-        of_first, of_round = self._first.graph_of_last, self._round.graph_of_last
+        of_first = self._runner.graph_of(first.plan) if first is not None else None
+        of_round = self._runner.graph_of_last
         if first is None or of_first is None or of_round is None or not isinstance(drafts, Drafts):
             return None
+        first_level, words = cast(Level, of_first.outputs), cast(Tensor, of_round.outputs)
         num_seqs, level, to = len(stored), self._first_level.of(len(stored)), self._runtime.core.memory
 
         def between() -> Tensor:
-            level.put_first(of_first.outputs.of(num_seqs))
+            level.put_first(first_level.of(num_seqs))
             stored.add_(self.taken[:num_seqs])
             return level.token_ids.flatten()
+
+        def are_there() -> bool:
+            runner, last = self._runner, self._taken_in_last
+            is_last = last is not None and last.plan is of_first.plan and runner.graph_of_last is of_round
+            return is_last and runner.graph_of(of_first.plan) is of_first
 
         return Around(
             first,
@@ -240,19 +240,18 @@ class DraftRunners:
             to.device_steps(of_round.plan)[0].spaces[0],
             drafts.branches,
             of_round,
-            of_round.outputs[:num_seqs],
+            words[:num_seqs],
             min(of_first.plan.key.max_kv_len, of_round.plan.key.max_kv_len),
             drafts.tokens,
             stored,
             self.faults,
-            lambda: _is_still(of_first, self._first.graph_of_last) and _is_still(of_round, self._round.graph_of_last),
+            are_there,
         )
 
     def ran_again(self) -> None:
         """Count a round that was made by graphs alone."""
-        for metrics in (self._first.metrics, self._round.metrics):
-            metrics.steps += 1
-            metrics.replays += 1
+        self._runner.metrics.steps += 2
+        self._runner.metrics.replays += 2
 
     def _taken_in(self, step: Part) -> Level:
         step = replace(step, last_token_of_seq=last_accepted(step, self.taken[: step.row_of_seq.shape[0]]))
@@ -287,8 +286,3 @@ class DraftRunners:
         if self._draws:
             self.probabilities[:num_seqs].copy_(torch.cat(drawn_by, 1))
         return torch.stack(words, 1)
-
-
-def _is_still(graph: RunsAgain[Any], now: RunsAgain[Any] | None) -> bool:
-    """Whether a runner has a graph yet, which its last step has run by. now: the graph that this one has run by"""
-    return now is not None and now.outputs is graph.outputs

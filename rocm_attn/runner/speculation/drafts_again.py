@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.capture.graphs import joiner_for
-from rocm_attn.capture.made_graphs import RunsAgain
+from rocm_attn.capture.graphs import Graph, recorder_for
 from rocm_attn.errors import GraphStale
 from rocm_attn.hip_graphs.errors import StaleRecording
 from rocm_attn.hip_graphs.recorder import Recorder
@@ -91,16 +90,16 @@ class Around:
     tokens:      that a round stores after the sequence's own
     stored:      int32 [n], tokens that are stored
     faults:      int32 [1], error bits of steps that ran again
-    are_there:   whether both graphs may still run
+    are_there:   whether both graphs are those of the last round, and may run
     """
 
     first: RanStep
-    first_graph: RunsAgain[Any]
+    first_graph: Graph[Any]
     few: int
     between: Callable[[], Tensor]
     drafts: StepTensors
     num_drafts: int
-    drafts_graph: RunsAgain[Any]
+    drafts_graph: Graph[Any]
     words: Tensor
     most_tokens: int
     tokens: int
@@ -160,7 +159,7 @@ class DraftsAgain:
                 to.counts[STEP] = runtime.faults.step_number
             faults.zero_()
         first, last = around.first_graph.recording, around.drafts_graph.recording
-        self._whole = joiner_for(runtime.device).join([made[0], first, made[1], last, made[2]])
+        self._whole = recorder_for(runtime.device).join([made[0], first, made[1], last, made[2]])
 
     def are_there(self) -> bool:
         """Whether the graphs are those that the drafting model's last steps have run by."""
@@ -192,12 +191,9 @@ class DraftsAgain:
         drafts.write(rows, most)
 
     def run(self) -> Tensor:
-        """Make the guesses of the next round, and give their words. Raises GraphStale."""
-        around = self._around
+        """Make the guesses of the next round, where that is_next(), and give their words. Raises GraphStale."""
         try:
-            around.first_graph.require_good()
-            around.drafts_graph.require_good()
             self._runtime.gate.replay_again(self._whole.replay)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
-        return around.words
+        return self._around.words

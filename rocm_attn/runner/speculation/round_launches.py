@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.capture.graphs import Graph
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
-from rocm_attn.hip_graphs.graph_cache import Entry
 from rocm_attn.hip_graphs.recorder import Joiner, Recording
 from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
@@ -139,7 +139,7 @@ class RoundLaunches:
         self._ops, self._draws, self._terms, self._to = ops, draws, given.terms, to
         # Logits in a graph's own memory. Others are not kept: the size of the pool leaves no room for them.
         self._logits: Tensor | None = None
-        self._graph: Entry[Tensor] | None = None
+        self._graph: Graph[Tensor] | None = None
         self._pick: Callable[[], None] = _nothing
         make_next = partial(ops.next_round, guessed.picked, given, width, draws=draws, looks_up=looks_up)
         self._record_next = partial(run_as_launch, make_next)
@@ -147,10 +147,10 @@ class RoundLaunches:
             ops.stream, ops.next_round, guessed.picked, given, width, draws=draws, looks_up=looks_up
         )
         # By a step's graph: there is one for each bucket of lengths.
-        self._joined: dict[int, tuple[Entry[Tensor], Recording]] = {}
+        self._joined: dict[int, tuple[Graph[Tensor], Recording]] = {}
         self._may_join = True
 
-    def pick(self, logits: Tensor, graph: Entry[Tensor] | None) -> None:
+    def pick(self, logits: Tensor, graph: Graph[Tensor] | None) -> None:
         """Pick its tokens.
 
         logits: [num_seqs, W, vocab]
@@ -178,12 +178,12 @@ class RoundLaunches:
         """Have the host told of the round that was launched last."""
         on_host.words.copy_(self._to.words, non_blocking=True)
 
-    def as_one(self, graph: Entry[Tensor] | None) -> Recording | None:
+    def as_one(self, graph: Graph[Tensor] | None) -> Recording | None:
         """A step's graph and all that comes after it; None: there is none of this step's. graph: the step's"""
         joined = self._joined.get(id(graph))
         return joined[1] if joined is not None else None
 
-    def join(self, graph: Entry[Tensor] | None) -> None:
+    def join(self, graph: Graph[Tensor] | None) -> None:
         """Make as_one() of what was launched part by part, if all of that are launches by now. graph: the step's"""
         accepting = self.guessed.accepting
         if graph is None or accepting is None or self._logits is None or not self._may_join:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.capture.graphs import joiner_for
+from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling.asked import NONE
@@ -287,7 +287,7 @@ class DeviceRounds:
             self._memory = [RoundMemory(most_seqs, self._width, device) for _ in range(most_ahead + 2)]
             self._words = told_words(most_seqs, self._width, device)
             self._limit = torch.zeros(most_seqs, dtype=torch.int32, device=device)
-        self._ops = RoundOps(picker, runtime.core.ops.next_round, stream_of(device), joiner_for(device))
+        self._ops = RoundOps(picker, runtime.core.ops.next_round, stream_of(device), recorder_for(device))
         self._unshaped = ShapedRows(asking, {}, (), ())
         # Of steps that have their inputs there, of so many sequences, and whether any draws: series come again.
         self._launches = Kept[tuple[int, int, bool], tuple[DeviceStep, RoundLaunches]]()
@@ -386,11 +386,11 @@ class DeviceRounds:
         is_shaped = len(shaping.rows) > 0
         whole = None if is_shaped else rounds.as_one(runner.graph_again)
         if whole is not None:
-            runner.run_joined(whole)
+            runner.run_again(series.batch, whole)
             rounds.guessed.before_accepting()  # the step and what it accepts are one recording
         else:
             logits = runner.run_again(series.batch)
-            rounds.pick(logits, runner.graph_again if runner.replays_again else None)
+            rounds.pick(logits, runner.graph_again)
             if is_shaped:
                 rounds.pick_shaped(logits, shaping, on_host.shaped)
             rounds.make_next()

@@ -14,7 +14,6 @@ from torch import Tensor
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.capture.graphs import draft_shapes, recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -60,7 +59,7 @@ def test_a_replayed_round_is_bitwise_the_eager_one(provider: str, drafts: Drafts
     """Rounds of three, one and no sequences, with decode steps of another runner between them."""
     tiny = build(device, provider, drafts)
     requests = prompted(tiny)
-    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
     steps = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
     for count in (3, 1, 3, 2, 0, 3):
         batch = requests.draft_batch(drafts, count)
@@ -80,7 +79,7 @@ def test_one_graph_holds_all_draft_steps_of_a_round(provider: str, drafts: Draft
     """The short form of what runs for long elsewhere: one graph, checked, then replayed with other picks."""
     tiny = build(device, provider, Drafts(drafts.branches, 2))
     requests = prompted(tiny)
-    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
     batch = requests.draft_batch(Drafts(drafts.branches, 2), 2)
     picked = runner.run(batch).clone()
     assert torch.equal(picked, runner.run_eagerly(batch))
@@ -88,6 +87,18 @@ def test_one_graph_holds_all_draft_steps_of_a_round(provider: str, drafts: Draft
     (bucket,) = runner.capture_report().buckets
     assert bucket.key.shape.kind is (StepKind.DECODE if drafts.branches == 1 else StepKind.MASKED)
     assert bucket.check.startswith("equal to eager bitwise")
+
+
+@host_only
+def test_steps_and_rounds_of_one_runner_are_bitwise_the_eager_ones(provider: str, device: torch.device) -> None:
+    tiny = build(device, provider, CHAIN)
+    requests = prompted(tiny)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
+    for _ in range(2):
+        for batch in (requests.draft_batch(CHAIN, 3), requests.batch([1, 1, 1])):
+            rows = runner.run(batch).clone()
+            assert torch.equal(rows, runner.run_eagerly(batch))
+    assert (runner.counters.captures, runner.counters.replays, runner.counters.graphs_off) == (2, 4, "")
 
 
 @pytest.mark.nightly
@@ -98,8 +109,8 @@ def test_rounds_in_two_halves_are_captured_and_keep_the_order_of_the_batch(
 ) -> None:
     tiny = build(device, provider, drafts, split=True)
     requests = prompted(tiny)
-    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
-    eager = DraftRunner(tiny.runtime, tiny.draft, None)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
+    eager = StepRunner(tiny.runtime, tiny.forward, None, draft=tiny.draft)
     for count in (3, 1, 2):
         batch = requests.draft_batch(drafts, count)
         picked = runner.run(batch, halves=2).clone()
@@ -121,7 +132,7 @@ def test_a_round_recomputes_whatever_was_left_in_its_buffers(
     for poison in (False, True):
         tiny = build(device, provider, drafts)
         requests = prompted(tiny)
-        runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
+        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
         of_rounds = []
         for count in (3, 1, 3, 2):
             for name, tensor in tiny.runtime.seals.tensors().items() if poison else ():
@@ -140,7 +151,9 @@ def test_a_graph_that_lacks_a_launch_of_the_round_never_serves(
 ) -> None:
     tiny = build(device, provider, TREE)
     requests = prompted(tiny)
-    runner = DraftRunner(tiny.runtime, tiny.draft, Forgetful(recorder_for(device), tiny.runtime, launch))
+    runner = StepRunner(
+        tiny.runtime, tiny.forward, Forgetful(recorder_for(device), tiny.runtime, launch), draft=tiny.draft
+    )
     batch = requests.draft_batch(TREE, 3)
     picked = runner.run(batch).clone()
     assert runner.counters.replays == 0
@@ -152,13 +165,14 @@ def test_a_graph_that_lacks_a_launch_of_the_round_never_serves(
 @host_only
 def test_rounds_are_captured_ahead_and_predicted(provider: str, device: torch.device) -> None:
     tiny = build(device, provider, TREE, split=True)
-    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
     report = runner.capture_all()
-    assert (report.skipped, report.graphs_off) == ((), "")
-    assert [bucket.key.shape for bucket in report.buckets] == list(draft_shapes(tiny.runtime.padding))
+    assert (report.skipped, report.graphs_off) == ({}, "")
     options = tiny.runtime.options
     plan = plan_capture([tiny.problem] * 2, tiny.runtime.target, options)
-    drafts = [bucket.shape for bucket in plan.buckets if bucket.shape.drafts == TREE]
+    shapes = [bucket.key.shape for bucket in report.buckets]
+    assert shapes == [bucket.shape for bucket in plan.buckets]
+    drafts = [shape for shape in shapes if shape.drafts == TREE]
     assert drafts == list(draft_shapes(tiny.runtime.padding))
     held = {name: tensor.nbytes for name, tensor in tiny.runtime.core.memory.sealed_tensors().items()}
     assert held == {part.name: part.num_bytes for part in plan.parts if part.name in held}
@@ -171,7 +185,7 @@ def test_rounds_are_captured_ahead_and_predicted(provider: str, device: torch.de
 def test_rounds_that_were_not_asked_for_run_eagerly(provider: str, device: torch.device) -> None:
     tiny = build(device, provider, CHAIN)
     requests = prompted(tiny)
-    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
     picked = runner.run(requests.draft_batch(Drafts(1, 2), 3))
     assert picked.shape == (3, 2)
     assert runner.counters.replays == runner.counters.captures == 0
@@ -194,14 +208,14 @@ def test_a_graph_that_a_kernel_cannot_serve_is_never_made(provider: str, device:
     kinds = LayerKinds.of(problems, options.spaces(problems), selections)
     runtime = AttentionRuntime(kinds, options, device=device, guards=tiny.runtime.guards)
     tiny = replace(tiny, runtime=runtime)
-    runner = DraftRunner(runtime, tiny.draft, recorder_for(device))
+    runner = StepRunner(runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
     report = runner.capture_all()
-    assert not report.buckets
-    assert {skipped.shape for skipped in report.skipped} == set(draft_shapes(runtime.padding))
-    assert all("not every kernel can be captured" in skipped.reason for skipped in report.skipped)
+    reasons = [report.skipped[shape] for shape in draft_shapes(runtime.padding)]
+    assert all("not every kernel can be captured" in reason for reason in reasons)
+    made = runner.counters.captures
     requests = prompted(tiny)
     assert runner.run(requests.draft_batch(TREE, 3)).shape == (3, 4)
-    assert runner.counters.replays == runner.counters.captures == 0
+    assert (runner.counters.replays, runner.counters.captures) == (0, made)
 
 
 @host_only
@@ -210,7 +224,7 @@ def test_a_round_without_room_for_probe_requests_is_tried_on_itself(provider: st
     requests = Requests(tiny.runtime)
     requests.admit(2)
     requests.run(StepRunner(tiny.runtime, tiny.forward, None), [9, 2])
-    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
     batch = requests.draft_batch(CHAIN, 2)
     picked = runner.run(batch).clone()
     assert torch.equal(picked, runner.run_eagerly(batch))
@@ -233,7 +247,7 @@ def test_the_lengths_of_a_round_are_those_of_its_rows(device: torch.device) -> N
 def test_a_dump_knows_rounds_of_drafts(device: torch.device, tmp_path: Path) -> None:
     tiny = build(device, "torch", TREE)
     flight = FlightRecorder(tiny.runtime, tmp_path / "flight.json")
-    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device), flight=flight)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), flight=flight, draft=tiny.draft)
     runner.run(prompted(tiny).draft_batch(TREE, 3))
     flight.dump("asked for")
     dump = read_dump(tmp_path / "flight.json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,27 +44,65 @@ class Fails:
         self._inner.release_memory()
 
 
+def long_model() -> Tiny:
+    return Tiny.build(CPU, "torch", [4], max_kv_len=256, num_pages=400)
+
+
 def eager() -> list[Tensor]:
-    tiny = Tiny.build(CPU, "torch", [4])
-    return serve(StepRunner(tiny.runtime, tiny.forward, None), tiny.runtime)
+    return eager_of(Tiny.build(CPU, "torch", [4]), SERVED)
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("the pool is full"), RuntimeError("not while capturing"), KeyError("a library")]
-)
-def test_an_error_of_recording_switches_graphs_off_and_serving_goes_on(error: Exception) -> None:
+def eager_of(tiny: Tiny, served: Sequence[Sequence[int]]) -> list[Tensor]:
+    return serve(StepRunner(tiny.runtime, tiny.forward, None), tiny.runtime, served)
+
+
+# Prompts, and decode steps of one length bucket until after a graph is tried again whose forward has raised.
+UNTIL_TRIED_AGAIN = [[130, 129, 131], *[[1, 1, 1]] * 70]
+
+
+def test_recording_that_runs_out_of_memory_switches_graphs_off_and_serving_goes_on() -> None:
     tiny = Tiny.build(CPU, "torch", [4])
-    runner = StepRunner(tiny.runtime, tiny.forward, Fails(error))
+    runner = StepRunner(tiny.runtime, tiny.forward, Fails(torch.OutOfMemoryError("the pool is full")))
     assert same(serve(runner, tiny.runtime), eager())
+    assert runner.counters.graphs_off == "OutOfMemoryError: the pool is full"
+    assert runner.counters.replays == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("not while capturing"), KeyError("a library")])
+def test_a_forward_that_raises_in_two_captures_switches_graphs_off_and_serving_goes_on(error: Exception) -> None:
+    tiny = long_model()
+    runner = StepRunner(tiny.runtime, tiny.forward, Fails(error))
+    assert same(serve(runner, tiny.runtime, UNTIL_TRIED_AGAIN), eager_of(long_model(), UNTIL_TRIED_AGAIN))
     assert runner.counters.graphs_off == f"{type(error).__name__}: {error}"
     assert runner.counters.replays == 0
+
+
+def test_a_forward_that_raises_once_in_a_capture_leaves_graphs_on() -> None:
+    tiny = long_model()
+    runner = StepRunner(tiny.runtime, tiny.forward, Fails(RuntimeError("a library was busy"), times=1))
+    assert same(serve(runner, tiny.runtime, UNTIL_TRIED_AGAIN), eager_of(long_model(), UNTIL_TRIED_AGAIN))
+    counters = runner.counters
+    assert (counters.graphs_off, counters.captures) == ("", 1)
+    assert counters.replays == 70 - 1 - 64
+    assert counters.fallbacks == {"its forward has raised while it was recorded": 1, "eager steps come first": 64}
+
+
+def test_a_forward_that_raises_in_capture_all_is_named_and_its_graph_is_made_later() -> None:
+    tiny = Tiny.build(CPU, "torch", [2, 4])
+    runner = StepRunner(tiny.runtime, tiny.forward, Fails(RuntimeError("a library was busy"), times=1))
+    report = runner.capture_all()
+    assert [shape.num_seqs for shape in report.skipped] == [4]
+    assert list(report.skipped.values()) == ["RuntimeError: a library was busy"]
+    assert len(report.buckets) == 1
+    assert same(serve(runner, tiny.runtime), eager_of(Tiny.build(CPU, "torch", [2, 4]), SERVED))
+    assert (runner.counters.graphs_off, runner.counters.replays) == ("", len(SERVED) - 1)
 
 
 def test_runners_of_one_runtime_keep_their_graphs_while_anothers_are_switched_off() -> None:
     tiny = Tiny.build(CPU, "torch", [4])
     first = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
     second = StepRunner(tiny.runtime, lambda step: tiny.forward(step) * 2, recorder_for(CPU))
-    third = StepRunner(tiny.runtime, tiny.forward, Fails(RuntimeError("not while capturing")))
+    third = StepRunner(tiny.runtime, tiny.forward, Fails(torch.OutOfMemoryError("the pool is full")))
     requests, outs = Requests(tiny.runtime), []
     requests.admit(3)
     first.capture_all()
@@ -75,6 +113,7 @@ def test_runners_of_one_runtime_keep_their_graphs_while_anothers_are_switched_of
         assert torch.equal(third.run(batch), outs[-1])
     assert same(outs, eager())
     assert [runner.counters.graphs_off for runner in (first, second)] == ["", ""]
+    assert third.counters.graphs_off == "OutOfMemoryError: the pool is full"
     assert [runner.counters.replays for runner in (first, second, third)] == [len(SERVED) - 1, len(SERVED) - 1, 0]
     first.check_addresses()
 
@@ -198,18 +237,21 @@ def admitted(max_num_seqs: int = 8) -> tuple[Tiny, StepRunner]:
     return tiny, StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
 
 
-def test_a_bad_first_batch_of_its_shape_is_reported_once() -> None:
-    """It is published before its graph is made and after."""
-    tiny, runner = admitted()
+@pytest.mark.parametrize("max_num_seqs", [1, 8], ids=["no free row", "free rows"])
+def test_a_bad_first_batch_of_its_shape_is_reported_once_and_graphs_stay_on(max_num_seqs: int) -> None:
+    """It is published before its graph is made and after. Where no row is free, a graph is tried on a batch."""
+    tiny, runner = admitted(max_num_seqs)
     reported = []
     for at in range(8):
         try:
             runner.run(one_row(tiny, wrong=at == 0))
         except DeviceFault as fault:
-            reported.append((at, fault.rows))
-    assert reported == [(3, (1,))]
+            reported.append(fault.rows)
+    assert reported == [(1,)]
     tiny.runtime.check_device()
     assert runner.counters.graphs_off == ""
+    assert runner.counters.captures == 1
+    assert runner.counters.replays >= 6
 
 
 def test_a_bad_batch_on_which_alone_a_graph_can_be_tried_leaves_graphs_on() -> None:
@@ -223,7 +265,10 @@ def test_a_bad_batch_on_which_alone_a_graph_can_be_tried_leaves_graphs_on() -> N
             reported.append(fault.rows)
     assert reported == [(1,)]
     assert runner.counters.graphs_off == ""
-    assert runner.counters.fallbacks == {"none could be checked now": 1, "eager steps come first": 64}
+    assert runner.counters.fallbacks == {
+        "the step that it was to be checked on is wrong": 1,
+        "eager steps come first": 64,
+    }
     assert runner.counters.replays == 80 - 1 - 65
 
 

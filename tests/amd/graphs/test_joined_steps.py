@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.capture.graphs import joiner_for, recorder_for
+from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import CountedRecording, InTurn, Recording, counted_as, uncounted
 from rocm_attn.hip_graphs.torch_recorder import JoinedRecording
@@ -21,7 +21,7 @@ def joined(device: torch.device, parts: Sequence[Recording]) -> Recording:
     """The parts as one: on a GPU its own graph, elsewhere what passes their counts by as that does."""
     if device.type == "cpu":
         return counted_as(parts, InTurn([uncounted(part) for part in parts]))
-    whole = joiner_for(device).join(parts)
+    whole = recorder_for(device).join(parts)
     assert isinstance(uncounted(whole), JoinedRecording)
     return whole
 
@@ -110,5 +110,6 @@ def assert_repeats(runner: StepRunner[Tensor], device: torch.device, last: Tenso
     assert graph is not None
     assert isinstance(graph.recording, CountedRecording)
     whole = joined(device, [graph.recording, InTurn([])] if device.type == "cpu" else [graph.recording])
-    runner.run_joined(whole if is_counted else uncounted(whole))
+    batch = runner._runtime.gate.last.batch  # type: ignore[union-attr]
+    runner.run_again(batch, whole if is_counted else uncounted(whole))
     assert torch.equal(graph.outputs[: len(last)], last)

@@ -37,7 +37,7 @@ def test_nothing_of_the_larger_sizes_is_held(provider: str, device: torch.device
     served = [[3, 5], [1, 1], [1]]
     serve(runner, tiny.runtime, served)
     assert runner.counters.replays == 3
-    outputs = [entry.outputs for entry in runner._entry_of_plan.values()]
+    outputs = [entry.outputs for entry in runner._graph_of_plan.values()]
     large = num_bytes(step_memory(tiny.runtime))
     held = [weakref.ref(tensor) for tensor in (*step_memory(tiny.runtime), *outputs)]
     del outputs

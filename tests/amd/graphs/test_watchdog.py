@@ -124,7 +124,9 @@ def test_a_capture_that_hangs_is_named(on: bool, provider: str, device: torch.de
     tiny = Tiny.build(device, provider, [4])
     recorder = Slow(recorder_for(tiny.runtime.device), reports, is_watched=on)
     watchdog = reports.watchdog() if on else NO_WATCHDOG
-    StepRunner(tiny.runtime, tiny.forward, recorder, watchdog=watchdog).capture_all()
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder)
+    runner.watchdog = watchdog
+    runner.capture_all()
     assert ("the capture of decode of 4 sequences and its check has not ended" in reports.text()) == on
     assert ("in record" in reports.text()) == on
 
@@ -138,7 +140,9 @@ def test_a_forward_that_hangs_in_a_capture_is_named(provider: str, device: torch
         reports.wait_for(sentence)
         return tiny.forward(step)
 
-    StepRunner(tiny.runtime, forward, recorder_for(tiny.runtime.device), watchdog=reports.watchdog()).capture_all()
+    runner = StepRunner(tiny.runtime, forward, recorder_for(tiny.runtime.device))
+    runner.watchdog = reports.watchdog()
+    runner.capture_all()
     assert sentence in reports.text()
 
 

@@ -15,16 +15,20 @@ from rocm_attn.batch.inputs import HOST_INPUTS, Inputs
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.capture.check import NO_CHECK
-from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.guards.registry import Guards
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Series
+from rocm_attn.step.step import Part, Series
 from tests.amd.guards.serving import ALL_ON
 from tests.amd.runtime.drafting import visible_drafts
 from tests.amd.runtime.stepping import Request, World, small_problem, take_back
+
+
+def _no_step(step: Part) -> Tensor:
+    raise AssertionError("rounds alone are run")
 
 
 class Drafting:
@@ -78,7 +82,7 @@ class Drafting:
         self.parents = torch.zeros(drafts.steps, most, drafts.branches, dtype=torch.int32, device=device)
         recorder = recorder_for(runtime.device) if graphs else None
         # Unchecked, as in Serving: what a wrong graph does is what these tests are about.
-        self.runner = DraftRunner(runtime, self._forward, recorder, check=NO_CHECK)
+        self.runner = StepRunner(runtime, _no_step, recorder, draft=self._draft_steps, check=NO_CHECK)
         # Where its drafts are drawn on the host.
         self._prefix: list[int] = []
 
@@ -155,7 +159,7 @@ class Drafting:
             for request, length in zip(requests, prefix, strict=True):
                 take_back(request, request.kv_len - length)
 
-    def _forward(self, drafts: Series) -> Tensor:
+    def _draft_steps(self, drafts: Series) -> Tensor:
         """Places of the tensors of a half are those of its steps; sequences of the second half come after those of the
         first one's padded ones."""
         for number, step in enumerate(drafts):

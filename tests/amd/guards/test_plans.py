@@ -114,7 +114,7 @@ def test_a_graph_of_memory_that_moved_is_refused(device: torch.device) -> None:
         return serving, requests
 
     serving, requests = moved(ALL_ON)
-    with pytest.raises(GraphStale, match="they have moved; drop the recordings and record again"):
+    with pytest.raises(GraphStale, match="they have moved; call reopen"):
         serving.run(requests, [1, 1])
     if device.type == "cuda":
         return  # off, the graph reads memory that may be anybody's by now, and ends the process

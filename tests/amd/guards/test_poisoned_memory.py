@@ -94,7 +94,7 @@ def test_a_step_writes_all_that_it_reads(
             for name, tensor in part.tensors().items():
                 if name != "counts":
                     fill(tensor)
-        for entry in serving.runner._entry_of_plan.values():
+        for entry in serving.runner._graph_of_plan.values():
             fill(entry.outputs)
 
     clean = serve(device, provider, graphs, lambda serving: None)

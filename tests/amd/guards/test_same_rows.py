@@ -130,10 +130,15 @@ def test_a_step_runs_again_while_its_rows_are_its_own() -> None:
     assert served.last_stored() == TOKENS, "the other request's token was overwritten"
 
 
-def test_another_batch_does_not_run_again() -> None:
-    served = Repeating(ALL_ON)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+def test_another_batch_does_not_run_again(graphs: bool) -> None:
+    served = Repeating(ALL_ON, graphs=graphs)
+    run_by_runner(served)
+    other = StepBatch([served.row], [TOKENS], [1], [TOKENS])
     with pytest.raises(WrongState, match="with another batch than the step that was staged last"):
-        served.runtime.stage(StepBatch([served.row], [TOKENS], [1], [TOKENS]), AGAIN)
+        served.runtime.stage(other, AGAIN)
+    with pytest.raises(WrongState, match="with another batch than the step that was staged last"):
+        served.runner.run_again(other)
     run_by_runner(served)
 
 

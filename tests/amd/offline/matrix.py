@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.mask import random_mask
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.capture.probe_requests import with_random_mask
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -354,7 +354,7 @@ def _launch_latent(row: Row) -> None:
     masked = replace(row.problems[0], custom_mask=True)
     for deterministic in (False, True):
         runtime, rows = _runtime(row, [masked], deterministic=deterministic)
-        _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
+        _launch_step(runtime, _with_random_mask(_batch(rows, [8] * 16)))
     _launch_shared_step(row)
 
 
@@ -369,10 +369,10 @@ def _launch_masked_step(row: Row) -> None:
     """Steps with a mask, in a runtime of its own: with masked layers every fill derives where masks begin."""
     runtime, rows = _runtime(row, [replace(problem, custom_mask=True) for problem in row.problems])
     for q_len in (*_short_q_lens(row), LONG_Q_LEN):
-        _launch_step(runtime, with_random_mask(_batch(rows, [q_len] * 16), torch.Generator()))
+        _launch_step(runtime, _with_random_mask(_batch(rows, [q_len] * 16)))
     if _has_segments(row):
         runtime, rows = _runtime(row, [replace(row.problems[0], custom_mask=True)], deterministic=True)
-        _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
+        _launch_step(runtime, _with_random_mask(_batch(rows, [8] * 16)))
 
 
 def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) -> tuple[AttentionRuntime, list[int]]:
@@ -409,6 +409,11 @@ def _batch(rows: list[int], q_lens: list[int]) -> StepBatch:
         kv_len=np.full(len(rows), KV_LEN, np.int32),
         q_len=np.array(q_lens, np.int32),
     )
+
+
+def _with_random_mask(batch: StepBatch) -> StepBatch:
+    """The step with a mask of its new keys alone, for which all masked steps have room."""
+    return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, torch.Generator(), keys_before=0))
 
 
 def _launch_step(

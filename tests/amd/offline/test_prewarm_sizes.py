@@ -23,8 +23,7 @@ from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.batch.step_kinds import Extra, StepKind
-from rocm_attn.capture.eager_steps import MOST_TOKENS, eager_steps
-from rocm_attn.capture.prewarm import prewarm
+from rocm_attn.capture.prewarm import MOST_TOKENS, eager_steps, prewarm
 from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.kernels.launch import Thunk, observe_launches

@@ -39,8 +39,7 @@ class Watched:
         runners = guesses._runners
         self._num_calls = 0
         for owner, name in (
-            (runners._first, "_body"),
-            (runners._round, "_body"),
+            (runners._runner, "_body"),
             (runners.runtime.gate._publisher, "publish_whole"),
         ):
             patch.setattr(owner, name, self._counting(getattr(owner, name)))

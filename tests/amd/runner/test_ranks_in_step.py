@@ -17,7 +17,6 @@ from torch import Tensor
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.split_forward import one_after_the_other
 from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.cache.row_work import QkvWork
@@ -176,7 +175,6 @@ def nan_in_the_kv_of_one_rank(rank: int, **changes: Any) -> list[str]:
             return forward(replace(step, layers=PoisonedLayers(step.layers, step.token_ids)))
 
         serving._runner._forward = poisoned
-        serving._runner._split_forward = serving._runner._half_by_half = one_after_the_other(poisoned)
     return ended(serving, [REQUESTS[0], POISONED, *REQUESTS[1:]])
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from rocm_attn.capture.graphs import Graph
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
-from rocm_attn.hip_graphs.graph_cache import Entry
 from rocm_attn.hip_graphs.recorder import InTurn, Recording
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
 from rocm_attn.runner.engine import Engine
@@ -50,18 +50,13 @@ class Launched:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
-    found, joined, again = Launched(), StepRunner.run_joined, StepRunner.run_again
+    found, again = Launched(), StepRunner.run_again
 
-    def whole(runner: Any, recording: Recording) -> None:
-        found.whole.append(1)
-        joined(runner, recording)
+    def and_note(runner: Any, batch: Any, joined: Recording | None = None) -> Any:
+        (found.parts if joined is None else found.whole).append(1)
+        return again(runner, batch, joined)
 
-    def parts(runner: Any, batch: Any) -> Any:
-        found.parts.append(1)
-        return again(runner, batch)
-
-    monkeypatch.setattr(StepRunner, "run_joined", whole)
-    monkeypatch.setattr(StepRunner, "run_again", parts)
+    monkeypatch.setattr(StepRunner, "run_again", and_note)
     return found
 
 
@@ -123,7 +118,7 @@ def test_what_is_picked_from_the_logits_of_a_graph_is_joined_with_no_other_graph
     """As where a graph is made again between the parts of a round and their being joined."""
     join, others = RoundLaunches.join, 0
 
-    def with_another(launches: RoundLaunches, graph: Entry[Tensor] | None) -> None:
+    def with_another(launches: RoundLaunches, graph: Graph[Tensor] | None) -> None:
         nonlocal others
         if graph is not None:
             other, others = replace(graph), others + 1
@@ -167,7 +162,7 @@ def test_an_interrupt_of_a_round_that_is_one_graph_changes_no_text(
     engine = with_graphs(kind)
     numbers = [engine.submit(request) for request in requests]
     owner, name = {
-        "whole": (StepRunner, "run_joined"),
+        "whole": (StepRunner, "run_again"),
         "told": (DeviceRounds, "_told"),
         "joined": (RoundLaunches, "join"),
     }[at]

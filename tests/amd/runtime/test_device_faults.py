@@ -130,7 +130,7 @@ def test_a_graph_that_never_ran_is_told_when_the_device_is_asked(device: torch.d
     """It would have taken its inputs; the next one takes them in its place."""
     serving, requests = decoding(providers()[-1], device, graphs=True)
     serving.step(requests, [1, 1])
-    (entry,) = (entry for plan, entry in serving.runner._entry_of_plan.items() if plan in serving.runner._takers)
+    (entry,) = (graph for graph in serving.runner._graph_of_plan.values() if graph.takes_inputs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(entry.recording, "replay", partial(serving.runtime.graph_runs.run, lambda: None))
         serving.run(requests, [1, 1])

@@ -13,7 +13,6 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import StepMask
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
-from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor, CapacityExceeded, DeviceFault, Unsupported, WrongState
 from tests.amd.runtime.drafting import Round, begin_round, run_round
@@ -150,10 +149,8 @@ def test_what_is_no_round_is_refused(provider: str, device: torch.device) -> Non
     with pytest.raises(BadTensor, match="leave ahead out"):
         DeviceInputs(q_len=lengths, ahead=2)
     batch = draft_batch(row, [5], drafts)
-    with pytest.raises(BadBatch, match="run it by a DraftRunner"):
+    with pytest.raises(BadBatch, match="give StepRunner a forward of rounds: draft="):
         StepRunner(runtime, lambda step: step.kv_len, None).run(batch)
-    with pytest.raises(BadBatch, match="the batch has no drafts"):
-        DraftRunner(runtime, lambda drafts: drafts[0].kv_len, None).run(StepBatch(row, [7], [2]))
     with pytest.raises(BadBatch, match="row"):
         runtime.step(draft_batch(row, [20], drafts))
     branched = draft_batch(row, [5], Drafts(2, 1))

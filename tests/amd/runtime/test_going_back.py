@@ -300,12 +300,13 @@ def test_a_replay_that_raised_is_run_again_before_the_next_step(
         runner.run(tokens(row, kv_len, 1))
     assert runner.counters.replays == 2
 
-    def fails(entry: object) -> Tensor:
+    def fails() -> None:
         raise Fails
 
     for kv_len in (8, 6):
         with monkeypatch.context() as patch:
-            patch.setattr(runner._graphs, "replay", fails)
+            for graph in runner._graph_of_plan.values():
+                patch.setattr(graph.recording, "replay", fails)
             with pytest.raises(Fails):
                 runner.run(tokens(row, kv_len, 1))
         with pytest.raises(BadBatch, match=f"of which {kv_len - 1} are stored"):

@@ -36,7 +36,7 @@ def _after_a_launch_that_failed(device: torch.device, *, launches: bool) -> tupl
     serving.step(requests, [3, 5, 2])
     for _ in range(3):
         serving.step(requests[:2], [1, 1])
-    (entry,) = (entry for plan, entry in serving.runner._entry_of_plan.items() if plan in serving.runner._takers)
+    (entry,) = (graph for graph in serving.runner._graph_of_plan.values() if graph.takes_inputs)
     replay = uncounted(entry.recording).replay
     with pytest.MonkeyPatch.context() as patch:
         fails = partial(_failing, replay, launches)

@@ -281,7 +281,7 @@ def test_no_other_step_begins_within_one_that_runs_again(monkeypatch: pytest.Mon
     inner = served.batch()
     last = served.runtime.gate.last
     assert last is not None
-    (entry,) = served.runner._entry_of_plan.values()
+    (entry,) = served.runner._graph_of_plan.values()
     replay, tried = entry.recording.replay, list[bool]()
 
     def with_another() -> None:
@@ -330,7 +330,7 @@ def test_graphs_that_were_given_up_take_no_inputs_and_hold_no_outputs(ran: list[
     for _ in range(2):
         served.step(2)
     assert ran[-1]
-    outputs = [weakref.ref(entry.outputs) for entry in served.runner._entry_of_plan.values()]
+    outputs = [weakref.ref(entry.outputs) for entry in served.runner._graph_of_plan.values()]
     served.runner.reopen(sizes)
     gc.collect()
     assert [each() for each in outputs] == [None, None]
@@ -372,7 +372,7 @@ def test_a_flight_recorder_is_told_of_a_step_and_of_what_broke_it_off(
     assert ran[-1]
     assert told.noted[-1][0] is batch
     served.kv_len = batch.kv_len
-    (entry,) = served.runner._entry_of_plan.values()
+    (entry,) = served.runner._graph_of_plan.values()
 
     def broken() -> None:
         raise RuntimeError("lost")

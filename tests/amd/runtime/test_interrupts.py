@@ -15,7 +15,6 @@ from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import WrongState
-from rocm_attn.hip_graphs.graph_cache import GraphCache
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
@@ -120,14 +119,14 @@ def test_an_interrupt_right_after_a_graph_was_put_away_leaves_the_next_step_righ
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served = Counted(graphs=True)
-    put = GraphCache.put
+    keep = StepRunner._keep
 
-    def put_and_interrupt(*arguments: Any) -> None:
-        put(*arguments)
+    def keep_and_interrupt(*arguments: Any) -> None:
+        keep(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(GraphCache, "put", put_and_interrupt)
+        patch.setattr(StepRunner, "_keep", keep_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             served.run("whole", 1)
     for number in range(3):

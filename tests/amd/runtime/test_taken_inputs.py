@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.capture.graphs import capture_shapes
-from rocm_attn.capture.made_graphs import takes_inputs
+from rocm_attn.capture.graphs import capture_shapes, takes_inputs
 from rocm_attn.errors import DeviceFault, WrongState
 from rocm_attn.hip_graphs.recorder import uncounted
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
@@ -146,7 +145,7 @@ def test_a_fault_of_a_step_that_was_interrupted_after_its_launch_is_told(word: i
 @contextmanager
 def _replay_raises(served: Counted, *, launches: bool, word: int = 0) -> Iterator[None]:
     """The graph that takes inputs is interrupted before it is launched or after; then it has left this error word."""
-    (entry,) = (entry for plan, entry in served.runner._entry_of_plan.items() if plan in served.runner._takers)
+    (entry,) = (graph for graph in served.runner._graph_of_plan.values() if graph.takes_inputs)
     replay, last = uncounted(entry.recording).replay, served.runtime.gate.last
     assert last is not None
 

@@ -54,7 +54,6 @@ _WATCHDOG = Watchdog(CAPTURE_SECONDS)
 _STEPS_BEFORE_ANOTHER_TRY = 64
 _TOO_FEW_PAGES = "too few pages are free to check it on"
 _RAISED = "its forward has raised while it was recorded"
-_BAD_STEP = "the step that it was to be checked on is wrong"
 # Why a graph does not serve, and none is made again.
 _REFUSALS = (RecordingRefused, StaleRecording, torch.OutOfMemoryError, DeviceFault)
 
@@ -321,7 +320,8 @@ class StepRunner(Generic[Outputs]):
         """Where addresses were sealed anew, or given up, drop the graphs, and pin what new ones will read."""
         number = self._runtime.seals.number
         if self._seal_number != number and self._recorder is not None:
-            self._drop_graphs(self._recorder)
+            if self._seal_number:
+                self._drop_graphs(self._recorder)
             if number:
                 self._pinned.pin_all(self._runtime.seals.tensors)
             # Last: what an interrupt breaks off is done again by the next step.
@@ -393,8 +393,8 @@ class StepRunner(Generic[Outputs]):
         graph = self._graph_of_plan.get(step.plan)
         if graph is not None:
             return self._replay(graph)
-        reasons = (known for known in (_TOO_FEW_PAGES, _BAD_STEP) if reason.endswith(known))
-        return self._without_graph(step, next(reasons, _RAISED) if reason else "graphs are off")
+        kind = _TOO_FEW_PAGES if reason.endswith(_TOO_FEW_PAGES) else _RAISED
+        return self._without_graph(step, kind if reason else "graphs are off")
 
     def _why_not_now(self, plan: StepPlan, batch: StepBatch) -> str:
         """Why no graph is made of a step now, or nothing. Ranks that agree make one at the same step, whatever each of
@@ -482,8 +482,6 @@ class StepRunner(Generic[Outputs]):
             verdict = self._tried(candidate)
         finally:
             self.metrics.capture_seconds += time.perf_counter() - started
-        if "bad step" in verdict.wrong:
-            return verdict.wrong["bad step"]
         raised, had_raised = verdict.wrong.get("raised", ""), self._has_raised
         self._has_raised = bool(raised)
         if raised and not had_raised:
@@ -499,7 +497,7 @@ class StepRunner(Generic[Outputs]):
         """A graph, made by split_forward if that gives bitwise what one half after the other gives."""
         verdict = self._try(self._split_forward, candidate)
         wrong, is_given = verdict.wrong, self._split_forward is not None and candidate.plan.num_halves > 1
-        if not is_given or not wrong or "over" in wrong or "bad step" in wrong:
+        if not is_given or not wrong or "over" in wrong:
             return verdict
         reason = wrong.get("failure") or wrong.get("raised") or "the given split_forward is not bitwise the same"
         verdict = self._try(None, candidate)
@@ -533,9 +531,6 @@ class StepRunner(Generic[Outputs]):
         except _REFUSALS as refusal:
             self._runtime.faults.forget()  # of the steps that the graph was tried on: they are no caller's
             verdict = Verdict(None, "", 0.0, refused or {"failure": _in_words(refusal)})
-            live = candidate.live
-            if isinstance(refusal, DeviceFault) and live is not None and not set(live.rows).isdisjoint(refusal.rows):
-                verdict = Verdict(None, "", 0.0, {"bad step": _BAD_STEP})  # it says nothing of the graph
         except BaseException as error:
             if self._agrees:  # other ranks wait for word of it; they make no more graphs either
                 reason = f"the check was broken off by {type(error).__name__}: {error}"

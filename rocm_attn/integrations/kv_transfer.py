@@ -252,7 +252,7 @@ class KVExporter(_Mover):
         Raises BadBatch for tokens that are not stored, BadTensor, WrongState.
         """
         pages = self.pages_of(row, kv_len)
-        stored = int(self._runtime.table.tokens.of(np.array([row], np.int32))[0])
+        stored = int(self._runtime.table.tokens.stored_len[row])
         if kv_len > stored:
             raise BadBatch(f"row {row} has {stored} stored tokens; {kv_len} of them cannot be sent")
         # A page that is still to be copied from another has nothing yet.

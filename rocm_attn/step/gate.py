@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from functools import partial
+from types import MethodType
 from typing import Final, NamedTuple
 
 from rocm_attn.batch.drafts import NO_DRAFTS
@@ -23,7 +24,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import WrongState
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import StreamOrder, is_current, on_device
-from rocm_attn.paging.batch_guards import BatchGuards
+from rocm_attn.paging.batch_checks import BatchGuards
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.step.core import StepCore
@@ -109,13 +110,12 @@ class StepGate:
         self._core, self._table, self._publisher = core, table, publisher
         self._generations = table.generations
         self._tokens = table.tokens
-        self._check_batch = guards.check(table)
-        self._check_stored, require_stored = guards.stored(table)
-        self._changed, self._in_turn = guards.changed(table), guards.in_turn
-        has_windows = len(table.spaces) > 1
-        self._evict: Callable[[StepBatch], None] | None = guards.evict(table) if has_windows else None
+        self._check_batch = MethodType(guards.check, table.checks)
+        self._check_stored = MethodType(guards.stored, table.checks)
+        self._changed, self._in_turn = MethodType(guards.changed, table.generations), guards.in_turn
+        self._has_windows, self._evict_before = len(table.spaces) > 1, guards.evict
         selecting = core.layers.selecting
-        self.stores = StepStores(len(core.layers) + len(selecting.indexed), table.tokens, require_stored)
+        self.stores = StepStores(len(core.layers) + len(selecting.indexed), table.tokens, self._check_stored)
         self._selections = StepSelections(selecting, selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)
@@ -158,7 +158,7 @@ class StepGate:
 
     def _checked(self, batch: StepBatch) -> str:
         """Why a step of the batch may not store, or nothing. Raises BadBatch."""
-        self._check_stored(batch)
+        self._check_stored(batch, batch.kv_len - batch.q_len)
         return self._table.checks.why_no_store(batch)
 
     def _publish(self, batch: StepBatch, plan: StepPlan, refusal: str, takers: Collection[StepPlan]) -> Step:
@@ -168,8 +168,9 @@ class StepGate:
         self.holder.state = STAGED
         # Before pages leave the windows of the step that might run again.
         self._ran, self._may_repeat = None, False
-        if self._evict is not None:
-            self._evict(batch)
+        # A length that only the device knows may be shorter than its bound: such a step gives nothing back by itself.
+        if self._has_windows and batch.inputs.kv_len_on_host:
+            self._table.evict(batch.rows, self._evict_before(batch))
         self._streams.follow()
         children = self._core.memory.device_steps(plan)
         publisher = self._publisher

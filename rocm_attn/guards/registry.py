@@ -306,7 +306,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "copy_sources",
-        "table.is_source",
+        "table.sources",
         "a copy whose launch failed half way is launched again from a page that another copy has overwritten",
         "G9",
         unguarded.free_at_once,
@@ -333,7 +333,7 @@ GUARDS: tuple[Guard, ...] = (
         "batch.in_turn",
         "a draft step attends to drafts that no step has stored",
         "G1, G12",
-        unguarded.in_any_order,
+        unguarded.IN_ANY_ORDER,
         "test_same_rows.py::test_draft_steps_store_one_after_the_other",
     ),
     _guard(

@@ -384,9 +384,9 @@ def whatever_was_stored(checks: BatchChecks, batch: StepBatch, needed: Int32Arra
     """Steps begin anywhere in a row's room."""
 
 
-def free_at_once(page: int, sources: Collection[int]) -> bool:
+def free_at_once(copies: dict[int, int]) -> Collection[int]:
     """A page is handed out as soon as no row holds it, whatever has still to be copied from it."""
-    return False
+    return ()
 
 
 def any_batch(checks: BatchChecks, batch: StepBatch) -> None:
@@ -398,9 +398,8 @@ def rows_as_they_were(generations: Generations, change: int, rows: Int32Array) -
     return []
 
 
-def in_any_order(steps: int) -> int:
-    """Draft steps store when they are called."""
-    return 1
+# Draft steps store when they are called.
+IN_ANY_ORDER = 1
 
 
 def full_space(step: DeviceStep, kind: int) -> StepTensors:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rocm_attn.batch.prefixes import SharedPrefixes
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.paging.index_spaces import RESERVED_ROW, num_pages
 from rocm_attn.paging.rows import Generations, Rows
@@ -97,22 +97,18 @@ class BatchChecks:
 
     def floors(self, rows: Int32Array) -> Int32Array:
         """int32 [num_seqs]: the first token that a step may store in each row."""
-        floor = self._rows.tokens.floor[rows]
-        if self._rows.tokens.has_floors:
-            # Mostly the last page before the floor still has another holder.
-            stays = (floor == 0) | self._is_shared(rows, np.maximum(num_pages(floor, self._rows.page_size) - 1, 0))
-            if not stays.all():
-                floor[~stays] = self._search_floors(rows[~stays], floor[~stays])
-                self._rows.tokens.lower_floor(rows, floor)
+        tokens, page_size = self._rows.tokens, self._rows.page_size
+        floor = tokens.floor[rows]
+        if not tokens.has_floors:
+            return floor
+        # Mostly the last page before the floor still has another holder.
+        sinks = (floor > 0) & ~self._is_shared(rows, np.maximum(num_pages(floor, page_size) - 1, 0))
+        if sinks.any():
+            page_no = np.arange(num_pages(int(floor[sinks].max()), page_size), dtype=np.int32)
+            shared = self._is_shared(rows[sinks, None], page_no) & (page_no * page_size < floor[sinks, None])
+            floor[sinks] = np.minimum(floor[sinks], np.max(shared * (page_no + 1) * page_size, axis=1))
+            tokens.lower_floor(rows, floor)
         return floor
-
-    def _search_floors(self, rows: Int32Array, floor: Int32Array) -> Int32Array:
-        """Where the last page before each floor ends that has another holder."""
-        page_size = self._rows.page_size
-        page_no = np.arange(num_pages(int(floor.max()), page_size), dtype=np.int32)
-        shared = self._is_shared(rows[:, None], page_no) & (page_no * page_size < floor[:, None])
-        ends: Int32Array = np.max(shared * (page_no + 1) * page_size, axis=1)
-        return np.minimum(floor, ends)
 
     def _is_shared(self, rows: Int32Array, page_no: Int32Array) -> npt.NDArray[np.bool_]:
         """Whether these pages of rows have other holders in a space."""
@@ -156,11 +152,6 @@ def first_new_tokens(batch: StepBatch) -> Int32Array:
     return batch.kv_len - batch.q_len
 
 
-def one_after_the_other(steps: int) -> int:
-    """A draft step stores in a layer after the draft step before it has."""
-    return steps
-
-
 @dataclass(frozen=True, slots=True)
 class BatchGuards:
     """The safeguards of a batch over a request table.
@@ -169,11 +160,11 @@ class BatchGuards:
     stored:  refuses a step that needs tokens which are not stored
     evict:   before the windows of which tokens a step gives pages back
     changed: the rows that are no longer those of an earlier step, which runs again or moves its tokens
-    in_turn: draft steps of a round -> those that must store one after the other
+    in_turn: draft steps of a round that store in a layer one after the other, at most
     """
 
     check: Callable[[BatchChecks, StepBatch], None] = BatchChecks.check
     stored: Callable[[BatchChecks, StepBatch, Int32Array], None] = BatchChecks.check_stored
     evict: Callable[[StepBatch], Int32Array] = first_new_tokens
     changed: Callable[[Generations, int, Int32Array], list[int]] = Generations.changed_since
-    in_turn: Callable[[int], int] = one_after_the_other
+    in_turn: int = INT32_MAX

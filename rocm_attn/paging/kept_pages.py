@@ -24,8 +24,7 @@ GivenIds = npt.NDArray[np.integer[Any]] | Sequence[int]
 EVERY_SPACE: Final[tuple[Space, ...]] = (Space.FULL, Space.SWA)
 
 # 67 million ids at a time, and 2 ** 37 keeps in each place before an id could come again.
-_PLACE_BITS = 26
-_GENERATION = 1 << _PLACE_BITS
+_GENERATION = 1 << 26
 
 
 class KeptPages:
@@ -44,11 +43,6 @@ class KeptPages:
         # [space][place]: the page; page 0 stands for none.
         self._pages = np.empty((len(rows.spaces), 0), np.int32)
         self._free_places: list[int] = []
-
-    def ids(self) -> KeptIds:
-        """int64 [n]: all ids that are kept, so that a caller can tell whether it has lost some."""
-        kept: KeptIds = self._ids[self._ids > 0]
-        return kept
 
     def keep(self, row: int, first_page_no: int, end_page_no: int, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
         """Keep the pages [first_page_no, end_page_no) of row until drop(), whatever becomes of row.

@@ -59,18 +59,13 @@ class KVPool:
             pages.index_copy_(0, target, pages.index_select(0, source))
 
     def _storages(self) -> Iterator[Tensor]:
-        """The tensors that own what pages hold, pages first: a latent layer's v is part of its k."""
+        """The tensors that own what pages hold: a latent layer's v is part of its k."""
         for layer in self.layers:
-            is_latent = layer.format.kind is PoolKind.LATENT
-            yield layer.raw_k
-            if not is_latent:
-                yield layer.raw_v
-            if layer.format.scales is Scales.TOKEN:
-                assert layer.k_scale is not None
-                assert layer.v_scale is not None
-                yield layer.k_scale
-                if not is_latent:
-                    yield layer.v_scale
+            sides = [(layer.raw_k, layer.k_scale), (layer.raw_v, layer.v_scale)]
+            for pages, scale in sides[:1] if layer.format.kind is PoolKind.LATENT else sides:
+                yield pages
+                if scale is not None and layer.format.scales is Scales.TOKEN:
+                    yield scale
 
     def _allocate(self, form: PageFormat) -> LayerPages:
         # Not torch.zeros: nothing may depend on the content of a page that no token was stored to.

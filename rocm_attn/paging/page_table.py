@@ -45,25 +45,20 @@ def within_the_row(max_kv_len: int, kv_len: int) -> None:
         raise NeverFits(f"{kv_len} tokens exceed the {max_kv_len} that a row can hold; raise max_kv_len")
 
 
-def still_to_be_copied(page: int, sources: Collection[int]) -> bool:
-    """Whether a page without holders is the source of a copy that no launch has made yet."""
-    return page in sources
-
-
 @dataclass(frozen=True, slots=True)
 class TableGuards:
     """The safeguards of request rows and their pages.
 
     row_width:  refuses lengths that a row has no room for
     writers:    holders that a partly filled page may have when a row writes to it; with more, it is copied first
-    is_source:  which free pages are not handed out yet, because a copy has still to be made of them
+    sources:    copies that no launch has made yet -> pages that are not handed out before, though no one holds them
     new_tokens: makes what knows which tokens neither a fork nor its parent stores again
     is_kept:    ids that are given, ids that lie in their places -> which of them are kept
     """
 
     row_width: Callable[[int, int], None] = within_the_row
     writers: int = 1
-    is_source: Callable[[int, Collection[int]], bool] = still_to_be_copied
+    sources: Callable[[dict[int, int]], Collection[int]] = dict.values
     new_tokens: Callable[[int], StoredTokens] = StoredTokens
     is_kept: Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], npt.NDArray[np.bool_]] = np.equal
 
@@ -117,7 +112,7 @@ class PageTable:
 
     space:            the meaning of the ids
     window_left:      previous keys that the furthest-looking layer of the space sees; ALL_KEYS: all of them
-    entries:          int32 [num_rows, width] on the device; entries_host: on the host
+    entries:          int32 [num_rows, width], on the device; entries_host is on the host
     pending:          what the device does not know yet
     num_usable_pages: pages that there are to hand out
 
@@ -146,7 +141,7 @@ class PageTable:
         self.num_usable_pages = pages.num_pages - pages.first_page
         self._cells = self.entries_host.reshape(-1)
         self._width, self._page_size = width, page_size
-        self._writers, self._is_source = guards.writers, guards.is_source
+        self._writers, self._sources_of = guards.writers, guards.sources
         self._holders = np.zeros(pages.num_pages, np.int32)  # rows that hold a page, and keeps of it
         self._holders[RESERVED_PAGE] = 1
         self._free = list(range(pages.num_pages - 1, pages.first_page - 1, -1))
@@ -353,9 +348,9 @@ class PageTable:
     def _set_free(self, page: int) -> None:
         """A page without holders may be handed out, as soon as no copy has to be made of it."""
         source = self.pending.copies.pop(page, page)
-        waiting = self.pending.copies.values()
+        waiting = self._sources_of(self.pending.copies)
         # A page handed out too early would be written to before it was read by a copy that is launched once more.
-        (self._sources if self._is_source(page, waiting) else self._free).append(page)
-        if source in self._sources and not self._is_source(source, waiting):
+        (self._sources if page in waiting else self._free).append(page)
+        if source in self._sources and source not in waiting:
             self._sources.remove(source)
             self._free.append(source)

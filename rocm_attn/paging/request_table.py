@@ -1,10 +1,9 @@
 """RequestTable: the rows that requests hold, how long each may be, and in each space the pages that its KV lies in.
 
 Row 0 and page 0 are reserved: padded sequences point there. Pages are counted, so that requests can share a prefix;
-a partly filled page that several rows hold is copied before one of them goes on in it. Full pages can be kept
-(kept_pages.py): they stay when their row is freed, and other rows begin over them. With an SWA space, a row has pages
-in both spaces, by one length. The tokens of rows that are stored: stored_tokens.py. The checks of a step:
-batch_checks.py.
+a partly filled page that several rows hold is copied before one of them goes on in it. Full pages can be kept: they
+stay when their row is freed, and other rows begin over them. With an SWA space, a row has pages in both spaces, by one
+length.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class StepGate:
         """The step whose inputs lie where the device reads them. batches: of its halves"""
         self._children, self._may_move = children, True
         steps = plan.draft_steps
-        self.stores.begin(batch, len(children), refusal, steps if steps == 1 else self._in_turn(steps))
+        self.stores.begin(batch, len(children), refusal, steps if steps == 1 else min(steps, self._in_turn))
         if self._selects:
             self._selections.begin(len(children))
         if not plan.replayable or len(batches) > 1:  # a half does not outlive its step

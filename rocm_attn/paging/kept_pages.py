@@ -14,10 +14,8 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.page_table import TableGuards
 from rocm_attn.paging.rows import Rows
 
-# int64 [n]: what keep() returns. Slices of them, and concatenations, are KeptIds too.
+# int64 [n]: what keep() returns. What takes them takes parts of them, concatenations, and plain sequences of ints too.
 KeptIds = npt.NDArray[np.int64]
-
-# What takes KeptIds takes plain sequences of ints, too.
 GivenIds = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 # All that a table may have.

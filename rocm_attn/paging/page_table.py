@@ -124,14 +124,7 @@ class PageTable:
     terms = OWN_TABLE
 
     def __init__(
-        self,
-        pages: SpacePages,
-        *,
-        num_rows: int,
-        width: int,
-        page_size: int,
-        device: torch.device,
-        guards: TableGuards,
+        self, pages: SpacePages, *, num_rows: int, width: int, page_size: int, device: torch.device, guards: TableGuards
     ) -> None:
         self.pages = pages
         self.space, self.window_left = pages.space, pages.window_left
@@ -174,17 +167,13 @@ class PageTable:
         free, of = len(self._free), self.pages.of
         if needed <= free:
             return
+        instead = "" if self.window_left == ALL_KEYS else ", or go on by fewer tokens at a time, with evict() before"
         for row, length in zip(rows.tolist(), kv_len.tolist(), strict=True):
             most = self.num_held(row, num_pages(length, self._page_size))
             if most > self.num_usable_pages:
                 raise NeverFits(
                     f"row {row} needs {most} pages{of} for {length} tokens and there are {self.num_usable_pages}; "
-                    f"raise {self.pages.knob}"
-                    + (
-                        ""
-                        if self.window_left == ALL_KEYS
-                        else ", or go on by fewer tokens at a time, with evict() before"
-                    )
+                    f"raise {self.pages.knob}{instead}"
                 )
         who = f"row {rows[0]} needs" if len(rows) == 1 else f"{len(rows)} sequences need"
         raise OutOfPages(

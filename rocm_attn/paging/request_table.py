@@ -22,9 +22,8 @@ from rocm_attn.paging.kept_pages import KeptPages
 from rocm_attn.paging.page_table import PageTable, SpacePages, TableGuards
 from rocm_attn.paging.rows import ALWAYS, NO_ROOM, Rows
 
-_ALL_GUARDS = TableGuards()
+ALL_TABLE_GUARDS = TableGuards()
 _INT32 = np.dtype(np.int32)
-_NO_ROWS: Int32Array = np.empty(0, np.int32)
 
 
 class RequestTable:
@@ -53,7 +52,7 @@ class RequestTable:
         device: torch.device,
         windows: Sequence[SpacePages] = (),
         max_num_rows: int = 0,
-        guards: TableGuards = _ALL_GUARDS,
+        guards: TableGuards = ALL_TABLE_GUARDS,
     ) -> None:
         num_rows = (max_num_rows or max_num_seqs) + 1
         if max_num_seqs < 1 or max_kv_len < 1:
@@ -165,7 +164,7 @@ class RequestTable:
 
         Raises as reserve_all, for all of them.
         """
-        state, copies = self._rows, [_NO_ROWS] * len(self.spaces)
+        state, copies = self._rows, [rows[:0]] * len(self.spaces)
         state.must_fit(kv_len.item(kv_len.argmax()))
         unsure = state.look_from.take(rows) == ALWAYS
         if unsure[unsure.argmax()]:  # else each is admitted, grows, and has its last page alone

@@ -19,7 +19,7 @@ from rocm_attn.guards import unguarded
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.machine.settings import Settings, settings
 from rocm_attn.paging.adopted import AdoptedGuards
-from rocm_attn.paging.batch_guards import BatchGuards
+from rocm_attn.paging.batch_checks import BatchGuards
 from rocm_attn.paging.page_table import TableGuards
 from rocm_attn.step.core import StepGuards
 from rocm_attn.step.publisher import PublishingGuards
@@ -245,7 +245,7 @@ GUARDS: tuple[Guard, ...] = (
         "table.row_width",
         "pages that a row has no room for land in the row of another request",
         "seed 002, H4, G1",
-        unguarded.PAST_THE_ROW,
+        unguarded.past_the_row,
         "test_rows.py::test_a_row_filled_past_its_width_stays_out_of_the_next_row",
     ),
     _guard(
@@ -274,18 +274,18 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "copy_on_write",
-        "table.is_shared",
+        "table.writers",
         "requests that share a partly filled page overwrite each other's tokens",
         "prefix sharing, G4",
-        unguarded.never_shared,
+        unguarded.ANY_WRITERS,
         "test_rows.py::test_requests_that_share_a_page_do_not_write_to_it",
     ),
     _guard(
         "shared_floor",
-        "table.shared_floor",
+        "table.new_tokens",
         "a row that goes back and stores again overwrites tokens that another row shares with it",
         "prefix sharing, G4",
-        unguarded.no_floor,
+        unguarded.NoFloors,
         "test_shared_rows.py::test_a_row_that_goes_back_leaves_its_forks_alone",
     ),
     _guard(
@@ -306,7 +306,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     _guard(
         "copy_sources",
-        "table.is_source",
+        "table.sources",
         "a copy whose launch failed half way is launched again from a page that another copy has overwritten",
         "G9",
         unguarded.free_at_once,
@@ -333,7 +333,7 @@ GUARDS: tuple[Guard, ...] = (
         "batch.in_turn",
         "a draft step attends to drafts that no step has stored",
         "G1, G12",
-        unguarded.in_any_order,
+        unguarded.IN_ANY_ORDER,
         "test_same_rows.py::test_draft_steps_store_one_after_the_other",
     ),
     _guard(
@@ -349,7 +349,7 @@ GUARDS: tuple[Guard, ...] = (
         "batch.evict",
         "pages leave the window of a step's last token while its first tokens still see them",
         "G5",
-        unguarded.before_the_last_window,
+        unguarded.last_new_tokens,
         "test_spaces.py::test_a_step_gives_back_no_page_that_its_first_token_sees",
     ),
     _guard(

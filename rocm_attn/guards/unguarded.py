@@ -6,7 +6,7 @@ a plain implementation would do. None is meant to be fast: some of them ask the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -30,9 +30,9 @@ from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 from rocm_attn.kernels.metadata.step_tensors import StepTensors, TableTerms
 from rocm_attn.kernels.refs.rope import rope_queries, stored_rows
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
+from rocm_attn.paging.batch_checks import BatchChecks
 from rocm_attn.paging.kept_pages import KeptIds
-from rocm_attn.paging.page_table import RowWidth
-from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.paging.stored_tokens import StoredTokens
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import BoundKernel, LayerKernel, Schedule, StepBounds, StepOps
 from rocm_attn.providers.launches import RopeStore, StoreKV
@@ -361,38 +361,19 @@ def read_any_format(pages: str, declared: PageFormat, wanted: PageFormat) -> Non
     """Bytes are read as kernels would like them to be."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PastTheRow(RowWidth):
+def past_the_row(max_kv_len: int, kv_len: int) -> None:
     """Pages are put where they would lie if the row had no end: in the rows after it."""
 
-    def require(self, kv_len: int, max_kv_len: int) -> None:
-        pass
 
-    def put(self, entries: Int32Array, row: int, first: int, pages: Sequence[int]) -> list[tuple[int, int, int]]:
-        flat, width = entries.reshape(-1), entries.shape[1]
-        start = row * width + first
-        stop = min(start + len(pages), len(flat))
-        flat[start:stop] = pages[: stop - start]
-        rows = range(start // width, -(-stop // width))
-        return [(at, max(start - at * width, 0), min(stop - at * width, width)) for at in rows]
-
-    def put_all(
-        self, entries: Int32Array, rows: Int32Array, first: Int32Array, counts: Int32Array, pages: Int32Array
-    ) -> list[tuple[int, int, int]]:
-        return self._put_row_by_row(entries, rows, first, counts, pages)
+# Every row writes to the pages that it holds, however many other rows hold them too.
+ANY_WRITERS = INT32_MAX
 
 
-PAST_THE_ROW = _PastTheRow()
-
-
-def never_shared(holders: Int32Array) -> npt.NDArray[np.bool_]:
-    """Every row writes to the pages that it holds, whichever other rows hold them too."""
-    return np.zeros(len(holders), np.bool_)
-
-
-def no_floor(kv_len: int) -> int:
+class NoFloors(StoredTokens):
     """A row and its forks store wherever their steps begin."""
-    return 0
+
+    def raise_floor(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
+        pass
 
 
 def whatever_is_kept_there(given: KeptIds, there: KeptIds) -> npt.NDArray[np.bool_]:
@@ -400,33 +381,26 @@ def whatever_is_kept_there(given: KeptIds, there: KeptIds) -> npt.NDArray[np.boo
     return np.ones(len(given), np.bool_)
 
 
-def whatever_was_stored(table: RequestTable) -> tuple[Callable[[StepBatch], None], Callable[[StepBatch], None]]:
+def whatever_was_stored(checks: BatchChecks, batch: StepBatch, needed: Int32Array) -> None:
     """Steps begin anywhere in a row's room."""
-    return any_batch(table), any_batch(table)
 
 
-def free_at_once(page: int, copies: Mapping[int, int]) -> bool:
+def free_at_once(copies: dict[int, int]) -> Collection[int]:
     """A page is handed out as soon as no row holds it, whatever has still to be copied from it."""
-    return False
+    return ()
 
 
-def any_batch(table: RequestTable) -> Callable[[StepBatch], None]:
+def any_batch(checks: BatchChecks, batch: StepBatch) -> None:
     """Batches are taken as they come."""
 
-    def take(batch: StepBatch) -> None:
-        pass
 
-    return take
-
-
-def rows_as_they_were(table: RequestTable) -> Callable[[int, StepBatch, int], list[int]]:
+def rows_as_they_were(checks: BatchChecks, change: int, batch: StepBatch, num_staying: int) -> list[int]:
     """An earlier step's rows are taken for its own, whatever became of them."""
-    return lambda change, batch, num_staying: []
+    return []
 
 
-def in_any_order(steps: int) -> int:
-    """Draft steps store when they are called."""
-    return 1
+# Draft steps store when they are called.
+IN_ANY_ORDER = 1
 
 
 def full_space(step: DeviceStep, kind: int) -> StepTensors:
@@ -434,13 +408,9 @@ def full_space(step: DeviceStep, kind: int) -> StepTensors:
     return step.spaces[0]
 
 
-def before_the_last_window(table: RequestTable) -> Callable[[StepBatch], None]:
+def last_new_tokens(batch: StepBatch) -> Int32Array:
     """A step gives back what its sequences' last new tokens do not see any more."""
-
-    def evict(batch: StepBatch) -> None:
-        table.evict(batch.rows, batch.kv_len)
-
-    return evict
+    return batch.kv_len
 
 
 def lengths_on_the_device(sealed_tensors: Callable[[], Mapping[str, Tensor]]) -> Callable[[StepBatch], int]:

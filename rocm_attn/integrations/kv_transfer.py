@@ -294,7 +294,7 @@ class KVExporter(_Mover):
         table, spaces = runtime.table, {self._spaces[layer] for layer in layers}
         row = _row_of(table, pages, spaces)
         if row is not None:
-            stored = max(int(table.tokens.of(np.array([row]))[0]), runtime.gate.stored_now(row, layers))
+            stored = max(int(table.tokens.stored_len[row]), runtime.gate.stored_now(row, layers))
             if kv_len > stored:
                 raise BadBatch(f"row {row} has {stored} stored tokens; {kv_len} of them cannot be sent")
         elif not all(table.kept.are_kept(pages[space], space) for space in spaces):
@@ -485,7 +485,7 @@ def _must_be_own(table: RequestTable, pages: Pages, spaces: Collection[Space]) -
         copied = {*each.pending.copies, *each.pending.copies.values()}
         if (each.num_holders(held) > 1).any() or not copied.isdisjoint(held.tolist()):
             raise BadBatch(f"row {row} shares pages with others, which must not be written; import into one of admit()")
-    stored = int(table.tokens.of(np.array([row]))[0])
+    stored = int(table.tokens.stored_len[row])
     if stored:
         raise BadBatch(f"row {row} has {stored} stored tokens already; import into one of admit()")
 

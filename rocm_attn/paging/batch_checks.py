@@ -1,14 +1,18 @@
-"""BatchChecks: what a step asks of a request table before it begins."""
+"""BatchChecks: what a step asks of a request table before it begins. BatchGuards: the safeguards among that."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
 import numpy as np
+import numpy.typing as npt
 
 from rocm_attn.batch.prefixes import SharedPrefixes
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.paging.index_spaces import RESERVED_ROW, num_pages
-from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.rows import Rows
 
 
@@ -35,13 +39,10 @@ class BatchChecks:
             self._rows.known_rows = named, rows.astype(np.int64)
         room = named, batch.kv_len_bytes
         if room != self._rows.known_room:
-            reserved = self._rows.reserved_len.take(
-                rows
-            )  # -1 in rows that are not admitted, the reserved row among them
-            short = reserved < batch.kv_len
+            # -1 in rows that are not admitted, the reserved row among them.
+            short = self._rows.reserved_len.take(rows) < batch.kv_len
             if short[short.argmax()]:
-                self._refuse_rows(rows)
-                self._refuse_lengths(batch)
+                self._refuse(batch, int(short.argmax()))
             self._rows.known_room = room
         for table in self._rows.windowed:
             table.check_windows(rows, batch.kv_len - batch.q_len)
@@ -52,24 +53,19 @@ class BatchChecks:
                 batch.prefixes.check_pages(self._rows.spaces[0].entries_host, rows, self._rows.page_size)
                 self._prefixes_checked = shared
 
-    def check_stored(self, batch: StepBatch) -> None:
-        """Raise BadBatch where a step begins after the tokens that are stored: it would attend to what is not there.
+    def check_stored(self, batch: StepBatch, needed: Int32Array) -> None:
+        """Raise BadBatch where fewer than needed[i] tokens of rows[i] are stored: new ones would attend to nothing.
 
+        needed: the tokens before the new ones, or these too for a step that stores nothing itself
         A length that only the device knows may be shorter than its bound: such a step is not looked at.
         """
-        if batch.num_seqs and batch.inputs.kv_len_on_host:
-            late = batch.kv_len - batch.q_len > self._rows.tokens.stored_len.take(batch.rows)
-            if late[late.argmax()]:
-                self._refuse_gaps(batch, batch.kv_len - batch.q_len)
-
-    def require_stored(self, batch: StepBatch) -> None:
-        """As check_stored, for a step that stores nothing itself: all of its tokens must be there."""
-        if batch.num_seqs and batch.inputs.kv_len_on_host:
-            self._refuse_gaps(batch, batch.kv_len)
-
-    def _refuse_gaps(self, batch: StepBatch, needed: Int32Array) -> None:
-        stored = self._rows.tokens.stored_len[batch.rows]
-        gaps = (needed > stored) & (batch.q_len > 0)
+        if batch.num_seqs == 0 or not batch.inputs.kv_len_on_host:
+            return
+        stored = self._rows.tokens.stored_len.take(batch.rows)
+        gaps = needed > stored
+        if not gaps[gaps.argmax()]:
+            return
+        gaps &= batch.q_len > 0
         if gaps.any():
             seq = int(gaps.argmax())
             row = batch.rows[seq]
@@ -90,7 +86,7 @@ class BatchChecks:
         below = (start < self._rows.tokens.floor.take(batch.rows)) & (batch.q_len > 0)
         if not below[below.argmax()]:
             return ""
-        below &= start < self._lowered_floors(batch.rows)
+        below &= start < self.floors(batch.rows)
         if not below.any():
             return ""
         seq = int(below.argmax())
@@ -101,31 +97,49 @@ class BatchChecks:
             "and keep fewer tokens"
         )
 
+    def changed_since(self, change: int, batch: StepBatch, num_staying: int) -> list[int]:
+        """The rows of a batch that an earlier step of it must not write to any more.
+
+        Rows that were freed or cut since then are others; of rows that are shared, the shared tokens stay.
+        change:      the table's last change when the step was staged
+        num_staying: new tokens of a sequence that are not written any more
+        """
+        generations, rows = self._rows.generations, batch.rows
+        if change == generations.last_change:
+            return []
+        changed = generations.changed_since(change, rows)
+        if num_staying < batch.max_q_len:
+            shared = generations.shared_since(change, rows)
+            # Where a length that only the device knows begins is not known: any page may hold new tokens.
+            if batch.inputs.lengths_on_host and shared[shared.argmax()]:
+                first = batch.kv_len - batch.q_len + num_staying
+                shared &= (first < self.floors(rows)) & (first < batch.kv_len)
+            changed |= shared
+        found: list[int] = rows[changed].tolist()
+        return found
+
     def floors(self, rows: Int32Array) -> Int32Array:
         """int32 [num_seqs]: the first token that a step may store in each row."""
-        return self._lowered_floors(rows) if self._rows.tokens.has_floors else self._rows.tokens.floor[rows]
-
-    def _lowered_floors(self, rows: Int32Array) -> Int32Array:
-        """The floors of rows, once more by the pages that have other holders now."""
-        floor = self._rows.tokens.floor[rows]
-        last = np.maximum(num_pages(floor, self._rows.page_size) - 1, 0)
-        stays = floor == 0
-        for table in self._rows.spaces:
-            stays |= table.num_holders(table.entries_host[rows, last]) > 1
+        tokens, page_size = self._rows.tokens, self._rows.page_size
+        floor = tokens.floor[rows]
+        if not tokens.has_floors:
+            return floor
         # Mostly the last page before the floor still has another holder.
-        if not stays.all():
-            floor[~stays] = self._search_floors(rows[~stays], floor[~stays])
-            self._rows.tokens.lower(rows, floor)
+        sinks = (floor > 0) & ~self._is_shared(rows, np.maximum(num_pages(floor, page_size) - 1, 0))
+        if sinks.any():
+            page_no = np.arange(num_pages(int(floor[sinks].max()), page_size), dtype=np.int32)
+            shared = self._is_shared(rows[sinks, None], page_no) & (page_no * page_size < floor[sinks, None])
+            floor[sinks] = np.minimum(floor[sinks], np.max(shared * (page_no + 1) * page_size, axis=1))
+            tokens.lower_floor(rows, floor)
         return floor
 
-    def _search_floors(self, rows: Int32Array, floor: Int32Array) -> Int32Array:
-        """Where the last page before each floor ends that has another holder."""
-        shared_end = (
-            PageTable.shared_ends(self._rows.spaces, rows, num_pages(floor, self._rows.page_size))
-            * self._rows.page_size
+    def _is_shared(self, rows: Int32Array, page_no: Int32Array) -> npt.NDArray[np.bool_]:
+        """Whether these pages of rows have other holders in a space."""
+        spaces = self._rows.spaces
+        shared: npt.NDArray[np.bool_] = np.any(
+            [table.num_holders(table.entries_host[rows, page_no]) > 1 for table in spaces], axis=0
         )
-        lowered: Int32Array = np.minimum(floor, shared_end).astype(np.int32)
-        return lowered
+        return shared
 
     def _check_rows(self, rows: Int32Array) -> None:
         """Raise BadBatch unless all rows are in the table and none is named twice, NeverFits for too many."""
@@ -144,12 +158,36 @@ class BatchChecks:
                 "row 0 is reserved"
             )
 
-    def _refuse_lengths(self, batch: StepBatch) -> None:
-        seq = int(np.argmax(self._rows.reserved_len[batch.rows] < batch.kv_len))
-        row = batch.rows[seq]
-        if self._rows.capacity[row] < 0:
-            raise BadBatch(f"row {row} of sequence {seq} is not admitted; call admit() first")
+    def _refuse(self, batch: StepBatch, seq: int) -> NoReturn:
+        """Raise BadBatch for a sequence whose row has no room for it."""
+        self._refuse_rows(batch.rows)
+        row, kv_len, reserved = batch.rows[seq], batch.kv_len[seq], self._rows.reserved_len[batch.rows[seq]]
         raise BadBatch(
-            f"sequence {seq} has kv_len {batch.kv_len[seq]}, but row {row} has room for "
-            f"{self._rows.reserved_len[row]} tokens; call reserve({row}, {batch.kv_len[seq]}) first"
+            f"row {row} of sequence {seq} is not admitted; call admit() first"
+            if reserved < 0
+            else f"sequence {seq} has kv_len {kv_len}, but row {row} has room for {reserved} tokens; "
+            f"call reserve({row}, {kv_len}) first"
         )
+
+
+def first_new_tokens(batch: StepBatch) -> Int32Array:
+    """int32 [num_seqs]: where each sequence's new tokens begin. What the first of them does not see is given back."""
+    return batch.kv_len - batch.q_len
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGuards:
+    """The safeguards of a batch over a request table.
+
+    check:   refuses a batch that cannot be a step
+    stored:  refuses a step that needs tokens which are not stored
+    evict:   before the windows of which tokens a step gives pages back
+    changed: the rows that are no longer those of an earlier step, which runs again or moves its tokens
+    in_turn: draft steps of a round that store in a layer one after the other, at most
+    """
+
+    check: Callable[[BatchChecks, StepBatch], None] = BatchChecks.check
+    stored: Callable[[BatchChecks, StepBatch, Int32Array], None] = BatchChecks.check_stored
+    evict: Callable[[StepBatch], Int32Array] = first_new_tokens
+    changed: Callable[[BatchChecks, int, StepBatch, int], list[int]] = BatchChecks.changed_since
+    in_turn: int = INT32_MAX

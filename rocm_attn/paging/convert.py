@@ -66,29 +66,16 @@ def convert_pages(source: LayerPages, target: LayerPages, source_pages: Tensor, 
             by = KEEPING_BITS.get((source.format.encoding, target.format.encoding), 1.0)
             own[target_pages] = given[source_pages] * by
             ratio = torch.full((1,), 1.0 / by, dtype=torch.float64, device=given.device)
-        tables = code_tables(source.format.encoding, target.format.encoding, ratio)
+        new_code, change = code_tables(source.format.encoding, target.format.encoding, ratio)
+        head_axis = 1 if source.format.kind is PoolKind.VECTORIZED else 2
+        heads = torch.arange(len(new_code), device=codes.device)
+        head = heads.view([-1 if axis == head_axis else 1 for axis in range(codes.dim())])
         for first in range(0, len(source_pages), _PAGES_AT_A_TIME):
             some = slice(first, first + _PAGES_AT_A_TIME)
-            found += _convert(codes, converted, source_pages[some], target_pages[some], tables, source.format.kind)
+            picked = codes.index_select(0, source_pages[some]).long()
+            converted[target_pages[some]] = new_code[head, picked]
+            found += torch.bincount(change[head, picked].flatten(), minlength=4)[1:]
     return Conversion(*found.tolist())
-
-
-def _convert(
-    codes: Tensor,
-    converted: Tensor,
-    source_pages: Tensor,
-    target_pages: Tensor,
-    tables: tuple[Tensor, Tensor],
-    kind: PoolKind,
-) -> Tensor:
-    """Convert some pages of one side. Returns int64 [3], how many elements changed in each way."""
-    new_code, change = tables
-    picked = codes.index_select(0, source_pages).long()
-    head_axis = 1 if kind is PoolKind.VECTORIZED else 2
-    heads = torch.arange(len(new_code), device=codes.device)
-    head = heads.view([-1 if axis == head_axis else 1 for axis in range(picked.dim())])
-    converted[target_pages] = new_code[head, picked]
-    return torch.bincount(change[head, picked].flatten(), minlength=4)[1:]
 
 
 def code_tables(source: Encoding, target: Encoding, ratio: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,82 +1,198 @@
-"""KeptPages: pages that stay when their row is freed, each under an id that no other keep of the table ever has.
-
-An id is no page: it stands for a page_no of a sequence in every space, so that ids of two spaces cannot be mixed up.
-It is the place where this list has it, and the place's generation. An id that was dropped is thus known as such,
-whatever has come to its place or into its pages since.
-"""
+"""KeptPages: full pages that stay when their row is freed, and rows that begin over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.errors import FitsLater, WrongState
+from rocm_attn.batch.step_batch import Int32Array, Integers, as_int32
+from rocm_attn.errors import BadBatch, FitsLater, WrongState
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
+from rocm_attn.paging.page_table import TableGuards
+from rocm_attn.paging.rows import Rows
 
-# int64 [n]: what keep() returns. Slices of them, and concatenations, are KeptIds too.
+# int64 [n]: what keep() returns. What takes them takes parts of them, concatenations, and plain sequences of ints too.
 KeptIds = npt.NDArray[np.int64]
-
-# What takes KeptIds takes plain sequences of ints, too.
 GivenIds = npt.NDArray[np.integer[Any]] | Sequence[int]
 
-# ids that were given, ids that lie in their places -> whether they are still kept
-IsKept = Callable[[KeptIds, KeptIds], npt.NDArray[np.bool_]]
+# All that a table may have.
+EVERY_SPACE: Final[tuple[Space, ...]] = (Space.FULL, Space.SWA)
 
 # 67 million ids at a time, and 2 ** 37 keeps in each place before an id could come again.
-_PLACE_BITS = 26
-_GENERATION = 1 << _PLACE_BITS
-
-
-def the_same_id(given: KeptIds, there: KeptIds) -> npt.NDArray[np.bool_]:
-    """Whether ids that were given are those that lie in their places."""
-    same: npt.NDArray[np.bool_] = given == there
-    return same
+_GENERATION = 1 << 26
 
 
 class KeptPages:
-    """The pages that are kept, in every space. It counts no holders: the page tables do.
+    """The kept pages of a request table, each under an id that no other keep of the table ever has: RequestTable.kept.
 
-    num_spaces: of the request table
-    is_kept:    which ids are taken for kept
+    An id is no page: it stands for a page_no of a sequence in every space, so that ids of two spaces cannot be mixed
+    up. It is a place in the lists below, and the place's generation. An id that was dropped is thus known as such,
+    whatever has come to its place or into its pages since.
     """
 
-    def __init__(self, num_spaces: int, is_kept: IsKept) -> None:
-        self._is_kept = is_kept
-        # Of each place: the id that is kept there, or minus the last one that was.
+    def __init__(self, rows: Rows, guards: TableGuards) -> None:
+        self._rows, self._is_kept = rows, guards.is_kept
+        # In each place: the id that is kept there, or minus the last one that was.
         self._ids = np.empty(0, np.int64)
         self._page_no = np.empty(0, np.int32)
-        # Page 0 stands for none.
-        self._pages = np.empty((num_spaces, 0), np.int32)
+        # [space][place]: the page; page 0 stands for none.
+        self._pages = np.empty((len(rows.spaces), 0), np.int32)
         self._free_places: list[int] = []
 
-    def add(self, page_no: Int32Array, pages: npt.NDArray[np.int32]) -> KeptIds:
-        """Ids for pages that are kept from now on.
+    def keep(self, row: int, first_page_no: int, end_page_no: int, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
+        """Keep the pages [first_page_no, end_page_no) of row until drop(), whatever becomes of row.
 
-        page_no: int32 [n]
-        pages:   int32 [num_spaces, n]; 0 where the page is not kept in a space
-        Raises FitsLater.
+        Row does not store in them again: to compute some of their tokens again, truncate() it. A page may be kept
+        several times, under an id for each.
+
+        spaces: in which a page is kept; those that the table does not have do not count
+        Returns int64 [n] ids, one for each page_no.
+        Raises WrongState, and BadBatch for a page that is not full of stored tokens, or has left a window; nothing is
+        changed then. A length that only the device knows counts by its bound: keep what is known to be stored.
         """
-        num_ids = len(page_no)
-        if num_ids > len(self._free_places):
-            self._grow(num_ids)
-        first = len(self._free_places) - num_ids
-        places = np.array(self._free_places[first:], np.int64)
-        del self._free_places[first:]
-        self._page_no[places] = page_no
-        self._pages[:, places] = pages
-        ids: KeptIds = _GENERATION + np.abs(self._ids[places])
-        self._ids[places] = ids
-        return ids
+        self._rows.must_be_admitted(row)
+        if not 0 <= first_page_no <= end_page_no:
+            raise BadBatch(f"pages [{first_page_no}, {end_page_no}) were to be kept; the range is not one of pages")
+        page_no = np.arange(first_page_no, end_page_no, dtype=np.int32)
+        return self.keep_all(np.full(len(page_no), row, np.int32), page_no, spaces)
+
+    def keep_all(self, rows: Integers, page_no: Integers, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
+        """keep(rows[i], page_no[i], page_no[i] + 1) for every i, or for none. A row may be named several times.
+
+        rows, page_no: integers [n]
+        """
+        if len(rows) == 0:
+            return np.empty(0, np.int64)
+        rows, page_no = as_int32("rows", rows), as_int32("page_no", page_no)
+        self._rows.must_all_be_admitted(rows)
+        stored_len, kv_len = self._rows.tokens.stored_len[rows], (page_no + 1) * self._rows.page_size
+        wrong = (kv_len > stored_len) | (page_no < 0)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise BadBatch(
+                f"row {rows[at]} has {stored_len[at]} stored tokens, which fill the pages before page_no "
+                f"{stored_len[at] // self._rows.page_size}; page_no {page_no[at]} cannot be kept"
+            )
+        pages = np.zeros((len(self._rows.spaces), len(rows)), np.int32)
+        for space in self._named(spaces):
+            table = self._rows.spaces[space]
+            pages[space] = table.entries_host[rows, page_no]
+            if not pages[space].all():
+                at = int(pages[space].argmin())
+                raise BadBatch(
+                    f"page_no {page_no[at]} of row {rows[at]} has left the window of the {table.space.name} space; "
+                    "keep it before a step gives it back, or in the other space alone"
+                )
+        self._rows.generations.share(rows)
+        self._rows.tokens.raise_floor(rows, kv_len)
+        for space in self._named(spaces):
+            self._rows.spaces[space].hold(pages[space])
+        return self._add(page_no, pages)
+
+    def admit_over(self, ids: GivenIds, kv_len: int) -> int:
+        """A new row whose first kv_len tokens are stored in kept pages. They stay kept.
+
+        The row does not store these tokens again; where it goes on within the last page, reserve() copies that.
+
+        ids: int64 [n], page_no 0 first; what keep() returned for any rows, in the order of page_no. Of the SWA space
+             only the pages that steps after kv_len tokens see need be kept
+        Raises WrongState for ids that are not kept, OutOfRows, NeverFits beyond max_kv_len, and BadBatch for pages that
+        are not the first ones of a sequence, that do not hold kv_len tokens, or more than these, or that a window
+        lacks; nothing is changed then.
+        """
+        places = self._places(ids)
+        end, page_size = len(places), self._rows.page_size
+        if kv_len < 0 or num_pages(kv_len, page_size) != end:
+            raise BadBatch(
+                f"{kv_len} tokens lie in {num_pages(max(0, kv_len), page_size)} pages of {page_size}, and "
+                f"{end} kept pages are given; give as many as the tokens need"
+            )
+        self._rows.must_fit(kv_len)
+        strange = self._page_no[places] != np.arange(end)
+        if strange.any():
+            at = int(strange.argmax())
+            raise BadBatch(
+                f"kept page {at} was page_no {self._page_no[places[at]]} of its sequence; a row begins with "
+                "page_no 0, and goes on page by page"
+            )
+        return self._rows.begin(list(self._pages[:, places]), kv_len, kv_len)
+
+    def drop(self, ids: GivenIds, spaces: Collection[Space] = EVERY_SPACE) -> None:
+        """Keep pages no longer; those that no row holds, and no other keep, are free.
+
+        spaces: in which they are dropped. An id with pages in no space is gone for ever
+        Raises WrongState for ids that are not kept in any of these spaces, or named twice; nothing is changed then.
+        """
+        places, named = self._places(ids), self._named(spaces)
+        pages = self._pages[:, places]
+        # An id without any page is where an interrupted call comes again.
+        elsewhere = pages.any(axis=0) & ~pages[named].any(axis=0)
+        if elsewhere.any():
+            raise WrongState(
+                f"{np.asarray(ids)[elsewhere][0]} is kept, but not in {' or '.join(s.name for s in spaces)}: it was "
+                "dropped there already, or never kept"
+            )
+        for space in named:
+            self._pages[space, places] = RESERVED_PAGE
+            self._rows.spaces[space].let_go(pages[space][pages[space] != RESERVED_PAGE])
+        empty = places[~self._pages[:, places].any(axis=0)]
+        self._ids[empty] = -np.abs(self._ids[empty])
+        self._free_places += empty.tolist()
+
+    def drop_all(self) -> None:
+        """Keep nothing any longer, and give back all pages that no row holds, those too that an interrupt has lost."""
+        self._ids = -np.abs(self._ids)
+        self._pages[:] = RESERVED_PAGE
+        self._free_places = list(range(len(self._ids) - 1, -1, -1))
+        for table in self._rows.spaces:
+            table.count_anew()
 
     def ids(self) -> KeptIds:
-        """int64 [n]: all ids that are kept."""
-        kept: KeptIds = self._ids[self._ids > 0]
-        return kept
+        """int64 [n]: all ids that are kept, so that a caller can tell whether it has lost some."""
+        return self._ids[self._ids > 0]
 
-    def places_of(self, given: GivenIds) -> KeptIds:
+    def are_kept(self, pages: Sequence[int], space: Space) -> bool:
+        """Whether all of these pages of a space are kept; 0 stands for none. Raises BadSetting."""
+        kept = self._pages[self._rows.spaces.index(self._rows.space(space))]
+        return bool(np.isin(pages, np.append(kept, RESERVED_PAGE)).all())
+
+    def pages(self, ids: GivenIds, space: Space = Space.FULL) -> Int32Array:
+        """int32 [n]: the pages of ids in a space, 0 for those that are not kept there.
+
+        Raises WrongState, BadSetting.
+        """
+        number = self._rows.spaces.index(self._rows.space(space))
+        pages: Int32Array = self._pages[number, self._places(ids)]
+        return pages
+
+    def num_holders(self, page: int, space: Space = Space.FULL) -> int:
+        """Rows that hold a page, and keeps of it: 0 for a free page. Raises BadBatch, BadSetting."""
+        table = self._rows.space(space)
+        if not RESERVED_PAGE < page < table.pages.num_pages:
+            raise BadBatch(
+                f"{page} is not a page{table.pages.of}; pages run from {RESERVED_PAGE + 1} to "
+                f"{table.pages.num_pages - 1}"
+            )
+        return int(table.num_holders(np.array([page]))[0])
+
+    def num_holders_of(self, ids: GivenIds, space: Space = Space.FULL) -> Int32Array:
+        """int32 [n]: num_holders of the pages of ids in a space, each keep itself included.
+
+        1: only this keep holds the page, so that drop() makes it free; 0: it is not kept there.
+        Raises WrongState, BadSetting.
+        """
+        pages = self.pages(ids, space)
+        holders: Int32Array = self._rows.space(space).num_holders(pages) * (pages != RESERVED_PAGE)
+        return holders
+
+    def _named(self, spaces: Collection[Space]) -> list[int]:
+        """The numbers of the table's spaces that are named."""
+        return [number for number, table in enumerate(self._rows.spaces) if table.space in spaces]
+
+    def _places(self, given: GivenIds) -> KeptIds:
         """int64 [n]: the places of ids. Raises WrongState unless all are kept, and each is named once."""
         ids = np.asarray(given, np.int64)
         places = ids & (_GENERATION - 1)
@@ -91,49 +207,27 @@ class KeptPages:
             raise WrongState("a kept page is named twice; name each id once")
         return places
 
-    def page_no_at(self, places: KeptIds) -> Int32Array:
-        """int32 [n]: the page of its sequence that each is."""
-        page_no: Int32Array = self._page_no[places]
-        return page_no
-
-    def pages_at(self, places: KeptIds, space: int) -> Int32Array:
-        """int32 [n]: pages in a space, given by its number; 0 where none is kept there."""
-        pages: Int32Array = self._pages[space, places]
-        return pages
-
-    def of_space(self, space: int) -> Int32Array:
-        """int32 [n]: the pages that are kept in a space, given by its number, and 0."""
-        pages: Int32Array = self._pages[space]
-        return pages
-
-    def clear(self, places: KeptIds, space: int) -> None:
-        """Nothing is kept at these places in a space any more."""
-        self._pages[space, places] = 0
-
-    def forget_empty(self, places: KeptIds) -> None:
-        """Those of these ids that keep nothing in any space are dropped."""
-        empty = places[~self._pages[:, places].any(axis=0)]
-        self._ids[empty] = -np.abs(self._ids[empty])
-        self._free_places += empty.tolist()
-
-    def drop_all(self) -> None:
-        """All ids are dropped, whatever an interrupted call has left undone."""
-        self._ids = -np.abs(self._ids)
-        self._pages[:] = 0
-        self._free_places = list(range(len(self._ids) - 1, -1, -1))
+    def _add(self, page_no: Int32Array, pages: npt.NDArray[np.int32]) -> KeptIds:
+        """Ids for pages that are held for them. pages: int32 [num_spaces, n]. Raises FitsLater."""
+        num_ids = len(page_no)
+        if num_ids > len(self._free_places):
+            self._grow(num_ids)
+        first = len(self._free_places) - num_ids
+        places = np.array(self._free_places[first:], np.int64)
+        del self._free_places[first:]
+        self._page_no[places] = page_no
+        self._pages[:, places] = pages
+        ids: KeptIds = _GENERATION + np.abs(self._ids[places])
+        self._ids[places] = ids
+        return ids
 
     def _grow(self, num_more: int) -> None:
         old = len(self._ids)
         new = max(1024, 2 * old, old + num_more)
         if new > _GENERATION:
             raise FitsLater(f"{old} ids of kept pages are in use, at most {_GENERATION} can be; drop some")
-        ids = np.arange(new, dtype=np.int64)
-        np.negative(ids, out=ids)
-        ids -= _GENERATION
-        ids[:old] = self._ids
-        page_no = np.zeros(new, np.int32)
-        page_no[:old] = self._page_no[:old]
-        pages = np.zeros((len(self._pages), new), np.int32)
-        pages[:, :old] = self._pages[:, :old]
-        self._page_no, self._pages, self._ids = page_no, pages, ids
+        ids = np.append(self._ids, -_GENERATION - np.arange(old, new))
+        page_no = np.append(self._page_no, np.zeros(new - old, np.int32))
+        pages = np.append(self._pages, np.zeros((len(self._pages), new - old), np.int32), axis=1)
+        self._page_no, self._pages, self._ids = page_no, pages, ids  # at once, for an interrupt
         self._free_places[:0] = range(new - 1, old - 1, -1)

@@ -26,6 +26,8 @@ class KVPool:
     A page id means the same page in every layer, so a sequence needs one row of one table. Each layer has allocations
     of its own: Triton uses AMD's buffer loads only on storages of up to 2 GiB, which all layers together exceed. A
     layer with an indexer has index pages too, with the same ids.
+
+    layers: the pages of every layer, then the index pages of those that have an indexer
     """
 
     def __init__(self, problems: Sequence[Problem], *, num_pages: int, page_size: int, device: torch.device) -> None:
@@ -39,22 +41,9 @@ class KVPool:
             )
         self.num_pages = num_pages
         self.device = device
-        self._layers = tuple(self._allocate(problem.page_format) for problem in problems)
-        formats = ((layer, problem.index_format) for layer, problem in enumerate(problems))
-        self._index = {layer: self._allocate(form) for layer, form in formats if form is not None}
-
-    def layer(self, layer: int) -> LayerPages:
-        """The pages of one layer."""
-        return self._layers[layer]
-
-    def index(self, layer: int) -> LayerPages:
-        """The index pages of a layer that has an indexer; v is all of k."""
-        return self._index[layer]
-
-    @property
-    def layers(self) -> tuple[LayerPages, ...]:
-        """All pages of the space: those of every layer, then every layer's index pages."""
-        return (*self._layers, *self._index.values())
+        formats = [problem.page_format for problem in problems]
+        formats += [problem.index_format for problem in problems if problem.index_format is not None]
+        self.layers = tuple(self._allocate(form) for form in formats)
 
     @property
     def num_bytes(self) -> int:
@@ -70,18 +59,13 @@ class KVPool:
             pages.index_copy_(0, target, pages.index_select(0, source))
 
     def _storages(self) -> Iterator[Tensor]:
-        """The tensors that own what pages hold, pages first: a latent layer's v is part of its k."""
+        """The tensors that own what pages hold: a latent layer's v is part of its k."""
         for layer in self.layers:
-            is_latent = layer.format.kind is PoolKind.LATENT
-            yield layer.raw_k
-            if not is_latent:
-                yield layer.raw_v
-            if layer.format.scales is Scales.TOKEN:
-                assert layer.k_scale is not None
-                assert layer.v_scale is not None
-                yield layer.k_scale
-                if not is_latent:
-                    yield layer.v_scale
+            sides = [(layer.raw_k, layer.k_scale), (layer.raw_v, layer.v_scale)]
+            for pages, scale in sides[:1] if layer.format.kind is PoolKind.LATENT else sides:
+                yield pages
+                if scale is not None and layer.format.scales is Scales.TOKEN:
+                    yield scale
 
     def _allocate(self, form: PageFormat) -> LayerPages:
         # Not torch.zeros: nothing may depend on the content of a page that no token was stored to.
@@ -152,15 +136,12 @@ class HybridKVPool:
             )
             for space, pages in num_pages.items()
         }
-        places = [spaces[:layer].count(space) for layer, space in enumerate(spaces)]
-        self._layers = [self._pools[space].layer(at) for space, at in zip(spaces, places, strict=True)]
+        pages = {space: iter(pool.layers) for space, pool in self._pools.items()}
+        self._layers = [next(pages[space]) for space in spaces]
         # The list's own method: each layer of each step asks.
         self.layer: Callable[[int], LayerPages] = self._layers.__getitem__
-        self._index = {
-            layer: self._pools[space].index(at)
-            for layer, (problem, space, at) in enumerate(zip(problems, spaces, places, strict=True))
-            if problem.index_format is not None
-        }
+        indexed = [layer for layer, problem in enumerate(problems) if problem.index_format is not None]
+        self._index = {layer: next(pages[spaces[layer]]) for layer in indexed}
 
     def format(self, layer: int) -> PageFormat:
         """What the pages of a layer hold."""

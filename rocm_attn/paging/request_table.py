@@ -1,9 +1,9 @@
 """RequestTable: the rows that requests hold, how long each may be, and in each space the pages that its KV lies in.
 
 Row 0 and page 0 are reserved: padded sequences point there. Pages are counted, so that requests can share a prefix;
-a partly filled page that several rows hold is copied before one of them goes on in it. Full pages can be kept
-(keeps.py): they stay when their row is freed, and other rows begin over them. With an SWA space, a row has pages in
-both spaces, by one length. The tokens of rows that are stored: stored_tokens.py. The checks of a step: batch_checks.py.
+a partly filled page that several rows hold is copied before one of them goes on in it. Full pages can be kept: they
+stay when their row is freed, and other rows begin over them. With an SWA space, a row has pages in both spaces, by one
+length.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rocm_attn.batch.step_batch import Int32Array, Integers, as_int32
-from rocm_attn.errors import BadBatch, BadSetting, NeverFits, OutOfPages
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, Integers, as_int32
+from rocm_attn.errors import BadBatch, BadSetting, NeverFits
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.batch_checks import BatchChecks
 from rocm_attn.paging.index_spaces import Space, num_pages
-from rocm_attn.paging.keeps import Keeps
-from rocm_attn.paging.page_table import ALL_TABLE_GUARDS, PageTable, SpacePages, TableGuards
+from rocm_attn.paging.kept_pages import KeptPages
+from rocm_attn.paging.page_table import PageTable, SpacePages, TableGuards
 from rocm_attn.paging.rows import ALWAYS, NO_ROOM, Rows
 
+ALL_TABLE_GUARDS = TableGuards()
 _INT32 = np.dtype(np.int32)
 
 
@@ -62,19 +63,20 @@ class RequestTable:
                 "which needs a row; raise max_num_rows"
             )
         self.page_size, self.max_num_seqs, self.max_kv_len = page_size, max_num_seqs, max_kv_len
-        self._rows = rows = Rows(
-            num_rows=num_rows,
-            max_kv_len=max_kv_len,
-            num_pages=num_pages,
-            page_size=page_size,
-            device=device,
-            windows=windows,
-            guards=guards,
+        self.width = width = -(-max_kv_len // page_size)
+        if width * page_size > INT32_MAX:
+            raise NeverFits(
+                f"max_kv_len is {max_kv_len}; lengths are int32, so use at most {INT32_MAX // page_size * page_size}"
+            )
+        self.spaces = tuple(
+            PageTable(pages, num_rows=num_rows, width=width, page_size=page_size, device=device, guards=guards)
+            for pages in (SpacePages(Space.FULL, num_pages), *windows)
         )
-        self.width, self.spaces, self.full = rows.width, rows.spaces, rows.spaces[0]
-        self.tokens, self.generations = rows.tokens, rows.generations
-        self.kept = Keeps(rows, max_kv_len, guards.is_kept)
-        self.checks = BatchChecks(rows, max_num_seqs)
+        self.full = self.spaces[0]
+        self._rows = Rows(self.spaces, num_rows=num_rows, max_kv_len=max_kv_len, page_size=page_size, guards=guards)
+        self.tokens, self.generations = self._rows.tokens, self._rows.generations
+        self.kept = KeptPages(self._rows, guards)
+        self.checks = BatchChecks(self._rows, max_num_seqs)
 
     @property
     def fewest_free_pages(self) -> int:
@@ -116,39 +118,24 @@ class RequestTable:
     def reserve(self, row: int, kv_len: int) -> None:
         """Make room for kv_len tokens in row, in every space. What the row holds beyond them stays.
 
-        Raises OutOfPages, NeverFits beyond max_kv_len and for more pages than the pool has, and WrongState for a row
-        that is not admitted; nothing is changed then.
+        Raises OutOfPages, NeverFits beyond max_kv_len and for more pages than the pool has, WrongState for a row that
+        is not admitted, and BadSetting for what is no length; nothing is changed then.
         """
-        self._rows.must_be_admitted(row)
-        kv_len = _length(kv_len)
-        self._rows.row_width.require(kv_len, self.max_kv_len)
-        for table in self.spaces:
-            short = self._short(table, row, kv_len)
-            if short > table.num_free_pages:
-                table.must_fit(row, kv_len)
-                raise OutOfPages(
-                    f"row {row} needs {short} more pages{table.pages.of} for {kv_len} tokens and "
-                    f"{table.num_free_pages} are free; free a request or raise {table.pages.knob}",
-                    missing=short - table.num_free_pages,
-                )
-        self._grow(row, kv_len)
-
-    def _grow(self, row: int, kv_len: int) -> None:
-        """Take the pages that row needs for kv_len tokens, of which there are enough in every space."""
-        reserved = int(self._rows.reserved_len[row])
-        if kv_len <= reserved:
-            return
-        end, new_end = self._rows.end(row), num_pages(kv_len, self.page_size)
-        for table in self.spaces:
-            if self._shares_last_page(table, row):
-                table.own(row, reserved // self.page_size)
-            table.append(row, end, new_end)
-        self._rows.capacity[row], self._rows.reserved_len[row] = max(end, new_end) * self.page_size, kv_len
+        length = whole_number("kv_len", kv_len)
+        if length < 0:
+            raise BadSetting(f"kv_len is {length}; a row has 0 tokens or more")
+        rows = self._rows
+        rows.must_be_admitted(row)
+        rows.must_fit(length)
+        if length < rows.look_from[row]:  # mostly there is room
+            rows.reserved_len[row] = max(length, int(rows.reserved_len[row]))
+        else:
+            self._reserve_all(np.array([row], np.int32), np.array([length], np.int32))
 
     def reserve_all(self, rows: Integers, kv_len: Integers) -> None:
         """reserve(rows[i], kv_len[i]) for every i, or for none: what raises leaves all rows as they were.
 
-        rows, kv_len: integers [num_seqs]. Only rows that need a page cost a Python iteration.
+        rows, kv_len: integers [num_seqs]
         Raises as reserve(), and BadBatch for a row that is named twice.
         """
         if len(rows) == 0:
@@ -166,12 +153,39 @@ class RequestTable:
             self._rows.must_all_be_admitted(rows)
             self._rows.must_be_distinct(rows)
             places = rows.astype(np.int64)
-        look_from = self._rows.look_from.take(places)
-        beyond = kv_len >= look_from
+        beyond = kv_len >= self._rows.look_from.take(places)
         if beyond[beyond.argmax()]:
-            self._look_at(rows[beyond], kv_len[beyond], may_share=look_from[look_from.argmin()] == ALWAYS)
+            self._take_pages(rows[beyond], kv_len[beyond])
         self._rows.reserved_len[places] = np.maximum(self._rows.reserved_len.take(places), kv_len)
         self._rows.known_room = named, kv_len.tobytes()
+
+    def _take_pages(self, rows: Int32Array, kv_len: Int32Array) -> None:
+        """Take the pages that rows need for kv_len tokens, and copies of those that they go on in and share.
+
+        Raises as reserve_all, for all of them.
+        """
+        state, copies = self._rows, [rows[:0]] * len(self.spaces)
+        state.must_fit(kv_len.item(kv_len.argmax()))
+        unsure = state.look_from.take(rows) == ALWAYS
+        if unsure[unsure.argmax()]:  # else each is admitted, grows, and has its last page alone
+            state.must_all_be_admitted(rows)
+            grows = kv_len > state.reserved_len[rows]
+            rows, kv_len = rows[grows], kv_len[grows]
+            # An upper bound: of two rows that share a page only one needs a copy.
+            copies = [rows[table.shares(rows, state.reserved_len[rows])] for table in self.spaces]
+        end = state.capacity.take(rows) // self.page_size
+        new_end = np.maximum(num_pages(kv_len, self.page_size), end)
+        missing = [table.missing(rows, end, new_end) for table in self.spaces]
+        for table, copied, cells in zip(self.spaces, copies, missing, strict=True):
+            table.require_free(rows, kv_len, len(copied) + len(cells))
+        for table, copied, cells in zip(self.spaces, copies, missing, strict=True):
+            for row in copied.tolist():
+                table.own(row, int(state.reserved_len[row]))
+            table.take(cells)
+        capacity = new_end * self.page_size
+        state.capacity[rows] = capacity
+        # They need nothing before they have filled their pages.
+        state.look_from[rows] = np.minimum(capacity, self.max_kv_len) + 1
 
     def is_reserved(self, rows: Integers, kv_len: Integers) -> bool:
         """Whether reserve_all(rows, kv_len) has nothing to do: all of these rows have room for so many tokens.
@@ -188,74 +202,6 @@ class RequestTable:
     def room(self, rows: Integers) -> Int32Array:
         """int32 [n]: tokens that each row has room for in every space; -1: it is not admitted. rows: integers [n]"""
         return self._rows.reserved_len.take(as_int32("rows", rows))
-
-    def missing_pages(self, row: int, kv_len: int) -> int:
-        """Pages that must become free before reserve(row, kv_len), in the space that lacks the most; 0: none."""
-        self._rows.must_be_admitted(row)
-        kv_len = _length(kv_len)
-        return max(0, *(self._short(table, row, kv_len) - table.num_free_pages for table in self.spaces))
-
-    def _look_at(self, rows: Int32Array, kv_len: Int32Array, *, may_share: bool) -> None:
-        """Take the pages that rows need for so many tokens, and copies of shared ones where one of them may_share."""
-        if may_share:  # else each is admitted and has its last page alone: see _settle()
-            self._rows.must_all_be_admitted(rows)
-        self._rows.row_width.require(kv_len.item(kv_len.argmax()), self.max_kv_len)
-        if may_share:
-            rows, kv_len = self._with_own_last_pages(rows, kv_len, self._rows.reserved_len.take(rows))
-        capacity = self._rows.capacity.take(rows)
-        grows = kv_len > capacity
-        if not grows.all():
-            self._settle(rows[~grows], capacity[~grows])
-            rows, kv_len, capacity = rows[grows], kv_len[grows], capacity[grows]
-        if len(rows):
-            self._append_pages(rows, kv_len, capacity)
-
-    def _with_own_last_pages(
-        self, rows: Int32Array, kv_len: Int32Array, reserved: Int32Array
-    ) -> tuple[Int32Array, Int32Array]:
-        """Reserve for rows that go on in a page which others hold too; the others of rows, and their kv_len.
-
-        Raises as reserve_all, for all of them.
-        """
-        last_page_no = np.minimum(reserved // self.page_size, self.width - 1)
-        shares = self.full.shares(rows, last_page_no)
-        for table in self._rows.windowed:
-            shares |= table.shares(rows, last_page_no)
-        shares &= reserved % self.page_size != 0
-        if shares.any():
-            copies = shares & (kv_len > reserved)
-            self._must_have_pages(rows.tolist(), kv_len.tolist())
-            for row, length in zip(rows[copies].tolist(), kv_len[copies].tolist(), strict=True):
-                self._grow(row, length)
-            self._settle(rows[copies], self._rows.capacity[rows[copies]])
-            rows, kv_len = rows[~shares], kv_len[~shares]
-        return rows, kv_len
-
-    def _must_have_pages(self, rows: list[int], kv_len: list[int]) -> None:
-        """Raise unless every space has the pages, and the copies of some, that rows need for kv_len tokens."""
-        for table in self.spaces:
-            # An upper bound: of two rows that share a page only one needs a copy.
-            short = sum(self._short(table, row, length) for row, length in zip(rows, kv_len, strict=True))
-            if short > table.num_free_pages:
-                table.refuse(rows, kv_len, short)
-
-    def _append_pages(self, rows: Int32Array, kv_len: Int32Array, capacity: Int32Array) -> None:
-        """Take pages for kv_len tokens, which are more than capacity. Raises OutOfPages, NeverFits before it does."""
-        end, new_end = capacity // self.page_size, num_pages(kv_len, self.page_size)
-        missing = [table.num_missing(rows, end, new_end) for table in self.spaces]
-        for table, counts in zip(self.spaces, missing, strict=True):
-            needed = sum(counts.tolist())
-            if needed > table.num_free_pages:
-                table.refuse(rows.tolist(), kv_len.tolist(), needed)
-        for table, counts in zip(self.spaces, missing, strict=True):
-            table.append_all(rows, end, counts)
-        capacity = new_end * np.int32(self.page_size)
-        self._rows.capacity[rows], self._rows.reserved_len[rows] = capacity, kv_len
-        self._settle(rows, capacity)
-
-    def _settle(self, rows: Int32Array, capacity: Int32Array) -> None:
-        """Rows need nothing before they have filled their capacity: no page before it has another holder."""
-        self._rows.look_from[rows] = np.minimum(capacity, self.max_kv_len) + 1
 
     def evict(self, rows: Integers, kv_len: Integers) -> None:
         """Give back what no later step needs of rows[i], which have kv_len[i] tokens stored or on their way.
@@ -280,20 +226,13 @@ class RequestTable:
         To compute some of them again, share fewer, or truncate() the row that goes back.
         Raises OutOfRows, and BadBatch for tokens that row has no room for, or has no window of any more.
         """
-        self._rows.must_be_admitted(row)
-        if not 0 <= kv_len <= self._rows.reserved_len[row]:
-            raise BadBatch(f"row {row} holds {self._rows.reserved_len[row]} tokens; {kv_len} of them cannot be shared")
-        child, end = self.admit(), num_pages(kv_len, self.page_size)
+        self._rows.must_have_room(row, kv_len, f"{kv_len} of them cannot be shared")
         self.generations.share(row)
         self._rows.look_from[row] = ALWAYS
-        try:
-            for table in reversed(self.spaces):  # what may be refused comes first
-                table.share(row, child, kv_len, end)
-        except BadBatch:
-            self._rows.forget(child)
-            raise
-        self._rows.capacity[child], self._rows.reserved_len[child] = end * self.page_size, kv_len
-        self.tokens.share(row, child, kv_len)
+        end = num_pages(kv_len, self.page_size)
+        stored_len = min(kv_len, int(self.tokens.stored_len[row]))
+        child = self._rows.begin([table.entries_host[row, :end] for table in self.spaces], kv_len, stored_len)
+        self.tokens.raise_floor(row, kv_len)
         return child
 
     def truncate(self, row: int, kv_len: int) -> None:
@@ -304,11 +243,7 @@ class RequestTable:
         if another row holds it too, and takes others for those after it. A row that shares none may as well begin a
         step earlier. Raises WrongState, and BadBatch for more tokens than row has room for.
         """
-        self._rows.must_be_admitted(row)
-        if not 0 <= kv_len <= self._rows.reserved_len[row]:
-            raise BadBatch(
-                f"row {row} has room for {self._rows.reserved_len[row]} tokens; it cannot go back to {kv_len}"
-            )
+        self._rows.must_have_room(row, kv_len, f"it cannot go back to {kv_len}")
         end, new_end = self._rows.end(row), num_pages(kv_len, self.page_size)
         if kv_len < self.tokens.stored_len[row]:
             self.generations.change(row)
@@ -319,8 +254,8 @@ class RequestTable:
         self._rows.reserved_len[row] = kv_len
         self._rows.capacity[row] = new_end * self.page_size
         for table in self.spaces:
-            table.cut(row, new_end, end)
-        self.tokens.lower_from(row, kv_len)
+            table.cut(np.array([row]), new_end, np.array([end]))
+        self.tokens.lower_floor(row, kv_len)
 
     def mark_stored(self, rows: Integers, kv_len: Integers) -> None:
         """Say that the K and V of the first kv_len[i] tokens of rows[i] are in their pages, in every layer.
@@ -331,26 +266,19 @@ class RequestTable:
         rows, kv_len: integers [num_seqs]; rows are distinct and have room for kv_len
         Raises WrongState, BadBatch.
         """
-        if len(rows):
-            self._mark_stored(*_each("kv_len", rows, kv_len))
-
-    def _mark_stored(self, rows: Int32Array, kv_len: Int32Array) -> None:
+        if len(rows) == 0:
+            return
+        rows, kv_len = _each("kv_len", rows, kv_len)
         self._rows.must_all_be_admitted(rows)
         self._rows.must_be_distinct(rows)
         short = (kv_len > self._rows.reserved_len[rows]) | (kv_len < 0)
-        if short.any():
-            seq = int(short.argmax())
-            raise BadBatch(
-                f"row {rows[seq]} has room for {self._rows.reserved_len[rows[seq]]} tokens; {kv_len[seq]} of them "
-                "cannot be stored"
-            )
-        self.tokens.stored_len[rows] = kv_len
+        for row, length in zip(rows[short].tolist(), kv_len[short].tolist(), strict=True):
+            self._rows.must_have_room(row, length, f"{length} of them cannot be stored")
+        self.tokens.mark(rows, kv_len)
 
     def free(self, row: int) -> None:
         """Give a row and its pages back. Raises WrongState for a row that is not admitted, a second free included."""
         self._rows.must_be_admitted(row)
-        for table in self.spaces:
-            table.release(row, self._rows.end(row))
         self._rows.forget(row)
 
     def num_held(self, row: int, space: Space = Space.FULL) -> int:
@@ -362,16 +290,6 @@ class RequestTable:
         self._rows.must_be_admitted(row)
         return np.array(self.space(space).entries_host[row, : self._rows.end(row)], np.int32)
 
-    def _short(self, table: PageTable, row: int, kv_len: int) -> int:
-        wanted = num_pages(kv_len, self.page_size)
-        more = table.num_held(row, wanted) - table.num_held(row, self._rows.end(row))
-        return max(0, more) + (kv_len > self._rows.reserved_len[row] and self._shares_last_page(table, row))
-
-    def _shares_last_page(self, table: PageTable, row: int) -> bool:
-        """Whether the next token of row would land in a page that another row holds too."""
-        page_no, offset = divmod(int(self._rows.reserved_len[row]), self.page_size)
-        return offset > 0 and bool(table.shares(np.array([row], np.int32), np.array([page_no], np.int32))[0])
-
 
 def _each(name: str, rows: Integers, values: Integers) -> tuple[Int32Array, Int32Array]:
     """Rows, and a number for each that is not negative. Raises BadBatch."""
@@ -379,11 +297,3 @@ def _each(name: str, rows: Integers, values: Integers) -> tuple[Int32Array, Int3
     if len(of_rows) != len(of_each) or int(of_each.min()) < 0:
         raise BadBatch(f"{len(of_rows)} rows were given, and as {name} {of_each.tolist()}; give each row 0 or more")
     return of_rows, of_each
-
-
-def _length(kv_len: int) -> int:
-    """A number of tokens. Raises BadSetting for a number that is not whole, or below 0."""
-    length = whole_number("kv_len", kv_len)
-    if length < 0:
-        raise BadSetting(f"kv_len is {length}; a row has 0 tokens or more")
-    return length

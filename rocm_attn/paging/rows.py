@@ -3,22 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
-from rocm_attn.errors import BadBatch, BadSetting, NeverFits, OutOfRows, WrongState
+from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.errors import BadBatch, BadSetting, OutOfRows, WrongState
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
-from rocm_attn.paging.generations import Generations
 from rocm_attn.paging.index_spaces import RESERVED_ROW, Space
-from rocm_attn.paging.page_table import PageTable, SpacePages, TableGuards
-from rocm_attn.paging.stored_tokens import StoredTokens
+from rocm_attn.paging.page_table import PageTable, TableGuards
 
 # Rows whose next reservation is looked at, whatever its length.
 ALWAYS = np.iinfo(np.int32).min
 # Rows and lengths of no step.
 NO_ROOM = (b"", b"")
+_NO_PAGES: Int32Array = np.empty(0, np.int32)
+
+
+class Generations:
+    """The changes that make a row another one: admit, free, truncate and admit_over; and fork and keep, which share it.
+
+    A row's generation is the number of its last change, counted over the whole table. A step therefore remembers one
+    number, and pays nothing for it.
+
+    last_change: the number of the table's last change
+    """
+
+    __slots__ = ("_of_row", "_of_share", "last_change")
+
+    def __init__(self, num_rows: int) -> None:
+        self._of_row: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self._of_share: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.last_change = 0
+
+    def change(self, rows: Int32Array | int) -> None:
+        """Rows are others from now on."""
+        self.last_change += 1
+        self._of_row[rows] = self.last_change
+
+    def share(self, rows: Int32Array | int) -> None:
+        """Pages of rows have other holders from now on, too."""
+        self.last_change += 1
+        self._of_share[rows] = self.last_change
+
+    def changed_since(self, change: int, rows: Int32Array) -> npt.NDArray[np.bool_]:
+        """The rows that are others after a change of the table. rows: int32 [n]"""
+        changed: npt.NDArray[np.bool_] = self._of_row[rows] > change
+        return changed
+
+    def shared_since(self, change: int, rows: Int32Array) -> npt.NDArray[np.bool_]:
+        """The rows of which pages were shared after a change of the table. rows: int32 [n]"""
+        shared: npt.NDArray[np.bool_] = self._of_share[rows] > change
+        return shared
 
 
 class Rows:
@@ -30,35 +67,19 @@ class Rows:
     free:         rows that are not admitted, the next one last
     known_rows:   rows that were in the table, each named once, as bytes, and as int64 for NumPy's faster look-up
     known_room:   rows and kv_len, as bytes, that had room when they were last looked at. No row has gone back since
+    must_fit:     raises NeverFits for more tokens than a row can hold
     """
 
     def __init__(
-        self,
-        *,
-        num_rows: int,
-        max_kv_len: int,
-        num_pages: int,
-        page_size: int,
-        device: torch.device,
-        windows: Sequence[SpacePages],
-        guards: TableGuards,
+        self, spaces: tuple[PageTable, ...], *, num_rows: int, max_kv_len: int, page_size: int, guards: TableGuards
     ) -> None:
-        self.row_width = guards.row_width
-        self.page_size = page_size
-        self.width = (max_kv_len + page_size - 1) // page_size
-        if self.width * page_size > INT32_MAX:
-            raise NeverFits(
-                f"max_kv_len is {max_kv_len}; lengths are int32, so use at most {INT32_MAX // page_size * page_size}"
-            )
-        self.spaces = tuple(
-            PageTable(pages, num_rows=num_rows, width=self.width, page_size=page_size, device=device, guards=guards)
-            for pages in (SpacePages(Space.FULL, num_pages), *windows)
-        )
-        self.windowed = tuple(table for table in self.spaces if table.pages.window_left != ALL_KEYS)
+        self.spaces, self.page_size = spaces, page_size
+        self.windowed = tuple(table for table in spaces if table.window_left != ALL_KEYS)
+        self.must_fit = partial(guards.row_width, max_kv_len)
         self.reserved_len = np.full(num_rows, -1, np.int32)
         self.capacity = np.full(num_rows, -1, np.int32)
         self.look_from = np.full(num_rows, ALWAYS, np.int32)
-        self.tokens = StoredTokens(num_rows, guards.shared_floor)
+        self.tokens = guards.new_tokens(num_rows)
         self.generations = Generations(num_rows)
         self.free = list(range(num_rows - 1, RESERVED_ROW, -1))
         self.known_rows = b"", np.empty(0, np.int64)
@@ -74,16 +95,34 @@ class Rows:
 
     @property
     def next_row(self) -> int:
-        """The row that admit() gives next. Raises OutOfRows when every row is taken."""
+        """The row that comes next. Raises OutOfRows when every row is taken."""
         if not self.free:
             raise OutOfRows(f"all {len(self.capacity) - 1} rows are taken; free a request or raise max_num_rows")
         return self.free[-1]
 
+    def begin(self, pages: Sequence[Int32Array], kv_len: int, stored_len: int) -> int:
+        """A new row, with room for kv_len tokens in pages that have other holders too.
+
+        pages:      of each space, from page_no 0 on; 0 where there is none
+        stored_len: tokens that are stored in them
+        Raises OutOfRows, and BadBatch where a page is missing that steps from kv_len on see; nothing is changed then.
+        """
+        first = [table.first_held(held, kv_len) for table, held in zip(self.spaces, pages, strict=True)]
+        row = self.admit()
+        self.capacity[row], self.reserved_len[row] = len(pages[0]) * self.page_size, kv_len
+        for table, begin, held in zip(self.spaces, first, pages, strict=True):
+            table.begin(row, begin, held)
+        self.tokens.mark(row, stored_len)
+        self.tokens.raise_floor(row, kv_len)
+        return row
+
     def admit(self) -> int:
-        """A fresh row without pages. Raises OutOfRows when every row is taken."""
+        """A new row without pages. Raises OutOfRows."""
         row = self.next_row
         self.generations.change(row)
         self.capacity[row] = self.reserved_len[row] = 0
+        for table in self.windowed:
+            table.begin(row, 0, _NO_PAGES)
         return self.free.pop()  # last: an interrupt before it loses no row
 
     def end(self, row: int) -> int:
@@ -107,13 +146,20 @@ class Rows:
             seq = int(np.argmax(self._seen[rows] != order))
             raise BadBatch(f"row {rows[seq]} occurs twice in one step; a row belongs to one sequence")
 
+    def must_have_room(self, row: int, kv_len: int, refused: str) -> None:
+        """Raise WrongState unless a row is admitted, and BadBatch with what is refused unless it has room."""
+        self.must_be_admitted(row)
+        if not 0 <= kv_len <= self.reserved_len[row]:
+            raise BadBatch(f"row {row} has room for {self.reserved_len[row]} tokens; {refused}")
+
     def forget(self, row: int) -> None:
-        """A row that holds no page is free."""
+        """Give a row and its pages back."""
+        for table in self.spaces:
+            table.cut(np.array([row]), 0, np.array([self.end(row)]))
         self.generations.change(row)
         self.known_room, self.look_from[row] = NO_ROOM, ALWAYS
-        for table in self.windowed:
-            table.start_over(row)
-        self.tokens.start_over(row)
+        self.tokens.forget(row, 0)
+        self.tokens.lower_floor(row, 0)
         self.capacity[row] = self.reserved_len[row] = -1
-        if row not in self.free:  # it is where an interrupt has broken off admit()
+        if row not in self.free:  # it is where an interrupt has broken off begin()
             self.free.append(row)

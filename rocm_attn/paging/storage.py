@@ -23,35 +23,26 @@ class SpaceTable(Protocol):
     terms:       whether page 0 belongs to no one, and whether KV may be shorter than what is new
     """
 
-    @property
-    def space(self) -> Space: ...
-
-    @property
-    def entries(self) -> Tensor: ...
-
-    @property
-    def window_left(self) -> int: ...
-
-    @property
-    def terms(self) -> TableTerms: ...
+    space: Space
+    entries: Tensor
+    window_left: int
+    terms: TableTerms
 
 
 class Table(Protocol):
     """The rows of requests, in every space that layers live in.
 
-    spaces:    the full space first, if layers live there
     width:     pages in a row
     page_size: tokens in a page
     """
 
-    @property
-    def spaces(self) -> Sequence[SpaceTable]: ...
+    width: int
+    page_size: int
 
     @property
-    def width(self) -> int: ...
-
-    @property
-    def page_size(self) -> int: ...
+    def spaces(self) -> Sequence[SpaceTable]:
+        """The full space first, if layers live there."""
+        ...
 
 
 class Pool(Protocol):
@@ -61,11 +52,8 @@ class Pool(Protocol):
     device:    that they lie on
     """
 
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
+    page_size: int
+    device: torch.device
 
     def layer(self, layer: int, /) -> LayerPages:
         """The pages of one layer of the model."""

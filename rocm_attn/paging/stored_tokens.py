@@ -1,4 +1,4 @@
-"""What is known of the tokens of rows: up to which one their K and V are stored, and which of them other rows share.
+"""The tokens of rows: up to which one their K and V are stored, and which of them other rows share.
 
 StoredTokens knows it from step to step. StepStores knows which layers the step that runs has stored in: a step that
 raised half way through the layers has stored nothing, and one that only attends writes to no page.
@@ -9,54 +9,50 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, WrongState
 
-# tokens that a fork shares with its parent -> the first token that either may store
-SharedFloor = Callable[[int], int]
-
-
-def after_what_is_shared(kv_len: int) -> int:
-    """Neither row stores what both may read."""
-    return kv_len
+_NO_STEP = (b"", b"")
 
 
 class StoredTokens:
-    """Of each row of the request table, int32 [num_rows].
+    """The tokens of each row of the request table.
 
-    stored_len: tokens whose K and V are stored in every layer
-    changed:    rows that were cut since the step that runs was staged: they may be others now
-    floor:      the first token that a step may store; those before it may lie in pages that have other holders
-    left_out:   row -> its stored tokens, and the layers in which a step after these did not store, in words
+    changed:  rows that were cut since the step that runs was staged: they may be others now
+    floor:    int32 [num_rows], the first token that a step may store; those before it may lie in pages that have other
+              holders
+    left_out: row -> its stored tokens, and the layers in which a step after these did not store, in words
     """
 
-    def __init__(self, num_rows: int, shared_floor: SharedFloor) -> None:
+    def __init__(self, num_rows: int) -> None:
         self._stored_len = np.zeros(num_rows, np.int32)
-        # rows and kv_len of the last step, which is not in stored_len yet: mostly the next one goes on from there.
-        self._last = (b"", b"")
+        # rows and kv_len of the last step, which need not be in _stored_len: mostly the next one goes on from there.
+        self._last = _NO_STEP
         self.floor = np.zeros(num_rows, np.int32)
         self.has_floors = False
-        self._shared_floor = shared_floor
         self.changed: list[int] = []
         self.left_out: dict[int, tuple[int, str]] = {}
 
     @property
     def stored_len(self) -> Int32Array:
-        """See the class; to be written to as well."""
+        """int32 [num_rows]: tokens whose K and V are stored in every layer. Read-only: mark() writes."""
         rows, kv_len = self._last
         if rows:
             self._stored_len[np.frombuffer(rows, np.int32)] = np.frombuffer(kv_len, np.int32)
-            self._last = (b"", b"")
         return self._stored_len
 
-    def of(self, rows: Int32Array) -> Int32Array:
-        """int32 [n]: tokens of rows that are stored. A step may still go on from the last one."""
-        last, kv_len = self._last
-        if last:
-            self._stored_len[np.frombuffer(last, np.int32)] = np.frombuffer(kv_len, np.int32)
-        return self._stored_len[rows]
+    def mark(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
+        """The first kv_len tokens of rows count as stored, and none after them."""
+        stored_len = self.stored_len
+        self._last = _NO_STEP
+        stored_len[rows] = kv_len
+
+    def forget(self, row: int, kv_len: int) -> None:
+        """Tokens of row from kv_len on do not count as stored."""
+        self.changed.append(row)
+        self.left_out.pop(row, None)
+        self.mark(row, min(kv_len, int(self.stored_len[row])))
 
     def goes_on(self, batch: StepBatch) -> bool:
         """Whether a step has the rows of the last one, and its new tokens come next in all of them.
@@ -66,47 +62,14 @@ class StoredTokens:
         rows, kv_len = self._last
         return rows == batch.row_bytes and kv_len == (batch.kv_len - batch.q_len).tobytes()
 
-    def start_over(self, row: int) -> None:
-        """A row that holds nothing begins anew."""
-        self.forget(row, 0)
-        self.lower_from(row, 0)
+    def raise_floor(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
+        """The first kv_len tokens of rows, which may be named twice, lie in pages that have other holders too."""
+        np.maximum.at(self.floor, rows, kv_len)
+        self.has_floors = bool(self.floor.any())
 
-    def share(self, row: int, child: int, kv_len: int) -> None:
-        """child gets the first kv_len tokens of row."""
-        stored_len = self.stored_len
-        stored_len[child] = min(kv_len, int(stored_len[row]))
-        floor = self._shared_floor(kv_len)
-        self.floor[child] = floor
-        self.floor[row] = max(floor, int(self.floor[row]))
-        self.has_floors = self.has_floors or floor > 0
-
-    def begin_over(self, row: int, kv_len: int) -> None:
-        """Row, which held nothing, gets kv_len tokens that are stored in kept pages."""
-        self.stored_len[row] = kv_len
-        self.raise_floor(np.array([row], np.int32), np.array([kv_len], np.int32))
-
-    def raise_floor(self, rows: Int32Array, kv_len: Int32Array) -> None:
-        """The first kv_len[i] tokens of rows[i], which are stored, lie in pages that have other holders too."""
-        for row, length in zip(rows.tolist(), kv_len.tolist(), strict=True):
-            floor = self._shared_floor(length)
-            self.floor[row] = max(floor, int(self.floor[row]))
-            self.has_floors = self.has_floors or floor > 0
-
-    def forget(self, row: int, kv_len: int) -> None:
-        """Tokens of row from kv_len on do not count as stored."""
-        self.changed.append(row)
-        self.left_out.pop(row, None)
-        stored_len = self.stored_len
-        stored_len[row] = min(kv_len, int(stored_len[row]))
-
-    def lower_from(self, row: int, kv_len: int) -> None:
-        """Row has given back the pages after kv_len: it shares nothing there."""
-        if self.floor[row] > kv_len:
-            self.lower(np.array([row]), np.array([kv_len], np.int32))
-
-    def lower(self, rows: npt.NDArray[np.integer], floor: Int32Array) -> None:
-        """Tokens from floor[i] on of rows[i] lie in pages that have no other holder."""
-        self.floor[rows] = floor
+    def lower_floor(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
+        """Tokens of rows from kv_len on lie in pages that have no other holder."""
+        self.floor[rows] = np.minimum(self.floor[rows], kv_len)
         self.has_floors = bool(self.floor.any())
 
     def end_step(self, batch: StepBatch, *, complete: bool) -> None:
@@ -117,10 +80,9 @@ class StoredTokens:
             self._last = batch.row_bytes, batch.kv_len_bytes
             return
         rows, kv_len, q_len = batch.rows, batch.kv_len, batch.q_len
-        stored_len = self.stored_len
-        reached = kv_len if complete else np.minimum(kv_len - q_len, stored_len[rows])
+        reached = kv_len if complete else np.minimum(kv_len - q_len, self.stored_len[rows])
         wrote = (q_len > 0) & ~np.isin(rows, self.changed)
-        stored_len[rows[wrote]] = reached[wrote]
+        self.mark(rows[wrote], reached[wrote])
 
 
 class StepStores:
@@ -129,11 +91,16 @@ class StepStores:
     num_layers:     of the runtime
     num_indexed:    of those that have index keys to store, which come after the layers
     tokens:         learns what was stored
-    require_stored: raises BadBatch unless all tokens of a step's rows are stored
+    require_stored: raises BadBatch unless so many tokens of a batch's rows are stored
+    refusal:        why the step may not store, or nothing
     """
 
     def __init__(
-        self, num_layers: int, num_indexed: int, tokens: StoredTokens, require_stored: Callable[[StepBatch], None]
+        self,
+        num_layers: int,
+        num_indexed: int,
+        tokens: StoredTokens,
+        require_stored: Callable[[StepBatch, Int32Array], None],
     ) -> None:
         self._tokens = tokens
         self._num_layers = num_layers
@@ -149,7 +116,6 @@ class StepStores:
         """A step is staged.
 
         num_children: halves, draft steps, or those of both halves
-        refusal:      why it may not store, or nothing
         in_turn:      children of a half, which store in a layer one after the other
         """
         self._batch, self.refusal, self._in_turn = batch, refusal, in_turn
@@ -183,7 +149,7 @@ class StepStores:
     def before_attend(self, child: int, layer: int) -> None:
         """Raise BadBatch for a child that attends to tokens that were stored neither before nor by this step."""
         if not self._done[child] >> layer & 1 and self._batch is not None:
-            self._require_stored(self._batch)
+            self._require_stored(self._batch, self._batch.kv_len)
 
     @property
     def layers(self) -> int:
@@ -194,13 +160,13 @@ class StepStores:
         return layers
 
     def before_replay(self, layers: int) -> None:
-        """The step is about to be run by a graph that stores in these layers. Raises as what is before the calls."""
+        """A graph that stores in these layers is about to run the step. Raises as before_store and before_attend."""
         if layers:
             if self.refusal:
                 raise BadBatch(self.refusal)
             self._wrote = True
         if layers != self._all and self._batch is not None:
-            self._require_stored(self._batch)
+            self._require_stored(self._batch, self._batch.kv_len)
 
     def after_replay(self, layers: int) -> None:
         """The graph was launched."""
@@ -208,13 +174,13 @@ class StepStores:
 
     def end(self) -> None:
         """The step is over, whether it went well or not. Doing it again is harmless: an interrupt may break it off."""
-        if self._batch is not None and self._wrote:
-            # Branches of drafts lie beside each other, and are no tokens that another step could go on from.
-            batch = self._batch
+        batch = self._batch
+        if batch is not None and self._wrote:
             # No child has stored in more layers than all of them, which is the largest number.
             is_whole = min(self._done) == self._all
             if not is_whole:
                 self._note_left_out(batch)
+            # Branches of drafts lie beside each other, and are no tokens that another step could go on from.
             self._tokens.end_step(batch, complete=is_whole and (batch.is_plain or batch.drafts.branches <= 1))
         self._batch = None
 

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from threading import get_ident
+from types import MethodType
 from typing import Any, Final, NamedTuple, NewType
 
 from rocm_attn.batch.drafts import NO_DRAFTS
@@ -27,7 +28,7 @@ from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import WrongState
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import StreamOrder, is_current, on_device
-from rocm_attn.paging.batch_guards import BatchGuards
+from rocm_attn.paging.batch_checks import BatchGuards
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.step.core import StepCore
@@ -176,13 +177,12 @@ class StepGate:
         self.device, self.planner, self.holder = core.device, planner, StepHolder()
         self._core, self._table, self._publisher = core, table, publisher
         self._generations, self._tokens = table.generations, table.tokens
-        self._check_batch = guards.check(table)
-        self._check_stored, require_stored = guards.stored(table)
-        self._changed, self._in_turn = guards.changed(table), guards.in_turn
-        has_windows = len(table.spaces) > 1
-        self._evict: Callable[[StepBatch], None] | None = guards.evict(table) if has_windows else None
+        self._check_batch = MethodType(guards.check, table.checks)
+        self._check_stored = MethodType(guards.stored, table.checks)
+        self._changed, self._in_turn = MethodType(guards.changed, table.checks), guards.in_turn
+        self._has_windows, self._evict_before = len(table.spaces) > 1, guards.evict
         selecting = core.layers.selecting
-        self.stores = StepStores(len(core.layers), len(selecting.indexed), table.tokens, require_stored)
+        self.stores = StepStores(len(core.layers), len(selecting.indexed), table.tokens, self._check_stored)
         self._selections = StepSelections(selecting, core.guards.layers.selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)
@@ -211,7 +211,7 @@ class StepGate:
             self._check_batch(batch)
             refusal = ""
             if not self._tokens.goes_on(batch):  # else its rows were neither forked nor cut since the last step
-                self._check_stored(batch)
+                self._check_stored(batch, batch.kv_len - batch.q_len)
                 refusal = self._table.checks.why_no_store(batch)
             plan = self.planner.plan(batch, None, 1) if plan is None else self.planner.admit(batch, plan)
             if is_current(self.device):
@@ -229,8 +229,9 @@ class StepGate:
         self.holder.state = STAGED
         # Before pages leave the windows of the step that might run again.
         self._staged, self._moves_on = None, False
-        if self._evict is not None:
-            self._evict(batch)
+        # A length that only the device knows may be shorter than its bound: such a step gives nothing back by itself.
+        if self._has_windows and batch.inputs.kv_len_on_host:
+            self._table.evict(batch.rows, self._evict_before(batch))
         self._streams.follow()
         children = self._core.memory.device_steps(plan)
         publisher = self._publisher
@@ -248,7 +249,7 @@ class StepGate:
         """The step whose inputs lie where the device reads them. batches: of its halves"""
         batch, plan, children, _, _ = staged
         steps = plan.draft_steps
-        self.stores.begin(batch, len(children), refusal, steps if steps == 1 else self._in_turn(steps))
+        self.stores.begin(batch, len(children), refusal, steps if steps == 1 else min(steps, self._in_turn))
         if self._selects:
             self._selections.begin(len(children))
         self._may_move = True

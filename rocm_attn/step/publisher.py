@@ -356,7 +356,7 @@ class Publisher:
         """Write what lengths on the device have to keep to; of lengths that the host has, it has asked the table."""
         parts, on_host = slot_parts(batch.num_seqs, len(batch.token_ids)), batch.inputs.lengths_on_host
         words[parts.floor] = 0 if on_host else self._table.checks.floors(batch.rows)
-        words[parts.stored] = INT32_MAX if on_host else self._table.tokens.of(batch.rows)
+        words[parts.stored] = INT32_MAX if on_host else self._table.tokens.stored_len[batch.rows]
 
     def _place_others(self, batch: StepBatch, slot: Tensor, step: DeviceStep, num_fed: int) -> None:
         """Launch what puts a batch's inputs on the device, and its mask, in the place of what was published.

@@ -85,7 +85,7 @@ class StepData:
         out = q.new_empty(num_tokens, problem.num_q_heads, problem.v_head_dim)
         of_lse = torch.empty(out.shape[:2], device=device) if lse else None
         weights = HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device)
-        return cls(problem, lengths, step, tables, pool.layer(0), weights, q, out, of_lse)
+        return cls(problem, lengths, step, tables, pool.layers[0], weights, q, out, of_lse)
 
     @classmethod
     def random(cls, problem: Problem, lengths: Lengths, *, sets: int, device: torch.device, lse: bool) -> StepData:

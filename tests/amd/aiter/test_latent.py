@@ -148,8 +148,8 @@ def test_a_latent_token_takes_one_row() -> None:
     problem = small_latent()
     pool = KVPool([problem], num_pages=3, page_size=problem.page_size, device=CPU)
     assert pool.num_bytes == 3 * page_bytes([problem]) == 3 * 4 * 24 * 4
-    pool.layer(0).k[2, 1] = 5.0
-    assert bool((pool.layer(0).v[2, 1] == 5.0).all())
+    pool.layers[0].k[2, 1] = 5.0
+    assert bool((pool.layers[0].v[2, 1] == 5.0).all())
 
 
 def test_v_of_a_latent_layer_must_be_part_of_k() -> None:

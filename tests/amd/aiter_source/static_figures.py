@@ -143,5 +143,5 @@ def _attend(problem: Problem, kernel: BoundKernel, kind: StepKind) -> None:
         torch.empty(size, dtype=torch.int32)
         for size in (kernel.schedule.words(bounds.shape), kernel.workspace_words(bounds.shape))
     )
-    args = AttendArgs(q, pool.layer(0), table, bounds.queries(step), out, None, None, None, *memory)
+    args = AttendArgs(q, pool.layers[0], table, bounds.queries(step), out, None, None, None, *memory)
     kernel.attend(args, step, bounds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from subprocess import CompletedProcess
 
+import numpy as np
 import pytest
 import torch
 
@@ -123,7 +124,7 @@ def test_the_reserved_row_is_never_written(graphs: bool, device: torch.device) -
         serving.run(requests, [4, 3])
         table = serving.runtime.table
         table.full.entries_host[0, 0] = table.pages_of(requests[0].row)[0]
-        table.full.pending.cells.append((0, 0, 1))
+        table.full.pending.cells.append(np.arange(1))
         serving.run(requests, [1, 1])
         return serving.out[2:8], requests[0].v[0][0].repeat_interleave(3, 0)
 

@@ -56,7 +56,7 @@ def test_what_others_hold_fits_later_and_what_the_pool_cannot_hold_never() -> No
     table.reserve(other, 8)
     with pytest.raises(OutOfPages, match="row 1 needs 5 more pages for 20 tokens and 4 are free"):
         table.reserve(one, 20)
-    with pytest.raises(OutOfPages, match="1 sequences need 5 more pages and 4 are free"):
+    with pytest.raises(OutOfPages, match="row 1 needs 5 more pages for 20 tokens and 4 are free"):
         table.reserve_all(rows_of(one), rows_of(20))
     for reserve in (table.reserve, lambda row, kv_len: table.reserve_all(rows_of(row), rows_of(kv_len))):
         with pytest.raises(NeverFits, match="row 1 needs 7 pages for 28 tokens and there are 6; raise num_pages"):

@@ -34,7 +34,7 @@ def make_table() -> RequestTable:
 
 def kept_in(table: RequestTable, space: int) -> Counter[int]:
     """Kept page -> keeps of it, by what admit_over would hold."""
-    return Counter(table.kept._pages._pages[space, table.kept._pages._ids > 0].tolist())
+    return Counter(table.kept._pages[space, table.kept._ids > 0].tolist())
 
 
 def pages_are_safe(table: RequestTable, rows: list[int]) -> None:
@@ -51,7 +51,7 @@ def pages_are_safe(table: RequestTable, rows: list[int]) -> None:
         targets, read = Counter(pages.pending.copies.keys()), Counter(set(pages.pending.copies.values()))
         assert not (targets & free), "a page that is to be written is free"
         assert not (read & free), "a page that is to be read is free"
-        listed = {(row, page_no) for row, first, end in pages.pending.cells for page_no in range(first, end)}
+        listed = {(row, page_no) for row, page_no, _ in pages.pending_updates().tolist()}
         assert_device_will_know(pages, rows, table, listed)
 
 
@@ -112,7 +112,7 @@ def over_kept(table: RequestTable, ids: list[int], rng: random.Random) -> int:
     run: list[int] = []
     for id_ in ids:
         with suppress(RocmAttnError):
-            if table.kept._pages.page_no_at(table.kept._pages.places_of([id_])).tolist() == [len(run)]:
+            if table.kept._page_no[table.kept._places([id_])].tolist() == [len(run)]:
                 run.append(id_)
     run = run[: rng.randint(0, len(run))]
     return table.kept.admit_over(run, max(0, 4 * len(run) - rng.randint(0, 3)))
@@ -192,7 +192,7 @@ def test_pages_that_interrupts_have_lost_come_back_when_nothing_is_kept_any_more
     interrupted_at(lines.randint(1, 30), table.kept.drop_all)
     table.kept.drop_all()
     pages_are_safe(table, [row for row in range(1, 5) if table._rows.capacity[row] >= 0])
-    assert not (table.kept._pages._ids > 0).any()
+    assert not (table.kept._ids > 0).any()
     deliver(table)
     for pages in table.spaces:
         held = set(pages.entries_host[pages.entries_host != RESERVED_PAGE].tolist())
@@ -207,6 +207,6 @@ def test_without_interrupts_no_page_is_lost() -> None:
         deliver(table)
         for row in rows:
             table.free(row)
-        table.kept.drop(table.kept._pages._ids[table.kept._pages._ids > 0])
+        table.kept.drop(table.kept._ids[table.kept._ids > 0])
         deliver(table)
         assert [pages.num_free_pages for pages in table.spaces] == [39, 40]

@@ -187,10 +187,10 @@ def test_there_is_room_where_reserving_would_change_nothing() -> None:
     rows = np.array([table.admit(), table.admit()], np.int32)
     assert not table.is_reserved(rows, np.array([1, 1], np.int32))
     table.reserve_all(rows, np.array([5, 3], np.int32))
-    held, changes = [table.num_held(int(row)) for row in rows], list(table.full.pending.cells)
+    held, changes = [table.num_held(int(row)) for row in rows], table.full.pending_updates().tolist()
     for kv_len, expected in (([5, 3], True), ([1, 0], True), ([6, 3], False), ([5, 4], False)):
         assert table.is_reserved(rows, np.array(kv_len, np.int32)) is expected
-    assert ([table.num_held(int(row)) for row in rows], list(table.full.pending.cells)) == (held, changes)
+    assert ([table.num_held(int(row)) for row in rows], table.full.pending_updates().tolist()) == (held, changes)
     table.truncate(int(rows[1]), 2)
     assert not table.is_reserved(rows, np.array([5, 3], np.int32))
     table.free(int(rows[0]))
@@ -293,7 +293,7 @@ def test_sharing_more_than_is_held_is_refused() -> None:
     table = make_table()
     row = table.admit()
     table.reserve(row, 5)
-    with pytest.raises(BadBatch, match="holds 5 tokens"):
+    with pytest.raises(BadBatch, match="row 1 has room for 5 tokens; 6 of them cannot be shared"):
         table.fork(row, 6)
 
 

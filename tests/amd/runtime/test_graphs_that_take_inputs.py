@@ -129,7 +129,7 @@ def _left(served: Going) -> tuple[object, ...]:
     runtime, counters = served.runtime, served.runner.counters
     assert runtime.gate.last is not None
     return (
-        runtime.table.tokens.of(served.rows).tolist(),
+        runtime.table.tokens.stored_len[served.rows].tolist(),
         runtime.faults.step_number,
         runtime.gate.stores.layers,
         runtime.gate.stores.refusal,
@@ -182,7 +182,7 @@ def test_an_interrupt_at_any_line_of_a_step_in_one_call_leaves_the_next_one_righ
     for _ in every_line(step, 5):
         interrupts += 1
         # Where it was broken off, its tokens may count as stored or not.
-        served.kv_len = served.runtime.table.tokens.of(served.rows)
+        served.kv_len = served.runtime.table.tokens.stored_len[served.rows]
         for _ in range(3):
             served.step()
         assert ran[-2:] == [True, True]
@@ -220,7 +220,7 @@ def test_what_an_interrupt_leaves_to_run_again_sees_its_whole_window(ran: list[b
         if served.runner.may_run_again and last is not None:
             again += 1
             served.runner.run_again(last.batch)
-        served.kv_len = served.runtime.table.tokens.of(served.rows)
+        served.kv_len = served.runtime.table.tokens.stored_len[served.rows]
         served.step()
         served.runtime.check_device()
     assert again > 20
@@ -409,7 +409,7 @@ def test_a_flight_recorder_hears_of_no_refusal_and_no_interrupt_before_its_step(
         noted, told.noted = told.noted, told.noted[:1]
         if failures:
             assert len(noted) > 1
-        served.kv_len = served.runtime.table.tokens.of(served.rows)
+        served.kv_len = served.runtime.table.tokens.stored_len[served.rows]
         if served.kv_len.max() > MAX_KV_LEN - 10:
             told.noted.clear()
             served = Going(told)

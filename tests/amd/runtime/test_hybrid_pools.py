@@ -168,7 +168,7 @@ def test_a_fork_shares_the_window(provider: str, device: torch.device) -> None:
     parent = world.admit()
     world.step([parent], [30])
     world.step([parent], [1])
-    with pytest.raises(BadBatch, match="have left the window of row"):
+    with pytest.raises(BadBatch, match="has left the window of the SWA space"):
         world.fork(parent, 8)
     child = world.fork(parent, 29)
     world.step([child, parent], [3, 1])

@@ -31,7 +31,7 @@ VECTORISED = replace(small_problem(8, head_dim=24, v_head_dim=16), pool=PoolKind
 def test_pages_have_the_shapes_that_kernels_read() -> None:
     for dtype, x in ((torch.float32, 4), (torch.bfloat16, 8)):
         problem = replace(VECTORISED, dtype=dtype)
-        pages = KVPool([problem], num_pages=5, page_size=8, device=CPU).layer(0)
+        pages = KVPool([problem], num_pages=5, page_size=8, device=CPU).layers[0]
         assert pages.k.shape == (5, 2, 24 // x, 8, x)
         assert pages.v.shape == (5, 2, 8 // x, 16, x)
         assert pages.k.is_contiguous()

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting, WrongState
@@ -24,8 +23,9 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import attention, cache, metadata
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.kept_pages import KeptIds, KeptPages
 from rocm_attn.paging.kv_pool import KVPool
-from rocm_attn.paging.page_table import PageTable, SpacePages
+from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.torch_ref import TorchExtend, TorchMasked
 from rocm_attn.runtime import AttentionRuntime
@@ -449,14 +449,13 @@ def test_a_fault_of_the_last_step_is_a_finding(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.nightly
 def test_kept_pages_that_are_handed_out_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(
-        original: Callable[..., Int32Array], table: PageTable, rows: Int32Array, page_no: Int32Array
-    ) -> Int32Array:
-        pages = original(table, rows, page_no)
-        np.subtract.at(table._holders, pages, 1)
-        return pages
+    def keep(original: Callable[..., KeptIds], kept: KeptPages, *args: Any) -> KeptIds:
+        ids = original(kept, *args)
+        for table in kept._rows.spaces:
+            np.subtract.at(table._holders, kept.pages(ids, table.space), 1)
+        return ids
 
-    wrap(monkeypatch, PageTable, "keep", keep)
+    wrap(monkeypatch, KeptPages, "keep_all", keep)
     monkeypatch.setattr(Soak, "_audit", lambda *_: None)  # what it would see first
     assert "differs from the reference" in str(found(SMALL.without(Action.SHARE)))
 

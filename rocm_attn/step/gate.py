@@ -344,14 +344,18 @@ class StepGate:
         """Of the tokens that the host knows of, those of a sequence that the step does not write when it runs again."""
         return step.batch.max_q_len if self._moves_on else 0
 
-    def resume(self, step: RanStep) -> None:
-        """Have AGAIN run this step, after which only steps of its own round were staged, with later tokens: move_on().
+    def resume(self, step: RanStep) -> RanStep:
+        """Have AGAIN run this step for the rows of the one that was staged last, with later tokens: move_on().
 
-        Raises WrongState.
+        The device has these rows among the step's inputs. Returns what AGAIN runs. Raises WrongState.
         """
+        last = self._ran()
+        if last is None:
+            raise WrongState("no step was staged whose rows could go on; stage one first")
         self._moves_on = True
-        self._require_rows(step, "the step cannot run again")
-        self._staged = step
+        self._require_rows(last, "the step cannot run again")
+        self._staged = ran = step._replace(batch=last.batch, change=last.change)
+        return ran
 
     def _require_rows(self, step: RanStep, refused: str, *, staying: int = 0, rows: Int32Array | None = None) -> None:
         """Raise WrongState where a row of a step was freed, cut, forked or kept since that step was staged.

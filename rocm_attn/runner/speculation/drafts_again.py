@@ -131,6 +131,7 @@ class DraftsAgain:
         self._runtime, self._around, self.guessed = runtime, around, guessed
         num_seqs, of_first, faults = len(around.stored), around.first.inputs, around.faults
         self._seal_number = runtime.seals.number
+        self._followed: RanStep | None = None
         first_slot = DeviceSlot(runtime, of_first, num_seqs, around.few)
         drafts_slot = DeviceSlot(runtime, around.drafts, num_seqs, around.num_drafts)
         self._slots = first_slot, drafts_slot
@@ -169,7 +170,7 @@ class DraftsAgain:
         """Whether these are the drafts of a round's guesses, made after those that were made last."""
         if guessed is not self.guessed or self._seal_number != self._runtime.seals.number:
             return False
-        return self._runtime.gate.may_go_again is self._around.first and self._around.are_there()
+        return self._followed is not None and self._runtime.gate.may_go_again is self._followed and self.are_there()
 
     def fits(self, num_tokens: int) -> bool:
         """Whether texts may have as many tokens, those included that are taken in."""
@@ -181,7 +182,7 @@ class DraftsAgain:
         rows, most: int32 [n], of the request table, and tokens that these have room for
         """
         self.reserve(rows, most)
-        self._runtime.gate.resume(self._around.first)
+        self._followed = self._runtime.gate.resume(self._around.first)
 
     def reserve(self, rows: Int32Array, most: Int32Array) -> None:
         """The rows have room for so many tokens. As of follow()"""

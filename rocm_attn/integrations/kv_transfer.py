@@ -38,6 +38,16 @@ from rocm_attn.runtime import AttentionRuntime
 # Space -> the page of each page_no of a request. Where one was given back it is 0, or -1 in an engine's table of which
 # page 0 is a page like others.
 Pages = Mapping[Space, Sequence[int]]
+
+
+class RowPages(dict[Space, Sequence[int]]):
+    """Pages of a row of a runtime (owner), whose table is asked again whenever they are used."""
+
+    def __init__(self, owner: Owner, row: int, pages: Pages) -> None:
+        super().__init__(pages)
+        self.owner, self.row = owner, row
+
+
 # Bytes that are recoded at a time: indexing them takes eight times as much.
 _RECODED_AT_ONCE = 1 << 22
 
@@ -93,7 +103,7 @@ class _Mover:
         found = {each.space: table.pages_of(row, each.space)[:count].tolist() for each in table.spaces}
         if kv_len < 1 or len(found[Space.FULL]) < count:
             raise BadBatch(f"row {row} has {len(found[Space.FULL])} pages, which do not hold {kv_len} tokens")
-        return found
+        return RowPages(self._owner, row, found)
 
     @property
     def _runtime(self) -> AttentionRuntime:
@@ -125,6 +135,11 @@ class _Mover:
 
     def _check(self, pages: Pages, kv_len: int, layers: Sequence[int]) -> None:
         """Raises BadBatch, WrongState."""
+        if isinstance(pages, RowPages):
+            if pages.owner is not self._owner:
+                raise BadBatch(f"the pages of row {pages.row} are another runtime's; give pages of this one")
+            if pages != self.pages_of(pages.row, kv_len):
+                raise WrongState(f"row {pages.row} has other pages by now; call pages_of() anew")
         for space in {self._spaces[layer] for layer in layers}:
             listed, count = pages.get(space, ()), num_pages(kv_len, self._page_size)
             gone, most = self._gone[space], self._num_pages[space]
@@ -252,12 +267,6 @@ class KVExporter(_Mover):
         Raises BadBatch for tokens that are not stored, BadTensor, WrongState.
         """
         pages = self.pages_of(row, kv_len)
-        stored = int(self._runtime.table.tokens.of(np.array([row], np.int32))[0])
-        if kv_len > stored:
-            raise BadBatch(f"row {row} has {stored} stored tokens; {kv_len} of them cannot be sent")
-        # A page that is still to be copied from another has nothing yet.
-        copies = {each.space: each.pending.copies for each in self._runtime.table.spaces}
-        pages = {space: [copies[space].get(page, page) for page in listed] for space, listed in pages.items()}
         extent = self.extent(pages, kv_len)
         self.export(pages, extent, buffer)
         return extent
@@ -272,6 +281,8 @@ class KVExporter(_Mover):
 
     def _export(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
         self._check(pages, extent.kv_len, layers)
+        if isinstance(self._owner, AttentionRuntime):
+            pages = self._that_hold(pages, extent.kv_len)
         parts = stretches(self.passport, extent, layers)
         for space in {self._spaces[layer] for layer in layers}:
             if self._gone[space] in pages[space][extent.first[space.value] // self._page_size :]:
@@ -284,6 +295,17 @@ class KVExporter(_Mover):
             return extent.first[space.value] // unit
 
         self._move(ops_of(self._owner).export_rows, layers, pages, parts, first_of, used, clears=False)
+
+    def _that_hold(self, pages: Pages, kv_len: int) -> Pages:
+        """Where the tokens of a runtime's pages lie by now. Raises BadBatch for tokens of a row that are not stored."""
+        table = self._runtime.table
+        if isinstance(pages, RowPages):
+            stored = int(table.tokens.of(np.array([pages.row], np.int32))[0])
+            if kv_len > stored:
+                raise BadBatch(f"row {pages.row} has {stored} stored tokens; {kv_len} of them cannot be sent")
+        # A page that is still to be copied from another has nothing yet.
+        copies = {each.space: each.pending.copies for each in table.spaces}
+        return {space: [copies[space].get(page, page) for page in listed] for space, listed in pages.items()}
 
 
 class KVImporter(_Mover):
@@ -332,6 +354,9 @@ class KVImporter(_Mover):
         Raises BadBatch, BadTensor, WrongState; nothing was written then.
         """
         pages = self.pages_of(row, extent.kv_len)
+        room = int(self._runtime.table.room([row])[0])
+        if extent.kv_len > room:
+            raise BadBatch(f"row {row} has room for {room} tokens, and {extent.kv_len} were sent; reserve() it first")
         self._must_be_own(row, pages)
         self._must_go_back(extent)
         self.import_pages(pages, extent, buffer)

@@ -363,7 +363,9 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
     with pytest.raises(BadBatch, match="there are 48"):
         exporter.export({Space.FULL: [*pages[Space.FULL][:2], 48]}, extent, buffer)
     with pytest.raises(BadTensor, match="send the extent that the exporter gave"):
-        importer.import_pages(pages, KVExtent(11, {}), buffer)
+        importer.import_pages(dict(pages), KVExtent(11, {}), buffer)
+    with pytest.raises(BadBatch, match=f"pages of row {row} are another runtime's"):
+        importer.import_pages(pages, extent, buffer)
     assert (buffer == POISON).all()
     before = [tensor.clone() for tensor in storages(target)]
     with pytest.raises(BadBatch, match="or a page twice"):
@@ -401,11 +403,11 @@ def test_factors_that_change_later_are_refused_on_both_sides(provider: str, devi
     buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
     exporter.export(pages, extent, buffer)
     with pytest.raises(WrongState, match="layer 1 has got other factors since this was made"):
-        importer.import_pages(pages, extent, buffer)
+        importer.import_pages(dict(pages), extent, buffer)
     source.table.free(row)
     source.set_kv_scales(0, KVScales(0.5, 0.25))
     with pytest.raises(WrongState, match="layer 0 has got other factors"):
-        exporter.export(pages, extent, buffer)
+        exporter.export(dict(pages), extent, buffer)
 
 
 @long
@@ -578,6 +580,49 @@ def test_a_page_that_is_still_to_be_copied_is_read_where_its_tokens_are(provider
     assert source.table.full.pending.copies
     new_row = moved(source, child, 10, target)
     assert all(map(torch.equal, story.decode(source, child, 10), story.decode(target, new_row, 10)))
+
+
+def test_pages_of_a_row_are_sent_as_the_row_is(provider: str, device: torch.device) -> None:
+    """By pages or by layers as by row: what is not stored is refused, and a page without its copy yet is looked up."""
+    problems = [small_problem()] * 2
+    story, source = Story(problems, device), runtime_of(problems, device, provider)
+    row = story.prefill(source, 10)
+    child = source.table.fork(row, 10)
+    source.table.reserve(child, 12)
+    exporter, pages = KVExporter(source), KVExporter(source).pages_of(child, 10)
+    extent = exporter.extent(pages, 10)
+    by_row, by_pages = torch.zeros(2, exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export_row(child, 10, by_row)
+    exporter.export(pages, extent, by_pages)
+    assert torch.equal(by_row, by_pages)
+    more = exporter.pages_of(child, 11)
+    for send in (
+        lambda: exporter.export(more, exporter.extent(more, 11), by_pages),
+        lambda: exporter.export_layer(1, more, exporter.extent(more, 11), by_pages),
+    ):
+        with pytest.raises(BadBatch, match=f"row {child} has 10 stored tokens; 11 of them cannot be sent"):
+            send()
+    source.table.free(child)
+    with pytest.raises(WrongState, match=f"row {child} is not admitted"):
+        exporter.export(pages, extent, by_pages)
+
+
+def test_tokens_that_a_row_has_no_room_for_are_refused_before_they_are_written(
+    provider: str, device: torch.device
+) -> None:
+    problems = [small_problem()]
+    story, source = Story(problems, device), runtime_of(problems, device, provider)
+    exporter, importer = KVExporter(source), KVImporter(source, KVPassport.of(source))
+    row, short = story.prefill(source, 11), source.table.admit()
+    extent = exporter.extent(exporter.pages_of(row, 11), 11)
+    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export_row(row, 11, buffer)
+    source.table.reserve(short, 10)
+    before = [tensor.clone() for tensor in storages(source)]
+    with pytest.raises(BadBatch, match=f"row {short} has room for 10 tokens"):
+        importer.import_row(short, extent, buffer)
+    for tensor, was in zip(storages(source), before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ each live request, each kept page and each fork with the KV that the oracle has 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,6 @@ from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import DeviceFault, RocmAttnError
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.compiled import compiled_layers
 from rocm_attn.integrations.kv_passport import KVExtent
@@ -33,6 +32,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Series, Step
+from tests.amd.driver.calls import Calls
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.model import NOT_FINITE_ID, PLACES, VOCABULARY, Model, looked_up
 from tests.amd.driver.oracle import UNKNOWN, Bools, Oracle, Tokens
@@ -100,23 +100,16 @@ class Kept:
     stored: list[int]
 
 
-class Refused:
-    """What call() returns for a call that was refused."""
-
-
-REFUSED = Refused()
-
-
-class Scene:
+class Scene(Calls):
     """One runtime of a kind and its requests.
 
     oracle.kv: row -> what its stored tokens look up
     unsure:    rows whose next step may be refused: they were cut, or share room without tokens
     lives:     row -> admissions so far; changes: row -> what has happened to it since
-    provoked:  whether a call gave the device values that it must report
     """
 
     def __init__(self, kind: str, seed: int, device: torch.device, guards: Guards | None) -> None:
+        super().__init__()
         self.kind, self.device, self.rng = kind, device, random.Random(seed)
         problems = _problems(kind, device)
         options = RuntimeOptions(
@@ -155,9 +148,6 @@ class Scene:
         self.over: Step | None = None
         self.last: tuple[StepBatch, list[Seq], dict[int, int]] | None = None
         self.verified: tuple[list[Seq], dict[int, int], bool] | None = None
-        self.provoked = False
-        self.log: list[str] = []
-        self.counts = {"taken": 0, "refused": 0, "reported": 0, "compared": 0}
         self.set_weights()
 
     def renew_movers(self) -> None:
@@ -202,58 +192,11 @@ class Scene:
         """Token ids."""
         return [self.rng.randint(1, VOCABULARY - 1) for _ in range(count)]
 
-    def say(self, what: str) -> None:
-        """Add a line to the log."""
-        self.log.append(what)
+    # What a call leaves as it was
 
-    # Calls
-
-    def call(self, what: str, function: Callable[[], Any], *, wrong: str = "", right: bool = False) -> Any:
-        """What a call returns, or REFUSED, after which nothing may have changed.
-
-        wrong: why it must be refused; right: it must not be
-        """
-        before = self.state()
-        try:
-            given = function()
-        except DeviceFault as fault:
-            self.heard(fault)
-            self._unchanged(before, what, fault)
-            return REFUSED
-        except RocmAttnError as refusal:
-            self.say(f"{what}: refused, {type(refusal).__name__}: {str(refusal).splitlines()[0][:140]}")
-            self.counts["refused"] += 1
-            self._unchanged(before, what, refusal)
-            if right:
-                raise Finding(f"{what} was refused: {refusal}") from refusal
-            return REFUSED
-        except (Finding, KeyboardInterrupt):
-            raise
-        except Exception as error:
-            raise Finding(f"{what} raised {type(error).__name__}: {str(error).splitlines()[:1]}") from error
-        self.say(f"{what}: taken{f', although {wrong}' if wrong else ''}")
-        self.counts["taken"] += 1
-        if wrong:
-            raise Finding(f"{what} was taken, although {wrong}")
-        return given
-
-    def heard(self, fault: DeviceFault) -> None:
-        """The runtime has reported a fault."""
-        self.say(f"reported: {str(fault).splitlines()[0][:140]}")
-        self.counts["reported"] += 1
-        if not self.provoked:
-            raise Finding(f"a fault that nothing explains: {str(fault).splitlines()[0]}")
-
-    def listen(self) -> bool:
-        """Ask the device for faults; whether it had one."""
-        for asked in range(4):
-            try:
-                self.runtime.check_device()
-            except DeviceFault as fault:
-                self.heard(fault)
-            else:
-                return asked > 0
-        raise Finding("check_device() raises again and again")
+    def check_device(self) -> None:
+        """Of the runtime."""
+        self.runtime.check_device()
 
     def state(self) -> tuple[object, ...]:
         """What a refused call must leave as it was."""
@@ -270,11 +213,6 @@ class Scene:
             tuple(table.kept.ids().tolist()),
             self.runtime.seals.number,
         )
-
-    def _unchanged(self, before: tuple[object, ...], what: str, why: Exception) -> None:
-        if self.state() != before:
-            raise Finding(f"{what} was refused, and yet something changed: {before} -> {self.state()}") from why
-        self.compare_pool(f"{what}, which was refused,")
 
     # Requests
 
@@ -486,4 +424,3 @@ def _problems(kind: str, device: torch.device) -> list[Problem]:
     if kind in ("plain", "graphs"):
         return [first, Problem(**{**base, "has_sinks": True})]
     return [first]
-

@@ -129,7 +129,7 @@ class Scene(Calls):
         self.options = options
         self.runtime = build_runtime(problems, options, device=device, guards=guards)
         self.model = Model(problems, seed, device)
-        _make_exact(self.model)
+        make_exact(self.model)
         self.oracle = Oracle([])
         recorder = recorder_for(device) if kind != "plain" else None
         self.runner = StepRunner(self.runtime, self.model.forward, recorder, check=NO_CHECK)
@@ -394,7 +394,7 @@ def _tokens(kv: Sequence[int], pages: Sequence[int], page_size: int, what: str) 
     return found
 
 
-def _make_exact(model: Model) -> None:
+def make_exact(model: Model) -> None:
     """K and V are halves of small numbers, which eight bits hold too."""
     for layer in model.layers:
         for side in (layer.q, layer.k, layer.v):

@@ -1,0 +1,699 @@
+"""Verbs of an engine: every public call of ExternalAttention that reaches pages, tables or graphs, sometimes wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.external import Bounds
+from rocm_attn.integrations.kv_passport import KVPassport
+from rocm_attn.paging.adopted import CsrSource, TableSource
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.step.external_step import ONE_EACH, BoolCells, ExternalStep
+from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.watch.shadow_check import shadow_check
+from tests.amd.driver.calls import REFUSED
+from tests.amd.driver.engine_scene import MOST_SEQS, NUM_PAGES, PAGE, ROWS, WIDTH, EngineScene, Graph
+from tests.amd.driver.finding import Finding
+from tests.amd.driver.oracle import UNKNOWN
+from tests.amd.driver.scene import Sent, Seq
+
+Verb = Callable[[EngineScene], None]
+
+
+# Whole steps
+
+
+def run(
+    scene: EngineScene, what: str, seqs: list[Seq], step: ExternalStep, slots: Tensor | None = None, layers: Any = None
+) -> Any:
+    """Begin, fill, all layers: their outputs, or REFUSED. The step stays the one that has begun."""
+    layers = scene.attention.layers if layers is None else layers
+
+    def body() -> list[Tensor]:
+        scene.begun, scene.is_filled = None, False
+        scene.attention.begin(step)
+        if layers is scene.compiled:
+            layers.fill(slots=slots)
+        else:
+            scene.attention.fill(slots)
+        return scene.forward(seqs, step.padded_tokens, layers)
+
+    given = scene.call(what, body)
+    if given is not REFUSED:
+        scene.begun, scene.is_filled, scene.stored_in = (step, seqs), True, {0, 1}
+    return given
+
+
+def right(scene: EngineScene, what: str, seqs: list[Seq], given: Any) -> None:
+    """A step that was taken and must be right."""
+    if given is not REFUSED:
+        scene.stored(seqs)
+        scene.compare(what, seqs, given)
+
+
+def decode(scene: EngineScene) -> None:
+    """One new token each."""
+    if seqs := scene.seqs(count=1):
+        right(scene, "a decode step", seqs, run(scene, "a decode step", seqs, scene.step(seqs)))
+
+
+def extend(scene: EngineScene) -> None:
+    """Some new tokens each, slots given or not."""
+    if seqs := scene.seqs():
+        step = scene.step(seqs)
+        slots = None
+        if scene.rng.random() < 0.5:
+            listed = scene.slots_of(seqs)
+            slots = scene.ints([*listed, *[-1] * (step.padded_tokens - len(listed))], torch.int64)
+        right(scene, "an extend step", seqs, run(scene, "an extend step", seqs, step, slots))
+
+
+def compiled_step(scene: EngineScene) -> None:
+    """The same by the calls that compiled forwards make."""
+    if seqs := scene.seqs():
+        what = "a step by compiled layers"
+        right(scene, what, seqs, run(scene, what, seqs, scene.step(seqs), layers=scene.compiled))
+
+
+def masked(scene: EngineScene) -> None:
+    """New tokens that see what their cells say; or fewer cells than they have."""
+    seqs = scene.seqs()
+    if not seqs:
+        return
+    shown = []
+    for seq in seqs:
+        seq.shows = np.ones((len(seq.ids), seq.end), np.bool_)
+        seq.shows[:, seq.begin :] = np.random.default_rng(scene.rng.randrange(2**31)).random((len(seq.ids),) * 2) < 0.6
+        shown.append(torch.from_numpy(seq.shows.ravel()))
+    cells = torch.cat(shown).to(scene.device)
+    few = scene.rng.random() < 0.3 and len(cells) > 9
+    step = scene.step(seqs)
+    positions = [position for seq in seqs for position in seq.positions]
+    positions += [0] * (step.padded_tokens - len(positions))
+    mask = BoolCells(cells[: len(cells) - 9] if few else cells, scene.ints(positions))
+    step = ExternalStep(
+        **{name: getattr(step, name) for name in ("num_seqs", "padded_seqs", "padded_tokens", "kv_len", "q", "rows")},
+        min_q_len=step.min_q_len,
+        max_q_len=step.max_q_len,
+        max_kv_len=step.max_kv_len,
+        mask=mask,
+    )
+    if few:
+        wrong(scene, "a mask with too few cells", seqs, step, keeps=True)
+    else:
+        right(scene, "a masked step", seqs, run(scene, "a masked step", seqs, step))
+
+
+# Wrong steps
+
+
+def wrong(
+    scene: EngineScene, what: str, seqs: list[Seq], step: ExternalStep, slots: Tensor | None = None, keeps: bool = False
+) -> None:
+    """A step that must be refused or reported, and touch no other request. keeps: its rows stay as they were, too"""
+    scene.provoked = True
+    given = run(scene, what, seqs, step, slots)
+    scene.begun = None
+    rows = {seq.row for seq in seqs}
+    if given is not REFUSED and not scene.listen():
+        raise Finding(f"{what} was not reported")
+    scene.listen()
+    for row in rows & {*scene.rows}:
+        seq = next(seq for seq in seqs if seq.row == row)
+        if given is not REFUSED and not keeps:
+            kv = scene.oracle.kv[row]
+            kv[seq.begin :] = []
+    scene.compare_pool(what)
+    scene.write_tables()
+
+
+def spoiled(scene: EngineScene) -> None:
+    """Rows twice, outside of the table, lengths beyond the bounds, holes and pages that are none."""
+    seqs = scene.seqs(count=1)
+    if not seqs:
+        return
+    names = ("row twice", "row outside", "negative row", "too long", "no page", "page beyond", "negative page")
+    kind = scene.rng.choice(names)
+    rows, last = [seq.row for seq in seqs], seqs[-1]
+    ends = [seq.end for seq in seqs]
+    if kind == "row twice":
+        if len(seqs) == MOST_SEQS:
+            return
+        seqs = [*seqs, Seq(last.row, last.begin, [3])]
+        rows, ends = [*rows, last.row], [*ends, last.end]
+    elif kind == "row outside":
+        rows[-1] = scene.rng.choice((ROWS, ROWS + 3, 2**31 - 1))
+    elif kind == "negative row":
+        rows[-1] = -1
+    elif kind == "too long":
+        ends[-1] = WIDTH * PAGE + scene.rng.choice((1, 9, 1000))
+    elif kind == "no page":
+        scene.write_tables([(last.row, last.begin // PAGE, scene.hole)])
+    elif kind == "page beyond":
+        scene.write_tables([(last.row, last.begin // PAGE, scene.rng.choice((NUM_PAGES, NUM_PAGES + 5)))])
+    else:
+        scene.write_tables([(last.row, last.begin // PAGE, -3)])
+    count = len(seqs)
+    step = ExternalStep(
+        count, count, count, scene.ints(ends), ONE_EACH, scene.ints(rows), 1, 1, max(seq.end for seq in seqs)
+    )
+    wrong(scene, f"a step with {kind}", seqs, step)
+
+
+def wrong_slots(scene: EngineScene) -> None:
+    """Slots of another request, beyond the pool, or fewer than tokens."""
+    seqs = scene.seqs()
+    if not seqs:
+        return
+    step = scene.step(seqs)
+    listed = scene.slots_of(seqs)
+    kind = scene.rng.choice(("another's", "beyond", "too few", "nowhere"))
+    others = [row for row in scene.rows if scene.length(row) and row not in {seq.row for seq in seqs}]
+    at = scene.rng.randrange(len(listed))
+    if kind == "another's" and others:
+        listed[at] = scene.pages[others[0]][0] * PAGE
+    elif kind == "beyond":
+        listed[at] = NUM_PAGES * PAGE + 3
+    elif kind == "too few" and len(listed) > 1:
+        listed.pop()
+    elif kind == "nowhere":
+        listed[at] = -1
+        given = run(scene, "a slot that is nowhere", seqs, step, scene.ints(listed, torch.int64))
+        if given is not REFUSED:
+            scene.stored(seqs)
+            places = [(seq.row, place) for seq in seqs for place in range(seq.begin, seq.end)]
+            row, place = places[at]
+            scene.oracle.kv[row][place] = UNKNOWN
+            scene.oracle.truncate(row, place)
+        return
+    else:
+        return
+    wrong(scene, f"slots: {kind}", seqs, step, scene.ints(listed, torch.int64))
+
+
+# Call by call
+
+
+def begin(scene: EngineScene) -> None:
+    """A step begins, and nothing else."""
+    if seqs := scene.seqs():
+        step = scene.step(seqs)
+        if scene.call("begin", lambda: scene.attention.begin(step)) is not REFUSED:
+            scene.begun, scene.is_filled, scene.stored_in = (step, seqs), False, set()
+
+
+def fill(scene: EngineScene) -> None:
+    """Fill what has begun, or nothing."""
+    step_number = scene.attention.step_number
+    given = scene.call("fill", scene.attention.fill, wrong="" if step_number else "no step has begun")
+    scene.is_filled |= given is not REFUSED
+
+
+def store(scene: EngineScene) -> None:
+    """Layers store, of a step that was filled or not."""
+    if scene.begun is None:
+        return begin(scene)
+    step, seqs = scene.begun
+    number = scene.rng.randrange(2)
+    _, k, v = scene.model.layers[number].of(scene.entries_of(seqs, step.padded_tokens))
+    given = scene.call(
+        f"layer {number} stores",
+        lambda: scene.attention.layers.store(number, k, v),
+        wrong="" if scene.is_filled else "it was not filled",
+    )
+    if given is not REFUSED and seqs:
+        for seq in seqs:
+            if seq.row not in scene.oracle.kv or scene.length(seq.row) < seq.begin:
+                return None
+        scene.stored_in.add(number)
+        if scene.stored_in == {0, 1}:
+            live = [seq for seq in seqs if scene.length(seq.row) <= seq.end]
+            scene.stored(live)
+    return None
+
+
+def attend(scene: EngineScene) -> None:
+    """A layer attends; so does one that is none."""
+    if scene.begun is None:
+        return begin(scene)
+    step, seqs = scene.begun
+    q, _, _ = scene.model.layers[0].of(scene.entries_of(seqs, step.padded_tokens))
+    out, _ = scene.model.layers[0].room(q)
+    number = scene.rng.choice((0, 0, 7))
+    scene.call(
+        f"layer {number} attends",
+        lambda: scene.attention.layers.attend(number, q, out),
+        wrong="" if scene.is_filled and number == 0 else "it was not filled, or is no layer",
+    )
+    return None
+
+
+def of_a_thread(scene: EngineScene) -> None:
+    """Another thread has a step in between, takes over and gives back; or is refused."""
+    seqs = scene.seqs(count=1)
+    if not seqs:
+        return
+    step, takes_over = scene.step(seqs), scene.rng.random() < 0.5
+    had_begun = scene.attention.step_number > 0 and scene.attention._gate._holder.is_mine
+    given: list[Any] = []
+
+    def body() -> None:
+        try:
+            if takes_over:
+                scene.attention.take_over()
+            scene.attention.begin(step)
+            scene.attention.fill()
+            given.append(scene.forward(seqs, step.padded_tokens, scene.attention.layers))
+        except BaseException as error:
+            given.append(error)
+
+    def elsewhere() -> list[Tensor]:
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+        if isinstance(given[0], BaseException):
+            raise given[0]
+        outs: list[Tensor] = given[0]
+        return outs
+
+    refused = "" if takes_over or not had_begun else "another thread has a step"
+    outs = scene.call(f"a thread's step{', which takes over' * takes_over}", elsewhere, wrong=refused)
+    right(scene, "a thread's step", seqs, outs)
+    if outs is not REFUSED:
+        scene.begun = None
+        scene.call("take_over", scene.attention.take_over, right=True)
+
+
+# Graphs
+
+
+def seal(scene: EngineScene) -> None:
+    """Addresses are fixed, once; for bounds that there are."""
+    bounds = scene.rng.choice((None, None, Bounds(num_seqs=MOST_SEQS + 1, kv_len=8, num_pages=NUM_PAGES)))
+    bad = "they are sealed" if scene.is_sealed else "" if bounds is None else "more sequences than it was built for"
+    given = scene.call("seal", lambda: scene.attention.seal(bounds), wrong=bad)
+    scene.is_sealed |= given is not REFUSED
+
+
+def capture(scene: EngineScene) -> None:
+    """A graph of decode steps, in buffers of its own; in a sealed attention alone."""
+    kv_len, rows = scene.ints([0] * MOST_SEQS), scene.ints([0] * MOST_SEQS)
+    entries = torch.zeros(MOST_SEQS, dtype=torch.int64, device=scene.device)
+    step = _captured(scene, 0, kv_len, rows)
+
+    def body() -> list[Tensor]:
+        scene.attention.fill()
+        return scene.forward_of(entries, scene.attention.layers)
+
+    def make() -> Any:
+        scene.begun = None
+        scene.attention.begin(step)
+        return scene.recorder.record(body)
+
+    given = scene.call("a capture", make, wrong="" if scene.is_sealed else "nothing is sealed")
+    if given is not REFUSED:
+        scene.graph = Graph(step, kv_len, rows, entries, *given)
+
+
+def replay(scene: EngineScene) -> None:
+    """The graph serves a step."""
+    if scene.graph is None:
+        return capture(scene)
+    seqs, graph = scene.seqs(count=1), scene.graph
+    if not seqs:
+        return None
+
+    def body() -> list[Tensor]:
+        scene.begun = None
+        graph.kv_len.zero_()[: len(seqs)] = scene.ints([seq.end for seq in seqs])
+        graph.rows.zero_()[: len(seqs)] = scene.ints([seq.row for seq in seqs])
+        graph.entries.zero_()[: len(seqs)] = scene.entries_of(seqs, len(seqs))
+        scene.attention.begin(_captured(scene, len(seqs), graph.kv_len, graph.rows))
+        graph.recording.replay()
+        return graph.outs
+
+    right(scene, "a replay", seqs, scene.call("a replay", body))
+    return None
+
+
+def _captured(scene: EngineScene, num_seqs: int, kv_len: Tensor, rows: Tensor) -> ExternalStep:
+    return ExternalStep(num_seqs, MOST_SEQS, MOST_SEQS, kv_len, ONE_EACH, rows, 1, 1, 1, captured=True)
+
+
+def recorded_fill(scene: EngineScene) -> None:
+    """fill() as a graph: recorded of a captured step, replayed for others of its shape, refused for others."""
+    seqs = scene.seqs(count=1)
+    if not seqs:
+        return
+    count = len(seqs)
+    kv_len, rows = (scene.ints([*values, *[0] * (MOST_SEQS - count)]) for values in _lengths_and_rows(seqs))
+    captured = scene.is_sealed
+    step = _captured(scene, count, kv_len, rows) if captured else scene.step(seqs)
+    if scene.call("begin", lambda: scene.attention.begin(step)) is REFUSED:
+        return
+    scene.begun = None
+    if not scene.fills or not captured:
+        recorder = scene.recorder
+        made = scene.call(
+            "record_fill",
+            lambda: scene.attention.record_fill(recorder),
+            wrong="" if captured else "the step is not captured",
+        )
+        if made is REFUSED:
+            if scene.fills:
+                fills = scene.fills[0][1]
+                scene.call("replay_fill", lambda: scene.attention.replay_fill(fills), wrong="it is of another shape")
+            return
+        scene.fills.append((step, made))
+    given = scene.call("replay_fill", lambda: scene.attention.replay_fill(scene.fills[0][1]), right=True)
+    if given is not REFUSED:
+        outs = scene.call("its layers", lambda: scene.forward(seqs, MOST_SEQS, scene.attention.layers), right=True)
+        right(scene, "a step with a recorded fill", seqs, outs)
+
+
+def _lengths_and_rows(seqs: list[Seq]) -> tuple[list[int], list[int]]:
+    return [seq.end for seq in seqs], [seq.row for seq in seqs]
+
+
+# Tables and pages
+
+
+def use(scene: EngineScene) -> None:
+    """Another table, or the same with other rows; one that has moved is refused where graphs read it."""
+    tables = scene.attention.tables
+    kind = scene.rng.choice(("moved", "fewer", "the same", "another kind", "narrow"))
+    if kind == "moved":
+        before = scene.entries, scene.indptr, scene.indices
+        scene.make_tables()
+        scene.write_tables()
+        given = scene.call("use of a moved table", lambda: tables.use(scene.source()), wrong="graphs" * scene.is_sealed)
+        if given is REFUSED:
+            scene.entries, scene.indptr, scene.indices = before
+        return
+    if kind == "the same":
+        scene.call("use of the same table", lambda: tables.use(scene.source()), right=True)
+        return
+    if kind == "another kind":
+        other: Any = CsrSource(scene.indptr, scene.indices)
+        if scene.kind == "lists":
+            other = TableSource(scene.entries)
+        scene.call("use of another kind of table", lambda: tables.use(other), wrong="it is another kind")
+        return
+    if kind == "narrow" and scene.kind != "lists":
+        narrow = scene.entries[:, :2]
+        scene.call("use of a narrow table", lambda: tables.use(narrow), wrong="rows are too short")
+        return
+    _fewer_rows(scene)
+
+
+def _fewer_rows(scene: EngineScene) -> None:
+    """The same table with fewer rows: a step of one that it has not must be reported; then all rows again."""
+    seqs = scene.seqs(count=1)
+    if not seqs or max(seq.row for seq in seqs) == 0:
+        return
+    count = max(seq.row for seq in seqs)
+    tables = scene.attention.tables
+    if scene.kind == "lists":
+        fewer: Any = CsrSource(scene.indptr[: count + 1], scene.indices)
+    else:
+        fewer = scene.entries[:count]
+    if scene.call("use of fewer rows", lambda: tables.use(fewer)) is REFUSED:
+        return
+    if scene.graph is not None and scene.rng.random() < 0.5:
+        scene.provoked = True
+        replay_of_rows(scene, seqs)
+    else:
+        wrong(scene, "a row that the table has no more", seqs, scene.step(seqs))
+    scene.call("use of all rows", lambda: tables.use(scene.source()), right=True)
+
+
+def replay_of_rows(scene: EngineScene, seqs: list[Seq]) -> None:
+    """A replay over a row that its table has no more."""
+    graph = scene.graph
+    assert graph is not None
+
+    def body() -> None:
+        graph.kv_len.zero_()[: len(seqs)] = scene.ints([seq.end for seq in seqs])
+        graph.rows.zero_()[: len(seqs)] = scene.ints([seq.row for seq in seqs])
+        graph.entries.zero_()[: len(seqs)] = scene.entries_of(seqs, len(seqs))
+        scene.attention.begin(_captured(scene, len(seqs), graph.kv_len, graph.rows))
+        graph.recording.replay()
+
+    scene.begun = None
+    given = scene.call("a replay over fewer rows", body)
+    if given is not REFUSED and not scene.listen():
+        raise Finding("a replay over a row that the table has no more was not reported")
+    scene.give_up([seq.row for seq in seqs])
+
+
+def write(scene: EngineScene) -> None:
+    """tables.write(): the pages from row 0 on; or more than there is room for."""
+    tables = scene.attention.tables
+    pages = [scene.pages.get(row, []) for row in range(ROWS)]
+    if scene.rng.random() < 0.3:
+        scene.call("write of too much", lambda: tables.write([[0] * (WIDTH + 1)]), wrong="the row is too long")
+    bad = "it has no rows of pages" if scene.kind in ("slots", "lists") else ""
+    scene.call("write", lambda: tables.write(pages), wrong=bad)
+    scene.call("write of a space that is none", lambda: tables.write(pages, Space.SWA), wrong="no layer lives there")
+
+
+def bind(scene: EngineScene) -> None:
+    """Pages anew: those that there are, others, fewer, or of another form."""
+    pages, layer = scene.attention.pages, scene.rng.randrange(2)
+    kv, dim = scene.kv[layer], scene.kv[layer].shape[-1]
+    kind = scene.rng.choice(("the same", "moved", "more", "another page size", "all", "index", "no layer"))
+    if kind == "the same":
+        scene.call("bind of the same pages", lambda: pages.bind(layer, kv[0], kv[1]), right=True)
+    elif kind == "moved":
+        moved = kv.clone()
+        given = scene.call(
+            "bind of moved pages", lambda: pages.bind(layer, moved[0], moved[1]), wrong="graphs" * scene.is_sealed
+        )
+        if given is not REFUSED:
+            scene.kv[layer] = moved
+            scene.renew_movers()
+    elif kind == "more":
+        more = torch.zeros(2, NUM_PAGES + 1, PAGE, 1, dim, device=scene.device)
+        scene.call("bind of more pages", lambda: pages.bind(layer, more[0], more[1]), wrong="there are too many")
+    elif kind == "another page size":
+        other = torch.zeros(2, 4, PAGE + 1, 1, dim, device=scene.device)
+        scene.call("bind of other pages", lambda: pages.bind(layer, other[0], other[1]), wrong="the size is another")
+    elif kind == "all":
+        axes = scene.rng.choice(("kv page token head dim", "kv page token"))
+        bad = "these are no axes" if axes == "kv page token" else ""
+        scene.call(f"bind_all of {axes}", lambda: pages.bind_all(scene.kv, axes), wrong=bad)
+    elif kind == "index":
+        scene.call("bind_index", lambda: pages.bind_index(layer, kv[0][:, :, 0]), wrong="no layer has an indexer")
+    else:
+        scene.call("bind of layer 7", lambda: pages.bind(7, kv[0], kv[1]), wrong="there is no such layer")
+
+
+# Requests, and tokens that come and go
+
+
+def admit(scene: EngineScene) -> None:
+    """A request with a prompt."""
+    row = scene.admit()
+    if row is None:
+        return
+    seq = Seq(row, 0, [scene.rng.randint(1, 11) for _ in range(scene.rng.randint(2, 7))])
+    scene.reserve(row, seq.end)
+    scene.write_tables()
+    if len(scene.pages[row]) * PAGE >= seq.end:
+        right(scene, "a prompt", [seq], run(scene, "a prompt", [seq], scene.step([seq])))
+
+
+def release(scene: EngineScene) -> None:
+    """A request goes."""
+    if scene.rows:
+        scene.release(scene.rng.choice(scene.rows))
+
+
+def share(scene: EngineScene) -> None:
+    """A request over the full pages of another."""
+    rows = [row for row in scene.rows if scene.length(row) >= PAGE]
+    row = scene.admit() if rows else None
+    if row is None:
+        return
+    parent = scene.rng.choice(rows)
+    full = scene.length(parent) // PAGE
+    scene.pages[row] = scene.pages[parent][:full]
+    scene.oracle.begin(row, scene.oracle.kv[parent][: full * PAGE])
+    scene.write_tables()
+
+
+def export(scene: EngineScene) -> None:
+    """A request's tokens into a buffer, whole or by layers; pages that are none are refused."""
+    rows = [row for row in scene.rows if scene.length(row)]
+    if not rows:
+        return
+    row = scene.rng.choice(rows)
+    kv_len = scene.length(row)
+    listed = scene.pages[row][: -(-kv_len // PAGE)]
+    exporter, bad = scene.exporter, scene.rng.random() < 0.2
+    if bad:
+        listed = [*listed[:-1], NUM_PAGES + 1]
+    by_layers = scene.rng.random() < 0.4
+
+    def body() -> tuple[Any, Tensor]:
+        pages = {Space.FULL: listed}
+        extent = exporter.extent(pages, kv_len)
+        buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=scene.device)
+        first = 0
+        for layer in range(2) if by_layers else ():
+            end = first + exporter.num_layer_bytes(extent, layer)
+            exporter.export_layer(layer, pages, extent, buffer[first:end])
+            first = end
+        if not by_layers:
+            exporter.export(pages, extent, buffer)
+        return extent, buffer
+
+    given = scene.call(f"export of row {row}", body, wrong="there is no such page" * bad)
+    if given is not REFUSED:
+        scene.sent.append(Sent(*given, list(scene.oracle.kv[row]), by_layers))
+    scene.call("export of a row", lambda: exporter.export_row(row, kv_len, torch.zeros(0)), wrong="rows are not known")
+
+
+def import_(scene: EngineScene) -> None:
+    """What was sent comes into pages of a new request, whole or by layers."""
+    if not scene.sent:
+        return export(scene)
+    sent, row = scene.rng.choice(scene.sent[-3:]), scene.admit()
+    if row is None:
+        return None
+    scene.reserve(row, len(sent.stored))
+    scene.write_tables()
+    listed = {Space.FULL: scene.pages[row][: -(-len(sent.stored) // PAGE)]}
+    if len(listed[Space.FULL]) * PAGE < len(sent.stored):
+        return None
+
+    def body() -> None:
+        first = 0
+        for layer in range(2) if sent.by_layers else ():
+            end = first + scene.exporter.num_layer_bytes(sent.extent, layer)
+            scene.importer.import_layer(layer, listed, sent.extent, sent.buffer[first:end])
+            first = end
+        if not sent.by_layers:
+            scene.importer.import_pages(listed, sent.extent, sent.buffer)
+
+    if scene.call(f"import into row {row}", body) is not REFUSED:
+        scene.oracle.begin(row, list(sent.stored))
+    scene.call("a row of a runtime", lambda: scene.importer.admit(sent.extent), wrong="an engine has none")
+    return None
+
+
+# What looks on
+
+
+def forget(scene: EngineScene) -> None:
+    """Rows go to other requests: nothing is looked at."""
+    rows = scene.ints([scene.rng.randrange(ROWS)])
+    scene.call("forget", lambda: scene.attention.forget(rows))
+
+
+def weights(scene: EngineScene) -> None:
+    """Other sinks, or such as no layer has."""
+    if scene.rng.random() < 0.5:
+        scene.set_weights()
+        return
+    bad = HeadWeights(sinks=torch.zeros(7))
+    scene.call("weights of another layer", lambda: scene.attention.set_head_weights(1, bad), wrong="they are bad")
+
+
+def shadow(scene: EngineScene) -> None:
+    """shadow_check() of the step that has run, and of none."""
+    seqs = scene.seqs(count=1)
+    if not seqs:
+        return
+    step = scene.step(seqs)
+    given = run(scene, "a step to look at", seqs, step)
+    right(scene, "a step to look at", seqs, given)
+    if given is REFUSED:
+        return
+    q, _, _ = scene.model.layers[0].of(scene.entries_of(seqs, step.padded_tokens))
+    found = scene.call("shadow_check", lambda: shadow_check(scene.attention, 0, q, given[0]), right=True)
+    if found and not any(UNKNOWN in scene.oracle.kv[seq.row] for seq in seqs):
+        raise Finding(f"shadow_check says that sequences {found} are wrong")
+    scene.call("shadow_view of layer 9", lambda: scene.attention.shadow_view(9), wrong="there is no such layer")
+
+
+def look(scene: EngineScene) -> None:
+    """What it says of itself."""
+    attention = scene.attention
+    for each in (
+        attention.sealed_tensors,
+        attention.kernels,
+        lambda: attention.pages.in_every_layer(Space.FULL),
+        lambda: (attention.pages.layer(0), attention.pages.format(1), attention.tables.null_pages),
+        lambda: attention.tables.csr_indptr,
+        lambda: KVPassport.of(attention),
+        attention.pages.require_bound,
+    ):
+        scene.call("a look", each, right=True)
+
+
+def ask(scene: EngineScene) -> None:
+    """check_device()."""
+    scene.call("check_device", scene.attention.check_device)
+
+
+ENGINE_VERBS: dict[str, Verb] = {
+    verb.__name__: verb
+    for verb in (
+        decode, extend, compiled_step, masked, spoiled, wrong_slots, begin, fill, store, attend, of_a_thread, seal,
+        capture, replay, recorded_fill, use, write, bind, admit, release, share, export, import_, forget, weights,
+        shadow, look, ask,
+    )
+}  # fmt: skip
+
+
+# Before and after a few verbs
+
+
+def engine_prefill(scene: EngineScene) -> None:
+    """Three requests that have tokens."""
+    while len([row for row in scene.rows if scene.length(row)]) < 3:
+        before = len(scene.rows)
+        admit(scene)
+        if len(scene.rows) == before:
+            return
+
+
+def engine_settle(scene: EngineScene) -> None:
+    """Each request goes on by a token, eagerly and by the graph if there is one."""
+    scene.compare_pool("closing")
+    scene.write_tables()
+    scene.listen()
+    scene.provoked = False
+    live = [row for row in scene.rows if 0 < scene.length(row) < WIDTH * PAGE]
+    for first in range(0, len(live), MOST_SEQS):
+        seqs = [Seq(row, scene.length(row), [scene.rng.randint(1, 11)]) for row in live[first : first + MOST_SEQS]]
+        for seq in seqs:
+            scene.reserve(seq.row, seq.end)
+        seqs = [seq for seq in seqs if len(scene.pages[seq.row]) * PAGE >= seq.end]
+        scene.write_tables()
+        if seqs:
+            given = run(scene, "going on", seqs, scene.step(seqs))
+            if given is REFUSED:
+                raise Finding("a plain step was refused")
+            right(scene, "going on", seqs, given)
+    if scene.graph is not None:
+        replay(scene)
+    scene.listen()
+    scene.compare_pool("going on")
+
+
+def engine_clear(scene: EngineScene) -> None:
+    """Room for the next verbs."""
+    for row in [row for row in scene.rows if UNKNOWN in scene.oracle.kv[row] or scene.length(row) > WIDTH * PAGE - 12]:
+        scene.release(row)
+    while len(scene.rows) > 4:
+        scene.release(scene.rng.choice(scene.rows))
+    scene.sent = scene.sent[-4:]
+    scene.log = scene.log[-12:]

@@ -185,6 +185,7 @@ def wrong_slots(scene: EngineScene) -> None:
     elif kind == "nowhere":
         listed[at] = -1
         given = run(scene, "a slot that is nowhere", seqs, step, scene.ints(listed, torch.int64))
+        scene.begun = None
         if given is not REFUSED:
             scene.stored(seqs)
             places = [(seq.row, place) for seq in seqs for place in range(seq.begin, seq.end)]
@@ -211,6 +212,7 @@ def begin(scene: EngineScene) -> None:
 def fill(scene: EngineScene) -> None:
     """Fill what has begun, or nothing."""
     step_number = scene.attention.step_number
+    scene.provoked = True  # tables that were written since it has begun may lack its pages
     given = scene.call("fill", scene.attention.fill, wrong="" if step_number else "no step has begun")
     scene.is_filled |= given is not REFUSED
 

@@ -28,18 +28,27 @@ Sequence_ = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Who makes the calls: a runtime's server, or an engine. make: (kind, seed, device, guards) -> the scene"""
+    """Who makes the calls: a runtime's server, or an engine.
+
+    make:  (kind, seed, device, guards) -> the scene
+    homes: verb -> the kind in which it does most
+    """
 
     kinds: tuple[str, ...]
+    homes: Mapping[str, str]
     verbs: Mapping[str, Callable[[Any], None]]
     make: Callable[..., Calls]
     clear: Callable[[Any], None]
     prefill: Callable[[Any], None]
     settle: Callable[[Any], None]
 
-    def pairs(self) -> list[Sequence_]:
-        """Every ordered pair, each verb with itself too."""
-        return list(product(self.verbs, repeat=2))
+    def pairs(self) -> dict[str, list[Sequence_]]:
+        """Kind -> its share of every ordered pair of verbs, each verb with itself too."""
+        found: dict[str, list[Sequence_]] = {kind: [] for kind in self.kinds}
+        for one, other in product(enumerate(self.verbs), repeat=2):
+            kind = self.kinds[(one[0] + other[0]) % len(self.kinds)]
+            found[self.homes.get(other[1], self.homes.get(one[1], kind))].append((one[1], other[1]))
+        return found
 
     def triples(self, seed: int) -> list[Sequence_]:
         """Three to five verbs at random."""
@@ -47,8 +56,14 @@ class Side:
         return [tuple(rng.choice(verbs) for _ in range(rng.choice((3, 3, 4, 5)))) for _ in range(SEQUENCES_OF_A_SEED)]
 
 
-SERVER = Side(KINDS, VERBS, Scene, clear, prefill, settle)
-ENGINE = Side(ENGINE_KINDS, ENGINE_VERBS, EngineScene, engine_clear, engine_prefill, engine_settle)
+_HOMES = {
+    "expanded": "latent",
+    "scales_from_scratch": "eight bits",
+    "convert": "eight bits",
+    "captures": "graphs",
+}
+SERVER = Side(KINDS, _HOMES, VERBS, Scene, clear, prefill, settle)
+ENGINE = Side(ENGINE_KINDS, {}, ENGINE_VERBS, EngineScene, engine_clear, engine_prefill, engine_settle)
 
 
 @dataclass(frozen=True, slots=True)

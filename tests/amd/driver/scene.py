@@ -40,6 +40,7 @@ from tests.amd.driver.oracle import UNKNOWN, Bools, Oracle, Tokens
 CHAIN, TREE = Drafts(1, 3), Drafts(2, 2)
 MAX_SEQS, MAX_ROWS, MAX_KV_LEN, NUM_PAGES = 4, 8, 40, 64
 KINDS = ("plain", "graphs", "windows", "latent", "eight bits")
+WITH_GRAPHS = ("graphs", "windows")
 
 
 @dataclass(slots=True)
@@ -121,8 +122,8 @@ class Scene(Calls):
             max_num_rows=MAX_ROWS,
             max_kv_len=MAX_KV_LEN,
             provider="torch" if device.type == "cpu" else "auto",
-            capture_sizes=(2, 4),
-            capture_tokens=(4, 16),
+            capture_sizes=(MAX_SEQS,),
+            capture_tokens=(16,),
             split_steps=True,
             drafts=(CHAIN, TREE),
         )
@@ -131,7 +132,7 @@ class Scene(Calls):
         self.model = Model(problems, seed, device)
         make_exact(self.model)
         self.oracle = Oracle([])
-        recorder = recorder_for(device) if kind != "plain" else None
+        recorder = recorder_for(device) if kind in WITH_GRAPHS else None
         self.runner = StepRunner(self.runtime, self.model.forward, recorder, check=NO_CHECK)
         self.drafter: DraftRunner[Tensor] = DraftRunner(self.runtime, self.draft, recorder, check=NO_CHECK)
         self.compiled = compiled_layers(self.runtime)

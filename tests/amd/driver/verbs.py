@@ -964,9 +964,9 @@ def captures(scene: Scene) -> None:
 
 def reopen(scene: Scene) -> None:
     """Other capture sizes, or such as are none."""
-    sizes = scene.rng.choice(((2, 4), (1, 4), (3,), (), (2, 2)))
+    sizes = scene.rng.choice(((4,), (4,), (3,), (), (2, 2)))
     given = scene.call(
-        f"reopen for {sizes}", lambda: scene.runner.reopen(sizes, (4,)), wrong="bad" * (sizes in ((), (2, 2)))
+        f"reopen for {sizes}", lambda: scene.runner.reopen(sizes, (16,)), wrong="bad" * (sizes in ((), (2, 2)))
     )
     if given is not REFUSED:
         scene.last = None
@@ -975,13 +975,13 @@ def reopen(scene: Scene) -> None:
 def unseal(scene: Scene) -> None:
     """Addresses are given up, and perhaps fixed again."""
     seals = scene.runtime.seals
-    given = scene.call("unseal", lambda: seals.unseal((2, 4), (4, 16)))
+    given = scene.call("unseal", lambda: seals.unseal((4,), (16,)))
     if given is not REFUSED:
         scene.last = None
     if scene.rng.random() < 0.5:
         scene.call("seal", seals.seal)
     else:
-        scene.call("reseal", lambda: seals.reseal((2, 4), (4,)))
+        scene.call("reseal", lambda: seals.reseal((4,), (16,)))
         scene.last = None
 
 

@@ -20,6 +20,7 @@ from rocm_attn.watch.shadow_check import shadow_check
 from tests.amd.driver.calls import REFUSED
 from tests.amd.driver.engine_scene import MOST_SEQS, NUM_PAGES, PAGE, ROWS, WIDTH, EngineScene, Graph
 from tests.amd.driver.finding import Finding
+from tests.amd.driver.model import no_turn
 from tests.amd.driver.oracle import UNKNOWN
 from tests.amd.driver.scene import Sent, Seq
 
@@ -79,6 +80,35 @@ def compiled_step(scene: EngineScene) -> None:
     if seqs := scene.seqs():
         what = "a step by compiled layers"
         right(scene, what, seqs, run(scene, what, seqs, scene.step(seqs), layers=scene.compiled))
+
+
+def rows_worked(scene: EngineScene) -> None:
+    """A step whose rows are turned, by 0, as they are stored or before."""
+    seqs = scene.seqs()
+    if not seqs:
+        return
+    step, calls = scene.step(seqs), scene.rng.choice((scene.attention.layers, scene.compiled))
+
+    def body() -> list[Tensor]:
+        scene.begun = None
+        scene.attention.begin(step)
+        scene.attention.fill()
+        outs, entries = [], scene.entries_of(seqs, step.padded_tokens)
+        for number, layer in enumerate(scene.model.layers):
+            q, k, v = layer.of(entries)
+            out, _ = layer.room(q)
+            work, turned = no_turn(layer.problem.head_dim, WIDTH * PAGE, scene.device), torch.zeros_like(q)
+            if scene.rng.random() < 0.5:
+                calls.rope_queries(number, q, turned, work)
+                calls.store(number, k, v)
+            else:
+                calls.rope_and_store(number, q, k, v, turned, work)
+            calls.attend(number, turned, out)
+            calls.finish(number, out, undo=work.rope)
+            outs.append(out)
+        return outs
+
+    right(scene, "a step whose rows are turned", seqs, scene.call("a step whose rows are turned", body))
 
 
 def masked(scene: EngineScene) -> None:
@@ -648,7 +678,7 @@ def ask(scene: EngineScene) -> None:
 ENGINE_VERBS: dict[str, Verb] = {
     verb.__name__: verb
     for verb in (
-        decode, extend, compiled_step, masked, spoiled, wrong_slots, begin, fill, store, attend, of_a_thread, seal,
+        decode, extend, compiled_step, rows_worked, masked, spoiled, wrong_slots, begin, fill, store, attend, of_a_thread, seal,
         capture, replay, recorded_fill, use, write, bind, admit, release, share, export, import_, forget, weights,
         shadow, look, ask,
     )

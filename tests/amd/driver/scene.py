@@ -40,7 +40,7 @@ from tests.amd.driver.oracle import UNKNOWN, Bools, Oracle, Tokens
 CHAIN, TREE = Drafts(1, 3), Drafts(2, 2)
 MAX_SEQS, MAX_ROWS, MAX_KV_LEN, NUM_PAGES = 4, 8, 40, 64
 KINDS = ("plain", "graphs", "windows", "latent", "eight bits")
-WITH_GRAPHS = ("graphs", "windows")
+WITH_GRAPHS = ("graphs", "windows", "eight bits")
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from rocm_attn.capture.split_forward import in_batch_order
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.convert import convert_pages
+from rocm_attn.paging.state_slots import require_state_slots
 from rocm_attn.step.accepted import select_last_accepted
 from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.head_weights import HeadWeights
@@ -26,7 +27,7 @@ from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.step import Step
 from tests.amd.driver.calls import REFUSED
 from tests.amd.driver.finding import Finding
-from tests.amd.driver.model import looked_up
+from tests.amd.driver.model import looked_up, no_turn
 from tests.amd.driver.oracle import UNKNOWN
 from tests.amd.driver.scene import (
     CHAIN,
@@ -143,6 +144,31 @@ def step_compiled(scene: Scene) -> None:
         return torch.cat(rows, 1)[: batch.num_seqs]
 
     plain_step(scene, run, "a step by compiled layers")
+
+
+def step_with_rows_worked(scene: Scene) -> None:
+    """A step whose rows are turned, by 0, as they are stored or before, by its layers or by those of compiled code."""
+
+    def run(scene: Scene, batch: StepBatch) -> Tensor:
+        with scene.runtime.step(batch) as step:
+            part = step.parts[0]
+            calls = scene.rng.choice((part.layers, scene.compiled.of(part)))
+            entry, rows = scene.model.entries(part), []
+            for number, layer in enumerate(scene.model.layers):
+                q, k, v = layer.of(entry)
+                out, lse = layer.room(q)
+                work, turned = no_turn(layer.problem.head_dim, 64, scene.device), torch.zeros_like(q)
+                if scene.is_latent or scene.rng.random() < 0.5:
+                    calls.rope_queries(number, q, turned, work)
+                    calls.store(number, k, v)
+                else:
+                    calls.rope_and_store(number, q, k, v, turned, work)
+                calls.attend(number, turned, out, lse)
+                calls.finish(number, out, undo=no_turn(layer.problem.v_head_dim, 64, scene.device).rope)
+                rows.append(layer.keep(part, out, lse))
+        return torch.cat(rows, 1)[: batch.num_seqs]
+
+    plain_step(scene, run, "a step whose rows are turned")
 
 
 def run_graphed(scene: Scene) -> None:
@@ -405,7 +431,8 @@ def old_layers(scene: Scene) -> None:
 
 def end(scene: Scene) -> None:
     """end_step(), also where none was begun."""
-    scene.call("end_step", scene.runtime.end_step, right=True)
+    ends = scene.open.step.end if scene.open is not None and scene.rng.random() < 0.5 else scene.runtime.end_step
+    scene.call("end_step", ends, right=True)
     if scene.open is not None:
         close_of(scene)
 
@@ -663,7 +690,8 @@ def keep(scene: Scene) -> None:
         )
     if ids is REFUSED or row not in scene.oracle.kv:
         return
-    scene.changed(row)
+    if len(ids):
+        scene.changed(row)
     for page_no, id_ in enumerate(ids.tolist(), first):
         stored = scene.oracle.page(row, page_no, scene.page_size)
         scene.kept[id_] = Kept(page_no, stored)
@@ -728,6 +756,9 @@ def look(scene: Scene) -> None:
         lambda: (scene.runner.counters, scene.runner.may_run_again, scene.runner.replays_again),
         lambda: (scene.runner.graph_again, scene.runner.graph_of_last, scene.runner.capture_report()),
         lambda: (scene.runtime.padding, scene.runtime.deterministic, scene.runtime.selections, scene.runtime.target),
+        lambda: (scene.runtime.kinds, scene.runtime.max_kv_len, scene.runtime.head_weights.of(0)),
+        scene.runtime.head_weights.tensors,
+        lambda: require_state_slots(table, state=torch.zeros(MAX_ROWS + 1, device=scene.device)),
         scene.runner.check_addresses,
     ]
     for number, each in enumerate(calls):
@@ -789,6 +820,8 @@ def import_row(scene: Scene) -> None:
     if not scene.sent:
         return export_row(scene)
     sent = scene.rng.choice(scene.sent[-3:])
+    if sent.by_layers and scene.kind == "windows":
+        return None
     if sent.by_layers:
         return _import_layers(scene, sent)
     row = scene.call("importer.admit", lambda: scene.importer.admit(sent.extent))
@@ -814,6 +847,8 @@ def import_pages(scene: Scene) -> None:
     sent = next((each for each in reversed(scene.sent) if not each.by_layers), None)
     if sent is None:
         return export_row(scene)
+    if scene.kind == "windows":  # pages of tokens that were not sent become 0 there; import_row() refuses them
+        return import_row(scene)
     row = scene.call("importer.admit", lambda: scene.importer.admit(sent.extent))
     if row is REFUSED:
         return None
@@ -978,6 +1013,8 @@ def unseal(scene: Scene) -> None:
     given = scene.call("unseal", lambda: seals.unseal((4,), (16,)))
     if given is not REFUSED:
         scene.last = None
+    if scene.rng.random() < 0.3:
+        scene.call("give_up", seals.give_up)
     if scene.rng.random() < 0.5:
         scene.call("seal", seals.seal)
     else:
@@ -1001,6 +1038,8 @@ def accepted_rows(scene: Scene) -> None:
     if scene.over is None:
         return
     part = scene.over.parts[0]
+    if part.parents.numel():
+        raise Finding("a step that is no round has parents")
     rows = torch.zeros(part.token_ids.shape[0] + scene.rng.choice((0, 0, 1)), 2, device=scene.device)
     counts = torch.ones(part.row_of_seq.shape[0], dtype=torch.int32, device=scene.device)
     scene.call("select_last_accepted", lambda: select_last_accepted(rows, part, counts))
@@ -1009,7 +1048,7 @@ def accepted_rows(scene: Scene) -> None:
 VERBS: dict[str, Verb] = {
     verb.__name__: verb
     for verb in (
-        step_whole, step_halves, step_compiled, run_graphed, run_graphed_halves, run_eagerly, step_of_a_thread,
+        step_whole, step_halves, step_compiled, step_with_rows_worked, run_graphed, run_graphed_halves, run_eagerly, step_of_a_thread,
         lengths_on_device, verify, move, again_by_hand, again_by_runner, begin, stage, fill, store_one, attend_one,
         old_layers, end, draft_chain, draft_tree, draft_runner, admit, reserve, reserve_all, truncate, free,
         given_to_another, fork, evict, mark_stored, keep, admit_over, drop, look, export_row, export_pages, import_row,

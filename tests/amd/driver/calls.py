@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 from rocm_attn.errors import DeviceFault, RocmAttnError
 from tests.amd.driver.finding import Finding
+
+T = TypeVar("T")
 
 
 class Refused:
@@ -20,12 +23,15 @@ REFUSED: Final = Refused()
 class Calls(ABC):
     """Makes calls, and judges them.
 
+    rng:      the seed's random numbers
     provoked: whether a call gave the device values that it must report
     log:      the calls so far, in words
     counts:   calls that were taken, refused and reported; tokens that were compared
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self._turns: dict[str, int] = {}
         self.provoked = False
         self.log: list[str] = []
         self.counts = {"taken": 0, "refused": 0, "reported": 0, "compared": 0}
@@ -41,6 +47,12 @@ class Calls(ABC):
     @abstractmethod
     def check_device(self) -> None:
         """Raise DeviceFault for what went wrong and was not reported yet."""
+
+    def one_of(self, what: str, options: Sequence[T]) -> T:
+        """One of a call's ways, all of them in turn from a random one on."""
+        turn = self._turns.get(what, self.rng.randrange(len(options)))
+        self._turns[what] = turn + 1
+        return options[turn % len(options)]
 
     def say(self, what: str) -> None:
         """Add a line to the log."""

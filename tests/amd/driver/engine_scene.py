@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +52,8 @@ class EngineScene(Calls):
     """
 
     def __init__(self, kind: str, seed: int, device: torch.device, guards: Guards | None) -> None:
-        super().__init__()
-        self.kind, self.device, self.rng = kind, device, random.Random(seed)
+        super().__init__(seed)
+        self.kind, self.device = kind, device
         dim = 64 if device.type == "cuda" else 4
         base: dict[str, Any] = {
             "num_q_heads": 2,

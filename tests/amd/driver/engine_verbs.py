@@ -87,7 +87,7 @@ def rows_worked(scene: EngineScene) -> None:
     seqs = scene.seqs()
     if not seqs:
         return
-    step, calls = scene.step(seqs), scene.rng.choice((scene.attention.layers, scene.compiled))
+    step, calls = scene.step(seqs), scene.one_of("layers", (scene.attention.layers, scene.compiled))
 
     def body() -> list[Tensor]:
         scene.begun = None
@@ -169,7 +169,7 @@ def spoiled(scene: EngineScene) -> None:
     if not seqs:
         return
     names = ("row twice", "row outside", "negative row", "too long", "no page", "page beyond", "negative page")
-    kind = scene.rng.choice(names)
+    kind = scene.one_of("spoiled", names)
     rows, last = [seq.row for seq in seqs], seqs[-1]
     ends = [seq.end for seq in seqs]
     if kind == "row twice":
@@ -203,7 +203,7 @@ def wrong_slots(scene: EngineScene) -> None:
         return
     step = scene.step(seqs)
     listed = scene.slots_of(seqs)
-    kind = scene.rng.choice(("another's", "beyond", "too few", "nowhere"))
+    kind = scene.one_of("slots", ("another's", "beyond", "too few", "nowhere"))
     others = [row for row in scene.rows if scene.length(row) and row not in {seq.row for seq in seqs}]
     at = scene.rng.randrange(len(listed))
     if kind == "another's" and others:
@@ -419,7 +419,7 @@ def _lengths_and_rows(seqs: list[Seq]) -> tuple[list[int], list[int]]:
 def use(scene: EngineScene) -> None:
     """Another table, or the same with other rows; one that has moved is refused where graphs read it."""
     tables = scene.attention.tables
-    kind = scene.rng.choice(("moved", "fewer", "the same", "another kind", "narrow"))
+    kind = scene.one_of("use", ("moved", "fewer", "the same", "another kind", "narrow"))
     if kind == "moved":
         before = scene.entries, scene.indptr, scene.indices
         scene.make_tables()
@@ -499,7 +499,7 @@ def bind(scene: EngineScene) -> None:
     """Pages anew: those that there are, others, fewer, or of another form."""
     pages, layer = scene.attention.pages, scene.rng.randrange(2)
     kv, dim = scene.kv[layer], scene.kv[layer].shape[-1]
-    kind = scene.rng.choice(("the same", "moved", "more", "another page size", "all", "index", "no layer"))
+    kind = scene.one_of("bind", ("the same", "moved", "more", "another page size", "all", "index", "no layer"))
     if kind == "the same":
         scene.call("bind of the same pages", lambda: pages.bind(layer, kv[0], kv[1]), right=True)
     elif kind == "moved":
@@ -678,9 +678,9 @@ def ask(scene: EngineScene) -> None:
 ENGINE_VERBS: dict[str, Verb] = {
     verb.__name__: verb
     for verb in (
-        decode, extend, compiled_step, rows_worked, masked, spoiled, wrong_slots, begin, fill, store, attend, of_a_thread, seal,
-        capture, replay, recorded_fill, use, write, bind, admit, release, share, export, import_, forget, weights,
-        shadow, look, ask,
+        decode, extend, compiled_step, rows_worked, masked, spoiled, wrong_slots, begin, fill, store, attend,
+        of_a_thread, seal, capture, replay, recorded_fill, use, write, bind, admit, release, share, export, import_,
+        forget, weights, shadow, look, ask,
     )
 }  # fmt: skip
 

@@ -7,7 +7,6 @@ each live request, each kept page and each fork with the KV that the oracle has 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,8 +109,8 @@ class Scene(Calls):
     """
 
     def __init__(self, kind: str, seed: int, device: torch.device, guards: Guards | None) -> None:
-        super().__init__()
-        self.kind, self.device, self.rng = kind, device, random.Random(seed)
+        super().__init__(seed)
+        self.kind, self.device = kind, device
         problems = _problems(kind, device)
         options = RuntimeOptions(
             num_pages=NUM_PAGES,

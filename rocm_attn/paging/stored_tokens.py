@@ -29,6 +29,7 @@ class StoredTokens:
     stored_len: tokens whose K and V are stored in every layer
     changed:    rows that were cut since the step that runs was staged: they may be others now
     floor:      the first token that a step may store; those before it may lie in pages that have other holders
+    on_floors:  called when floors have risen, for the step that runs
     """
 
     def __init__(self, num_rows: int, shared_floor: SharedFloor) -> None:
@@ -39,6 +40,7 @@ class StoredTokens:
         self.has_floors = False
         self._shared_floor = shared_floor
         self.changed: list[int] = []
+        self.on_floors: Callable[[], None] = lambda: None
 
     @property
     def stored_len(self) -> Int32Array:
@@ -77,6 +79,7 @@ class StoredTokens:
         self.floor[child] = floor
         self.floor[row] = max(floor, int(self.floor[row]))
         self.has_floors = self.has_floors or floor > 0
+        self.on_floors()
 
     def begin_over(self, row: int, kv_len: int) -> None:
         """Row, which held nothing, gets kv_len tokens that are stored in kept pages."""
@@ -89,6 +92,7 @@ class StoredTokens:
             floor = self._shared_floor(length)
             self.floor[row] = max(floor, int(self.floor[row]))
             self.has_floors = self.has_floors or floor > 0
+        self.on_floors()
 
     def forget(self, row: int, kv_len: int) -> None:
         """Tokens of row from kv_len on do not count as stored."""
@@ -137,6 +141,7 @@ class StepStores:
         self._in_turn = 1
         self._wrote = False
         self.refusal = ""
+        tokens.on_floors = self._floors_have_risen
 
     def begin(self, batch: StepBatch, num_children: int, refusal: str, in_turn: int) -> None:
         """A step is staged.
@@ -150,6 +155,20 @@ class StepStores:
         self._wrote = False
         if self._tokens.changed:
             self._tokens.changed.clear()
+
+    def _floors_have_risen(self) -> None:
+        """A row was forked or kept: the step that runs may not store what others read of it by now."""
+        batch = self._batch
+        if batch is None or self.refusal or not batch.inputs.q_len_on_host:
+            return
+        begin = batch.kv_len - batch.q_len
+        shared = (batch.q_len > 0) & (begin < self._tokens.floor[batch.rows])
+        if shared.any():
+            seq = int(shared.argmax())
+            self.refusal = (
+                f"row {batch.rows[seq]} was forked or kept while its step runs, which would store token {begin[seq]} "
+                "again that others read by now; end the step, truncate() the row and begin again"
+            )
 
     def before_store(self, child: int, layer: int) -> None:
         """Raise BadBatch for a step that would write to a page that several rows hold, and WrongState for a draft step

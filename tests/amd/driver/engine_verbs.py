@@ -496,13 +496,17 @@ def write(scene: EngineScene) -> None:
 
 
 def bind(scene: EngineScene) -> None:
-    """Pages anew: those that there are, others, fewer, or of another form."""
+    """Pages anew: those that there are, or others, which are refused where graphs read them."""
     pages, layer = scene.attention.pages, scene.rng.randrange(2)
-    kv, dim = scene.kv[layer], scene.kv[layer].shape[-1]
-    kind = scene.one_of("bind", ("the same", "moved", "more", "another page size", "all", "index", "no layer"))
+    kv = scene.kv[layer]
+    kind = scene.one_of("bind", ("the same", "moved", "all"))
     if kind == "the same":
         scene.call("bind of the same pages", lambda: pages.bind(layer, kv[0], kv[1]), right=True)
-    elif kind == "moved":
+    elif kind == "all":
+        axes = scene.rng.choice(("kv page token head dim", "kv page token"))
+        bad = "these are no axes" if axes == "kv page token" else ""
+        scene.call(f"bind_all of {axes}", lambda: pages.bind_all(scene.kv, axes), wrong=bad)
+    else:
         moved = kv.clone()
         given = scene.call(
             "bind of moved pages", lambda: pages.bind(layer, moved[0], moved[1]), wrong="graphs" * scene.is_sealed
@@ -510,20 +514,21 @@ def bind(scene: EngineScene) -> None:
         if given is not REFUSED:
             scene.kv[layer] = moved
             scene.renew_movers()
-    elif kind == "more":
-        more = torch.zeros(2, NUM_PAGES + 1, PAGE, 1, dim, device=scene.device)
-        scene.call("bind of more pages", lambda: pages.bind(layer, more[0], more[1]), wrong="there are too many")
-    elif kind == "another page size":
-        other = torch.zeros(2, 4, PAGE + 1, 1, dim, device=scene.device)
-        scene.call("bind of other pages", lambda: pages.bind(layer, other[0], other[1]), wrong="the size is another")
-    elif kind == "all":
-        axes = scene.rng.choice(("kv page token head dim", "kv page token"))
-        bad = "these are no axes" if axes == "kv page token" else ""
-        scene.call(f"bind_all of {axes}", lambda: pages.bind_all(scene.kv, axes), wrong=bad)
-    elif kind == "index":
+
+
+def bind_wrong(scene: EngineScene) -> None:
+    """Pages of another form, of no layer, or more than kernels were chosen for."""
+    pages, layer = scene.attention.pages, scene.rng.randrange(2)
+    kv = scene.kv[layer]
+    kind = scene.one_of("bind wrong", ("more", "another page size", "index", "no layer"))
+    if kind == "index":
         scene.call("bind_index", lambda: pages.bind_index(layer, kv[0][:, :, 0]), wrong="no layer has an indexer")
-    else:
+    elif kind == "no layer":
         scene.call("bind of layer 7", lambda: pages.bind(7, kv[0], kv[1]), wrong="there is no such layer")
+    else:
+        shape = (NUM_PAGES + 1, PAGE) if kind == "more" else (4, PAGE + 1)
+        other = torch.zeros(2, *shape, 1, kv.shape[-1], device=scene.device)
+        scene.call(f"bind: {kind}", lambda: pages.bind(layer, other[0], other[1]), wrong="the layer has others")
 
 
 # Requests, and tokens that come and go
@@ -679,8 +684,8 @@ ENGINE_VERBS: dict[str, Verb] = {
     verb.__name__: verb
     for verb in (
         decode, extend, compiled_step, rows_worked, masked, spoiled, wrong_slots, begin, fill, store, attend,
-        of_a_thread, seal, capture, replay, recorded_fill, use, write, bind, admit, release, share, export, import_,
-        forget, weights, shadow, look, ask,
+        of_a_thread, seal, capture, replay, recorded_fill, use, write, bind, bind_wrong, admit, release, share, export,
+        import_, forget, weights, shadow, look, ask,
     )
 }  # fmt: skip
 

@@ -32,20 +32,15 @@ PAGE = Path(__file__).parents[3] / "docs" / "guards.md"
 BEGIN, END = "<!-- guard table on {}: begin -->", "<!-- guard table on {}: end -->"
 SHORTEST_SOAK = 25
 
-_ENGINES = "no engine owns pages in these runs: tests/amd/external"
-# Why neither run needs a safeguard: what would meet it is not there, on any machine or on a kind of device.
+_SELECTS = "no layer of these runs selects keys: tests/amd/guards/test_selections.py"
+# Why no run needs a safeguard: what would meet it is not there, on any machine or on a kind of device.
 UNSEEN = {
-    "draft_lengths": "no step of these runs has drafts: tests/amd/guards/test_drafts.py",
-    "draft_order": "no step of these runs has drafts: tests/amd/guards/test_same_rows.py",
-    "same_rows": (
-        "no step of these runs repeats, or moves tokens after its rows changed: tests/amd/guards/test_same_rows.py"
-    ),
-    "path_pages": "paths of these runs lie within their rows: tests/amd/guards/test_drafts.py",
+    **dict.fromkeys(("fresh_selection", "selection_place"), _SELECTS),
     "mask_room": "masks have room for 1,024 older keys and more; `rocm-attn soak --speculative` finds it",
     "row_zero": "no call of the API changes row 0, and the pads of an update have no cell",
     "table_tails": "read by AITER's kernels alone: those of torch and Triton read no entry after the last page",
     "sealed_growth": "refuses what the planner does not ask for: a step above the captured sizes uses other memory",
-    **dict.fromkeys(("slots_in_table", "null_page", "table_moved"), _ENGINES),
+    "page_format": "no engine of these runs has pages in eight bits: tests/amd/guards/test_formats.py",
     "graph_epoch": "nothing moves under a graph while the other safeguards of sealed memory are on",
 }
 UNSEEN_ON = {

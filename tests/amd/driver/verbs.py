@@ -71,7 +71,7 @@ def new_tokens(scene: Scene, rows: list[int], *, most: int = 3) -> tuple[list[Se
         wrong = f"row {strange} is no request's"
     else:
         gap = Seq(seqs[-1].row, seqs[-1].begin + rng.randint(1, 4), scene.ids(1))
-        seqs[-1], wrong = gap, "tokens before it were never stored"
+        seqs[-1], wrong = gap, "" if gap.row in scene.unsure else "tokens before it were never stored"
     if rng.random() < 0.95:
         reserve_for(scene, seqs)
     return seqs, wrong
@@ -845,6 +845,8 @@ def import_row(scene: Scene) -> None:
         scene.oracle.begin(target, list(sent.stored))
         if target == row:
             scene.unsure.discard(row)
+        else:
+            scene.unsure.add(target)  # what it shares may reach further
     return None
 
 

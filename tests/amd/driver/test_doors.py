@@ -11,11 +11,13 @@ from torch import Tensor
 
 from tests.amd.driver import doors
 from tests.amd.driver.engine_scene import EngineScene
-from tests.amd.driver.engine_verbs import capture, engine_prefill, recorded_fill, seal
+from tests.amd.driver.engine_step_verbs import capture, recorded_fill, seal
+from tests.amd.driver.engine_verbs import engine_prefill
 from tests.amd.driver.pairs import ENGINE, SERVER, drive
 from tests.amd.driver.run import run_seed
 from tests.amd.driver.scene import Scene
-from tests.amd.driver.verbs import prefill, step_whole
+from tests.amd.driver.step_verbs import step_whole
+from tests.amd.driver.verbs import prefill
 
 SEEDS_OF_MOVES = 6
 # What some verbs go on from.

@@ -217,7 +217,7 @@ class Scene(Calls):
     # Requests
 
     def changed(self, row: int) -> None:
-        """A row was freed, cut, forked, kept or admitted."""
+        """A row was freed, cut or admitted: it is another one. A fork or a keep shows in what is compared."""
         self.changes[row] += 1
 
     def admitted(self, row: int, stored: Sequence[int] = ()) -> None:

@@ -304,6 +304,7 @@ def move(scene: Scene) -> None:
         # A node without a page moves nothing: what was there stays.
         extra = [kv[seq.begin + 3]] if far and seq.begin + 30 >= -(-scene.room(seq.row) // 4) * 4 else []
         scene.oracle.store(seq.row, seq.begin, kept + extra)
+        scene.unsure.add(seq.row)  # the places of what was not accepted count as stored, too
 
 
 def again_by_hand(scene: Scene) -> None:

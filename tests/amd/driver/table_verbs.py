@@ -91,7 +91,6 @@ def fork(scene: Scene) -> None:
     if child is REFUSED:
         return
     kept = scene.oracle.kv[row][:kv_len]
-    scene.changed(row)
     scene.admitted(child, kept)
     if kv_len > length or row in scene.unsure:
         scene.unsure |= {row, child}
@@ -141,8 +140,6 @@ def keep(scene: Scene) -> None:
         )
     if ids is REFUSED or row not in scene.oracle.kv:
         return
-    if len(ids):
-        scene.changed(row)
     for page_no, id_ in enumerate(ids.tolist(), first):
         stored = scene.oracle.page(row, page_no, scene.page_size)
         scene.kept[id_] = Kept(page_no, stored)

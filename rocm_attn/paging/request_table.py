@@ -300,7 +300,8 @@ class RequestTable:
         self._rows.forget(row)
 
     def num_held(self, row: int, space: Space = Space.FULL) -> int:
-        """Pages that row holds in a space."""
+        """Pages that row holds in a space. Raises WrongState for a row that is not admitted, BadSetting."""
+        self._rows.must_be_admitted(row)
         return self.space(space).num_held(row, self._rows.end(row))
 
     def pages_of(self, row: int, space: Space = Space.FULL) -> Int32Array:

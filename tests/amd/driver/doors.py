@@ -31,6 +31,7 @@ from tests.amd.driver.faults import PROJECT
 # Attributes that a docstring names: at the beginning of a line, or after another one's sentence.
 _NAMED = re.compile(r"(?:^|; )[ ]*((?:\w+, )*\w+):\s", re.MULTILINE)
 _MOST_OBJECTS = 200_000
+_NAMES: tuple[str, ...] = tuple(vars(ra)["__all__"])
 
 
 def doors_of(cls: type) -> dict[str, list[CodeType]]:
@@ -69,7 +70,7 @@ def public_classes(roots: Iterable[object], storages: set[int]) -> dict[type, bo
     What an object of a stable name leads to is met; where that leads on to is not a caller's any more.
     """
     found: dict[type, bool] = {}
-    stable = {getattr(ra, name) for name in ra.__all__ if isinstance(getattr(ra, name), type)}
+    stable = {getattr(ra, name) for name in _NAMES if isinstance(getattr(ra, name), type)}
     waiting, seen = list(roots), set[int]()
     while waiting:
         thing = waiting.pop()
@@ -175,7 +176,7 @@ def public_functions() -> dict[str, list[CodeType]]:
     """The functions among the stable names, with their code."""
     return {
         name: [inspect.unwrap(value).__code__]
-        for name, value in ((name, getattr(ra, name)) for name in ra.__all__)
+        for name, value in ((name, getattr(ra, name)) for name in _NAMES)
         if inspect.isfunction(value)
     }
 
@@ -184,7 +185,7 @@ def public_functions() -> dict[str, list[CodeType]]:
 def classes_with_behaviour() -> set[type]:
     """The classes among the stable names that are no values, no protocols and no errors: they may hold on to pages."""
     found = set()
-    for name in ra.__all__:
+    for name in _NAMES:
         value = getattr(ra, name)
         if not isinstance(value, type) or issubclass(value, (tuple, enum.Enum, BaseException)):
             continue

@@ -195,7 +195,8 @@ def export(scene: EngineScene) -> None:
 
     given = scene.call(f"export of row {row}", body, wrong="there is no such page" * bad)
     if given is not REFUSED:
-        scene.sent.append(Sent(*given, list(scene.oracle.kv[row]), by_layers))
+        extent, buffer = given
+        scene.sent.append(Sent(extent, buffer, list(scene.oracle.kv[row]), by_layers))
     scene.call("export of a row", lambda: exporter.export_row(row, kv_len, torch.zeros(0)), wrong="rows are not known")
 
 

@@ -72,18 +72,17 @@ def shadow(scene: EngineScene) -> None:
     found = scene.call("shadow_check", lambda: shadow_check(scene.attention, 0, q, given[0]), right=True)
     if found and not any(UNKNOWN in scene.oracle.kv[seq.row] for seq in seqs):
         raise Finding(f"shadow_check says that sequences {found} are wrong")
-    scene.call("shadow_view of layer 9", lambda: scene.attention.shadow_view(9), wrong="there is no such layer")
+    scene.call("shadow_check of layer 9", lambda: shadow_check(scene.attention, 9, q, given[0]), wrong="no such layer")
 
 
 def look(scene: EngineScene) -> None:
     """What it says of itself."""
     attention = scene.attention
     for each in (
-        attention.sealed_tensors,
+        *(core.sealed_tensors for core in attention.cores.values()),
         attention.kernels,
-        lambda: attention.pages.in_every_layer(Space.FULL),
-        lambda: (attention.pages.layer(0), attention.pages.format(1), attention.tables.null_pages),
-        lambda: attention.tables.csr_indptr,
+        lambda: attention.pages.in_every_layer[Space.FULL],
+        lambda: (attention.pages.layer(0), attention.pages.format(1)),
         lambda: KVPassport.of(attention),
         attention.pages.require_bound,
     ):

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rocm_attn.capture.draft_runner import DraftRunner
 from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
@@ -133,7 +132,7 @@ class Scene(Calls):
         self.oracle = Oracle([])
         recorder = recorder_for(device) if kind in WITH_GRAPHS else None
         self.runner = StepRunner(self.runtime, self.model.forward, recorder, check=NO_CHECK)
-        self.drafter: DraftRunner[Tensor] = DraftRunner(self.runtime, self.draft, recorder, check=NO_CHECK)
+        self.drafter = StepRunner(self.runtime, self.model.forward, recorder, draft=self.draft, check=NO_CHECK)
         self.compiled = compiled_layers(self.runtime)
         self.renew_movers()
         self.kept: dict[int, Kept] = {}
@@ -209,7 +208,7 @@ class Scene(Calls):
             free,
             held,
             tuple(table.room(rows).tolist()),
-            tuple(table.tokens.of(rows).tolist()) if len(rows) else (),
+            tuple(table.tokens.stored_len[rows].tolist()) if len(rows) else (),
             tuple(table.kept.ids().tolist()),
             self.runtime.seals.number,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -388,7 +389,7 @@ def store_one(scene: Scene) -> None:
         part = scene.open.step.parts[0]
         _, k, v = layer.of(scene.model.entries(part))
         calls = scene.compiled.of(part) if scene.rng.random() < 0.3 else part.layers
-        if scene.call(f"layer {number} stores", lambda c=calls, n=number, k=k, v=v: c.store(n, k, v)) is not REFUSED:
+        if scene.call(f"layer {number} stores", partial(calls.store, number, k, v)) is not REFUSED:
             scene.open.done.add((0, number))
         return None
     return None
@@ -469,14 +470,12 @@ def draft_tree(scene: Scene) -> None:
 
 
 def draft_runner(scene: Scene) -> None:
-    """A round by a DraftRunner, as a graph where there are some; or a batch without drafts, which it refuses."""
-    if scene.rng.random() < 0.2:
-        seqs = [Seq(row, scene.length(row), scene.ids(1)) for row in scene.some(2)]
-        reserve_for(scene, seqs)
-        scene.call("no round", lambda: scene.drafter.run(scene.batch(seqs)), wrong="it has no drafts")
-        return
+    """A round by a runner, as a graph where there are some; or by one without a draft model, which refuses it."""
     drafts = scene.rng.choice((CHAIN, TREE))
     seqs, batch = _round_of(scene, drafts)
+    if scene.rng.random() < 0.2:
+        scene.call("a round", lambda: scene.runner.run(batch), wrong="the runner has no draft model")
+        return
     halves = scene.rng.choice((1, 1, 2))
     given = scene.call(f"drafter.run of {drafts}", lambda: scene.drafter.run(batch, halves=halves))
     if given is not REFUSED and scene.open is None:

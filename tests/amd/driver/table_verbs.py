@@ -201,7 +201,7 @@ def look(scene: Scene) -> None:
         lambda: (table.kept.ids(), table.kept.pages(ids), table.kept.num_holders_of(ids)),
         lambda: table.kept.num_holders(1),
         lambda: scene.runtime.seals.tensors(),
-        lambda: (scene.runner.counters, scene.runner.may_run_again, scene.runner.replays_again),
+        lambda: (scene.runner.counters, scene.runner.may_run_again),
         lambda: (scene.runner.graph_again, scene.runner.graph_of_last, scene.runner.capture_report()),
         lambda: (scene.runtime.padding, scene.runtime.deterministic, scene.runtime.selections, scene.runtime.target),
         lambda: (scene.runtime.kinds, scene.runtime.max_kv_len, scene.runtime.head_weights.of(0)),
@@ -260,7 +260,8 @@ def _export(scene: Scene, way: str) -> None:
     given = scene.call(f"export {kv_len} of row {row} by {way}", run, wrong=wrong)
     if given is not REFUSED and kv_len <= length:
         stored = scene.oracle.kv[row][:kv_len]
-        scene.sent.append(Sent(*given, stored, by_layers=way == "layers"))
+        extent, buffer = given
+        scene.sent.append(Sent(extent, buffer, stored, by_layers=way == "layers"))
 
 
 def import_row(scene: Scene) -> None:

@@ -67,7 +67,9 @@ def scenes(device: torch.device) -> tuple[list[object], list[Tensor | np.ndarray
         recorded_fill(engine)
     held = [plain.runner, plain.drafter, plain.compiled, plain.exporter, plain.importer, plain.over, latent.runtime]
     held += [plain.runtime, latent.runtime.expanded_prefill(0), engine.attention, engine.exporter, engine.fills[0][1]]
-    tensors: list[Tensor | np.ndarray] = [*engine.attention.sealed_tensors().values(), *engine.kv, engine.entries]
+    tensors: list[Tensor | np.ndarray] = [*engine.kv, engine.entries]
+    for core in engine.attention.cores.values():
+        tensors += core.sealed_tensors().values()
     for scene in (plain, latent):
         table = scene.runtime.table
         tensors += [*scene.runtime.seals.tensors().values(), table.full.entries_host, table.tokens.floor]

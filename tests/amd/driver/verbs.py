@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
-from rocm_attn.step.accepted import select_last_accepted
 from torch import Tensor
 
 from rocm_attn.paging.convert import convert_pages
+from rocm_attn.step.accepting import select_last_accepted
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.kv_scales import KVScales
 from tests.amd.driver.calls import REFUSED
@@ -96,7 +97,7 @@ def scales_from_scratch(scene: Scene) -> None:
     if scene.kind != "eight bits" or scene.open is not None:
         return kv_scales(scene)
     for row in scene.rows:
-        scene.call(f"free row {row}", lambda row=row: scene.runtime.table.free(row), right=True)
+        scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
         scene.gone(row)
     scene.call("drop_all", scene.runtime.table.kept.drop_all)
     scene.kept.clear()
@@ -213,7 +214,8 @@ def unseal(scene: Scene) -> None:
 
 def ask(scene: Scene) -> None:
     """check_device(), of the runtime or of a runner."""
-    scene.call("check_device", scene.one_of("ask", (scene.runtime, scene.runner)).check_device)
+    asks = (scene.runtime.check_device, scene.runner.check_device)
+    scene.call("check_device", scene.one_of("ask", asks))
 
 
 def copied(scene: Scene) -> None:
@@ -299,10 +301,10 @@ def clear(scene: Scene) -> None:
     rng = scene.rng
     while len(scene.rows) > 4 or any(scene.length(row) > MAX_KV_LEN - 12 for row in scene.rows):
         row = max(scene.rows, key=scene.length) if rng.random() < 0.5 else rng.choice(scene.rows)
-        scene.call(f"free row {row}", lambda row=row: scene.runtime.table.free(row), right=True)
+        scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
         scene.gone(row)
     for row in [row for row in scene.rows if row in scene.unsure or UNKNOWN in scene.oracle.kv[row]]:
-        scene.call(f"free row {row}", lambda row=row: scene.runtime.table.free(row), right=True)
+        scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
         scene.gone(row)
     if len(scene.kept) > 6:
         scene.call("drop_all", scene.runtime.table.kept.drop_all)

@@ -348,7 +348,10 @@ class KVImporter(_Mover):
         buffer: as KVExporter.export() filled it
         Raises BadBatch, BadTensor, WrongState; nothing was written then.
         """
-        self.import_pages(self.pages_of(row, extent.kv_len), extent, buffer)
+        pages, room = self.pages_of(row, extent.kv_len), int(self._runtime.table.room([row])[0])
+        if extent.kv_len > room:
+            raise BadBatch(f"row {row} has room for {room} tokens, and {extent.kv_len} were sent; reserve() it first")
+        self.import_pages(pages, extent, buffer)
         self._runtime.table.mark_stored([row], [extent.kv_len])
 
     def import_pages(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:

@@ -187,6 +187,24 @@ class RequestTable:
         # They need nothing before they have filled their pages.
         state.look_from[rows] = np.minimum(capacity, self.max_kv_len) + 1
 
+    def missing_pages(self, row: int, kv_len: int) -> int:
+        """Pages that must become free before reserve(row, kv_len), in the space that lacks the most; 0: none.
+
+        Raises WrongState, BadBatch.
+        """
+        self._rows.must_be_admitted(row)
+        rows, lengths = _each("kv_len", [row], [kv_len])
+        reserved, end = self._rows.reserved_len[rows], self._rows.capacity[rows] // self.page_size
+        copied = rows[lengths > reserved]
+        new_end = np.maximum(num_pages(lengths, self.page_size), end)
+        lacking = (
+            len(table.missing(rows, end, new_end))
+            + len(copied[table.shares(copied, reserved[: len(copied)])])
+            - table.num_free_pages
+            for table in self.spaces
+        )
+        return max(0, *lacking)
+
     def is_reserved(self, rows: Integers, kv_len: Integers) -> bool:
         """Whether reserve_all(rows, kv_len) has nothing to do: all of these rows have room for so many tokens.
 
@@ -282,7 +300,8 @@ class RequestTable:
         self._rows.forget(row)
 
     def num_held(self, row: int, space: Space = Space.FULL) -> int:
-        """Pages that row holds in a space."""
+        """Pages that row holds in a space. Raises WrongState for a row that is not admitted, BadSetting."""
+        self._rows.must_be_admitted(row)
         return self.space(space).num_held(row, self._rows.end(row))
 
     def pages_of(self, row: int, space: Space = Space.FULL) -> Int32Array:

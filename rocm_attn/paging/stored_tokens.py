@@ -19,10 +19,11 @@ _NO_STEP = (b"", b"")
 class StoredTokens:
     """The tokens of each row of the request table.
 
-    changed:  rows that were cut since the step that runs was staged: they may be others now
-    floor:    int32 [num_rows], the first token that a step may store; those before it may lie in pages that have other
-              holders
-    left_out: row -> its stored tokens, and the layers in which a step after these did not store, in words
+    changed:   rows that were cut since the step that runs was staged: they may be others now
+    floor:     int32 [num_rows], the first token that a step may store; those before it may lie in pages that have other
+               holders
+    on_floors: called when floors have risen, for the step that runs
+    left_out:  row -> its stored tokens, and the layers in which a step after these did not store, in words
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -32,6 +33,7 @@ class StoredTokens:
         self.floor = np.zeros(num_rows, np.int32)
         self.has_floors = False
         self.changed: list[int] = []
+        self.on_floors: Callable[[], None] = lambda: None
         self.left_out: dict[int, tuple[int, str]] = {}
 
     @property
@@ -66,6 +68,7 @@ class StoredTokens:
         """The first kv_len tokens of rows, which may be named twice, lie in pages that have other holders too."""
         np.maximum.at(self.floor, rows, kv_len)
         self.has_floors = bool(self.floor.any())
+        self.on_floors()
 
     def lower_floor(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
         """Tokens of rows from kv_len on lie in pages that have no other holder."""
@@ -111,6 +114,7 @@ class StepStores:
         self._in_turn = 1
         self._wrote = False
         self.refusal = ""
+        tokens.on_floors = self._floors_have_risen
 
     def begin(self, batch: StepBatch, num_children: int, refusal: str, in_turn: int) -> None:
         """A step is staged.
@@ -123,6 +127,20 @@ class StepStores:
         self._wrote = False
         if self._tokens.changed:
             self._tokens.changed.clear()
+
+    def _floors_have_risen(self) -> None:
+        """A row was forked or kept: the step that runs may not store what others read of it by now."""
+        batch = self._batch
+        if batch is None or self.refusal or not batch.inputs.q_len_on_host:
+            return
+        begin = batch.kv_len - batch.q_len
+        shared = (batch.q_len > 0) & (begin < self._tokens.floor[batch.rows])
+        if shared.any():
+            seq = int(shared.argmax())
+            self.refusal = (
+                f"row {batch.rows[seq]} was forked or kept while its step runs, which would store token {begin[seq]} "
+                "again that others read by now; end the step, truncate() the row and begin again"
+            )
 
     def before_store(self, child: int, layer: int) -> None:
         """Raise BadBatch for a step that would write to a page that several rows hold, and WrongState for a draft step

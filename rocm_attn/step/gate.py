@@ -332,17 +332,19 @@ class StepGate:
     def may_go_again(self) -> RanStep | None:
         """The step that AGAIN would run now; None where there is none, or one of its rows has changed."""
         last = self.last
-        if last is None or self._changed(last.change, last.batch, self._num_staying(last)):
-            return None
-        return last
+        return None if last is None or self._changed_rows(last, 0) else last
 
     def move_on(self) -> None:
         """AGAIN has later tokens each time, and its caller sees to it that no row shares them by then."""
         self._moves_on = True
 
-    def _num_staying(self, step: RanStep) -> int:
-        """Of the tokens that the host knows of, those of a sequence that the step does not write when it runs again."""
-        return step.batch.max_q_len if self._moves_on else 0
+    def _changed_rows(self, step: RanStep, staying: int) -> list[int]:
+        """The rows of a step that were freed, cut, forked or kept since it was staged; see BatchGuards.changed."""
+        if step.change == self._generations.last_change:
+            return []
+        # A step that moves on writes none of the tokens that the host knows of.
+        changed: list[int] = self._changed(step.change, step.batch, step.batch.max_q_len if self._moves_on else staying)
+        return changed
 
     def resume(self, step: RanStep) -> RanStep:
         """Have AGAIN run this step for the rows of the one that was staged last, with later tokens: move_on().
@@ -363,7 +365,7 @@ class StepGate:
         staying: new tokens of a sequence that are not written
         rows:    those that count; not given: all
         """
-        changed = self._changed(step.change, step.batch, max(staying, self._num_staying(step)))
+        changed = self._changed_rows(step, staying)
         if rows is not None:
             changed = [row for row in changed if row in rows]
         if changed:

@@ -1,6 +1,7 @@
-"""python -m tests.amd.driver --seeds 0:300 [--device cuda] [--guard-off ID]
+"""python -m tests.amd.driver --seeds 0:300 [--driver moves] [--device cuda] [--guard-off ID] [--seconds N] [--stop]
 
-Prints a line for each finding and a closing count; ends with 1 if there was a finding.
+Runs both random drivers: the one of moves, and the one of pairs and triples of calls. Prints a line for each finding
+and a closing count; ends with 1 if there was a finding.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ import argparse
 import logging
 import sys
 import time
+from collections import Counter
 
 import torch
 
 from rocm_attn.guards.registry import Guards
-from tests.amd.driver.run import Outcome, run_seed
+from tests.amd.driver.both import DRIVERS, run_drivers
 
 
 def main() -> int:
     """Run the seeds that were asked for."""
     parser = argparse.ArgumentParser(prog="python -m tests.amd.driver", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0:300", help="first:end, or one seed")
+    parser.add_argument("--driver", choices=[*DRIVERS, "both"], default="both", help="which of the two")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--guard-off", metavar="ID", help="run without this safeguard")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seed after so many")
     parser.add_argument("--stop", action="store_true", help="stop at the first finding")
     options = parser.parse_args()
     first, _, end = options.seeds.partition(":")
@@ -30,16 +34,18 @@ def main() -> int:
         logging.getLogger("rocm_attn").setLevel(logging.ERROR)
         guards = Guards().without(options.guard_off)
     prepare(device)
-    started, outcomes = time.monotonic(), []
+    drivers = list(DRIVERS) if options.driver == "both" else [options.driver]
+    started, counts, num_findings = time.monotonic(), Counter[str](), 0
     for seed in range(int(first), int(end or int(first) + 1)):
-        outcome = run_seed(seed, device, guards)
-        outcomes.append(outcome)
-        if outcome.finding:
-            print(f"seed {seed}: {outcome.finding}", flush=True)
-            if options.stop:
-                break
-    print(summary(outcomes, time.monotonic() - started))
-    return int(any(outcome.finding for outcome in outcomes))
+        if time.monotonic() - started > options.seconds or (options.stop and num_findings):
+            break
+        outcome = run_drivers(seed, device, guards, drivers)
+        counts.update({"seeds": 1, **outcome.counts})
+        num_findings += len(outcome.findings)
+        for finding in outcome.findings:
+            print(f"seed {seed}: {finding}", flush=True)
+    print(summary(num_findings, counts, time.monotonic() - started))
+    return int(num_findings > 0)
 
 
 def prepare(device: torch.device) -> None:
@@ -49,22 +55,10 @@ def prepare(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
 
 
-def summary(outcomes: list[Outcome], seconds: float) -> str:
+def summary(num_findings: int, counts: Counter[str], seconds: float) -> str:
     """All seeds in a line."""
-    reported: dict[str, int] = {}
-    for outcome in outcomes:
-        for what, count in (outcome.reported or {}).items():
-            reported[what] = reported.get(what, 0) + count
-    counted = {
-        "findings": sum(bool(outcome.finding) for outcome in outcomes),
-        "seeds": len(outcomes),
-        "moves": sum(outcome.num_moves for outcome in outcomes),
-        "outputs compared": sum(outcome.num_compared for outcome in outcomes),
-        "replays": sum(outcome.replays for outcome in outcomes),
-        "captures": sum(outcome.captures for outcome in outcomes),
-        **reported,
-    }
-    return f"{', '.join(f'{count} {what}' for what, count in counted.items())}, {seconds:.1f} s"
+    counted = ", ".join(f"{count} {what}" for what, count in counts.items())
+    return f"{num_findings} findings, {counted}, {seconds:.1f} s"
 
 
 if __name__ == "__main__":

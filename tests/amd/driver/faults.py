@@ -16,7 +16,7 @@ import rocm_attn
 
 _PACKAGE = Path(rocm_attn.__file__).resolve().parent
 # Symlinks lead out of the package to the two lower floors, and a frame names either path.
-_PROJECT = tuple(
+PROJECT = tuple(
     f"{folder}/" for folder in {str(_PACKAGE), *(str(_PACKAGE.parent / n) for n in ("kernels", "hip_graphs"))}
 )
 
@@ -54,7 +54,7 @@ def interrupt(n: int) -> Iterator[None]:
         return on_line
 
     def on_call(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
-        return on_line if left > 0 and frame.f_code.co_filename.startswith(_PROJECT) else None
+        return on_line if left > 0 and frame.f_code.co_filename.startswith(PROJECT) else None
 
     before = sys.gettrace()
     sys.settrace(on_call)

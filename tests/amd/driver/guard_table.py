@@ -1,7 +1,7 @@
-"""python -m tests.amd.driver.guard_table [--seeds N] [--steps N] [--device cuda] [--write]
+"""python -m tests.amd.driver.guard_table [--seeds N] [--seconds N] [--steps N] [--device cuda] [--write]
 
-Which safeguards the random driver and the soak need: each is switched off alone, and both run until they find what goes
-wrong. With --write the table goes to docs/guards.md, between the markers of the kind of device.
+Which safeguards the random drivers and the soak need: each is switched off alone, and they run until
+one finds what goes wrong. With --write the table goes to docs/guards.md, between the markers of the kind of device.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,26 +26,21 @@ from rocm_attn.bench.machine import commit
 from rocm_attn.guards.registry import GUARDS, Guards
 from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS
 from tests.amd.driver.__main__ import prepare
-from tests.amd.driver.run import run_seed
+from tests.amd.driver.both import DRIVERS, run_drivers
 
 PAGE = Path(__file__).parents[3] / "docs" / "guards.md"
 BEGIN, END = "<!-- guard table on {}: begin -->", "<!-- guard table on {}: end -->"
 SHORTEST_SOAK = 25
 
-_ENGINES = "no engine owns pages in these runs: tests/amd/external"
-# Why neither run needs a safeguard: what would meet it is not there, on any machine or on a kind of device.
+_SELECTS = "no layer of these runs selects keys: tests/amd/guards/test_selections.py"
+# Why no run needs a safeguard: what would meet it is not there, on any machine or on a kind of device.
 UNSEEN = {
-    "draft_lengths": "no step of these runs has drafts: tests/amd/guards/test_drafts.py",
-    "draft_order": "no step of these runs has drafts: tests/amd/guards/test_same_rows.py",
-    "same_rows": (
-        "no step of these runs repeats, or moves tokens after its rows changed: tests/amd/guards/test_same_rows.py"
-    ),
-    "path_pages": "paths of these runs lie within their rows: tests/amd/guards/test_drafts.py",
+    **dict.fromkeys(("fresh_selection", "selection_place"), _SELECTS),
     "mask_room": "masks have room for 1,024 older keys and more; `rocm-attn soak --speculative` finds it",
     "row_zero": "no call of the API changes row 0, and the pads of an update have no cell",
     "table_tails": "read by AITER's kernels alone: those of torch and Triton read no entry after the last page",
     "sealed_growth": "refuses what the planner does not ask for: a step above the captured sizes uses other memory",
-    **dict.fromkeys(("slots_in_table", "null_page", "table_moved"), _ENGINES),
+    "page_format": "no engine of these runs has pages in eight bits: tests/amd/guards/test_formats.py",
     "graph_epoch": "nothing moves under a graph while the other safeguards of sealed memory are on",
 }
 UNSEEN_ON = {
@@ -79,11 +75,21 @@ class Row:
         return f"| `{self.guard}` | {driver} | {soak} | {why} |"
 
 
-def found_by_driver(guard: str, seeds: int, device: torch.device) -> int | None:
-    """The first seed that has a finding without the safeguard, and none with it."""
-    guards = Guards().without(guard)
-    found = (seed for seed in range(seeds) if run_seed(seed, device, guards).finding)
-    return next((seed for seed in found if not run_seed(seed, device, Guards()).finding), None)
+def found_by_drivers(guard: str, seeds: int, seconds: float, device: torch.device) -> int | None:
+    """The first seed of which a driver has a finding without the safeguard, and none with it.
+
+    seconds: no seed is begun after so many
+    """
+    guards, started = Guards().without(guard), time.monotonic()
+    for seed in range(seeds):
+        if time.monotonic() - started > seconds:
+            break
+        for driver in DRIVERS:
+            if run_drivers(seed, device, guards, [driver]).findings and not (
+                run_drivers(seed, device, Guards(), [driver]).findings
+            ):
+                return seed
+    return None
 
 
 def found_by_soak(guard: str, steps: int, device: str) -> int | None:
@@ -106,11 +112,11 @@ def found_by_soak(guard: str, steps: int, device: str) -> int | None:
         length *= 4
 
 
-def found_without(guard: str, *, seeds: int, steps: int, device: torch.device) -> Row:
-    """Both runs without a safeguard."""
+def found_without(guard: str, *, seeds: int, seconds: float, steps: int, device: torch.device) -> Row:
+    """The drivers and the soak without a safeguard."""
     logging.getLogger("rocm_attn").setLevel(logging.ERROR)
     prepare(device)
-    return Row(guard, found_by_driver(guard, seeds, device), found_by_soak(guard, steps, str(device)))
+    return Row(guard, found_by_drivers(guard, seeds, seconds, device), found_by_soak(guard, steps, str(device)))
 
 
 def page_with(text: str, rows: list[Row], where: str, device_type: str) -> str:
@@ -119,7 +125,7 @@ def page_with(text: str, rows: list[Row], where: str, device_type: str) -> str:
     table = [
         where,
         "",
-        "| without | found by the random driver | found by the soak | why by neither |",
+        "| without | found by the random drivers | found by the soak | why by neither |",
         "|---|---|---|---|",
         *(row.line(device_type) for row in rows),
     ]
@@ -133,7 +139,8 @@ def page_with(text: str, rows: list[Row], where: str, device_type: str) -> str:
 def main() -> int:
     """Run both with each safeguard off."""
     parser = argparse.ArgumentParser(prog="python -m tests.amd.driver.guard_table")
-    parser.add_argument("--seeds", type=int, default=300, help="of the driver, at most")
+    parser.add_argument("--seeds", type=int, default=200, help="of each driver, at most")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for a safeguard's seeds, at most")
     parser.add_argument("--steps", type=int, default=1600, help="of the soak, at most")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*", default=[guard.id for guard in GUARDS], metavar="ID")
@@ -144,11 +151,11 @@ def main() -> int:
     today = datetime.datetime.now(datetime.timezone.utc).date()
     machine = "a CPU" if device.type == "cpu" else f"an {torch.cuda.get_device_name(device)}"
     where = (
-        f"At commit {commit()}, {today:%d %B %Y}, on {machine}: up to {options.seeds} seeds of the driver "
+        f"At commit {commit()}, {today:%d %B %Y}, on {machine}: up to {options.seeds} seeds of the drivers "
         f"(`python -m tests.amd.driver`) and up to {options.steps:,} steps of `rocm-attn soak`, each until it found "
-        "something. With all of them on, neither finds anything."
+        "something. With all of them on, none finds anything."
     )
-    find = partial(found_without, seeds=options.seeds, steps=options.steps, device=device)
+    find = partial(found_without, seeds=options.seeds, seconds=options.seconds, steps=options.steps, device=device)
     rows = []
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         for row in pool.map(find, options.only):

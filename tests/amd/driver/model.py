@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.step import Part
@@ -100,6 +101,12 @@ class LayerTables:
             slopes=heads if weights.alibi_slopes is None else weights.alibi_slopes.double().cpu().numpy(),
             rounding=torch.finfo(problem.dtype).eps / 2,
         )
+
+
+def no_turn(dim: int, positions: int, device: torch.device) -> QkvWork:
+    """Rope by an angle of 0, so that rows stay what they are."""
+    table = torch.cat([torch.ones(positions, dim // 2), torch.zeros(positions, dim // 2)], 1)
+    return QkvWork(RopeTable(table.to(device)))
 
 
 class Model:

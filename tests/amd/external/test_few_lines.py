@@ -288,3 +288,18 @@ def test_tables_that_were_used_before_are_let_go(device: torch.device) -> None:
         del table
     gc.collect()
     assert [table() is None for table in tables] == [True, True, True, False]
+
+
+def test_memory_that_steps_have_outgrown_is_let_go(device: torch.device) -> None:
+    """Of the steps whose way is kept, none holds the memory that a larger step has given up."""
+    attention = build(device)
+    cache = torch.zeros(2, LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, DIM, device=device)
+    attention.pages.bind_all(cache, "kv layer page token head dim")
+    held = []
+    for num_seqs in (1, 4, 1):
+        kv_len = torch.ones(num_seqs, dtype=torch.int32, device=device)
+        attention.begin(ExternalStep.decode(kv_len, num_seqs=num_seqs, max_kv_len=1))
+        assert attention.gate.run is not None
+        held.append(weakref.ref(attention.gate.run.to.kv_len))
+    gc.collect()
+    assert [tensor() is None for tensor in held] == [True, False, False]

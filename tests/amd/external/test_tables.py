@@ -108,8 +108,8 @@ def test_a_scheduler_may_write_a_table_from_its_own_stream_after_the_event_of_th
             assert copied.query()
             scramble(engine)
             return plan
-        torch.cuda._sleep(100_000_000)
-        plan, scheduler = begin(step), torch.cuda.Stream()
+        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+        plan, scheduler = begin(step), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         copied.wait(scheduler)
         with torch.cuda.stream(scheduler):
             scramble(engine)

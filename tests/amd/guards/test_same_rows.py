@@ -12,7 +12,7 @@ from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import WrongState
+from rocm_attn.errors import BadBatch, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -169,3 +169,18 @@ def test_draft_steps_store_one_after_the_other() -> None:
             drafting(ALL_ON, order)
     off = Guards().without("draft_order")
     assert drafting(off, [0, 2]).isnan().all(), "it has attended to a draft that no step has stored"
+
+
+@pytest.mark.parametrize("share", [forked, kept], ids=lambda share: share.__name__)
+def test_a_step_that_goes_back_does_not_store_over_what_was_shared_since_it_began(
+    share: Callable[[Repeating], None],
+) -> None:
+    served = Repeating(ALL_ON)
+    before = served.runtime.pool.layer(0).k.clone()
+    with served.runtime.step(StepBatch([served.row], [6], [2], [30, 31])) as step:
+        share(served)
+        with pytest.raises(BadBatch, match=f"row {served.row} was forked or kept while its step runs"):
+            served.forward(step.parts[0])
+    assert torch.equal(served.runtime.pool.layer(0).k.nan_to_num(), before.nan_to_num())
+    served.runtime.table.reserve(served.row, 10)
+    served.runner.run(StepBatch([served.row], [10], [1], [32]))

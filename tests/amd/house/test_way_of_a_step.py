@@ -71,7 +71,7 @@ class Way:
             if above.startswith(_KERNELS):
                 file = above  # all of it is the launcher's
             elif file and file != above and not file.startswith(_KERNELS):
-                self._enter(file, f"{above or 'the caller'} -> {file} {frame.f_code.co_qualname}")
+                self._enter(file, f"{above or 'the caller'} -> {file} {frame.f_code.co_name}")
             self._stack.append(file)
 
     def _enter(self, file: str, step: str) -> None:

@@ -364,7 +364,9 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
     with pytest.raises(BadBatch, match="there are 48"):
         exporter.export({Space.FULL: [*pages[Space.FULL][:2], 48]}, extent, buffer)
     with pytest.raises(BadTensor, match="send the extent that the exporter gave"):
-        importer.import_pages(pages, KVExtent(11, {}), buffer)
+        importer.import_pages(dict(pages), KVExtent(11, {}), buffer)
+    with pytest.raises(BadBatch, match=f"pages of row {row} are another runtime's"):
+        importer.import_pages(pages, extent, buffer)
     assert (buffer == POISON).all()
     before = [tensor.clone() for tensor in storages(target)]
     with pytest.raises(BadBatch, match="or a page twice"):
@@ -402,11 +404,11 @@ def test_factors_that_change_later_are_refused_on_both_sides(provider: str, devi
     buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
     exporter.export(pages, extent, buffer)
     with pytest.raises(WrongState, match="layer 1 has got other factors since this was made"):
-        importer.import_pages(pages, extent, buffer)
+        importer.import_pages(dict(pages), extent, buffer)
     source.table.free(row)
     source.set_kv_scales(0, KVScales(0.5, 0.25))
     with pytest.raises(WrongState, match="layer 0 has got other factors"):
-        exporter.export(pages, extent, buffer)
+        exporter.export(dict(pages), extent, buffer)
 
 
 @long
@@ -654,6 +656,24 @@ def test_pages_are_imported_into_an_empty_row_alone(device: torch.device) -> Non
     with pytest.raises(BadBatch, match=f"row {other} has 10 stored tokens already"):
         importer.import_row(other, extent, buffer)
     for tensor, was in zip(storages(here), before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
+
+
+def test_tokens_that_a_row_has_no_room_for_are_refused_before_they_are_written(
+    provider: str, device: torch.device
+) -> None:
+    problems = [small_problem()]
+    story, source = Story(problems, device), runtime_of(problems, device, provider)
+    exporter, importer = KVExporter(source), KVImporter(source, KVPassport.of(source))
+    row, short = story.prefill(source, 11), source.table.admit()
+    extent = exporter.extent(exporter.pages_of(row, 11), 11)
+    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export_row(row, 11, buffer)
+    source.table.reserve(short, 10)
+    before = [tensor.clone() for tensor in storages(source)]
+    with pytest.raises(BadBatch, match=f"row {short} has room for 10 tokens"):
+        importer.import_row(short, extent, buffer)
+    for tensor, was in zip(storages(source), before, strict=True):
         assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
 
 

@@ -191,8 +191,8 @@ def published(publish: Launch, step: Step, device: torch.device, boundary: int =
     least, most = (1, 1) if step.q_form == Q_EACH_ONE else (step.min_q_len, step.max_q_len)
     sizes = least, most, step.num_tokens_padded, step.page_size
     lists = tensor(csr) if step.row_pages else None
-    rows = replace(rows_of(step.num_rows, device), csr_indptr=lists)
-    bounds = LengthBounds(rows, step.kv_bound, *sizes, step.causal)
+    rows_of_table = replace(rows_of(step.num_rows, device), csr_indptr=lists)
+    bounds = LengthBounds(rows_of_table, step.kv_bound, *sizes, step.causal)
     pad_q_len = int(step.q_form == Q_EACH_ONE)
     to = PublishedLengths(counts, engine_row, row_of_seq, kept, taken, 2, pad_q_len, step.gathered)
     publish(slot, counts, lengths, bounds, to)

@@ -323,8 +323,8 @@ def test_no_logits_are_kept_but_those_that_lie_in_the_memory_of_a_graph(graphs: 
     rounds, requests = rounds_of(engine), [a_request(1, 80), a_request(2, 80)]
     launched, run_again = list[Any](), engine._runner.run_again
 
-    def and_note(batch: Any) -> Any:
-        launched.append(run_again(batch))
+    def and_note(batch: Any, joined: Any = None) -> Any:
+        launched.append(run_again(batch, joined))
         return launched[-1]
 
     engine._runner.run_again = and_note  # type: ignore[method-assign]

@@ -75,7 +75,12 @@ def test_an_attempt_without_room_is_not_repeated_at_every_step(
 ) -> None:
     tiny = Tiny.build(device, "torch", [4])
     attempts: list[int] = []
-    monkeypatch.setattr(StepRunner, "_capture", lambda runner, *_: attempts.append(runner.counters.steps))
+
+    def refuse(runner: StepRunner[torch.Tensor], *_: object) -> str:
+        attempts.append(runner.counters.steps)
+        return "too few pages are free to check it on"
+
+    monkeypatch.setattr(StepRunner, "_capture", refuse)
     runner, requests = runner_of(tiny, 2), requests_of(tiny)
     for _ in range(7):
         requests.run(runner, [1] * 4)

@@ -117,7 +117,8 @@ class StepRunner(Generic[Outputs]):
         if recorder is not None:
             runtime.seals.seal()
             runtime.seals.users.add(self)
-            self._follow_seal()
+            self._pinned.pin_all(runtime.seals.tensors)
+            self._seal_number = runtime.seals.number
 
     @property
     def counters(self) -> Metrics:

@@ -15,6 +15,7 @@ from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import WrongState
+from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
@@ -133,6 +134,30 @@ def test_an_interrupt_right_after_a_graph_was_put_away_leaves_the_next_step_righ
         served.run("whole", 2 + number)
     assert served.runner.counters.replays == 3
     assert served.runner.counters.graphs_off == ""
+
+
+def test_an_interrupt_while_addresses_are_pinned_again_lets_the_next_reopen_pin_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also after a step has found that they were given up, and has kept no number of a seal."""
+    served = Counted(graphs=True)
+    served.run("whole", 1)
+    served.runtime.seals.unseal([4], [1])
+    served.run("whole", 2)
+    pin_all = PinnedTensors.pin_all
+
+    def pin_and_interrupt(*arguments: Any) -> None:
+        pin_all(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PinnedTensors, "pin_all", pin_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            served.runner.reopen([4], [1])
+    served.runner.reopen([8], [1])
+    for number in range(3):
+        served.run("whole", 3 + number)
+    assert served.runner.counters.replays >= 3
 
 
 def test_an_interrupt_at_any_line_of_a_beginning_step_leaves_none_begun() -> None:

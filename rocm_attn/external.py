@@ -156,8 +156,8 @@ class RecordedFill:
 class ExternalAttention:
     """Paged attention for the layers of an engine's model, over what the engine owns.
 
-    Its parts are `pages`, `tables`, the `layers` of the step that runs, the `gate` that knows which thread has the
-    step, and `ops`, the launches around attention. Everything is on the current stream.
+    Everything is on the current stream. `tables` and `layers` are attributes too: the tables, and the layers of the step
+    that runs.
 
     layers:  of the model, in order; all pages have one size
     tables:  space -> the engine's table, for every space that layers live in; a table alone is the full space's
@@ -165,6 +165,10 @@ class ExternalAttention:
     target:  the hardware; detected when not given
     guards:  the safeguards; not given: all, less those that the environment switches off
     agree:   how ranks agree on kernels
+
+    pages: those that layers have
+    gate:  which thread has the step
+    ops:   the launches around attention
 
     Raises Unsupported with every reason when no kernel serves a layer, BadProblem, BadTensor, BadSetting.
     """

@@ -321,8 +321,7 @@ class StepRunner(Generic[Outputs]):
         """Where addresses were sealed anew, or given up, drop the graphs, and pin what new ones will read."""
         number = self._runtime.seals.number
         if self._seal_number != number and self._recorder is not None:
-            if self._seal_number:
-                self._drop_graphs(self._recorder)
+            self._drop_graphs(self._recorder)
             if number:
                 self._pinned.pin_all(self._runtime.seals.tensors)
             # Last: what an interrupt breaks off is done again by the next step.

@@ -78,14 +78,18 @@ def shadow(scene: EngineScene) -> None:
 def look(scene: EngineScene) -> None:
     """What it says of itself."""
     attention = scene.attention
-    for each in (
+    copies = any(table.source.copied for table in attention.tables.spaces)
+    wrong = "" if copies else "no table is copied"
+    scene.call("the event of copies", lambda: attention.tables.copied.query(), wrong=wrong)
+    looks: list[Callable[[], object]] = [
         *(core.sealed_tensors for core in attention.cores.values()),
         attention.kernels,
         lambda: attention.pages.in_every_layer[Space.FULL],
         lambda: (attention.pages.layer(0), attention.pages.format(1)),
         lambda: KVPassport.of(attention),
         attention.pages.require_bound,
-    ):
+    ]
+    for each in looks:
         scene.call("a look", each, right=True)
 
 

@@ -391,7 +391,7 @@ def test_what_is_short_of_pages_says_how_many() -> None:
     table.reserve(row, 12)
     for reserve in (lambda: table.reserve(other, 16), lambda: table.reserve_all([other], [16])):
         with pytest.raises(OutOfPages) as caught:
-            reserve()
+            reserve()  # type: ignore[no-untyped-call]
         assert caught.value.missing == table.missing_pages(other, 16) == 2
     assert table.missing_pages(other, 8) == 0
     table.truncate(row, 4)

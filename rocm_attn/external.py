@@ -156,8 +156,8 @@ class RecordedFill:
 class ExternalAttention:
     """Paged attention for the layers of an engine's model, over what the engine owns.
 
-    Everything is on the current stream. `tables` and `layers` are attributes too: the tables, and the layers of the step
-    that runs.
+    Everything is on the current stream. `tables` and `layers` are attributes too: the engine's tables, and the layers
+    of the step that runs.
 
     layers:  of the model, in order; all pages have one size
     tables:  space -> the engine's table, for every space that layers live in; a table alone is the full space's

@@ -58,8 +58,8 @@ def truncate(scene: Scene) -> None:
         f"truncate row {row} to {kv_len}", lambda: scene.runtime.table.truncate(row, kv_len), wrong="it is bad" * bad
     )
     if given is not REFUSED:
-        scene.changed(row)
-        if kv_len < scene.length(row):
+        if kv_len < scene.length(row):  # else it gives back room alone
+            scene.changed(row)
             scene.unsure.add(row)
         scene.cut(row, kv_len)
 

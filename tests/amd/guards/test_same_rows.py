@@ -182,5 +182,5 @@ def test_a_step_that_goes_back_does_not_store_over_what_was_shared_since_it_bega
         with pytest.raises(BadBatch, match=f"row {served.row} was forked or kept while its step runs"):
             served.forward(step.parts[0])
     assert torch.equal(served.runtime.pool.layer(0).k.nan_to_num(), before.nan_to_num())
-    served.runtime.table.reserve(served.row, 10)
-    served.runner.run(StepBatch([served.row], [10], [1], [32]))
+    served.runtime.table.reserve(served.row, TOKENS + 1)
+    served.runner.run(StepBatch([served.row], [TOKENS + 1], [1], [32]))

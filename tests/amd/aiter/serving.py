@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.limits import MAX_PAGE_SIZE
 from rocm_attn.machine import releases
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
@@ -63,8 +64,15 @@ def functions_of(row: KernelRow) -> list[str]:
 
 
 def partly_torch(problem: Problem, target: Target = GFX942) -> Selection:
-    """The first kernel of AITER that serves each kind of step, and torch's for the kinds that it does not serve."""
-    kernels = dict(select(problem, known_target("cpu"), "torch").kernels)
+    """The first kernel of AITER that serves each kind of step, and torch's for the kinds that it does not serve.
+
+    torch's read pages as long as AITER's, which a runtime without AITER does not offer.
+    """
+    cpu = known_target("cpu")
+    of_torch = select(replace(problem, page_size=min(problem.page_size, MAX_PAGE_SIZE)), cpu, "torch").kernels
+    kernels = {
+        kind: LayerKernel(each.row, each.row.bind(problem, cpu, SMALLEST_POOL)) for kind, each in of_torch.items()
+    }
     for kind in StepKind:
         serving = [row for row in AITER_ROWS if row.kind is kind and not row.refusals(problem, target)]
         for row in reversed(serving):

@@ -20,7 +20,8 @@ _WORDS = {*_CLOCKS, *(f"{name}=" for name in _LIMITS), *(f".{name}(" for name in
 # What reads a clock or sets a limit all the same, and why no verdict follows from it.
 HARMLESS = {
     "conftest.py: deadline=None": "no deadline",
-    "driver/__main__.py: time.monotonic()": "a time that is printed",
+    "driver/__main__.py: time.monotonic()": "a time that is printed, and how long somebody has asked for",
+    "driver/guard_table.py: time.monotonic()": "how long somebody has asked for",
     "server/load/clients.py: timeout=None": "no limit, in the place of OpenAI's 5 seconds for a connection",
     "server/load/__main__.py: time.monotonic()": "how long a load goes on that somebody has asked for",
     "server/gateways.py: time.sleep(0.2)": "between two looks, of which there are as many as it takes",

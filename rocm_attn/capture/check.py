@@ -77,7 +77,7 @@ class CaptureCheck:
         self._seed = seed
 
     def has_steps(self, candidate: Candidate) -> bool:
-        """Whether there is a step to record now. No graph is tried on a live step whose own inputs are at fault."""
+        """True if there is a step to record now. No graph is tried on a live step whose own inputs are at fault."""
         live, has_room = candidate.live, self._room(candidate) is not None
         return has_room or (live is not None and _can_be_drawn(live) and has_sound_inputs(candidate))
 
@@ -209,7 +209,7 @@ class _Trial(Generic[Outputs]):
 
 
 def _has_number(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a finite number is among them. Ids that were picked from NaN are none, so integers count alone."""
+    """True if a finite number is among them. Ids that were picked from NaN are none, so integers count alone."""
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     return any(bool(tensor.isfinite().any()) for tensor in floats or tensors.values())
 
@@ -224,7 +224,7 @@ def tensors_of(outputs: object) -> dict[str, Tensor]:
 
 
 def bitwise_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same values, NaN in the same places."""
+    """True if two tensors hold the same values, NaN in the same places."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
@@ -247,7 +247,7 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
 
 
 def _can_be_drawn(live: StepBatch) -> bool:
-    """Whether the host knows the new tokens. A mask that is not of trees is packed for its own step alone."""
+    """True if the host knows the new tokens. A mask that is not of trees is packed for its own step alone."""
     return live.num_seqs == 0 or (live.inputs.q_len_on_host and not isinstance(live.mask, StepMask))
 
 

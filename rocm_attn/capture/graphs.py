@@ -90,7 +90,7 @@ class Graph(Generic[Outputs]):
 
 
 def takes_inputs(runtime: AttentionRuntime, step: Step) -> bool:
-    """Whether the graph of a step takes its inputs: twins cannot in a device's graph, for they ask the host."""
+    """True if the graph of a step takes its inputs: twins cannot in a device's graph, for they ask the host."""
     shape = step.plan.shape
     if len(step.parts) > 1 or shape.drafts is not NO_DRAFTS or max(shape.num_seqs, shape.num_tokens) > MOST_TAKEN:
         return False
@@ -159,7 +159,7 @@ def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
 
 
 def _exists(kind: StepKind, num_seqs: int, fewest_seqs: int, num_tokens: int, children: int) -> bool:
-    """Whether a step with a token in each sequence is padded to these sizes: of sequences with two tokens or more, or,
+    """True if a step with a token in each sequence is padded to these sizes: of sequences with two tokens or more, or,
     where kinds are mixed, of some with one token and one with more in each child. fewest_seqs: that are padded so"""
     if kind.mixes:
         return num_seqs > children and num_tokens >= max(fewest_seqs, 2 * children) + children

@@ -224,7 +224,7 @@ class Room:
 
 
 def has_sound_inputs(candidate: Candidate) -> bool:
-    """Whether the device finds nothing wrong with the inputs of the live step, whose run is what raises a fault."""
+    """True if the device finds nothing wrong with the inputs of the live step, whose run is what raises a fault."""
     runtime, live = candidate.runtime, candidate.live
     if live is None or live.inputs is HOST_INPUTS:
         return True
@@ -263,7 +263,7 @@ def room_for(candidate: Candidate, limits: ProbeLimits) -> Room | None:
 
 
 def is_uniform(shape: PaddedShape) -> bool:
-    """Whether a step of the shape may have any number of sequences, each with as many new tokens."""
+    """True if a step of the shape may have any number of sequences, each with as many new tokens."""
     return shape.kind.decodes or shape.drafts is not NO_DRAFTS
 
 

@@ -148,7 +148,7 @@ class StepRunner(Generic[Outputs]):
 
     @property
     def may_run_again(self) -> bool:
-        """Whether run_again() may follow the step that was staged last: by its graph, or eagerly if it has none."""
+        """True if run_again() may follow the step that was staged last: by its graph, or eagerly if it has none."""
         last = self._runtime.gate.may_go_again
         if last is None or self._seal_number != self._runtime.seals.number:
             return False
@@ -460,7 +460,7 @@ class StepRunner(Generic[Outputs]):
 
     @property
     def _agrees(self) -> bool:
-        """Whether other ranks make the same graphs at the same steps."""
+        """True if other ranks make the same graphs at the same steps."""
         return self._runtime.agree is not alone
 
     def _capture(self, candidate: Candidate | None, reason: str) -> str:

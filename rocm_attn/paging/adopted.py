@@ -312,7 +312,7 @@ class AdoptedTables:
 
 
 def _lies_right(source: Source, page_size: int) -> bool:
-    """Whether kernels can read a table where it lies."""
+    """True if kernels can read a table where it lies."""
     table = source.gather
     if table.csr_indptr is not None or table.slot_map is not None or source.copied:
         return False

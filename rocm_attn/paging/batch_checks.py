@@ -134,7 +134,7 @@ class BatchChecks:
         return floor
 
     def _is_shared(self, rows: Int32Array, page_no: Int32Array) -> npt.NDArray[np.bool_]:
-        """Whether these pages of rows have other holders in a space."""
+        """True if these pages of rows have other holders in a space."""
         spaces = self._rows.spaces
         shared: npt.NDArray[np.bool_] = np.any(
             [table.num_holders(table.entries_host[rows, page_no]) > 1 for table in spaces], axis=0

@@ -39,7 +39,7 @@ class Conversion:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every element is worth what it was."""
+        """True if every element is worth what it was."""
         return not (self.saturated or self.rounded or self.not_numbers)
 
 

@@ -155,7 +155,7 @@ class KeptPages:
         return self._ids[self._ids > 0]
 
     def are_kept(self, pages: Sequence[int], space: Space) -> bool:
-        """Whether all of these pages of a space are kept; 0 stands for none. Raises BadSetting."""
+        """True if all of these pages of a space are kept; 0 stands for none. Raises BadSetting."""
         kept = self._pages[self._rows.spaces.index(self._rows.space(space))]
         return bool(np.isin(pages, np.append(kept, RESERVED_PAGE)).all())
 

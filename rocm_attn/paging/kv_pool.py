@@ -156,7 +156,7 @@ class HybridKVPool:
         return self._index[layer]
 
     def has_index(self, layer: int) -> bool:
-        """Whether a layer of the model has index pages."""
+        """True if a layer of the model has index pages."""
         return layer in self._index
 
     def space_of_layer(self, layer: int) -> Space:

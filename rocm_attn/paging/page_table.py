@@ -191,7 +191,7 @@ class PageTable:
             self._put(cells, pages)
 
     def shares(self, rows: Int32Array, length: Int32Array) -> npt.NDArray[np.bool_]:
-        """Whether the token after so many of rows would lie in a partly filled page that has other holders too."""
+        """True if the token after so many of rows would lie in a partly filled page that has other holders too."""
         page = self.entries_host[rows, (length - 1) // self._page_size]
         return (length % self._page_size > 0) & (self._holders[page] > self._writers)
 

@@ -89,7 +89,7 @@ class RequestTable:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request is admitted and no page is kept: nothing that was stored can be read again."""
+        """True if no request is admitted and no page is kept: nothing that was stored can be read again."""
         has_no_rows = self.num_free_rows == len(self._rows.capacity) - 1
         return has_no_rows and all(table.num_free_pages == table.num_usable_pages for table in self.spaces)
 
@@ -112,7 +112,7 @@ class RequestTable:
         return self._rows.admit()
 
     def is_admitted(self, row: int) -> bool:
-        """Whether a row was admitted and not freed."""
+        """True if a row was admitted and not freed."""
         return 0 <= row < len(self._rows.reserved_len) and bool(self._rows.reserved_len[row] >= 0)
 
     def reserve(self, row: int, kv_len: int) -> None:
@@ -206,7 +206,7 @@ class RequestTable:
         return max(0, *lacking)
 
     def is_reserved(self, rows: Integers, kv_len: Integers) -> bool:
-        """Whether reserve_all(rows, kv_len) has nothing to do: all of these rows have room for so many tokens.
+        """True if reserve_all(rows, kv_len) has nothing to do: all of these rows have room for so many tokens.
 
         rows, kv_len: integers [num_seqs]
         """

@@ -57,7 +57,7 @@ class StoredTokens:
         self.mark(row, min(kv_len, int(self.stored_len[row])))
 
     def goes_on(self, batch: StepBatch) -> bool:
-        """Whether a step has the rows of the last one, and its new tokens come next in all of them.
+        """True if a step has the rows of the last one, and its new tokens come next in all of them.
 
         Most steps do; nothing else has to be asked of them.
         """

@@ -315,7 +315,7 @@ _Side = tuple[Tensor, Tensor]
 
 
 def _agree(kernel: PackedVarlen, theirs: _Side, ours: _Side, size: Tensor, dtype: torch.dtype) -> bool:
-    """Whether AITER's kernel gave what ours did. size: of each value of out, more than 0"""
+    """True if AITER's kernel gave what ours did. size: of each value of out, more than 0"""
     apart = float(((theirs[0] - ours[0]).abs() / size).max()) / _APART[dtype]
     # Equal ones are so where they are infinite too.
     apart_lse = float(torch.where(theirs[1] == ours[1], 0.0, (theirs[1] - ours[1]).abs()).max())

@@ -23,7 +23,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class Causality(enum.Enum):
-    """Whether a step's tokens see what comes after them."""
+    """The tokens that a step's tokens see: those up to them, all, or as each layer's problem says."""
 
     OF_LAYERS = "as its layers' problems say"
     CAUSAL = "they see themselves and what comes before"

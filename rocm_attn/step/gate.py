@@ -112,7 +112,7 @@ class StepHolder:
 
     @property
     def is_mine(self) -> bool:
-        """Whether the current thread has the step."""
+        """True if the current thread has the step."""
         return self._thread_of.get(_STEP) == get_ident()
 
     def begin(self, what_fails: str) -> None:

@@ -27,7 +27,7 @@ class Fence(Protocol):
         """Wait until the device has reached the fence."""
 
     def query(self) -> bool:
-        """Whether the device has reached the fence."""
+        """True if the device has reached the fence."""
 
 
 class NoFence:
@@ -62,7 +62,7 @@ class Taken:
         """The slot is marked by the host that writes it."""
 
     def query(self) -> bool:
-        """Whether the graph has taken the slot."""
+        """True if the graph has taken the slot."""
         return self._words.item(ECHO) != TAKEN_BY_GRAPH
 
     def synchronize(self) -> None:

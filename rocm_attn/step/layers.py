@@ -151,7 +151,7 @@ class Layers:
                 self._ops.clear_pads(tensors.counts, out, lse)
 
     def stores_within(self, plan: StepPlan, layer: int) -> bool:
-        """Whether the layer's kernel stores the new K and V itself: then store_and_attend() does both."""
+        """True if the layer's kernel stores the new K and V itself: then store_and_attend() does both."""
         # A store that is not the kernels' own is asked for by itself.
         return id(plan.kernels[self._kind_of(layer)]) in self._storing_kernels and does_only_launch(self._ops.store_kv)
 
@@ -284,7 +284,7 @@ class Layers:
         return step.prepared.fill.noting(step) if self._prepares() else nullcontext()
 
     def _prepares(self) -> bool:
-        """Whether calls are prepared, and made again by what was prepared."""
+        """True if calls are prepared, and made again by what was prepared."""
         # torch._C: see on_device. A call for a device that is not the current one is made as it is.
         return self._launches_alone and torch._C._cuda_getDevice() == self._device_index and not is_observed()
 
@@ -412,7 +412,7 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def may_overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether some element of one tensor may lie where one of the other does.
+    """True if some element of one tensor may lie where one of the other does.
 
     Rows of one buffer that lie side by side do not overlap: K and the output as columns of one tensor.
     """

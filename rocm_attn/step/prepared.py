@@ -264,7 +264,7 @@ def _storages(tree: object) -> frozenset[int]:
 
 
 def works_by_launches(value: Any, method: str, shape: PaddedShape) -> bool:
-    """Whether all that a kernel's "attend", or a schedule's "build", does in steps of a shape is launches.
+    """True if all that a kernel's "attend", or a schedule's "build", does in steps of a shape is launches.
 
     A kernel that forks a stream in a capture does so in no other step: see Layers.attend.
     """
@@ -465,7 +465,7 @@ def _made_again(last: LastCall, given: Given, pages: object, other: object) -> b
 
 
 def _are_odd(addresses: tuple[int, ...]) -> bool:
-    """Whether one of them is no multiple of what prepared launches take."""
+    """True if one of them is no multiple of what prepared launches take."""
     bits = 0
     for address in addresses:
         bits |= address

@@ -30,12 +30,13 @@ _VALUES = "it touches nothing that a runtime or an engine holds"
 _SERVER = "it is driven by the soak, and by the tests of tests/amd/runner and tests/amd/server"
 NOT_DRIVEN: dict[str, str] = {
     **dict.fromkeys(("StepGate", "RoundTree", "StoredTokens", "BatchChecks", "PageTable", "FaultReports"), _GATE),
-    **dict.fromkeys(("HybridKVPool", "LayerPages", "DeviceStep", "AdoptedTables.note_copies"), _GATE),
+    **dict.fromkeys(("HybridKVPool", "LayerPages", "DeviceStep", "ExternalGate", "AdoptedTables.note_copies"), _GATE),
     **{
         f"{layers}.{name}": _SELECTS
         for layers in ("StepLayers", "CompiledLayers", "ExternalLayers")
         for name in ("select", "store_index", "give_selection", "attend_selected")
     },
+    "AdoptedPages.index": _SELECTS,
     **dict.fromkeys(("among", "known_target", "default_ladder", "eager_steps_before_capture"), _VALUES),
     **dict.fromkeys(("guards_from_settings", "pick_tokens"), _VALUES),
     "load_model": _SERVER,

@@ -37,7 +37,7 @@ from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.step.outputs import Outputs, PerToken, leaves_of, real_rows, structure_of
 from rocm_attn.step.step import Step
 
-# What is wrong with a graph, by name; see Verdict.
+# Faults of a graph, by name; see Verdict.
 Wrong = Mapping[str, str]
 
 

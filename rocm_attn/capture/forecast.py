@@ -128,7 +128,7 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
 
 
 def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> Iterator[Part]:
-    """What requests use: their tables, then the pools."""
+    """The memory of requests: their tables, then the pools."""
     options, spaces = runtime.options, runtime.table.spaces
     rows_knob = "max_num_rows" if options.max_num_rows else "max_num_seqs"
     for table in spaces:

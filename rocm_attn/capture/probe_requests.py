@@ -49,7 +49,7 @@ class ProbeLimits:
 
     @classmethod
     def of(cls, target: Target) -> ProbeLimits:
-        """What a check may cost on a target."""
+        """The most that a check may cost on a target."""
         if target.is_gpu:
             # 128k KV tokens of an 8B model are 17 GB over all layers: some 5 ms of reading a run on an MI300X or H200.
             return cls(1 << 17, 1 << 17)
@@ -205,7 +205,7 @@ class ProbeRequests:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the probe requests of a draw may be."""
+    """Limits of the probe requests of a draw."""
 
     num_seqs: int
     longest: int

@@ -193,7 +193,7 @@ class StepRunner(Generic[Outputs]):
         return graph.real if graph.num_real == num_seqs else graph.real_of(batch)
 
     def _graph_again(self, last: RanStep | None) -> Graph[Outputs] | None:
-        """What runs a step again by one call: no log and no rank waits for word of it."""
+        """The graph that runs a step again by one call: no log and no rank waits for word of it."""
         graph = self.graph_of_last
         if last is None or graph is None or self._seal_number != self._runtime.seals.number:
             return None
@@ -540,7 +540,7 @@ class StepRunner(Generic[Outputs]):
         return replace(verdict, wrong=self._agreed(verdict.wrong, num_left))
 
     def _agreed(self, wrong: Wrong, times: int = 1) -> Wrong:
-        """What is wrong with the graph of any rank: it serves on all of them or on none. times: that others ask, too"""
+        """Faults of the graph on any rank: it serves on all of them or on none. times: that others ask, too"""
         with self._runtime.faults.meetings.waiting(wrong.get("failure", wrong.get("raised", ""))):
             for _ in range(times):
                 wrong = self._runtime.agree(wrong)

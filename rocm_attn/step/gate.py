@@ -82,7 +82,7 @@ _Staged = tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int, bool]
 
 
 class Effects(NamedTuple):
-    """What a graph of steps does, as the host has seen when it was recorded.
+    """Effects of a graph of steps, as the host has seen when it was recorded.
 
     layers: bit i: it stores in layer i; see StepStores.layers
     moves:  whether it moves what it accepts

@@ -24,7 +24,7 @@ from benchmarks.sparse_decode import floor_us
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import NO_MASK, TreeMask
-from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.bench.clocks import microseconds_of
 from rocm_attn.bench.machine import describe_machine
 from rocm_attn.capture.graphs import recorder_for
@@ -130,11 +130,11 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Any]:
 
     def draft_round() -> None:
         inputs = DeviceInputs(kv_len=on_device, ahead=drafts.tokens)
-        runner.run(draft_batch(rows, prefix, drafts, inputs=inputs))
+        runner.run(draft_batch(rows, prefix, drafts, NO_TOKEN_IDS, inputs=inputs))
 
     def verify_round() -> None:
         inputs = DeviceInputs(kv_len=on_device, ahead=shape.verified)
-        runner.run(StepBatch(rows, prefix + new, new, inputs=inputs, mask=mask))
+        runner.run(StepBatch(rows, prefix + new, new, NO_TOKEN_IDS, inputs=inputs, mask=mask))
 
     for _ in range(5):
         draft_round()

@@ -30,6 +30,7 @@ from rocm_attn.paging.state_slots import require_state_slots as require_state_sl
 from rocm_attn.paging.index_spaces import Space as Space
 
 # A step
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS as NO_TOKEN_IDS
 from rocm_attn.batch.step_batch import StepBatch as StepBatch
 from rocm_attn.batch.padding import PadTo as PadTo
 from rocm_attn.batch.inputs import ON_HOST as ON_HOST

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.step_batch import Integers, StepBatch
 from rocm_attn.errors import NotCopied, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.speculative.arguments import Accepted
@@ -193,21 +191,20 @@ class AttentionRuntime:
         """
         self.gate.end()
 
-    def move_accepted(self, accepted: Accepted, row_of_seq: Tensor | Int32Array) -> None:
+    def move_accepted(self, accepted: Accepted, seqs: Integers | None = None) -> None:
         """Move the K and V of accepted drafts to the places of their tokens, in all layers; see step/accepting.py.
 
         Call it once after a verify step of trees has stored, in its forward or after it, and before the next step.
         Chains need none.
-        row_of_seq: int32 [S], as the step has it. From the host, those in which something is moved: others may be gone
+        seqs: int32 [paths], the place in the step's batch of each accepted path's sequence: rows of the others may have
+              changed. None: all sequences in order, with the step's pads or without
         Raises BadTensor; WrongState for a second move, after a step without a mask, and after a row of the step was
-        freed, cut, forked or kept; BadBatch where the step may not store; Unsupported for layers whose index keys stand
-        for several tokens.
+        freed, cut, forked or kept; BadBatch for other sequences than the step's, and where it may not store;
+        Unsupported for layers whose index keys stand for several tokens.
         """
-        rows = None
-        if isinstance(row_of_seq, np.ndarray):
-            rows, row_of_seq = row_of_seq, torch.from_numpy(row_of_seq).to(self.device)
-        self.core.moves.check(accepted, row_of_seq)
-        self.gate.before_move(rows)
+        self.core.moves.check(accepted)
+        row_of_seq = self.gate.rows_of_paths(len(accepted.path), seqs)
+        self.gate.before_move(seqs)
         self.core.moves.move(accepted, row_of_seq)
 
     def check_device(self) -> None:

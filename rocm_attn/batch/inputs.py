@@ -28,6 +28,7 @@ class HostInputs:
     kv_len_on_host:  whether a batch's kv_len are lengths, and not bounds
     q_len_on_host:   likewise
     lengths_on_host: whether both are
+    token_ids_on_host: likewise, for token ids
     """
 
     __slots__ = ()
@@ -35,6 +36,7 @@ class HostInputs:
     kv_len_on_host: ClassVar[bool] = True
     q_len_on_host: ClassVar[bool] = True
     lengths_on_host: ClassVar[bool] = True
+    token_ids_on_host: ClassVar[bool] = True
 
     def __reduce__(self) -> str:
         return "HOST_INPUTS"  # there is one; a copy, pickled or not, is that one
@@ -131,6 +133,11 @@ class DeviceInputs:
     def lengths_on_host(self) -> bool:
         """As HostInputs.lengths_on_host."""
         return self.kv_len is self.q_len is ON_HOST
+
+    @property
+    def token_ids_on_host(self) -> bool:
+        """True if the batch has the token ids, if there are any."""
+        return self.token_ids is ON_HOST
 
     def min_q_len(self, num_seqs: int, num_tokens: int, fewest: int) -> int:
         """As HostInputs.min_q_len. Raises BadBatch for tensors that have not the sizes of the step."""

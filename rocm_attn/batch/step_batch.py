@@ -22,7 +22,10 @@ Integers = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 _INT32 = np.dtype(np.int32)
 _STRIDES = (4,)
+# The model is fed by the caller, who says so by giving these.
 NO_TOKEN_IDS: Int32Array = np.empty(0, np.int32)
+# Nothing was said of token ids: a StepRunner refuses the batch, since its forward would read zeros.
+FORGOTTEN_TOKEN_IDS: Int32Array = np.empty(0, np.int32)
 INT32_MAX = 2**31 - 1
 
 
@@ -33,8 +36,9 @@ class StepBatch:
     rows:       int32 [num_seqs]    seq -> row of the request table
     kv_len:     int32 [num_seqs]    tokens in the sequence's KV after this step, the new ones included
     q_len:      int32 [num_seqs]    new tokens of this step, at the end of the KV
-    token_ids:  int32 [num_tokens]  ids of the new tokens, sequence after sequence; empty: the caller feeds the model.
-                With drafts those of the first draft step alone: int32 [num_seqs * branches]
+    token_ids:  int32 [num_tokens]  ids of the new tokens, sequence after sequence. With drafts those of the first draft
+                step alone: int32 [num_seqs * branches]. NO_TOKEN_IDS: the caller feeds the model. A StepRunner refuses
+                a batch that says nothing, unless inputs have them
     inputs:     what the device alone knows: kv_len and q_len are then upper bounds, and with them num_tokens,
                 max_q_len and max_kv_len; pages are reserved for the bounds
     mask:       what the new tokens see in layers whose problem has custom_mask
@@ -78,7 +82,7 @@ class StepBatch:
         rows: Integers,
         kv_len: Integers,
         q_len: Integers,
-        token_ids: Integers = NO_TOKEN_IDS,
+        token_ids: Integers = FORGOTTEN_TOKEN_IDS,
         *,
         inputs: Inputs = HOST_INPUTS,
         mask: Mask = NO_MASK,
@@ -108,7 +112,7 @@ class StepBatch:
         if isinstance(drafts, Drafts):
             fed = _fed_at_once(drafts, (fewest, most), num_seqs, (inputs, mask, prefixes))
         if len(token_ids) not in (0, fed):
-            raise BadBatch(f"{len(token_ids)} token ids for {fed} new tokens; pass one each, or none")
+            raise BadBatch(f"{len(token_ids)} token ids for {fed} new tokens; pass one each, or NO_TOKEN_IDS")
         if inputs is not HOST_INPUTS:  # on most steps there is nothing to ask
             fewest = inputs.min_q_len(num_seqs, fed, fewest)
         if not isinstance(mask, NoMask):
@@ -119,7 +123,8 @@ class StepBatch:
         self.rows = np.frombuffer(row_bytes, _INT32)
         self.kv_len = kv
         self.q_len = new
-        self.token_ids = np.frombuffer(token_ids.tobytes(), _INT32) if len(token_ids) else NO_TOKEN_IDS
+        none = FORGOTTEN_TOKEN_IDS if token_ids is FORGOTTEN_TOKEN_IDS else NO_TOKEN_IDS
+        self.token_ids = np.frombuffer(token_ids.tobytes(), _INT32) if len(token_ids) else none
         self.inputs, self.mask, self.prefixes, self.drafts = inputs, mask, prefixes, drafts
         self.num_seqs, self.num_tokens, self.num_fed = num_seqs, num_tokens, fed
         self.max_q_len = most
@@ -136,7 +141,7 @@ def draft_batch(
     rows: Integers,
     prefix_len: Integers,
     drafts: Drafts,
-    token_ids: Integers = NO_TOKEN_IDS,
+    token_ids: Integers = FORGOTTEN_TOKEN_IDS,
     *,
     inputs: Inputs = HOST_INPUTS,
 ) -> StepBatch:
@@ -144,7 +149,7 @@ def draft_batch(
 
     rows:       int32 [num_seqs]  seq -> row of the request table, which has room for prefix_len + drafts.tokens
     prefix_len: int32 [num_seqs]  tokens that are stored before the drafts; upper bounds where inputs have kv_len
-    token_ids:  int32 [num_seqs * branches]  what the first draft step is fed, sequence after sequence; or none
+    token_ids:  int32 [num_seqs * branches]  ids that the first draft step is fed, as in StepBatch
     inputs:     DeviceInputs(kv_len=prefix lengths, ahead=drafts.tokens) where only the device knows them
 
     Raises BadBatch.

@@ -17,7 +17,7 @@ import torch
 
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.padding import PaddedShape, PadTo
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import FORGOTTEN_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import CaptureCheck, Verdict, Wrong
 from rocm_attn.capture.graphs import (
     CapturedBucket,
@@ -140,7 +140,7 @@ class StepRunner(Generic[Outputs]):
         pad_to, halves: as AttentionRuntime.plan has them
         Raises what AttentionRuntime.step and forward raise; the runtime is ready for another step then.
         """
-        if not batch.is_plain:
+        if batch.token_ids is FORGOTTEN_TOKEN_IDS or not batch.is_plain:
             self._require_forward(batch)
         if pad_to is None and halves == 1:
             return self._run(batch, None)
@@ -345,7 +345,12 @@ class StepRunner(Generic[Outputs]):
         recorder.release_memory()
 
     def _require_forward(self, batch: StepBatch) -> None:
-        """Raise BadBatch for a round where there is no forward of rounds."""
+        """Raises BadBatch for a batch without token ids, and for a round where there is no forward of rounds."""
+        if batch.token_ids is FORGOTTEN_TOKEN_IDS and batch.inputs.token_ids_on_host and batch.num_fed:
+            raise BadBatch(
+                f"the batch has {batch.num_fed} new tokens and no token ids; pass token_ids, or NO_TOKEN_IDS if "
+                "forward does not read step.token_ids"
+            )
         if batch.drafts is not NO_DRAFTS and self._draft is None:
             raise BadBatch("the batch is a round of drafts; give StepRunner a forward of rounds: draft=...")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape, token_places
 from rocm_attn.batch.prefixes import SharedPrefixes
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK, bitwise_equal
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -159,7 +159,7 @@ class _Replay:
         # So that the graph is of other lengths than the step's, unless its kernels bake them.
         batch, prefixes = self.batch, self.batch.prefixes
         shortest = batch.q_len + (prefixes.prefix_len if isinstance(prefixes, SharedPrefixes) else 0)
-        runner.run(StepBatch(batch.rows, shortest, batch.q_len, prefixes=prefixes.alone()), self.shape)
+        runner.run(StepBatch(batch.rows, shortest, batch.q_len, NO_TOKEN_IDS, prefixes=prefixes.alone()), self.shape)
         self.runtime.table.mark_stored(batch.rows, batch.kv_len)  # with what the pages were filled with
         runner.run_eagerly(self.batch, self.shape)
         eager = [out.clone() for out in self.outs]

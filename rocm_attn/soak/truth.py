@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -230,7 +230,7 @@ class Truth:
         for layer in self._layers:
             layer.prepare(self._done, q_len)
         kv_len = [self._done[seq] + q_len[seq] for seq in serving]
-        batch = StepBatch([self._rows[seq] for seq in serving], kv_len, [q_len[seq] for seq in serving])
+        batch = StepBatch([self._rows[seq] for seq in serving], kv_len, [q_len[seq] for seq in serving], NO_TOKEN_IDS)
         replays = self._runner.metrics.replays
         self._runner.run(batch)
         replayed = self._runner.metrics.replays > replays

@@ -302,9 +302,10 @@ class DrawnStep:
             line[: turn.q_len] = turn.parents
         return replace(self.batch, mask=TreeMask(torch.from_numpy(parents).to(device)))
 
-    def moves_on(self, device: torch.device) -> tuple[Accepted, torch.Tensor] | None:
-        """What stays of trees and lies elsewhere, with the rows of its sequences; None where all lies in its place."""
-        moving = [turn for turn in self.turns if turn.moves]
+    def moves_on(self, device: torch.device) -> tuple[Accepted, list[int]] | None:
+        """Accepted paths whose tokens lie elsewhere, with the places of their sequences; None if all lie in place."""
+        seqs = [seq for seq, turn in enumerate(self.turns) if turn.moves]
+        moving = [self.turns[seq] for seq in seqs]
         if not moving:
             return None
         path = np.full((len(moving), max(len(turn.kept) for turn in moving)), -1, np.int32)
@@ -312,12 +313,9 @@ class DrawnStep:
             line[: len(turn.kept)] = turn.kept
         counts = np.array([len(turn.kept) for turn in moving], np.int32)
         stored = np.array([turn.request.num_stored for turn in moving], np.int32)
-        rows = np.array([turn.request.row for turn in moving], np.int32)
-        count, kv_len, paths, row_of_seq = (
-            torch.from_numpy(values).to(device) for values in (counts - 1, stored + counts, path, rows)
-        )
+        count, kv_len, paths = (torch.from_numpy(values).to(device) for values in (counts - 1, stored + counts, path))
         room = Accepted.empty(*path.shape, device)
-        return room._replace(num_accepted=count, kv_len=kv_len, path=paths), row_of_seq
+        return room._replace(num_accepted=count, kv_len=kv_len, path=paths), seqs
 
     def truths(self) -> tuple[SequenceTruth, ...]:
         """What the sequences hold after the step."""

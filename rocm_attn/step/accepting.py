@@ -129,17 +129,13 @@ class AcceptedMoves:
         self._kinds, self._table, self._pool, self._ops = kinds, table, pool, ops
         self._alike: list[tuple[SpaceTable, AlikePages]] | None = None
 
-    def check(self, accepted: Accepted, row_of_seq: Tensor) -> None:
-        """Raise BadTensor for paths that a move would read past the end of.
-
-        row_of_seq: int32 [S], sequence -> row of the request table, as the verify step has it
-        """
+    def check(self, accepted: Accepted) -> None:
+        """Raises BadTensor for paths that a move would read past the end of."""
         num_seqs, device = accepted.path.shape[0], self._pool.device
         for name, tensor, dims in (
             ("path", accepted.path, 2),
             ("num_accepted", accepted.num_accepted, 1),
             ("kv_len", accepted.kv_len, 1),
-            ("row_of_seq", row_of_seq, 1),
         ):
             is_shaped = tensor.dim() == dims and tensor.shape[0] == num_seqs and tensor.is_contiguous()
             if tensor.dtype != torch.int32 or not is_shaped or tensor.device != device:
@@ -150,8 +146,9 @@ class AcceptedMoves:
                 )
 
     def move(self, accepted: Accepted, row_of_seq: Tensor) -> None:
-        """Move what was accepted, once for a verify step. See check() for the arguments.
+        """Move what was accepted, once for a verify step.
 
+        row_of_seq: int32, the row of the request table of each path, as the verify step has it
         Raises Unsupported for layers whose index keys stand for several tokens.
         """
         if self._alike is None:

@@ -20,12 +20,16 @@ from threading import get_ident
 from types import MethodType
 from typing import Any, Final, NamedTuple, NewType
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.halves import HALVES, split_batch
 from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.padding import PaddingPolicy
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.errors import WrongState
+from rocm_attn.batch.step_batch import Int32Array, Integers, StepBatch, as_int32
+from rocm_attn.errors import BadBatch, WrongState
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import StreamOrder, is_current, on_device
 from rocm_attn.paging.batch_checks import BatchGuards
@@ -373,16 +377,39 @@ class StepGate:
                 f"{refused}: row {changed[0]} was freed, cut, forked or kept since it was staged; stage a step anew"
             )
 
-    def before_move(self, rows: Int32Array | None = None) -> None:
-        """Ask whether the last verify step may move what was accepted, once. Raises WrongState, BadBatch.
+    def rows_of_paths(self, num_paths: int, seqs: Integers | None) -> Tensor:
+        """The rows that accepted paths of the last verify step are moved in: int32 [num_paths] on the device.
 
-        rows: in which something is moved; not given: all of the step's
+        seqs: see AttentionRuntime.move_accepted
+        Raises WrongState, BadBatch.
         """
+        step = self._verified()
+        batch, with_pads = step.batch, step.inputs.row_of_seq
+        if seqs is None and num_paths == len(with_pads):
+            return with_pads
+        places = np.arange(batch.num_seqs) if seqs is None else as_int32("seqs", seqs)
+        if len(places) != num_paths:
+            raise BadBatch(f"{num_paths} accepted paths for {len(places)} sequences; give one each")
+        if len(np.unique(places)) < num_paths or (num_paths and not 0 <= places.min() <= places.max() < batch.num_seqs):
+            raise BadBatch(f"seqs must be sequences of the step, each once: 0 to {batch.num_seqs - 1}; got {places}")
+        return torch.from_numpy(batch.rows[places]).to(self.device)
+
+    def _verified(self) -> RanStep:
+        """The last step, whose accepted tokens were not moved yet. Raises WrongState."""
         step = self._ran()
         if step is None or not self._may_move or step.batch.mask is NO_MASK:
             raise WrongState(
                 "the last step has stored no trees of drafts, or they were moved already; move once a step"
             )
+        return step
+
+    def before_move(self, seqs: Integers | None = None) -> None:
+        """Ask whether the last verify step may move what was accepted, once. Raises WrongState, BadBatch.
+
+        seqs: places in the step's batch of the sequences in which something is moved; not given: all
+        """
+        step = self._verified()
+        rows = None if seqs is None else step.batch.rows[seqs]
         # The first node of a tree is accepted in its place.
         self._require_rows(step, "accepted tokens cannot be moved", staying=1, rows=rows)
         self.stores.before_move()

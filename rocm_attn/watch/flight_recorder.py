@@ -20,7 +20,7 @@ import torch
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadSetting
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
@@ -197,8 +197,8 @@ class NotedStep:
             raise BadBatch(f"step {self.number} was a round of drafts, which is not run again; replay another step")
         if StepKind(self.kind).extra is Extra.MASK:
             raise BadBatch(f"step {self.number} had a mask, which a dump does not hold; replay a step without one")
-        arrays = (torch.tensor(values, dtype=torch.int32).numpy() for values in self._arrays())
-        return StepBatch(*arrays, prefixes=self.prefixes)
+        rows, kv_len, q_len = (torch.tensor(values, dtype=torch.int32).numpy() for values in self._arrays())
+        return StepBatch(rows, kv_len, q_len, NO_TOKEN_IDS, prefixes=self.prefixes)
 
     @property
     def prefixes(self) -> Prefixes:

@@ -379,7 +379,7 @@ class _Verified:
         device = self._runtime.device
         num_accepted, path_of, length = (torch.from_numpy(values).to(device) for values in (counts, nodes, kv_len))
         accepted = Accepted.empty(*nodes.shape, device)._replace(num_accepted=num_accepted, path=path_of, kv_len=length)
-        self._runtime.move_accepted(accepted, batch.rows[seqs])
+        self._runtime.move_accepted(accepted, seqs)
 
 
 def _asking(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, Asking]:

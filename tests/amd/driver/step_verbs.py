@@ -273,7 +273,7 @@ def move(scene: Scene) -> None:
         verify(scene)
     if scene.verified is None:
         accepted = Accepted(*(scene.ints([[0] * 5] if wide else [0]) for wide in (0, 1, 1, 0, 0)))
-        scene.call("a move without a verify step", lambda: scene.runtime.move_accepted(accepted, scene.ints([1])))
+        scene.call("a move without a verify step", lambda: scene.runtime.move_accepted(accepted))
         return
     seqs, changes, was_moved = scene.verified
     is_last = scene.last is not None and scene.last[1] == seqs
@@ -292,8 +292,7 @@ def move(scene: Scene) -> None:
         wrong = "a row has changed"
     elif not is_last:
         wrong = wrong or "another step was staged since"
-    rows = scene.ints([seq.row for seq in seqs])
-    given = scene.call("a move", lambda: scene.runtime.move_accepted(accepted, rows), wrong=wrong)
+    given = scene.call("a move", lambda: scene.runtime.move_accepted(accepted), wrong=wrong)
     if given is REFUSED:
         return
     scene.verified = seqs, changes, True

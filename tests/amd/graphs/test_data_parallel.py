@@ -14,7 +14,7 @@ from torch import Tensor
 from rocm_attn.batch.mask import StepMask, kv_positions
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -134,7 +134,7 @@ def test_ranks_that_decode_extend_or_idle_run_in_step(tmp_path: Path) -> None:
 
 
 def batch_of(q_len: Sequence[int], kv_len: int = 20) -> StepBatch:
-    return StepBatch(list(range(1, len(q_len) + 1)), [kv_len] * len(q_len), list(q_len))
+    return StepBatch(list(range(1, len(q_len) + 1)), [kv_len] * len(q_len), list(q_len), NO_TOKEN_IDS)
 
 
 POLICY = PaddingPolicy(SizeLadder((1, 2, 4, 8)), SizeLadder((8, 16, 32)), max_children=2)
@@ -218,10 +218,10 @@ def test_no_step_is_staged_at_a_shape_that_it_does_not_fit() -> None:
 
 def test_a_number_is_no_pad_to() -> None:
     tiny = Tiny.build(CPU, "torch")
-    tiny.runtime.step(StepBatch([], [], []))
+    tiny.runtime.step(StepBatch([], [], [], NO_TOKEN_IDS))
     tiny.runtime.end_step()
     with pytest.raises(BadBatch, match=r"pad_to is 4; give PadTo\(seqs\), or PadTo\(seqs, tokens\) where a rank"):
-        tiny.runtime.plan(StepBatch([], [], []), 4)  # type: ignore[arg-type]
+        tiny.runtime.plan(StepBatch([], [], [], NO_TOKEN_IDS), 4)  # type: ignore[arg-type]
 
 
 def test_a_step_that_shares_prefixes_runs_beside_decode_steps_alone() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadSetting
@@ -135,7 +135,7 @@ def test_a_bad_batch_writes_no_dump(device: torch.device, tmp_path: Path) -> Non
     tiny, path = Tiny.build(device, "torch"), tmp_path / "dump.json"
     runner, _ = flown(tiny, path, graphs=False)
     with pytest.raises(BadBatch):
-        runner.run(StepBatch(np.array([3]), np.array([1]), np.array([1])))
+        runner.run(StepBatch(np.array([3]), np.array([1]), np.array([1]), NO_TOKEN_IDS))
     assert not path.exists()
 
 

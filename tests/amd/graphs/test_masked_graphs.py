@@ -134,7 +134,7 @@ def test_drafts_are_accepted_and_moved_in_the_graph_of_their_step(provider: str,
             hidden = tiny.hidden(step, step.token_ids)
             accepted = accept_drawn(step.token_ids[after], verified(step, parents))
             if step.plan.shape.kind is StepKind.MASKED:  # a prompt has no drafts
-                tiny.runtime.move_accepted(accepted, step.row_of_seq)
+                tiny.runtime.move_accepted(accepted)
             return torch.cat([accepted.token_ids, accepted.path, hidden[step.last_token_of_seq].int()], 1)
 
         runner = StepRunner(tiny.runtime, forward, recorder_for(device))

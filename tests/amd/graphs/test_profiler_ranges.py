@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadSetting, WrongState
@@ -55,8 +55,8 @@ def test_an_exception_closes_its_ranges(device: torch.device) -> None:
     tiny, timeline = Tiny.build(device, "torch"), Timeline()
     one = np.ones(1, np.int32)
     with pytest.raises(BadBatch):
-        RangedSteps(StepRunner(tiny.runtime, tiny.forward, None), timeline).run(StepBatch(one, one, one))
-    step = tiny.runtime.step(StepBatch([], [], [])).parts[0]
+        RangedSteps(StepRunner(tiny.runtime, tiny.forward, None), timeline).run(StepBatch(one, one, one, NO_TOKEN_IDS))
+    step = tiny.runtime.step(StepBatch([], [], [], NO_TOKEN_IDS)).parts[0]
     tiny.runtime.end_step()
     layers = RangedLayers(step.layers, timeline)
     for call in (layers.store, layers.attend):

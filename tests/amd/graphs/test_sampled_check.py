@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -128,7 +128,7 @@ def test_rounding_of_large_scores_is_no_fault(
     runtime.table.reserve(row, 200)
     for length in range(150, 200, 10):
         tokens = 150 if length == 150 else 10
-        check.run(StepBatch(np.array([row]), np.array([length]), np.array([tokens])))
+        check.run(StepBatch(np.array([row]), np.array([length]), np.array([tokens]), NO_TOKEN_IDS))
     assert (check.counters.attention_differs > 0) == differs, check.counters.finding
 
 

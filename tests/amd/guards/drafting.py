@@ -13,7 +13,7 @@ from torch import Tensor
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import HOST_INPUTS, Inputs
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -105,7 +105,7 @@ class Drafting:
     def batch(self, requests: Sequence[Request], inputs: Inputs = HOST_INPUTS) -> StepBatch:
         """A round of drafts for which nothing is reserved."""
         rows = np.array([request.row for request in requests], np.int32)
-        return draft_batch(rows, [request.kv_len for request in requests], self.drafts, inputs=inputs)
+        return draft_batch(rows, [request.kv_len for request in requests], self.drafts, NO_TOKEN_IDS, inputs=inputs)
 
     def run(self, requests: Sequence[Request], pad_to: int | None = None, *, halves: bool = False) -> None:
         """A round after what the requests have; pages are reserved."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from rocm_attn.batch.inputs import DeviceInputs, Inputs
 from rocm_attn.batch.padding import token_places
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -176,7 +176,7 @@ class Serving:
         kv_bound = np.array(kv_len, np.int32) + np.array(kv_room, np.int32)
         q_bound = np.array(q_len, np.int32) + np.array(q_room, np.int32)
         self.runtime.table.reserve_all(rows, kv_bound)
-        self.run_batch(requests, q_len, StepBatch(rows, kv_bound, q_bound, inputs=inputs(kv_len)))
+        self.run_batch(requests, q_len, StepBatch(rows, kv_bound, q_bound, NO_TOKEN_IDS, inputs=inputs(kv_len)))
 
     def run_published(self, requests: Sequence[Request], q_len: Sequence[int]) -> None:
         """run(requests, q_len), of which the device knows the lengths: no graph takes such inputs by itself."""
@@ -246,7 +246,7 @@ class Serving:
 def _batch(requests: Sequence[Request], q_len: Sequence[int]) -> StepBatch:
     """A step for which nothing was reserved."""
     kv_len = [request.kv_len + new for request, new in zip(requests, q_len, strict=True)]
-    return StepBatch(np.array([request.row for request in requests]), np.array(kv_len), np.array(q_len))
+    return StepBatch(np.array([request.row for request in requests]), np.array(kv_len), np.array(q_len), NO_TOKEN_IDS)
 
 
 def run_elsewhere(code: str) -> CompletedProcess[str]:

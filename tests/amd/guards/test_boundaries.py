@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
 from rocm_attn.problem import EarlierSelection, KVEncoding, PoolKind, Problem, Scales
@@ -178,5 +178,5 @@ def test_more_sequences_than_requests_can_be_are_refused(device: torch.device) -
     refused: list[tuple[type[Exception], Int32Array]] = [(NeverFits, twice), (BadBatch, beyond_the_table)]
     for error, batch_rows in refused:
         with pytest.raises(error):
-            serving.runtime.step(StepBatch(batch_rows, np.full(2 * POOL, 2), np.ones(2 * POOL, np.int32)))
+            serving.runtime.step(StepBatch(batch_rows, np.full(2 * POOL, 2), np.ones(2 * POOL, np.int32), NO_TOKEN_IDS))
     serving.step(requests, [1] * POOL)

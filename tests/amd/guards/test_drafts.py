@@ -279,12 +279,10 @@ def token_after_a_path_past_the_row(guards: Guards, provider: str, device: torch
     table, pages = drafting.runtime.table.spaces[0], drafting.runtime.pool.layer(0)
     page = int(table.entries[request.row, 1])
     path = torch.tensor([[0, 4]], dtype=torch.int32, device=device)
-    num_accepted, kv_len, rows = (
-        torch.tensor([number], dtype=torch.int32, device=device) for number in (1, 8, request.row)
-    )
+    num_accepted, kv_len = (torch.tensor([number], dtype=torch.int32, device=device) for number in (1, 8))
     accepted = Accepted.empty(1, 2, device)._replace(path=path, num_accepted=num_accepted, kv_len=kv_len)
     before = pages.k[page, 3].clone()
-    drafting.runtime.move_accepted(accepted, rows)
+    drafting.runtime.move_accepted(accepted)
     return before, pages.k[page, 3]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import TOKEN_WITHOUT_PAGE
@@ -164,7 +164,7 @@ def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() 
     (request,) = serving.admit(1)
     serving.runtime.table.reserve(request.row, 1)
     one = np.array([1], np.int32)
-    plain = StepBatch(np.array([request.row]), one, one)
+    plain = StepBatch(np.array([request.row]), one, one, NO_TOKEN_IDS)
     given = replace_inputs(plain)
     serving.runtime.stage(plain)
     counts = serving.runtime.gate._children[0].tensors.counts
@@ -187,7 +187,7 @@ def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() 
 def replace_inputs(plain: StepBatch) -> StepBatch:
     """The same step, of which the device knows the lengths."""
     inputs = DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32))
-    return StepBatch(plain.rows, plain.kv_len, plain.q_len, inputs=inputs)
+    return StepBatch(plain.rows, plain.kv_len, plain.q_len, NO_TOKEN_IDS, inputs=inputs)
 
 
 def test_a_runner_asks_the_device_too() -> None:

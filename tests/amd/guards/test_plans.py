@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import GraphStale
 from rocm_attn.guards.registry import Guards
@@ -69,7 +69,7 @@ def test_what_a_plan_reads_shares_no_memory_with_what_graphs_read_or_write(devic
     serving.step(requests, [4, 3])
     serving.step(requests, [1, 1])
     sealed = serving.runtime.seals.tensors()
-    batch = StepBatch(np.array([1, 2]), np.array([6, 5]), np.array([1, 1]))
+    batch = StepBatch(np.array([1, 2]), np.array([6, 5]), np.array([1, 1]), NO_TOKEN_IDS)
     inputs = [torch.from_numpy(values) for values in (batch.rows, batch.kv_len, batch.q_len)]
     publisher, table = serving.runtime.gate._publisher, serving.runtime.table
     rings = [*(line.ring for line in publisher._lines), publisher._updates]

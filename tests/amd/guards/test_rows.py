@@ -8,7 +8,7 @@ import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch, CapacityExceeded, DeviceFault
 from rocm_attn.guards.registry import Guards
 from tests.amd.guards.serving import ALL_ON, Serving, in_each_way
@@ -135,7 +135,7 @@ def test_a_freed_row_is_not_read(guards: Guards, device: torch.device) -> None:
     serving = Serving(device, guards, graphs=False)
     first, second = neighbours(serving)
     serving.free(first)
-    batch = StepBatch(np.array([first.row, second.row]), np.array([4, 8]), np.array([1, 1]))
+    batch = StepBatch(np.array([first.row, second.row]), np.array([4, 8]), np.array([1, 1]), NO_TOKEN_IDS)
     if guards is ALL_ON:
         with pytest.raises(BadBatch, match="row 1 of sequence 0 is not admitted"):
             serving.runtime.step(batch)

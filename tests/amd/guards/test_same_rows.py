@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.drafts import Drafts
-from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -153,7 +153,7 @@ def drafting(guards: Guards, order: list[int]) -> torch.Tensor:
     row = runtime.table.admit()
     runtime.table.reserve(row, DRAFTS.tokens)
     out = torch.zeros(0)
-    with runtime.step(draft_batch([row], [0], DRAFTS)) as round_:
+    with runtime.step(draft_batch([row], [0], DRAFTS, NO_TOKEN_IDS)) as round_:
         for number in order:
             part = round_.parts[number]
             q, k = torch.ones(len(part.token_ids), 6, 16), torch.zeros(len(part.token_ids), 2, 16)

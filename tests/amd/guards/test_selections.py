@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.sparse.arguments import Indexing
@@ -36,7 +36,7 @@ class AnyLengths(SparseWorld):
         rows = np.array([request.row for request in requests], np.int32)
         self.runtime.table.mark_stored(rows, np.array([request.kv_len for request in requests], np.int32))
         self.draw(len(requests))
-        self.runner.run(StepBatch(rows, np.array(kv_len), np.ones(len(rows), np.int32)))
+        self.runner.run(StepBatch(rows, np.array(kv_len), np.ones(len(rows), np.int32), NO_TOKEN_IDS))
         for seq, (request, length) in enumerate(zip(requests, kv_len, strict=True)):
             for stored, asked in zip(request.layers, self.asked, strict=True):
                 for held, new in ((stored.k, asked.k), (stored.v, asked.v), (stored.index, asked.index_k)):

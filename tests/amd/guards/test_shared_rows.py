@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.kept_pages import KeptIds
@@ -111,7 +111,7 @@ def test_tokens_that_were_never_stored_are_not_read(provider: str, graphs: bool,
         serving.step([request], [2])
         serving.step([request], [1])
         serving.runtime.table.reserve(request.row, 9)
-        return serving, request, StepBatch(np.array([request.row]), np.array([9]), np.array([1]))
+        return serving, request, StepBatch(np.array([request.row]), np.array([9]), np.array([1]), NO_TOKEN_IDS)
 
     serving, request, batch = with_a_gap(ALL_ON)
     message = r"sequence 0 attends to the first 8 tokens of row 1, of which 3 are stored in every layer; .*mark_stored"

@@ -71,7 +71,7 @@ def summary(name: str, module: str) -> str:
             node = definition(its_class, module)
         case ast.AnnAssign(value=ast.Attribute(value=ast.Name(id=its_class))):  # a member of an enumeration
             node = definition(its_class, module)
-        case ast.Assign(value=value):
+        case ast.Assign(value=value) | ast.AnnAssign(value=ast.Call() as value):
             return f"the value `{ast.unparse(value)}`"
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)
     text = ast.get_docstring(node)

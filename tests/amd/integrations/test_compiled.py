@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from rocm_attn.batch.drafts import Drafts
-from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -361,7 +361,7 @@ def test_a_latent_layers_v_stays_part_of_k(device: torch.device) -> None:
     runtime = build_runtime([problem], options, device=device)
     row = runtime.table.admit()
     runtime.table.reserve(row, 5)
-    step, calls = runtime.step(StepBatch([row], [5], [5])).parts[0], compiled_layers(runtime)
+    step, calls = runtime.step(StepBatch([row], [5], [5], NO_TOKEN_IDS)).parts[0], compiled_layers(runtime)
     q, k = (torch.randn(5, heads, 24, device=device) for heads in (6, 1))
 
     def attend(calls: LayerCalls, q: Tensor, k: Tensor) -> Tensor:
@@ -447,7 +447,7 @@ def test_each_draft_step_of_a_round_has_its_own_layers(provider: str, device: to
     row = runtime.table.admit()
     runtime.table.reserve(row, drafts.tokens)
     calls = compiled_layers(runtime)
-    with runtime.step(draft_batch([row], [0], drafts)) as round_:
+    with runtime.step(draft_batch([row], [0], drafts, NO_TOKEN_IDS)) as round_:
         for number, part in enumerate(round_.parts):
             q = torch.ones(len(part.token_ids), 6, 16, device=device)
             k, out = torch.zeros(len(part.token_ids), 2, 16, device=device), torch.zeros_like(q)

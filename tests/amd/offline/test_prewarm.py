@@ -198,7 +198,7 @@ def serve_drafts(sizes: RuntimeOptions) -> list[CompileEvent]:
             accepted = Accepted.empty(num_seqs, sizes.verify_tokens, CPU)
             for tensor in accepted:
                 tensor.zero_()
-            runtime.move_accepted(accepted, torch.tensor(rows[:num_seqs], dtype=torch.int32))
+            runtime.move_accepted(accepted)
     return events
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.models.gemma3n import modeling_gemma3n as hf
 
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runner.families import attention_geometry
 from rocm_attn.runner.geometry import AttentionGeometry
@@ -126,7 +126,7 @@ def test_layers_that_read_anothers_k_and_v_attend_as_transformers_do(published: 
         lengths = np.array([kv_len], np.int32)
         table.evict(np.array([row], np.int32), lengths - chunk)
         table.reserve(row, kv_len)
-        batch = StepBatch(np.array([row], np.int32), lengths, np.array([chunk], np.int32))
+        batch = StepBatch(np.array([row], np.int32), lengths, np.array([chunk], np.int32), NO_TOKEN_IDS)
         step = runtime.step(batch, runtime.plan(batch, PadTo(1))).parts[0]
         for layer, read in enumerate(geometry.reads):
             if layer < geometry.num_storing:

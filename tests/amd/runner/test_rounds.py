@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import DeviceFault, WrongState
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
 from rocm_attn.runner.engine import Engine
@@ -483,7 +483,7 @@ def test_a_row_that_nothing_can_be_picked_from_fails_its_request_alone(kind: Kin
 def test_only_the_step_that_was_staged_last_may_run_again(kind: Kind) -> None:
     engine = kind.engine()
     with pytest.raises(WrongState, match="no whole step was staged last that could run again"):
-        engine.runtime.stage(StepBatch([], [], []), AGAIN)
+        engine.runtime.stage(StepBatch([], [], [], NO_TOKEN_IDS), AGAIN)
     assert not engine._runner.may_run_again
 
 

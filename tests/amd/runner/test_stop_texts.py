@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from rocm_attn.errors import BadRequest
 from rocm_attn.kernels.speculative.arguments import Accepted
@@ -124,10 +123,13 @@ def test_who_has_ended_by_its_text_takes_nothing_of_the_step_that_runs(
     scheduler, move, moved, dropped = engine._scheduler, engine.runtime.move_accepted, list[int](), list[bool]()
     finish = scheduler.finish_step
 
-    def noted_move(accepted: Accepted, rows: Tensor) -> None:
-        moved.extend(rows.tolist())
-        assert set(rows.tolist()) <= {sequence.row for sequence in scheduler._running}
-        move(accepted, rows)
+    def noted_move(accepted: Accepted, seqs: list[int]) -> None:
+        last = engine.runtime.gate._ran()
+        assert last is not None
+        rows = last.batch.rows[seqs].tolist()
+        moved.extend(rows)
+        assert set(rows) <= {sequence.row for sequence in scheduler._running}
+        move(accepted, seqs)
 
     def noted_finish(step: ScheduledStep, picks: Picks) -> list[Taken]:
         dropped.extend(sequence.row == RESERVED_ROW for sequence in step.sequences)

@@ -13,7 +13,7 @@ from torch import Tensor
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.step.step import Series
 from tests.amd.runtime.stepping import Request, World, poison_free_pages, take_back
@@ -52,10 +52,10 @@ def begin_round(world: World, requests: Sequence[Request], round_: Round) -> Ste
         table.reserve(request.row, bound + drafts.tokens)
     rows = np.array([request.row for request in requests], np.int32)
     if round_.room is None:
-        return draft_batch(rows, np.array(bounds, np.int32), drafts)
+        return draft_batch(rows, np.array(bounds, np.int32), drafts, NO_TOKEN_IDS)
     prefix = torch.tensor([r.kv_len for r in requests], dtype=torch.int32, device=world.runtime.device)
     inputs = DeviceInputs(kv_len=prefix, ahead=drafts.tokens)
-    return draft_batch(rows, np.array(bounds, np.int32), drafts, inputs=inputs)
+    return draft_batch(rows, np.array(bounds, np.int32), drafts, NO_TOKEN_IDS, inputs=inputs)
 
 
 def run_round(world: World, requests: Sequence[Request], round_: Round) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -172,7 +172,9 @@ class SparseWorld:
         kv_len = [request.kv_len + new for request, new in zip(requests, q_len, strict=True)]
         for request, length in zip(requests, kv_len, strict=True):
             self.runtime.table.reserve(request.row, length)
-        return StepBatch(np.array([request.row for request in requests]), np.array(kv_len), np.array(q_len))
+        return StepBatch(
+            np.array([request.row for request in requests]), np.array(kv_len), np.array(q_len), NO_TOKEN_IDS
+        )
 
     def step(self, requests: Sequence[SparseRequest], q_len: Sequence[int]) -> None:
         """A step with random new tokens, compared."""

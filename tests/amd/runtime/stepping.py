@@ -14,7 +14,7 @@ from torch import Tensor
 from rocm_attn.batch.mask import StepMask, kv_positions
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.machine.target import Target
 from rocm_attn.oracle.reference import attend_sequence
@@ -199,7 +199,10 @@ class World:
         for request, length in zip(requests, kv_len, strict=True):
             self.runtime.table.reserve(request.row, length)
         return StepBatch(
-            np.array([r.row for r in requests], np.int32), np.array(kv_len, np.int32), np.array(q_len, np.int32)
+            np.array([r.row for r in requests], np.int32),
+            np.array(kv_len, np.int32),
+            np.array(q_len, np.int32),
+            NO_TOKEN_IDS,
         )
 
     def step(

@@ -56,7 +56,7 @@ def verify(world: World, requests: list[Request]) -> Accepted:
         world.remember(layer, requests, [7] * 3, k, v)
         step.layers.store_and_attend(layer, q, k, v, torch.empty_like(q[..., : problem.v_head_dim]))
     accepted = accept_drawn(drawn, verified(step, parents))
-    world.runtime.move_accepted(accepted, step.row_of_seq)
+    world.runtime.move_accepted(accepted)
     world.runtime.end_step()
     for request, older, path in zip(requests, olds, PATHS, strict=True):
         keep = [*range(older), *(older + node for node in path)]
@@ -118,33 +118,52 @@ def step_with_mask(world: World, request: Request, tokens: int) -> None:
     world.step([request], [tokens], visible=[torch.ones(tokens, request.kv_len + tokens, dtype=torch.bool)])
 
 
-def one_path(world: World, request: Request) -> tuple[Accepted, torch.Tensor]:
-    """The path 0, 2 of a tree of three nodes, which are the last tokens of a request, and its row."""
+def one_path(world: World, request: Request) -> Accepted:
+    """The path 0, 2 of a tree of three nodes, which are the last tokens of a request."""
 
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=world.runtime.device)
 
-    accepted = Accepted.empty(1, 3, world.runtime.device)._replace(
+    return Accepted.empty(1, 3, world.runtime.device)._replace(
         path=ints([0, 2, -1])[None], num_accepted=ints([1]), kv_len=ints([request.kv_len - 1])
     )
-    return accepted, ints([request.row])
 
 
 def test_paths_that_a_move_would_read_past_the_end_of_are_refused(device: torch.device) -> None:
     world = World.build([MASKED], device, "torch")
     request = world.admit()
     step_with_mask(world, request, 5)
-    accepted, rows = one_path(world, request)
+    accepted = one_path(world, request)
+    counts = accepted.num_accepted
     for wrong, named in (
-        ((accepted, rows.repeat(2)), r"row_of_seq of a move is torch.int32 of shape \[2\]"),
-        ((accepted, rows.long()), "row_of_seq of a move is torch.int64"),
-        ((accepted._replace(kv_len=rows[:0]), rows), r"kv_len of a move is torch.int32 of shape \[0\]"),
-        ((accepted._replace(num_accepted=rows.to("meta")), rows), "num_accepted of a move is .* on meta"),
-        ((accepted._replace(path=accepted.path[0]), rows.repeat(3)), r"path of a move .* must be .* \[3, nodes\]"),
+        (accepted._replace(kv_len=counts[:0]), r"kv_len of a move is torch.int32 of shape \[0\]"),
+        (accepted._replace(kv_len=counts.long()), "kv_len of a move is torch.int64"),
+        (accepted._replace(num_accepted=counts.to("meta")), "num_accepted of a move is .* on meta"),
+        (accepted._replace(path=accepted.path[0]), r"path of a move .* must be .* \[3, nodes\]"),
     ):
         with pytest.raises(BadTensor, match=named):
-            world.runtime.move_accepted(*wrong)
-    world.runtime.move_accepted(accepted, rows)
+            world.runtime.move_accepted(wrong)
+    world.runtime.move_accepted(accepted)
+
+
+def test_paths_are_moved_in_the_rows_of_their_step_alone(device: torch.device) -> None:
+    """A caller names places in the batch, never rows: no path leads to the K and V of another request."""
+    world = World.build([MASKED], device, "torch")
+    request, other = world.admit(), world.admit()
+    world.step([other], [9])
+    step_with_mask(world, request, 5)
+    accepted = one_path(world, request)
+    twice = Accepted(*(tensor.repeat_interleave(2, 0) for tensor in accepted))
+    for seqs, given, named in (
+        ([1], accepted, "sequences of the step, each once: 0 to 0; got"),
+        ([-1], accepted, "sequences of the step, each once: 0 to 0; got"),
+        ([0, 0], twice, "sequences of the step, each once: 0 to 0; got"),
+        ([0, 1], accepted, "1 accepted paths for 2 sequences; give one each"),
+        ([0.0], accepted, "seqs holds float64; it must hold integers"),
+    ):
+        with pytest.raises(BadBatch, match=named):
+            world.runtime.move_accepted(given, seqs)  # type: ignore[arg-type]
+    world.runtime.move_accepted(accepted, [0])
 
 
 def test_a_step_that_may_not_store_moves_nothing(device: torch.device) -> None:
@@ -161,7 +180,7 @@ def test_a_step_that_may_not_store_moves_nothing(device: torch.device) -> None:
     step.layers.attend(0, q, torch.empty_like(q))
     for _ in range(2):
         with pytest.raises(BadBatch, match=f"would store token 4 of row {child.row} in a page that another row"):
-            world.runtime.move_accepted(*one_path(world, child))
+            world.runtime.move_accepted(one_path(world, child))
         world.runtime.end_step()
     assert torch.equal(before.nan_to_num(), world.runtime.pool.layer(0).k.nan_to_num())
 
@@ -171,11 +190,11 @@ def test_what_is_forked_after_its_step_is_not_moved(device: torch.device) -> Non
     world = World.build([MASKED], device, "torch")
     request, runtime = world.admit(), world.runtime
     step_with_mask(world, request, 8)
-    accepted, rows = one_path(world, request)
+    accepted = one_path(world, request)
     child = runtime.table.fork(request.row, 6)
     before = runtime.pool.layer(0).k.clone()
     with pytest.raises(WrongState, match=f"row {request.row} was freed, cut, forked or kept since"):
-        runtime.move_accepted(accepted, rows)
+        runtime.move_accepted(accepted)
     assert torch.equal(before.nan_to_num(), runtime.pool.layer(0).k.nan_to_num())
     runtime.table.free(child)
 
@@ -186,8 +205,8 @@ def test_a_move_on_another_stream_comes_between_its_step_and_the_next_one() -> N
     request = world.admit()
     step_with_mask(world, request, 5)
     streams.now = 7
-    accepted, rows = one_path(world, request)
-    world.runtime.move_accepted(accepted._replace(num_accepted=torch.zeros_like(rows)), rows)
+    accepted = one_path(world, request)
+    world.runtime.move_accepted(accepted._replace(num_accepted=torch.zeros_like(accepted.num_accepted)))
     assert streams.take_log() == ["7 waits for 0"]
     streams.now = 0
     world.step([request], [1])
@@ -198,14 +217,14 @@ def test_what_was_accepted_is_moved_once_and_while_its_rows_are_its_own(device: 
     world = World.build([MASKED], device, "torch")
     request, runtime = world.admit(), world.runtime
     step_with_mask(world, request, 8)
-    runtime.move_accepted(*one_path(world, request))
+    runtime.move_accepted(one_path(world, request))
     with pytest.raises(WrongState, match="they were moved already; move once a step"):
-        runtime.move_accepted(*one_path(world, request))
+        runtime.move_accepted(one_path(world, request))
     request = world.admit()
     step_with_mask(world, request, 3)
     runtime.table.free(request.row)
     with pytest.raises(WrongState, match=f"row {request.row} was freed, cut, forked or kept since"):
-        runtime.move_accepted(*one_path(world, request))
+        runtime.move_accepted(one_path(world, request))
 
 
 def test_what_was_accepted_is_not_moved_after_the_row_has_another_request(device: torch.device) -> None:
@@ -220,7 +239,7 @@ def test_what_was_accepted_is_not_moved_after_the_row_has_another_request(device
     assert other.row == request.row
     world.step([other], [11])
     with pytest.raises(WrongState, match="the last step has stored no trees of drafts"):
-        world.runtime.move_accepted(*stale)
+        world.runtime.move_accepted(stale)
     world.step([other], [1])
 
 
@@ -231,12 +250,12 @@ def test_rows_that_go_or_are_kept_meanwhile_leave_the_moves_of_others_alone(devi
     world.step(requests, [4, 4])
     world.step(requests, [3, 3], visible=[torch.ones(3, 7, dtype=torch.bool)] * 2)
     stays, goes = requests
-    accepted, rows = one_path(world, stays)
+    accepted = one_path(world, stays)
     world.runtime.table.kept.keep(stays.row, 0, 1)
     world.free(goes)
     with pytest.raises(WrongState, match=f"row {goes.row} was freed, cut, forked or kept since"):
-        world.runtime.move_accepted(accepted, rows)
-    world.runtime.move_accepted(accepted, rows.cpu().numpy())
+        world.runtime.move_accepted(Accepted(*(tensor.repeat_interleave(2, 0) for tensor in accepted)))
+    world.runtime.move_accepted(accepted, [0])
     world.runtime.table.truncate(stays.row, 6)
     path = [0, 1, 2, 3, 4, 6]
     stays.k, stays.v = [k[path] for k in stays.k], [v[path] for v in stays.v]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded, Unsupported, WrongState
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
@@ -40,7 +40,7 @@ def test_a_bad_batch_leaves_the_runtime_ready(
     world: World, rows: list[int], kv_len: list[int], q_len: list[int]
 ) -> None:
     with pytest.raises(BadBatch):
-        world.runtime.step(StepBatch(np.array(rows), np.array(kv_len), np.array(q_len)))
+        world.runtime.step(StepBatch(np.array(rows), np.array(kv_len), np.array(q_len), NO_TOKEN_IDS))
     world.step(world.requests, [1, 1])
 
 
@@ -174,11 +174,11 @@ def test_layers_that_did_not_store_are_named_by_the_next_step(device: torch.devi
     with pytest.raises(
         BadBatch, match=r"0 are stored in every layer \(its last step did not store in layer 0, layer 2\)"
     ):
-        world.runtime.step(StepBatch([request.row], [4], [1]))
+        world.runtime.step(StepBatch([request.row], [4], [1], NO_TOKEN_IDS))
     world.step([request], [3])
     world.runtime.table.reserve(request.row, 5)
     with pytest.raises(BadBatch, match="of which 3 are stored in every layer; store the others first"):
-        world.runtime.step(StepBatch([request.row], [5], [1]))
+        world.runtime.step(StepBatch([request.row], [5], [1], NO_TOKEN_IDS))
 
 
 def test_pages_of_more_tokens_than_a_gpu_serves_are_refused_on_a_cpu_too() -> None:

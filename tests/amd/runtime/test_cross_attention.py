@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch
 from rocm_attn.oracle.reference import attend_sequence
 from tests.amd.runtime.stepping import Request, World, providers, small_problem
@@ -79,7 +79,7 @@ def test_a_prompt_that_is_longer_than_the_encoder_goes_in_chunks(device: torch.d
     row = np.array([requests[0].row], np.int32)
     for part in (slice(0, 4), slice(4, 6)):
         new = part.stop - part.start
-        batch = StepBatch(row, np.array([4], np.int32), np.array([new], np.int32))
+        batch = StepBatch(row, np.array([4], np.int32), np.array([new], np.int32), NO_TOKEN_IDS)
         step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(1))).parts[0]
         step.layers.attend(0, q[part], out[part])
         world.runtime.end_step()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
@@ -258,7 +258,7 @@ def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: 
 
     for length in range(1, 9):
         runtime.table.reserve(request.row, length)
-        batch = StepBatch(np.array([request.row]), np.array([length]), np.array([1]))
+        batch = StepBatch(np.array([request.row]), np.array([length]), np.array([1]), NO_TOKEN_IDS)
         try:
             runtime.stage(batch)
         except DeviceFault as fault:

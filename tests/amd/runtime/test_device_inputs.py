@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -170,6 +170,7 @@ def test_no_value_on_the_device_leads_out_of_what_was_reserved(
         np.array([request.row for request in requests[:2]]),
         np.array([8, 8]),
         np.array([3, 2]),
+        NO_TOKEN_IDS,
         inputs=DeviceInputs(kv_len=ints(kv_len, serving), q_len=ints(q_len, serving)),
     )
     for rows in (serving.q, serving.k, serving.v):
@@ -225,7 +226,7 @@ def verified(tiny: Tiny, runner: StepRunner, prompt: int, num_seqs: int) -> tupl
     ids = torch.arange(1, 4 * num_seqs + 1, dtype=torch.int32, device=tiny.runtime.device)
     lengths = [torch.tensor(values, dtype=torch.int32).to(ids) for values in (kv_len, [1] * num_seqs)]
     inputs = DeviceInputs(kv_len=lengths[0], q_len=lengths[1], token_ids=ids)
-    out = runner.run(StepBatch(rows, bounds, most, inputs=inputs)).clone()
+    out = runner.run(StepBatch(rows, bounds, most, NO_TOKEN_IDS, inputs=inputs)).clone()
     requests.kv_len = kv_len
     tiny.runtime.check_device()
     return out, requests.stored()
@@ -254,7 +255,9 @@ def test_a_length_that_leaves_a_gap_is_cut_to_what_is_stored(provider: str, give
     rows = np.array([request.row, other.row], np.int32)
     serving.runtime.table.reserve_all(rows, np.array([10, 4], np.int32))
     inputs = DeviceInputs(kv_len=ints([given, 4], serving))
-    step = serving.runtime.step(StepBatch(rows, np.array([10, 4]), np.array([1, 1]), inputs=inputs)).parts[0]
+    step = serving.runtime.step(
+        StepBatch(rows, np.array([10, 4]), np.array([1, 1]), NO_TOKEN_IDS, inputs=inputs)
+    ).parts[0]
     assert step.positions.tolist()[:2] == [5, 3]
     serving.runtime.end_step()
     if given == 6:
@@ -270,7 +273,7 @@ def test_new_tokens_that_the_device_leaves_out_leave_no_gap(provider: str, devic
     rows = np.array([request.row], np.int32)
     serving.runtime.table.reserve_all(rows, np.array([8], np.int32))
     inputs = DeviceInputs(q_len=ints([2], serving))
-    step = serving.runtime.step(StepBatch(rows, np.array([8]), np.array([3]), inputs=inputs)).parts[0]
+    step = serving.runtime.step(StepBatch(rows, np.array([8]), np.array([3]), NO_TOKEN_IDS, inputs=inputs)).parts[0]
     assert step.positions.tolist()[:2] == [5, 6]
     serving.runtime.end_step()
     with pytest.raises(DeviceFault, match="let a step begin after the tokens that its row has stored"):
@@ -288,7 +291,9 @@ def test_token_ids_after_what_the_device_takes_are_zero(provider: str, device: t
     ids = np.array([11, 12, 13, *[2**31 - 1] * 3], np.int32)
     taken = ints([2, 1], serving)
     for batch in (
-        StepBatch(rows, most, most, inputs=DeviceInputs(q_len=taken, token_ids=ints(ids.tolist(), serving))),
+        StepBatch(
+            rows, most, most, NO_TOKEN_IDS, inputs=DeviceInputs(q_len=taken, token_ids=ints(ids.tolist(), serving))
+        ),
         StepBatch(rows, most, most, ids, inputs=DeviceInputs(q_len=taken)),
     ):
         step = serving.runtime.step(batch).parts[0]
@@ -321,9 +326,9 @@ def test_tensors_that_do_not_fit_the_step_are_refused(provider: str, device: tor
     with pytest.raises(BadTensor, match="meta were given; a step takes"):
         DeviceInputs(kv_len=lengths, q_len=lengths.to("meta"))
     with pytest.raises(BadBatch, match=r"kv_len has 2 elements on the device; a step of 1 sequences .* needs 1"):
-        StepBatch(np.array([1]), np.array([3]), np.array([1]), inputs=DeviceInputs(kv_len=lengths))
+        StepBatch(np.array([1]), np.array([3]), np.array([1]), NO_TOKEN_IDS, inputs=DeviceInputs(kv_len=lengths))
     with pytest.raises(BadBatch, match=r"token_ids has 2 elements on the device; .* up to 3 new tokens needs 3"):
-        StepBatch(np.array([1]), np.array([3]), np.array([3]), inputs=DeviceInputs(token_ids=lengths))
+        StepBatch(np.array([1]), np.array([3]), np.array([3]), NO_TOKEN_IDS, inputs=DeviceInputs(token_ids=lengths))
 
 
 def test_tensors_of_another_device_are_refused_before_the_step_begins(provider: str, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import StepMask
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor, CapacityExceeded, DeviceFault, Unsupported, WrongState
 from tests.amd.runtime.drafting import Round, begin_round, run_round
@@ -137,23 +137,23 @@ def test_what_is_no_round_is_refused(provider: str, device: torch.device) -> Non
     with pytest.raises(BadBatch, match="8 branches and 512 steps are 4096 drafts of a sequence; a tree that is"):
         Drafts(8, 512)
     with pytest.raises(BadBatch, match="sequences have 3 to 3 new tokens; with 1 branches and 2 steps"):
-        StepBatch(row, [8], [3], drafts=drafts)
+        StepBatch(row, [8], [3], NO_TOKEN_IDS, drafts=drafts)
     with pytest.raises(BadBatch, match="3 token ids for 1 new tokens"):
         draft_batch(row, [5], drafts, [1, 2, 3])
     mask = StepMask(torch.zeros(9, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32))
     with pytest.raises(BadBatch, match="drafts have masks of their own"):
-        StepBatch(row, [7], [2], mask=mask, drafts=drafts)
+        StepBatch(row, [7], [2], NO_TOKEN_IDS, mask=mask, drafts=drafts)
     lengths = torch.tensor([2], dtype=torch.int32, device=runtime.device)
     with pytest.raises(BadBatch, match="leave q_len out"):
-        draft_batch(row, [5], drafts, inputs=DeviceInputs(q_len=lengths))
+        draft_batch(row, [5], drafts, NO_TOKEN_IDS, inputs=DeviceInputs(q_len=lengths))
     with pytest.raises(BadTensor, match="leave ahead out"):
         DeviceInputs(q_len=lengths, ahead=2)
-    batch = draft_batch(row, [5], drafts)
+    batch = draft_batch(row, [5], drafts, NO_TOKEN_IDS)
     with pytest.raises(BadBatch, match="give StepRunner a forward of rounds: draft="):
         StepRunner(runtime, lambda step: step.kv_len, None).run(batch)
     with pytest.raises(BadBatch, match="row"):
-        runtime.step(draft_batch(row, [20], drafts))
-    branched = draft_batch(row, [5], Drafts(2, 1))
+        runtime.step(draft_batch(row, [20], drafts, NO_TOKEN_IDS))
+    branched = draft_batch(row, [5], Drafts(2, 1), NO_TOKEN_IDS)
     runtime.table.reserve(request.row, 12)
     with pytest.raises(Unsupported, match="need masks in every layer"):
         runtime.step(branched)
@@ -195,7 +195,7 @@ def test_a_round_stays_within_what_was_reserved_for_it(provider: str, device: to
     lengths = torch.tensor([40, 8], dtype=torch.int32, device=runtime.device)
     rows, prefix = np.array([one.row, other.row], np.int32), np.array([5, 8], np.int32)
     inputs = DeviceInputs(kv_len=lengths, ahead=drafts.tokens)
-    steps = runtime.step(draft_batch(rows, prefix, drafts, inputs=inputs))
+    steps = runtime.step(draft_batch(rows, prefix, drafts, NO_TOKEN_IDS, inputs=inputs))
     tensors = [child.tensors for child in runtime.gate._children]
     assert [step.kv_len[:2].tolist() for step in tensors] == [[7, 10], [9, 12], [11, 14]]
     assert all(step.counts.data_ptr() == tensors[0].counts.data_ptr() for step in tensors)

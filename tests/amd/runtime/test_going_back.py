@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, DeviceFault, WrongState
@@ -162,13 +162,13 @@ def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool
     pages = runtime.pool.layer(0).k.clone()
     for new in (7, 1, 1):
         q[: 2 * new] = world.random(2 * new, 6, 16)
-        runner.run(StepBatch(np.array([encoder.row, beam.row]), np.array([10, 10]), np.array([new, new])))
+        runner.run(StepBatch(np.array([encoder.row, beam.row]), np.array([10, 10]), np.array([new, new]), NO_TOKEN_IDS))
         padded = torch.zeros(out.shape[0] - 2 * new, 6, 16, device=runtime.device)
         world.check(0, [encoder, beam], [new, new], q, torch.cat([out[: 2 * new], padded]), None)
     assert torch.equal(pages.nan_to_num(7.0), runtime.pool.layer(0).k.nan_to_num(7.0))
     runtime.table.reserve(beam.row, 11)
     with pytest.raises(BadBatch, match="attends to the first 11 tokens of row 2, of which 10 are stored"):
-        runner.run(StepBatch(np.array([beam.row]), np.array([11]), np.array([1])))
+        runner.run(StepBatch(np.array([beam.row]), np.array([11]), np.array([1]), NO_TOKEN_IDS))
 
 
 @pytest.mark.long
@@ -361,7 +361,7 @@ def test_a_caller_who_changes_its_arrays_changes_no_lengths(device: torch.device
     runtime.end_step()
     kv_len += 9
     with pytest.raises(BadBatch, match="the first 12 tokens of row 1, of which 4 are stored"):
-        runtime.step(StepBatch(rows, kv_len, np.ones(1, np.int32)))
+        runtime.step(StepBatch(rows, kv_len, np.ones(1, np.int32), NO_TOKEN_IDS))
 
 
 def test_kv_that_came_by_other_means_is_marked(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -156,7 +156,7 @@ def test_what_is_refused_is_refused_with_its_sentence_and_nothing_is_lost(ran: l
     ran.clear()
     ones = np.ones(NUM_SEQS, np.int32)
     with pytest.raises(BadBatch, match=r"but row \d+ has room for \d+ tokens; call reserve"):
-        served.runner.run(StepBatch(served.rows, served.kv_len + 2000, ones))
+        served.runner.run(StepBatch(served.rows, served.kv_len + 2000, ones, NO_TOKEN_IDS))
     assert not ran  # it has raised
     batch = served.batch()
     served.runtime.step(batch)
@@ -356,7 +356,7 @@ def test_a_step_that_may_not_store_does_not_run_again() -> None:
     served = Going()
     runtime = served.runtime
     runtime.table.fork(int(served.rows[1]), int(served.kv_len[1]))
-    runtime.stage(StepBatch(served.rows, served.kv_len, np.ones(NUM_SEQS, np.int32)))
+    runtime.stage(StepBatch(served.rows, served.kv_len, np.ones(NUM_SEQS, np.int32), NO_TOKEN_IDS))
     assert runtime.gate.stores.refusal
     runtime.gate.abandon()
     assert not served.runner.may_run_again
@@ -418,7 +418,7 @@ def test_a_flight_recorder_hears_of_no_refusal_and_no_interrupt_before_its_step(
         told.noted = told.noted[:1]
     assert heard
     with pytest.raises(BadBatch):
-        served.runner.run(StepBatch(served.rows, served.kv_len + 2000, np.ones(NUM_SEQS, np.int32)))
+        served.runner.run(StepBatch(served.rows, served.kv_len + 2000, np.ones(NUM_SEQS, np.int32), NO_TOKEN_IDS))
     assert not told.failures
 
 
@@ -485,17 +485,19 @@ def test_ranks_that_agree_and_unusual_steps_are_right(ran: list[bool]) -> None:
     served.kv_len = batch.kv_len
     batch = served.batch()
     inputs = DeviceInputs(token_ids=torch.from_numpy(batch.token_ids.copy()))
-    served.check(batch, run(StepBatch(served.rows, batch.kv_len, ones, inputs=inputs)))
+    served.check(batch, run(StepBatch(served.rows, batch.kv_len, ones, NO_TOKEN_IDS, inputs=inputs)))
     served.kv_len = batch.kv_len
     apart = SharedPrefixes([PrefixGroup(1, 0)] * NUM_SEQS)
     batch = served.batch()
     run(StepBatch(served.rows, batch.kv_len, ones, batch.token_ids, prefixes=apart))
     served.kv_len = batch.kv_len
     tree = TreeMask(torch.full((NUM_SEQS, 1), -1, dtype=torch.int32))
-    masked = StepBatch(served.rows, served.batch().kv_len, ones, mask=tree)
+    masked = StepBatch(served.rows, served.batch().kv_len, ones, NO_TOKEN_IDS, mask=tree)
     with pytest.raises(BadBatch, match="no layer looks at it"):
         run(masked)
-    chunk = StepBatch(served.rows, served.kv_len + 2, 2 * ones)  # no graph has so many tokens of a sequence
+    chunk = StepBatch(
+        served.rows, served.kv_len + 2, 2 * ones, NO_TOKEN_IDS
+    )  # no graph has so many tokens of a sequence
     served.runtime.table.reserve_all(served.rows, chunk.kv_len)
     run(chunk)
     served.kv_len = chunk.kv_len

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded, DeviceFault, NeverFits, OutOfPages
@@ -297,7 +297,7 @@ def test_a_window_in_one_pool_with_the_others_gives_nothing_back(device: torch.d
     runtime = build(device, [small_problem(window_left=2)])
     row = runtime.table.admit()
     runtime.table.reserve(row, 16)
-    runtime.step(StepBatch(np.array([row]), np.array([16]), np.array([16])))
+    runtime.step(StepBatch(np.array([row]), np.array([16]), np.array([16]), NO_TOKEN_IDS))
     runtime.end_step()
     assert runtime.options.swa_pages == 0
     assert (runtime.table.pages_of(row) > 0).all()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch, BadProblem, BadTensor, Unsupported, WrongState
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
@@ -233,14 +233,14 @@ def test_what_cannot_be_expanded_is_refused(device: torch.device) -> None:
     prefill = runtime.expanded_prefill(0)
     with pytest.raises(WrongState, match="this needs a running step"):
         prefill.attend(torch.zeros(3, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
-    runtime.step(StepBatch([row], [3], [3]))
+    runtime.step(StepBatch([row], [3], [3], NO_TOKEN_IDS))
     with pytest.raises(BadTensor, match=r"q has shape \[2, 5, 24\].*the step's 3 tokens"):
         prefill.attend(torch.zeros(2, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
     with pytest.raises(BadTensor, match=r"expand gave keys of shape \[3, 40\].*must be \[3, 5, 24\]"):
         prefill.attend(torch.zeros(3, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
     runtime.end_step()
     lengths = DeviceInputs(kv_len=torch.tensor([3], dtype=torch.int32))
-    runtime.step(StepBatch([row], [3], [3], inputs=lengths))
+    runtime.step(StepBatch([row], [3], [3], NO_TOKEN_IDS, inputs=lengths))
     with pytest.raises(BadBatch, match="expanded attention takes a step whose lengths the host knows"):
         prefill.attend(torch.zeros(3, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
     runtime.end_step()

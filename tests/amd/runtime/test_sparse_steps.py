@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.errors import BadBatch, BadProblem, BadTensor, DeviceFault, Unsupported, WrongState
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
@@ -303,7 +303,7 @@ def test_a_selection_is_in_the_memory_that_graphs_read(device: torch.device) -> 
     assert {"selection_units", "selection_counts", "index_pages_0"} <= set(sealed)
     units = sealed["selection_units"][: TOKENS.top].tolist()
     assert units == sorted(units)
-    batch = StepBatch(np.array([request.row]), np.array([6]), np.array([1]))
+    batch = StepBatch(np.array([request.row]), np.array([6]), np.array([1]), NO_TOKEN_IDS)
     assert world.runtime.gate.planner.plan(batch, None, 1).key.kernels[0].describe().count(" beside ") == 2
 
 

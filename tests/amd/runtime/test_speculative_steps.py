@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import StepMask
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -97,7 +97,7 @@ class Extending:
         kv_bound = np.array(bounds, np.int32) + NEW
         world.runtime.table.reserve_all(rows, kv_bound)
         inputs = DeviceInputs(kv_len=prefix, ahead=NEW)
-        batch = StepBatch(rows, kv_bound, np.full(len(rows), NEW, np.int32), inputs=inputs)
+        batch = StepBatch(rows, kv_bound, np.full(len(rows), NEW, np.int32), NO_TOKEN_IDS, inputs=inputs)
         selected = self.runner.run(batch)
         q_len = [NEW] * len(requests)
         for layer, (q, k, v) in enumerate(self.qkv):
@@ -197,7 +197,7 @@ def test_a_draft_model_reads_the_targets_pool_and_writes_nothing(
     rows = np.array([request.row for request in requests], np.int32)
     lengths = np.array([request.kv_len for request in requests], np.int32)
     for given in (lengths, np.maximum(lengths - 2, 1), lengths):
-        runner.run(StepBatch(rows, given, np.ones(3, np.int32)))
+        runner.run(StepBatch(rows, given, np.ones(3, np.int32), NO_TOKEN_IDS))
         for of_layers, to in zip(queries, outs, strict=True):
             for layer, q in enumerate(of_layers):
                 check_alone(world, layer, requests, given.tolist(), q, to[layer])
@@ -206,7 +206,7 @@ def test_a_draft_model_reads_the_targets_pool_and_writes_nothing(
     # Its bounds are its own: what the target has not stored is not read.
     runtime.table.reserve_all(rows, lengths + 1)
     with pytest.raises(BadBatch, match="attends to the first"):
-        runner.run(StepBatch(rows, lengths + 1, np.ones(3, np.int32)))
+        runner.run(StepBatch(rows, lengths + 1, np.ones(3, np.int32), NO_TOKEN_IDS))
     world.step(requests, [1, 1, 1])
 
 
@@ -221,7 +221,7 @@ def test_branches_that_only_attend_all_see_the_same_tokens(provider: str, device
     branches = 3
     bits = torch.full((3,), 255, dtype=torch.uint8, device=device)
     positions = torch.tensor([4] * branches + [8] * branches, dtype=torch.int32, device=device)
-    batch = StepBatch(rows, lengths, [branches] * 2, mask=StepMask(bits, positions, keys_before=0))
+    batch = StepBatch(rows, lengths, [branches] * 2, NO_TOKEN_IDS, mask=StepMask(bits, positions, keys_before=0))
     step = world.runtime.step(batch).parts[0]
     q = world.random(step.token_ids.shape[0], 6, 16)
     out = torch.zeros_like(q)

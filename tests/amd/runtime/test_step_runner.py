@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadSetting, BadTensor, CapacityExceeded, GraphStale
+from rocm_attn.errors import BadBatch, BadSetting, BadTensor, CapacityExceeded, GraphStale
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
@@ -244,6 +245,24 @@ def test_a_forward_with_the_wrong_number_of_rows_is_refused(provider: str, devic
         serve(model, runner, [2])
 
 
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_forgotten_token_ids_are_refused_and_never_run_as_zeros(
+    provider: str, device: torch.device, eagerly: bool
+) -> None:
+    model = Model.build(device, provider, [4, 8])
+    runner = StepRunner(model.runtime, model.forward, None)
+    run = runner.run_eagerly if eagerly else runner.run
+    row = model.runtime.table.admit()
+    model.runtime.table.reserve(row, 3)
+    with pytest.raises(BadBatch, match="3 new tokens and no token ids; pass token_ids, or NO_TOKEN_IDS"):
+        run(StepBatch([row], [3], [3]))
+    on_device = DeviceInputs(token_ids=torch.tensor([5, 7, 9], dtype=torch.int32, device=device))
+    from_device = run(StepBatch([row], [3], [3], inputs=on_device)).clone()
+    assert torch.equal(from_device, run(StepBatch([row], [3], [3], [5, 7, 9])))
+    assert run(StepBatch([row], [3], [3], NO_TOKEN_IDS)).isfinite().all()
+    assert len(run(StepBatch([], [], []))) == 0
+
+
 def test_growing_past_the_sealed_size_is_refused_before_anything_moves(provider: str, device: torch.device) -> None:
     model = Model.build(device, provider, [2])
     runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
@@ -308,4 +327,4 @@ def test_layers_may_repeat_a_problem(provider: str, device: torch.device) -> Non
 
 def _batch_of(count: int) -> StepBatch:
     ones = np.ones(count, np.int32)
-    return StepBatch(ones, ones, ones)
+    return StepBatch(ones, ones, ones, NO_TOKEN_IDS)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.launch import observe_launches
@@ -81,7 +81,7 @@ def serve(
     for q_len in q_lens:
         kv_len = kv_len + np.int32(q_len)
         runtime.table.reserve_all(rows, kv_len)
-        batch = StepBatch(rows, kv_len, np.full(2, q_len, np.int32))
+        batch = StepBatch(rows, kv_len, np.full(2, q_len, np.int32), NO_TOKEN_IDS)
         step = runtime.step(batch, runtime.plan(batch, PadTo(4) if q_len == 1 else None)).parts[0]
         q, k, v = random(6), random(2), random(2)
         outs.append(torch.full_like(q, float("nan")))

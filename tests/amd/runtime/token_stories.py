@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import token_places
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -145,7 +145,7 @@ class Teller:
         for (told, _), length in zip(turns, kv_len, strict=True):
             self.runtime.table.reserve(told.row, length)
         rows, q_len = [told.row for told, _ in turns], [new for _, new in turns]
-        batch = StepBatch(np.array(rows, np.int32), np.array(kv_len, np.int32), np.array(q_len, np.int32))
+        batch = StepBatch(np.array(rows, np.int32), np.array(kv_len, np.int32), np.array(q_len, np.int32), NO_TOKEN_IDS)
         padding = self.runtime.padding
         shape = (padding.split_shape if halves else padding.shape)(batch, padded_to(pad_to))
         places = torch.from_numpy(token_places(batch, shape)[: batch.num_tokens]).to(self.runtime.device)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.selection.build import build_runtime
@@ -72,7 +72,7 @@ def test_all_keys_selected_give_the_bits_of_all_keys(kind: str, device: torch.de
         lengths = [length + new for length, new in zip(lengths, q_len, strict=True)]
         for row, length in zip(rows, lengths, strict=True):
             runtime.table.reserve(row, length)
-        step = runtime.step(StepBatch(rows, lengths, q_len)).parts[0]
+        step = runtime.step(StepBatch(rows, lengths, q_len, NO_TOKEN_IDS)).parts[0]
         tokens, used = len(step.token_ids), sum(q_len)
         q, k = (
             random(tokens, problem.num_q_heads, problem.head_dim),

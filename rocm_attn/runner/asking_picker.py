@@ -1,9 +1,8 @@
 """AskingPicker: picks the tokens of steps in which some rows ask for more than a plain pick.
 
 All rows go through TokenPicker, whose launch is the same in every step: it finds faults of rows, and picks for rows
-                                                                         that
-ask for nothing else. Rows with penalties, biases, a mask, top_k or min_p are then shaped into a float32 buffer of their
-own, and the same kernel picks from there. Logprobs are computed from the logits that the model returned.
+that ask for nothing else. Rows with penalties, biases, a mask, top_k or min_p are then shaped into a float32 buffer of
+their own, and the same kernel picks from there. Logprobs are computed from the logits that the model returned.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ class Asks:
 
     needs_tokens: True if the host must know all tokens of the text before the next one is picked
     takes_drafts: True if its tokens may be picked after draft tokens. False if a pick depends on all tokens before it
-                  and
-                  only accepted tokens can be taken into account
+                  and only accepted tokens can be taken into account
     """
 
     def __init__(self, request: Request, stops: frozenset[int], matcher: TextMatcher | None) -> None:

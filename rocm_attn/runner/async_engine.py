@@ -150,7 +150,7 @@ class AsyncEngine:
 
     @property
     def num_requests(self) -> int:
-        """Requests that are served or wait."""
+        """Number of requests that are served or wait."""
         return len(self._books.inboxes)
 
     async def ended(self) -> None:

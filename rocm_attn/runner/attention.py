@@ -61,7 +61,7 @@ class Attention(Protocol):
         ...
 
 
-# The cos and sin of each rope for index keys: [T, 2, dim], see rotate. All other rows are turned when they are stored.
+# The cos and sin of each rope for index keys: [T, 2, dim], see rotate. The runtime turns all other rows.
 CosSin = Mapping[Rope, Tensor]
 
 

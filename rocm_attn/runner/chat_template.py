@@ -35,8 +35,7 @@ class ChatTemplate:
         """Returns the conversation as text, up to where the model continues.
 
         messages: each with "role" ("system", "user", "assistant", "tool") and "content"; of an assistant, "tool_calls"
-                  in the
-                  form of OpenAI's API, except "arguments", which are an object here
+                  in the form of OpenAI's API, except "arguments", which are an object here
         tools:    functions that the model may call, in the form of OpenAI's API
         Raises BadRequest for messages that the template refuses, BadModel for a template that is damaged, or that does
         more work than a conversation of this length needs.

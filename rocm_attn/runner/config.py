@@ -1,4 +1,4 @@
-"""ModelConfig: everything about a model but its weights."""
+"""ModelConfig: everything about a model except its weights."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers, each with one attention."""
+        """Number of layers, each with one attention."""
         return len(self.layers)
 
     @property

@@ -75,8 +75,7 @@ class Constraint:
         """Raises BadRequest with the library's reason if it refuses the constraint. No model is needed.
 
         It takes milliseconds, except for a few constraints that take minutes or gigabytes, and a thread that compiles
-        one
-        cannot be ended. Constraints from untrusted clients are tried in a process: see constraint_trial.py.
+        one cannot be ended. Constraints from untrusted clients are tried in a process: see constraint_trial.py.
         """
         is_error, reasons = library().LLMatcher.validate_grammar_with_warnings(grammar_of(self))
         if is_error:

@@ -76,7 +76,7 @@ class Trial:
     def close(self) -> None:
         """Closes the pipes. Call it after end(), when no check() runs."""
         for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(BrokenPipeError):  # of a line that did not reach the process
+            with suppress(BrokenPipeError):  # a line has not reached the process
                 _of(pipe).close()
 
     def _why_silent(self) -> str:
@@ -87,7 +87,7 @@ class Trial:
             return "the process that tried it was ended, as when the server ends; send it again"
         if code == -signal.SIGXCPU:
             return f"it takes more than {self._seconds} seconds of a core to be compiled; simplify it"
-        if code == -signal.SIGABRT:  # of the library, which does not go on without memory
+        if code == -signal.SIGABRT:  # the library aborts without memory
             return f"the library gave up (SIGABRT), as it does where {_GIB} GiB are not enough; simplify it"
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return f"the process that tried it {how}; simplify it, or send it again"

@@ -71,11 +71,9 @@ class Engine:
 
     A fault of one request ends that request alone: its Completion holds the reason, and the others go on. A fault of
     the device ends the requests that were in its step, and all that have run if that step is not known. Waiting
-    requests
-    are served by the steps after it. If only some of the step's requests can be at fault, and the others were not
-    harmed
-    (K or V that was infinite or NaN), each is computed again alone, and those that show the fault again end. Pages that
-    such a step may have written leave the prefix cache.
+    requests are served by the steps after it. If only some of the step's requests can be at fault, and the others were
+    not harmed (K or V that was infinite or NaN), each is computed again alone, and those that show the fault again end.
+    Pages that such a step may have written leave the prefix cache.
 
     abort() ends a request early and keeps its completion, cancel() leaves no trace of it. Both may be called between
     two steps, and by the on_event of generate().
@@ -220,8 +218,7 @@ class Engine:
         """Ends a request that waits or runs. Its completion has the tokens so far, and finish_reason "abort".
 
         The next step() returns an AbortEvent, and completion() returns the result. Its pages are free again, or stay in
-        the
-        prefix cache. A request that has ended meanwhile is left unchanged.
+        the prefix cache. A request that has ended meanwhile is left unchanged.
         Raises BadRequest for a number that submit() has not given.
         """
         if not 0 <= number < self._num_submitted:
@@ -238,10 +235,7 @@ class Engine:
         self.metrics.aborts += 1
 
     def _drop_leaving(self) -> None:
-        """Removes the request being aborted or cancelled, if any.
-
-        After an interrupt a second call finishes the removal.
-        """
+        """Removes the request being aborted or cancelled, if any. After an interrupt a second call finishes it."""
         if self._leaving is None:
             return
         output, is_aborted = self._leaving
@@ -447,7 +441,7 @@ class Engine:
         launched = time.perf_counter()
         self._unread.append(
             UnreadStep(step, self.runtime.faults.step_number, picks, started, launched)
-        )  # first, as above
+        )  # first, as in _advance()
         if len(self._unread) == 1:
             self._scheduler.launched_again(step)
         self._rounds.noted()
@@ -583,10 +577,7 @@ class Engine:
         self._note_times(unread, read.taken, read_at)
 
     def _note_times(self, unread: UnreadStep, taken: Many[Taken], now: float) -> None:
-        """Notes the times of a step that has run and whose sequences have their tokens.
-
-        The host did not wait at its launch.
-        """
+        """Notes the times of a step whose tokens were taken. The device was not waited for at its launch."""
         metrics = self.metrics
         seconds = now - max(unread.started, self._read_at)  # steps that overlap are not counted twice
         self._read_at = now
@@ -662,10 +653,7 @@ class Engine:
             self._end(output)
 
     def _take_in(self, fault: DeviceFault) -> None:
-        """Fails every request in a fault's step that was not handed over.
-
-        A contained fault makes it a suspect first.
-        """
+        """Fails a fault's requests that were not handed over; those of a contained fault become suspects first."""
         self.settle()
         faults = [fault, *self._more_faults()]
         self._scheduler.forget_unknown_pages()

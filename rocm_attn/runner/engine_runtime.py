@@ -74,8 +74,7 @@ def prompt_sizes(chunk: int) -> tuple[int, ...]:
     """Token counts that steps with prompts are padded to: the chunk, up to a bound, and a quarter of that.
 
     With draft tokens, steps wait for the tokens of the steps before them, so the host's time for an eager step is paid
-    in
-    full.
+    in full.
     """
     most = min(chunk, _MOST_REPLAYED)
     return tuple(sorted({-(-most // 4), most} - {1}))
@@ -100,10 +99,8 @@ def runtime_with(loaded: LoadedModel, options: EngineOptions, forms: StepForms) 
     """A runtime whose pool holds max_batch_size sequences of full length, or as many as the memory allows.
 
     If neither kv_bytes nor num_pages is given, and the room on a GPU is not plentiful, the model's largest steps are
-    run
-    over a small pool first, and the measurement is returned; otherwise NOT_MEASURED. Ranks that share a model call this
-    at
-    the same time.
+    run over a small pool first, and the measurement is returned; otherwise NOT_MEASURED. Ranks that share a model call
+    this at the same time.
     Raises BadSetting, Unsupported, CapacityExceeded.
     """
     config, weights = loaded.config, loaded.weights
@@ -132,10 +129,7 @@ def runtime_with(loaded: LoadedModel, options: EngineOptions, forms: StepForms) 
 
 
 def model_over(runtime: AttentionRuntime, loaded: LoadedModel, options: EngineOptions) -> Model:
-    """The model, with its attention on a runtime.
-
-    The runtime gets the scales of eight-bit K and V that the model has.
-    """
+    """The model, with its attention on a runtime, which gets the model's scales of eight-bit K and V, if any."""
     for layer in range(loaded.config.attention.num_storing):
         factors, form = loaded.weights.layers[layer].kv_factors, runtime.pool.layer(layer).format
         if factors is not None and form.scales in (Scales.LAYER, Scales.HEAD):

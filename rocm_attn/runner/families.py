@@ -116,7 +116,7 @@ class Family:
 def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     """The attention layers of the model that a config.json describes.
 
-    Raises Unsupported for attention of another kind, BadModel for a config that is not complete.
+    Raises Unsupported for attention of another kind, BadModel for an incomplete config.
     """
     architecture = architecture_of(config)
     family = FAMILIES.get(architecture)

@@ -91,10 +91,7 @@ class AttentionGeometry:
 
     @property
     def num_storing(self) -> int:
-        """Number of layers that keep K and V, the first ones.
-
-        A runtime is built of them; the others attend by their numbers.
-        """
+        """Layers that keep K and V, the first ones. A runtime is built of them; the others attend by their numbers."""
         return sum(layer == read for layer, read in enumerate(self.reads))
 
     def keeps_kv(self, layer: int) -> bool:

@@ -133,8 +133,8 @@ def _hf_name(name: str) -> str:
 def _halves_from_pairs(rows: Float32Array, rows_of_head: int) -> Float32Array:
     """q or k rows of whole heads in Hugging Face's order.
 
-    In llama files the two rows that turn together are adjacent; in Hugging Face's they are half a head apart.
-    The wrong order raises no error: the model then writes meaningless text.
+    In llama files the two rows that turn together are adjacent; in Hugging Face's they are half a head apart. The wrong
+    order raises no error: the model then writes meaningless text.
     """
     pairs = rows.reshape(-1, rows_of_head // 2, 2, *rows.shape[1:])
     halves: Float32Array = pairs.swapaxes(1, 2).reshape(rows.shape)

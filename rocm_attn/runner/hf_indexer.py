@@ -19,8 +19,7 @@ def own_indexers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """[layers] True if a layer has an indexer; other layers use the keys selected by the last one before them.
 
     Read from indexer_types; or from index_topk_pattern, a letter F or S for each layer; or every index_topk_freq-th
-    layer
-    from index_skip_topk_offset on. Raises BadModel.
+    layer from index_skip_topk_offset on. Raises BadModel.
     """
     if fields.has("indexer_types"):
         types = fields.list("indexer_types")

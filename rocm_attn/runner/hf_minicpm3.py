@@ -27,10 +27,7 @@ MINICPM3_DEFAULTS: dict[str, object] = {
 
 
 def minicpm3_rows(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
-    """[layers] Latent rows whose first half turns with the second.
-
-    V's default size is a head's share of hidden_size.
-    """
+    """[layers] Latent rows whose first half turns with the second. V's default size is hidden_size / heads."""
     v_dim = fields.count("v_head_dim", fields.count("hidden_size") // fields.count("num_attention_heads"))
     given = {**fields.values, "v_head_dim": v_dim, "rope_interleave": False}
     return interleaved_rows(Fields(given, fields.source), num_layers)

@@ -25,8 +25,7 @@ class Linears(Protocol):
     """x [rows, in] @ weight [out, in] transposed, plus bias [out], with variants that add a residual or sum over ranks.
 
     If ranks share a model, linear() is for matrices that each rank has whole or a part of `out` of. The methods that
-    sum
-    are for matrices of which each rank has a part of `in`; they return the whole sum on every rank.
+    sum are for matrices of which each rank has a part of `in`; they return the whole sum on every rank.
     """
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

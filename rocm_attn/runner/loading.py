@@ -96,8 +96,7 @@ def default_dtype(kind: ModelKind, device_type: str) -> torch.dtype:
 
     A CPU computes in float32. On a GPU a GGUF model runs in float16, whose 10 bits of mantissa hold a quantised weight
     more closely than bfloat16's 7: those flip near-ties of SmolLM2's logits, and the text becomes meaningless. Models
-    from
-    safetensors run in bfloat16, the dtype that most are published in, which does not overflow.
+    from safetensors run in bfloat16, the dtype that most are published in, which does not overflow.
     """
     if device_type == "cpu":
         return torch.float32

@@ -159,7 +159,7 @@ class Matching:
                 compiling.set_exception(BadRequest(why_failed(error)))
 
     def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> LLMatcher:
-        """Raises BadRequest."""
+        """Compiles a constraint. Raises BadRequest."""
         return compiled_of(constraint, self._tokens_ending_in(ends))
 
     def _tokens_ending_in(self, ends: tuple[int, ...]) -> Any:

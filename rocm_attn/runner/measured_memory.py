@@ -27,8 +27,8 @@ from rocm_attn.runtime import AttentionRuntime
 # Graphs share one pool of memory, in which each keeps its outputs; the rest of it is reused by other graphs.
 # Made in any order, they took up to twice the rest of the largest, because the sizes of a ladder double.
 _GRAPHS_OF_ANY_ORDER = 2
-# The driver takes memory in steps, so its memory for one graph may not show. On an H200 it kept 4 MiB for each of
-# 35 graphs of 8 layers.
+# The driver takes memory in steps, so its memory for one graph may not show. On an H200 it kept 4 MiB for each of 35
+# graphs of 8 layers.
 DRIVER_BYTES = 8 << 20
 
 

@@ -28,8 +28,8 @@ class Output:
     num_tokens: new tokens of the sequence that were published
     reason:     why it has ended; None: it goes on
     error:      why it has failed
-    _is_whole:  whether _stream and _stops have seen exactly the tokens that were published; an interrupt may leave
-                more in them
+    _is_whole:  whether _stream and _stops have seen exactly the tokens that were published; an interrupt may leave more
+                in them
     """
 
     sequence: Sequence

@@ -5,8 +5,8 @@ tokens up to the end of its page, and for the salt that the first page begins wi
 rows are freed. When pages run out, it gives back those that no row holds, the least recently used first. The end of a
 chain is given back first, so that the rest can still be found.
 
-In the SWA space a row needs only the pages of a window. Pages are given back there one by one, and a prefix can be
-used up to a length whose window is entirely there.
+In the SWA space a row needs only the pages of a window. Pages are given back there one by one, and a prefix can be used
+up to a length whose window is entirely there.
 
 An interrupt may come between any two lines of a change, including changes of the table. The cache does not work out
 which lines are missing: the next call gives all pages back that no row holds, and the cache starts empty. Rows go on.
@@ -121,8 +121,7 @@ class PrefixCache:
         ]
         self._pages: dict[bytes, CachedPage] = {}
         # Per space: pages that only the cache holds, the least recently used first. In the full space the end of a
-        # chain
-        # comes before its beginning: a row that held a page also held those before it, and released them later.
+        # chain comes before its beginning: a row that held a page also held those before it, and released them later.
         self._idle: tuple[OrderedDict[CachedPage, None], ...] = tuple(OrderedDict() for _ in table.spaces)
         self._step = 0
         self._right_until = 0
@@ -201,8 +200,8 @@ class PrefixCache:
     def move_windows(self, row: CachedRow, num_stored: int) -> None:
         """Records that the row has given back pages that no step needs which begins after num_stored tokens.
 
-        Call it when num_stored has reached row.moves_at; before that, nothing has left a window.
-        A call after an interrupt goes on.
+        Call it when num_stored has reached row.moves_at; before that, nothing has left a window. A call after an
+        interrupt goes on.
         """
         if self._is_changing:
             self._begin_anew()

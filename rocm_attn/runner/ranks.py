@@ -71,8 +71,7 @@ class RanksOfGroup:
     """The ranks of a process group of torch.distributed, all of which make a RanksOfGroup at the same time.
 
     They agree through a group of their own, over Gloo, so that a rank that is left in a collective does not look like
-    one
-    that agrees.
+    one that agrees.
     group:   of the ranks that share the model and no others, with a backend for the model's device: NCCL, which is RCCL
              on ROCm, or Gloo
     on_wait: see agreement.among

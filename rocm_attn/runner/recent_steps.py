@@ -30,7 +30,7 @@ class _Run:
 
 
 class RecentSteps:
-    """Numbers of steps, as AttentionRuntime.step_number counts them -> numbers of the requests that were in them."""
+    """Step numbers, as counted by AttentionRuntime.step_number -> numbers of the requests in these steps."""
 
     def __init__(self) -> None:
         self._runs: deque[_Run] = deque(maxlen=_KEPT)

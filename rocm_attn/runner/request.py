@@ -41,8 +41,8 @@ class Request:
     stop:             texts that end the text before they begin, at most 64, of 1 to 1,024 characters each; the first
                       one that the text reaches counts, and of several that end together the longest
     include_stop:     whether the text ends after such a text, and not before it
-    min_tokens:       least number of new tokens: before it, no stop token is picked, and texts of `stop` count only
-                      if they end in a later token
+    min_tokens:       least number of new tokens: before it, no stop token is picked, and texts of `stop` count only if
+                      they end in a later token
     logprobs:         number of likeliest tokens reported for each new token, 0 to 20, in addition to its own logprob;
                       NO_LOGPROBS (-1): neither
     constraint:       the form that the new text must match from beginning to end; it needs a tokenizer and the extra
@@ -97,8 +97,8 @@ class Completion:
 
     token_ids:     the new tokens, the stop token included
     text:          of the new tokens, without the stop token and other special ones; empty without a tokenizer
-    finish_reason: "stop" after a stop token or a text of Request.stop, "length" at max_new_tokens or if the KV may
-                   not grow any more, "error" if the request failed, "abort" if Engine.abort() has ended it
+    finish_reason: "stop" after a stop token or a text of Request.stop, "length" at max_new_tokens or if the KV may not
+                   grow any more, "error" if the request failed, "abort" if Engine.abort() has ended it
     error:         why it failed; empty if it did not. After a fault of the device the tokens may be wrong
     logprobs:      of each new token if the request asks for them, else none
     """

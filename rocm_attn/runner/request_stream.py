@@ -114,8 +114,8 @@ class RequestStream:
     """A request that is being served: iterate over its pieces, or wait for its completion.
 
     Leaving early ends the request and frees its pages: when a task that waits here is cancelled, when an `async with`
-    over the stream is left, on close(), and when nothing refers to the stream any more. A late reader finds
-    several tokens in one piece, and delays no other.
+    over the stream is left, on close(), and when nothing refers to the stream any more. A late reader finds several
+    tokens in one piece, and delays no other.
 
     number: of the request, for AsyncEngine.abort
     forget: ends the request of a number; may be called in any thread, and more than once

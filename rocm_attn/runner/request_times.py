@@ -25,10 +25,7 @@ class RequestTimes:
 
 
 def note_tokens(times: Iterable[RequestTimes], now: float, metrics: Metrics) -> None:
-    """Records that each of these requests has got a token now.
-
-    Those whose last token came in one step are noted together.
-    """
+    """Records that each of these requests has got a token now. Those with the same last time are noted together."""
     num_since: dict[float, int] = {}
     for each in times:
         last = each.last_token

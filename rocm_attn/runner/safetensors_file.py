@@ -20,9 +20,9 @@ _INDEX = "model.safetensors.index.json"
 class SafetensorsFiles:
     """A TensorSource over `model.safetensors`, or over the files that `model.safetensors.index.json` names.
 
-    The index names the file that a tensor is read from; other tensors in the files are not part of the model.
-    Opening reads the headers of all files. Raises BadModel for a file that is missing, damaged or cut short, and for
-    one that lacks a tensor of the index.
+    The index names the file that a tensor is read from; other tensors in the files are not part of the model. Opening
+    reads the headers of all files. Raises BadModel for a file that is missing, damaged or cut short, and for one that
+    lacks a tensor of the index.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -12,9 +12,9 @@ computed again later from its prompt and the tokens it has generated, so it cont
 which a fault of the device may be due to, is computed again too: alone, in steps of its own, up to its next token, and
 without pages of the cache.
 
-A sequence that waits and has a better priority than some that run takes their places and pages, if that admits it.
-No sequence ever gives way to one that comes after it in order, so the first of all always moves on, and all come to
-their end unless better ones keep coming.
+A sequence that waits and has a better priority than some that run takes their places and pages, if that admits it. No
+sequence ever gives way to one that comes after it in order, so the first of all always moves on, and all come to their
+end unless better ones keep coming.
 
 A step may be scheduled while the one before it runs, whose tokens are only on the device. A sequence with such a token
 goes on with it unread. If that token is its last one in any case, it gets no more. If the token turns out to end the
@@ -168,12 +168,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a row."""
+        """Number of sequences that hold a row."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that hold none."""
+        """Number of sequences that hold no row."""
         return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
@@ -206,8 +206,7 @@ class Scheduler:
 
         There must be work. At most one step is not finished.
         drafts: for some sequences of decoding(), by their requests' numbers, no more than it allows. The step takes the
-                first
-                ones of each, as many as there is room for
+                first ones of each, as many as there is room for
         """
         assert self._num_unread <= 1
         try:
@@ -286,9 +285,8 @@ class Scheduler:
         picks: for each the accepted drafts, in order, and then one token more. The K and V of these drafts lie in the
                places of their tokens: those of a tree were moved there by the engine
         A token that ends a sequence is its last one, whatever comes after it. Ended sequences leave their pages. A
-        sequence
-        that has ended since the step was scheduled takes nothing.
-        After an interrupt it is called again with the same picks, and takes nothing twice.
+        sequence that has ended since the step was scheduled takes nothing. After an interrupt it is called again with
+        the same picks, and takes nothing twice.
         """
         if self._finishing[0] is not picks:
             self._finishing = picks, [taken_of(*each) for each in zip(step.picking, picks, strict=True)]
@@ -393,10 +391,7 @@ class Scheduler:
         )
 
     def _enter_accepted(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """Likewise, for tokens whose number of correct ones is known only after the step.
-
-        taken: per sequence of step.picking
-        """
+        """Likewise, after a step has verified drafts of these sequences. taken: per sequence of step.picking"""
         if not self._cache.has_rows:
             return
         page_size = self._table.page_size

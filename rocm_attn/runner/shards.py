@@ -66,10 +66,9 @@ class Shard:
         """The rank's query heads, with the KV heads that they read.
 
         A KV head is never cut. If there are fewer of them than ranks, each is held by several ranks, which share its
-        query
-        heads; every KV head has the same number of ranks. For that the KV heads are padded to the next number that
-        divides
-        the number of ranks or is a multiple of it, and the query heads of each to a multiple of the ranks that hold it.
+        query heads; every KV head has the same number of ranks. For that the KV heads are padded to the next number
+        that divides the number of ranks or is a multiple of it, and the query heads of each to a multiple of the ranks
+        that hold it.
         """
         group = num_q_heads // num_kv_heads
         filled = self._filled_kv_heads(num_kv_heads)

@@ -1,7 +1,7 @@
 """The tokens that sequences take of a step's picks, and whether they end with these.
 
-They are found before any of them is taken, together with their places. So they can be taken again after an
-interrupt, and each token is taken once.
+They are found before any of them is taken, together with their places. So they can be taken again after an interrupt,
+and each token is taken once.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class Tokenizer:
     def encode_chat(self, user: str) -> list[int]:
         """Token ids of a conversation that starts with the user's text, up to where the model continues.
 
-        Raises BadRequest if the model has no chat template, or for a text that is not Unicode; BadModel for a
-        template that is damaged.
+        Raises BadRequest if the model has no chat template, or for a text that is not Unicode; BadModel for a template
+        that is damaged.
         """
         return self.encode_messages([{"role": "user", "content": user}])
 

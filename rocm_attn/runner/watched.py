@@ -29,8 +29,7 @@ def watched_steps(
     """A runner of the forward, the object that runs the engine's steps, and the watchdog.
 
     The steps are run by the runner, wrapped as the options request. The watchdog also watches while the engine waits
-    for
-    a step's tokens.
+    for a step's tokens.
 
     new_runner: makes the runner of a forward
     Raises BadSetting if profiler ranges are requested and this torch has none.

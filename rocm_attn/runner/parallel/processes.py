@@ -78,8 +78,7 @@ class RankProcesses:
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
         # The thread that waits for the lock holds the next turn. Otherwise a thread that steps would take the lock
-        # again and
-        # again before another one that wants a report is awake.
+        # again and again before another one that wants a report is awake.
         self._next_turn, self._lock = threading.Lock(), threading.Lock()
         self._awaited = ""  # the method whose answers are still to come
         self._is_torn = False  # a message is being sent or received, and an interrupt may cut it
@@ -200,10 +199,7 @@ class RankProcesses:
         return [answer.value for answer in values if isinstance(answer, Done)]
 
     def _hear(self, rank: _Rank, source: object) -> Message:
-        """Receives the message of a rank that has sent one, and keeps answers.
-
-        Raises RankFailed if the rank is dead.
-        """
+        """Receives a rank's message, and keeps it if it is an answer. Raises RankFailed if the rank is dead."""
         try:
             if source is not rank.commands and not rank.commands.poll():
                 raise EOFError

@@ -22,12 +22,9 @@ class RankedEngine:
     """Serves requests as Engine does, with ranks that share the model.
 
     The caller's process holds no part of the model and uses no GPU: it commands the ranks and watches them. A fault of
-    a
-    request, or of a device, ends the same requests as in an Engine. A rank that dies, or that raises an error the
-    others
-    do not, ends all of them within seconds: RankFailed names it, and the engine is then unusable. The ranks end with
-                                             the
-    caller's process, however that ends. Use it as a context, or call close().
+    a request, or of a device, ends the same requests as in an Engine. A rank that dies, or that raises an error the
+    others do not, ends all of them within seconds: RankFailed names it, and the engine is then unusable. The ranks end
+    with the caller's process, however that ends. Use it as a context, or call close().
 
     load:        loads a rank's part in its process: partial(load_model, path, dtype=...), or a function of a module.
                  Processes are spawned, so a script that makes a RankedEngine keeps its own work under

@@ -29,8 +29,7 @@ class Level(NamedTuple):
     scores:    float32 [S, K], the sum of the logarithms of probabilities; 0 if K is 1
     carried:   [S, K, width], rows that the draft model hands on to the step after each
     drawn_by:  float32 [S, B, vocab]: if drafts are drawn, the probabilities that they were drawn by, per draft that
-               they
-               come after: one in the first level, else K; if they are not, [S, 1, 0]
+               they come after: one in the first level, else K; if they are not, [S, 1, 0]
     """
 
     token_ids: Tensor
@@ -53,12 +52,12 @@ class Level(NamedTuple):
 
     @classmethod
     def first(cls, logits: Tensor, carried: Tensor, num_branches: int) -> Level:
-        """The first level. logits: [S, vocab]; carried: [S, width]"""
+        """Makes the first level. logits: [S, vocab]; carried: [S, width]"""
         before = torch.zeros(logits.shape[0], 1, dtype=torch.float32, device=logits.device)
         return cls._best(logits, before, carried[:, None], num_branches)
 
     def next(self, logits: Tensor, carried: Tensor) -> Level:
-        """The level after this one. logits: [S * K, vocab], after each draft of this level; carried: [S * K, width]"""
+        """Makes the next level. logits: [S * K, vocab], after each draft of this level; carried: [S * K, width]"""
         num_seqs, num_branches = self.scores.shape
         return self._best(logits, self.scores, carried.view(num_seqs, num_branches, carried.shape[1]), num_branches)
 

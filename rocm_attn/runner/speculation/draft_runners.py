@@ -105,8 +105,7 @@ class DraftRunners:
             self._all_count = True
             self.taken = torch.full((most,), INT32_MAX, dtype=torch.int32, device=device)
             # float32 [S, 1 + (levels - 1) * K, vocab], by place of the sequence: the probabilities that its first
-            # drafts were
-            # drawn by, and those that the drafts after each draft were drawn by, level by level.
+            # drafts were drawn by, and those that the drafts after each draft were drawn by, level by level.
             self.probabilities = torch.zeros(most, num_rows_drawn(options), vocab, device=device)
         after = options.capture_after
         made_by = recorder_for(runtime.device) if options.graphs else None

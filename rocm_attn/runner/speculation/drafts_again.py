@@ -113,7 +113,7 @@ class DraftsAgain:
     """The drafts of the rounds that follow from one step. The host has just made the first of them.
 
     around:    the parts that they are made of
-    hand_over: copies a round's rows to where the model reads them
+    hand_over: makes the model read the rows that a round has left for it
     guessed:   of these rounds
     rows:      int32 [n], of the request table
     most:      int32 [n], tokens that these have room for

@@ -36,7 +36,7 @@ from rocm_attn.runner.taking import Taken
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """The head's row of a sequence. first, end: the tokens of the sequence, half open, that it has taken in"""
+    """The head's row of a sequence. first, end: the half-open range of the sequence's tokens that it has taken in"""
 
     row: int
     first: int
@@ -44,7 +44,7 @@ class _Row:
 
     @property
     def num_stored(self) -> int:
-        """Tokens in the row."""
+        """Number of tokens in the row."""
         return self.end - self.first
 
 

@@ -77,9 +77,9 @@ def is_eagle3(path: str) -> bool:
 
 
 def load_head3(path: str, large: LoadedModel) -> Eagle3Weights:
-    """Reads the head in a directory with config.json and model.safetensors.
+    """Reads a head from a directory with config.json and model.safetensors.
 
-    Raises BadModel if it is of another model.
+    Raises BadModel if it fits another model.
     """
     directory = Path(path)
     fields = Fields(read_json(directory / "config.json"), str(directory / "config.json"))

@@ -61,8 +61,8 @@ def forward_of(model: GivesRows, options: EngineOptions) -> Forward:
 class LastRows:
     """A forward that returns [S, num_rows, vocab]: logits of the last num_rows new tokens of each sequence, in order.
 
-    In a decode step there is one row. If a sequence has fewer new tokens, the rows before its own are those of
-    others and have no meaning.
+    In a decode step there is one row. If a sequence has fewer new tokens, the rows before its own are those of others
+    and have no meaning.
     """
 
     def __init__(self, model: GivesRows, num_rows: int) -> None:

@@ -80,11 +80,9 @@ class _Text:
         self._num_guessed = 0  # tokens that there were then
 
     def continuation(self, token_ids: list[int], most: int) -> list[int]:
-        """The tokens after an earlier occurrence of the last tokens.
+        """The tokens after an earlier occurrence of the last ones. A text that followed its drafts continues there.
 
-        A text that has followed its drafts goes on from there.
-
-        Otherwise the last one of the places with the most equal tokens before it is used.
+        Among several places, the last one with the most equal tokens before it is used.
         """
         before, num = self._place, self._num_guessed
         place = before + len(token_ids) - num

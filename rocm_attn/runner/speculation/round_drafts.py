@@ -209,8 +209,7 @@ class ModelGuesses:
         self._rows = self._before = np.empty(0, np.int32)
         self._words: Tensor | None = None
         # Guessed -> the graphs that make its drafts without the host; and how often the host has planned those of the
-        # last
-        # Guessed without graphs.
+        # last Guessed without graphs.
         self._drafts_again = Kept[Guessed, DraftsAgain]()
         self._num_planned = 0
         self._planned_for: Guessed | None = None

@@ -1,8 +1,8 @@
 """The launches of a round after its step, and the memory from which the host reads its results.
 
 At first its parts are launched one by one: the step, the picks, the acceptance, the inputs of the next round. When all
-of them have run they are joined to one graph, from the step's graphs and the later parts. The results of a round lie
-in one piece on the device, and are copied from there to the host memory of that round.
+of them have run they are joined to one graph, from the step's graphs and the later parts. The results of a round lie in
+one piece on the device, and are copied from there to the host memory of that round.
 """
 
 from __future__ import annotations

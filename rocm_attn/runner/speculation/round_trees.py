@@ -2,8 +2,8 @@
 
 A round feeds each sequence its last token and W - 1 drafts, in W places. kernels/speculative/next_round.py follows
 drafts that come after each other, and so does the next draft step. For a tree, the accepted nodes are first brought
-into that order: the K and V of the large model, the picks after them, and the rows that it has left for a head.
-The host gets only the path, by which it reads the results.
+into that order: the K and V of the large model, the picks after them, and the rows that it has left for a head. The
+host gets only the path, by which it reads the results.
 
 The next tree is made from the drafts of all levels in the way of the host (beams.py): the W - 1 likeliest ones, in the
 order of their places.

@@ -171,7 +171,7 @@ class _Series:
 
     @property
     def num_unread(self) -> int:
-        """Rounds that were launched and not read."""
+        """Number of rounds that were launched and not read."""
         return self.num_launched - self.progress.num_read
 
     def note(self, number: int, num_rounds: int, kv_len: Int32Array, told: Int32Array) -> None:

@@ -326,8 +326,7 @@ class _Verified:
         """Like StepPicks.read, before the next step of these sequences.
 
         It may be read again after an interrupt. If the interrupt may have come while accepted drafts were moved, K and
-        V
-        after the last token are not used: such a sequence takes one token, and its next step stores the others.
+        V after the last token are not used: such a sequence takes one token, and its next step stores the others.
         """
         step, num_rows = self._step, self._num_rows
         found = self._found = self._picked.read()

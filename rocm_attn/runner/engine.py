@@ -135,8 +135,7 @@ class Engine:
         self._rounds_to_enter: ScheduledStep | None = None  # prompts cannot find its pages yet
         self._compared = Compared(self.runtime.faults.meetings, has_ranks=self._has_ranks)
         self._num_submitted = 0
-        # The request being aborted (True) or cancelled. An interrupt can leave it half removed; the next call finishes
-        # that.
+        # The request being aborted (True) or cancelled. An interrupt can leave it half removed; a later call finishes.
         self._leaving: tuple[Output, bool] | None = None
 
     def _speculate(self, drafter: Drafter, *, has_rounds: bool) -> None:
@@ -420,7 +419,7 @@ class Engine:
         if step.is_of_a_suspect:
             self._check_device()  # before it gets a token, and before others run again
         self.settle()
-        # This comes first: an interrupt may leave a step that the scheduler has not noted. Sequences take nothing from
+        # This comes first: an interrupt may leave a step that the scheduler has not noted; sequences take nothing of
         # it.
         self._unread.append(UnreadStep(step, self.runtime.faults.step_number, picks, started, launched))
         self._is_launching = False
@@ -449,7 +448,7 @@ class Engine:
             self._read_rounds(self._pace.num_together)
 
     def _read_rounds(self, most: int) -> None:
-        """Waits for the `most` oldest rounds, and publishes their tokens: together, if none of them is an exception."""
+        """Waits for the `most` oldest rounds and publishes their tokens: together, if nothing ends or fails in them."""
         unread = self._unread
         with self._watch.watch(f"{len(unread)} rounds that were launched ({unread[0].step.num_picks} sequences)"):
             together = self._rounds.read_together([each.picks for each in unread], most, self._scheduler)

@@ -91,7 +91,7 @@ def option_texts(options: type) -> dict[str, tuple[Any, OptionText]]:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a model is served. No option changes the generated text, except through rounding.
+    """How a model is served. Options change the text only through rounding, and by sampled_drafts.
 
     Raises BadSetting.
     """

@@ -118,7 +118,7 @@ class Scheduler:
     Its decisions depend only on the calls and their arguments: schedulers of several ranks that get the same calls
     decide the same.
 
-    metrics:           count preemptions and the use of the prefix cache
+    metrics:           receive counts of preemptions and of the use of the prefix cache
     max_batch_size:    sequences that run at a time
     chunk:             tokens of a step, at least 1; decodes always run, and a prompt gets at least one token per step
     max_kv_len:        tokens of a sequence's KV; one that is full picks its last token

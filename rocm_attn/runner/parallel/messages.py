@@ -82,11 +82,11 @@ class Raised:
 
 
 class RankError(RocmAttnError, RuntimeError):
-    """An exception of a rank that cannot be pickled, in words."""
+    """An exception of a rank that does not survive pickling, in words."""
 
 
 def sendable(error: BaseException) -> BaseException:
-    """Returns the error, or its words in a RankError if it cannot be pickled."""
+    """Returns the error, or its words in a RankError if it does not survive pickling."""
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:  # a library's exception may raise anything there

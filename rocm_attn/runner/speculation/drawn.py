@@ -3,8 +3,8 @@
 If a request samples, its drafts may be drawn like its tokens: q is the softmax of the draft model's logits over the
 request's temperature. The model that verifies gives p. kernels/speculative/accept_sampled.py accepts a draft x with the
 probability min(1, p(x) / q(x)), and otherwise draws from the rest of p. So tokens are distributed by p, as without
-drafts, and more drafts are accepted than if each had to be the one token that p draws by itself. The tokens are others
-than without drafts: of the same distribution, and the same for the same seed and drafts.
+drafts, and more drafts are accepted than if each had to be the one token that p draws by itself. The tokens differ from
+those without drafts, but have the same distribution, and are the same for the same seed and drafts.
 
 A tree of K branches has K first drafts, drawn without replacement, and each of them is continued by one draft per
 level. The places alone decide which of these are verified: if the likeliest were chosen, as in trees that are not
@@ -34,9 +34,9 @@ from rocm_attn.step.accepting import accept_sampled
 from rocm_attn.step.host_ring import Fence, NoFence
 
 _COLDEST = 1e-30
-# A uniform number of at most this: a sum times it stays below the sum.
+# The largest uniform number used: a sum times it stays below the sum.
 _MOST_UNIFORM = 1 - 2**-23
-# The least part of q left by the drafts before for one more to be drawn: less is rounding.
+# Another draft is drawn only if the drafts before it leave at least this part of q: less is rounding.
 _LEAST_LEFT = 2**-16
 
 

@@ -77,10 +77,7 @@ def is_eagle3(path: str) -> bool:
 
 
 def load_head3(path: str, large: LoadedModel) -> Eagle3Weights:
-    """Reads a head from a directory with config.json and model.safetensors.
-
-    Raises BadModel if it fits another model.
-    """
+    """Reads a head directory with config.json and model.safetensors. Raises BadModel if it is of another model."""
     directory = Path(path)
     fields = Fields(read_json(directory / "config.json"), str(directory / "config.json"))
     config = _config(fields, large.config)

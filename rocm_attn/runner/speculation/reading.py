@@ -1,4 +1,4 @@
-"""Reads rounds that follow from each other on the device: several at a time, if none of them is an exception.
+"""Reads rounds that follow from each other on the device: several at a time, if nothing ends or fails in them.
 
 Most rounds bring every sequence some tokens and end none. Their tokens are found for all sequences at once. Only a
 round in which something ends, fails or has a fault is read sequence by sequence.

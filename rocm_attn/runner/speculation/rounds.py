@@ -290,7 +290,7 @@ class DeviceRounds:
             self._limit = torch.zeros(most_seqs, dtype=torch.int32, device=device)
         self._ops = RoundOps(picker, runtime.core.ops.next_round, stream_of(device), recorder_for(device))
         self._unshaped = ShapedRows(asking, {}, (), ())
-        # By the step with their inputs, number of sequences, and whether any draws: series come again.
+        # By the step that holds their inputs, the number of sequences, and whether any draws: series come again.
         self._launches = Kept[tuple[int, int, bool], tuple[DeviceStep, RoundLaunches]]()
         self._next = 0
         # row -> the number of the request whose text lies there, and the number of its tokens there

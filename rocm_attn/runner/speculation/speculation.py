@@ -148,7 +148,7 @@ class Speculation:
     runtime:    of the model that verifies
     picker:     has room for 1 + num_drafts rows of each sequence of a step
     num_drafts: most drafts per sequence and step
-    metrics:    count drafts
+    metrics:    receive counts of drafts
     rejection:  accepts drawn drafts
     has_rounds: whether steps in which all sequences have drafts may go on without the host (rounds.py)
     branches:   whether drafts of these rounds may have branches: then steps of chains have the mask of trees too

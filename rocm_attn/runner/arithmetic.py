@@ -14,10 +14,11 @@ from rocm_attn.runner.weights import OwnInput
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """linears: how linear layers are computed
+    """Computes the norms and sums of a model.
 
+    linears:         compute the linear layers
     eps:             of every norm
-    residual_factor: on what attention and MLP give before it is added to the residual
+    residual_factor: multiplies the output of attention and MLP before it is added to the residual
     """
 
     linears: Linears
@@ -33,7 +34,7 @@ class Arithmetic:
         return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype)
 
     def add(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
-        """residual + factor * (x @ weight.T + bias), the product normalised where there is a norm for it."""
+        """residual + factor * (x @ weight.T + bias). The product is normalised first if norm is given."""
         if norm is not None:
             return self.plus(residual, self.norm(self.linears.summed_linear(x, weight, bias), norm))
         return self.linears.add_summed_linear(residual, x, weight, bias, self.residual_factor)
@@ -43,6 +44,6 @@ class Arithmetic:
         return torch.add(residual, x, alpha=self.residual_factor)
 
     def add_own_input(self, residual: Tensor, given: Tensor, weights: OwnInput) -> Tensor:
-        """The residual with what a layer makes of what it is given beside it. given: [tokens, dim]"""
+        """The residual plus the output that a layer computes from its own input. given: that input, [tokens, dim]"""
         gate = F.gelu(self.linears.linear(residual, weights.gate), approximate="tanh")
         return residual + self.norm(self.linears.linear(gate * given, weights.out), weights.out_norm)

@@ -1,8 +1,8 @@
 """AskingPicker: picks the tokens of steps in which some rows ask for more than a plain pick.
 
-All rows go through TokenPicker, whose launch is the same as ever: it finds what is wrong with a row, and picks for
-those that ask for nothing else. Rows with penalties, biases, a mask, top_k or min_p are then shaped into a place of
-their own in float32, and picked from there by the same kernel. Logprobs are those of the logits as the model gave them.
+All rows go through TokenPicker, whose launch is the same in every step: it finds faults of rows, and picks for rows
+that ask for nothing else. Rows with penalties, biases, a mask, top_k or min_p are then shaped into a float32 buffer of
+their own, and the same kernel picks from there. Logprobs are computed from the logits that the model returned.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class RowShape:
     """How a row of logits is changed before its token is picked; see Sampling.
 
     penalties: repetition, presence, frequency
-    counted:   the text so far, of a row with penalties
-    biases:    token ids, each once, and what is added to their logits
+    counted:   the text so far, for a row with penalties
+    biases:    token ids, each once, and the values added to their logits
     mask:      int32 [at least vocab / 32], a bit for each token that may be picked; None: all may
     depth:     how far below the best logit one may be; 0 or less
-    why_none:  why no token is left, where that is known beforehand
+    why_none:  the reason why no token is left, if it is known beforehand
     """
 
     penalties: tuple[float, float, float] = (1.0, 0.0, 0.0)
@@ -54,10 +54,10 @@ class RowShape:
 
 
 class RowAsk(NamedTuple):
-    """What a row asks for.
+    """The request of a row.
 
-    shape:         None: it is picked from as it is
-    num_likeliest: as Request.logprobs
+    shape:         None: the row is picked from unchanged
+    num_likeliest: see Request.logprobs
     """
 
     shape: RowShape | None
@@ -65,7 +65,7 @@ class RowAsk(NamedTuple):
 
 
 class AskedTokens:
-    """The tokens of one step, on their way to the host, with what was asked for beside them."""
+    """The tokens of one step, and the logprobs that its rows asked for, on their way to the host."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class AskedTokens:
         told: tuple[Mapping[int, int], Tensor],
         done: Fence,
     ) -> None:
-        """shaped: row -> its shape, and what was found of it; told: row -> number of likeliest tokens, and these"""
+        """shaped: row -> its shape, and results of these rows; told: row -> number of likeliest tokens, and these"""
         self._picked, self._shaped, self._told, self._done = picked, shaped, told, done
 
     def read(self) -> list[int | BadLogits]:
-        """As PickedTokens.read."""
+        """Like PickedTokens.read."""
         picks = self._picked.read()
         self._done.synchronize()
         shapes, found = self._shaped
@@ -89,17 +89,17 @@ class AskedTokens:
 
     @property
     def only_tokens(self) -> bool:
-        """Whether nothing was asked for beside the tokens."""
+        """True if no row asked for logprobs."""
         return not self._told[0]
 
     @property
     def found(self) -> Found:
-        """As PickedTokens.found, of shaped rows as they were shaped; when it is there."""
+        """Like PickedTokens.found, with shaped rows as they were shaped. It is read when it is there."""
         shapes, found = self._shaped
         return overlaid(self._picked.found, np.fromiter(shapes, np.intp, len(shapes)), Found.of(found.numpy()))
 
     def logprobs(self, picks: Sequence[int | BadLogits]) -> dict[int, TokenLogprobs]:
-        """row -> what was asked for; of rows that a token was picked from. picks: what read() gave"""
+        """Returns row -> the logprobs it asked for, for rows that a token was picked from. picks: returned by read()"""
         nums, found = self._told
         told: dict[int, TokenLogprobs] = {}
         for (row, num), ids, bits in zip(nums.items(), found.tolist(), found.view(torch.float32).tolist(), strict=True):
@@ -115,10 +115,10 @@ class AskedTokens:
 
 
 def overlaid(found: Found, rows: npt.NDArray[np.intp], shaped: Found) -> Found:
-    """What was found, of some rows as they were shaped. A row that none can be picked from stays as it is.
+    """Returns found with the results of shaped rows put in. A row that no token can be picked from is kept.
 
-    rows:   [num], different ones
-    shaped: of these
+    rows:   [num], distinct
+    shaped: found in these rows after shaping
     """
     if not len(rows):
         return found
@@ -131,21 +131,21 @@ def overlaid(found: Found, rows: npt.NDArray[np.intp], shaped: Found) -> Found:
 
 
 def _are_good(token_ids: Int32Array, best: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Of each row that this was found of, whether a token can be picked from it."""
+    """True per row if a token can be picked from it."""
     good: npt.NDArray[np.bool_] = (token_ids != ALL_ZERO) & np.isfinite(best)
     return good
 
 
 class ShapedRows:
-    """Rows that are shaped alike in each step, and picked from.
+    """Rows that are shaped in the same way in each step, and picked from.
 
-    rows: [num], of the logits
+    rows: [num], rows of the logits
     """
 
     def __init__(
         self, picker: AskingPicker, shapes: Mapping[int, RowShape], counted: Sequence[int], draws: Sequence[Draw]
     ) -> None:
-        """shapes: row -> its shape; counted: of each its row of counts, or NONE; draws: likewise, how it is drawn"""
+        """shapes: row -> its shape; counted: per shape its row of counts, or NONE; draws: per shape how it is drawn"""
         device, num = picker.plain.tokens.device, len(shapes)
         self._picker = picker
         self.rows = np.fromiter(shapes, np.intp, num)
@@ -160,11 +160,11 @@ class ShapedRows:
         self._num_drawing = sum(draw.temperature > 0 for draw in draws)
 
     def pick(self, logits: Tensor, terms: Tensor, found: Tensor) -> None:
-        """Pick a token of each, which is then its row's in the picker's tokens.
+        """Picks a token for each row and writes it to the row's place in the picker's tokens.
 
         logits: of all rows
-        terms:  float32 [num, 3], of these rows, as of launch_pick_rows
-        found:  int32 [num, 2], receives what is found, on the device or in pinned memory
+        terms:  float32 [num, 3], of these rows; see launch_pick_rows
+        found:  int32 [num, 2], receives the result of each row, on the device or in pinned memory
         """
         picker, device, num = self._picker, logits.device, len(self.rows)
         shaped = torch.empty(num, picker.vocab, dtype=torch.float32, device=device)
@@ -178,16 +178,16 @@ class ShapedRows:
         picker.plain.tokens.index_copy_(0, self._asked[:, columns.ROW].long(), tokens)
 
     def terms_of(self, terms: Tensor) -> Tensor:
-        """float32 [num, 3]: these rows' terms, out of those of all rows."""
+        """float32 [num, 3]: the terms of these rows, selected from those of all rows."""
         return terms.index_select(0, self._asked[:, columns.ROW])
 
 
 class AskingPicker:
-    """Picks tokens where some rows ask for more.
+    """Picks tokens of steps in which some rows ask for more.
 
-    plain: picks where none does; its tokens are those of both
+    plain: picks for rows that ask for nothing else; its tokens hold the picks of all rows
     vocab: of the model
-    most:  texts with penalties in a step
+    most:  most texts with penalties in a step
     """
 
     def __init__(self, plain: TokenPicker, ops: PickOps, vocab: int, most: int) -> None:
@@ -196,11 +196,11 @@ class AskingPicker:
         self.counts = TokenCounts(self._device, vocab, most)
 
     def pick(self, logits: Tensor, draws: Mapping[int, Draw], asks: Mapping[int, RowAsk]) -> AskedTokens:
-        """As TokenPicker.pick. asks: of rows that ask for anything"""
+        """Does the same as TokenPicker.pick. asks: of the rows that ask for anything"""
         shapes = {row: ask.shape for row, ask in asks.items() if ask.shape is not None}
         nums = {row: ask.num_likeliest for row, ask in asks.items() if ask.num_likeliest != NO_LOGPROBS}
         texts = [shape.counted for shape in shapes.values() if shape.counted is not None]
-        # Before the tokens are picked anew that were picked last.
+        # Counts come first: the plain pick overwrites the tokens that were picked last.
         counts = iter(self.counts.rows(texts, self.plain.tokens) if texts else ())
         picked = self.plain.pick(logits, {row: draw for row, draw in draws.items() if row not in shapes})
         found = torch.empty(0, 2, dtype=torch.int32)
@@ -215,14 +215,14 @@ class AskingPicker:
     def _pick_shaped(
         self, logits: Tensor, shapes: Mapping[int, RowShape], counted: Sequence[int], draws: Sequence[Draw]
     ) -> Tensor:
-        """int32 [rows, 2], on its way to the host: what was found of each shaped row."""
+        """int32 [rows, 2], on its way to the host: the result of each shaped row."""
         found = torch.empty(len(shapes), 2, dtype=torch.int32, device=self._device)
         rows = ShapedRows(self, shapes, counted, draws)
         rows.pick(logits, sent(terms_of(draws), self._device), found)
         return coming(found)
 
     def _likeliest(self, logits: Tensor, nums: Mapping[int, int]) -> Tensor:
-        """int32 [rows, any]: as of launch_likeliest."""
+        """int32 [rows, any]; see launch_likeliest."""
         words = 1 + 2 * min(max(nums.values(), default=0), self.vocab)
         found = torch.empty(len(nums), words, dtype=torch.int32, device=self._device)
         if nums:
@@ -232,7 +232,7 @@ class AskingPicker:
 
 
 def _table_of(shapes: Mapping[int, RowShape], counted: Sequence[int]) -> Int32Array:
-    """int32 [rows, NUM_COLUMNS], as of launch_shape_rows and launch_cut_rows."""
+    """int32 [rows, NUM_COLUMNS]; see launch_shape_rows and launch_cut_rows."""
     table = np.empty((len(shapes), columns.NUM_COLUMNS), np.int32)
     numbers, num_masks = table.view(np.float32), 0
     for line, number, counts, (row, shape) in zip(table, numbers, counted, shapes.items(), strict=True):

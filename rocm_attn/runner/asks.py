@@ -1,4 +1,4 @@
-"""Asks: what a sequence's tokens are picked with beside its draws."""
+"""Asks: what a sequence asks of the picker in addition to its draws."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rocm_attn.runner.token_counts import CountedText
 
 
 class Asks:
-    """What one request asks for, which goes beyond a draw.
+    """The parts of one request that go beyond a draw.
 
     stops:   tokens that end its text
     matcher: of its constraint, if it has one
 
-    needs_tokens: whether the host must know all tokens of the text before the next one is picked
-    takes_drafts: whether its tokens may be picked after guessed ones. Not where what is picked depends on all tokens
-                  before it, in a way that is known for those alone that are the text's
+    needs_tokens: True if the host must know all tokens of the text before the next one is picked
+    takes_drafts: True if its tokens may be picked after draft tokens. False if a pick depends on all tokens before it
+                  and only accepted tokens can be taken into account
     """
 
     def __init__(self, request: Request, stops: frozenset[int], matcher: TextMatcher | None) -> None:
@@ -37,11 +37,11 @@ class Asks:
         self._top_k, self._depth = _cut_of(self._sampling)
 
     def stays_from(self, place: int) -> bool:
-        """As Asking.stays_from."""
+        """Like Asking.stays_from."""
         return self.takes_drafts and place >= self._min_tokens and self._num_likeliest == NO_LOGPROBS
 
     def of(self, sequence: Sequence, place: int) -> RowAsk:
-        """What it asks for where its new token number `place` is picked, from 0 on."""
+        """Returns the RowAsk of new token number `place`, counted from 0."""
         return RowAsk(self._shape(sequence, place), self._num_likeliest)
 
     def _shape(self, sequence: Sequence, place: int) -> RowShape | None:
@@ -64,7 +64,7 @@ class Asks:
 
 
 def asks_of(request: Request, stops: frozenset[int], matcher: TextMatcher | None) -> Asks | None:
-    """What a request asks for; None for one that asks for a draw alone, or for the likeliest token."""
+    """The Asks of a request; None if it asks only for a draw, or for the likeliest token."""
     sampling = request.sampling
     asks_for_shape = sampling.has_penalties or sampling.logit_bias or _cut_of(sampling) != _cut_of(Sampling())
     is_held_on = request.min_tokens > 0 and stops
@@ -74,7 +74,7 @@ def asks_of(request: Request, stops: frozenset[int], matcher: TextMatcher | None
 
 
 def _cut_of(sampling: Sampling) -> tuple[int, float]:
-    """top_k and depth, as of RowShape. The likeliest token is kept whatever they are."""
+    """top_k and depth; see RowShape. A greedy request needs neither: both always keep the likeliest token."""
     if sampling.is_greedy:
         return 0, -math.inf
     return sampling.top_k, sampling.temperature * math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf

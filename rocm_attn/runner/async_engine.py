@@ -1,7 +1,7 @@
-"""AsyncEngine: an engine that the tasks of an event loop share, as the handlers of a server do.
+"""AsyncEngine: an engine that the tasks of an event loop share, for example the handlers of a server.
 
-The engine runs in a thread of its own, which detokenises too, so no step holds up the event loop. All that is here runs
-in the event loop; runner/engine_thread.py is the other side.
+The engine runs in a thread of its own, which detokenises too, so no step blocks the event loop. All code here runs in
+the event loop; runner/engine_thread.py is the other side.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class EngineEnded(RocmAttnError, RuntimeError):
-    """The engine serves no more: it was stopped, or an exception has ended it, which is the __cause__ then."""
+    """The engine serves no more: it was stopped, or an exception has ended it. That exception is the __cause__."""
 
 
 class TooManyRequests(FitsLater):
-    """As many requests are in the engine as it may hold; another one can be given when one of them is done."""
+    """The engine holds as many requests as it may. Another one can be submitted when one of them is done."""
 
 
 class AsyncEngine:
@@ -38,15 +38,15 @@ class AsyncEngine:
             async for piece in front.stream(request):
                 print(piece.text, end="")
 
-    Leaving the `async with` waits for the requests that are served; leaving it by an exception, or a cancellation,
-    gives them up. Either way its thread has ended then. Until then the engine is the front's: what else is to be done
-    with it goes through between_steps().
+    Leaving the `async with` waits for the requests that are served. If an exception or a cancellation leaves it, those
+    requests are given up. In both cases its thread has ended afterwards. Until then only the front may use the engine:
+    other work with it goes through between_steps().
 
-    engine:       an Engine, or what has its methods
-    max_requests: that are served or wait to be served at a time, at least 1; more are refused
+    engine:       an Engine, or an object with its methods
+    max_requests: most requests that are served or wait at a time, at least 1; more are refused
 
-    It is used in the event loop that it was started in. What takes a request raises BadRequest for one that the engine
-    can never serve, TooManyRequests, and EngineEnded; other requests do not notice.
+    It is used in the event loop that it was started in. Methods that take a request raise BadRequest if the engine can
+    never serve it, TooManyRequests, and EngineEnded. Other requests are not affected.
 
     Raises BadSetting.
     """
@@ -76,12 +76,12 @@ class AsyncEngine:
             await self.stop()
 
     def stream(self, request: Request) -> RequestStream:
-        """Serve a request; its pieces as they come. It is queued when this returns."""
+        """Queues a request, and returns the stream of its pieces. The request is queued when this returns."""
         (stream,) = self.streams((request,))
         return stream
 
     def streams(self, requests: Sequence[Request]) -> list[RequestStream]:
-        """As stream(), of several requests: all of them are queued when this returns, or none where it raises."""
+        """Does the same as stream(), for several requests: all are queued when this returns, none if it raises."""
         self.check()
         for request in requests:
             self._engine.check(request)
@@ -103,23 +103,23 @@ class AsyncEngine:
         return RequestStream(number, inbox, self._thread.forget)
 
     async def complete(self, request: Request) -> Completion:
-        """Serve a request to its end. Raises RequestFailed as well. Where the task is cancelled, the request ends."""
+        """Serves a request to its end. Raises RequestFailed as well. If the task is cancelled, the request ends."""
         async with self.stream(request) as stream:
             return await stream.completion()
 
     async def abort(self, number: int) -> None:
-        """End a request, which then has the finish reason "abort"; its pages are free when this returns.
+        """Ends a request with the finish reason "abort". Its pages are free when this returns.
 
-        number: RequestStream.number; nothing happens where that request has ended
+        number: RequestStream.number; nothing happens if that request has ended
         """
         self.check()
         self._thread.abort(number)
         await self.between_steps(_nothing)
 
     async def between_steps(self, function: Callable[[], T]) -> T:
-        """What a function returns or raises that is called in the engine's thread, when no step runs.
+        """Calls a function in the engine's thread while no step runs, and returns or raises what it does.
 
-        Raises EngineEnded. Where the task is cancelled, the function may run nevertheless.
+        Raises EngineEnded. If the task is cancelled, the function may run nevertheless.
         """
         self.check()
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -132,9 +132,9 @@ class AsyncEngine:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Inside of it no step runs: for weights that are changed in place.
+        """No step runs inside this context, so weights can be changed in place.
 
-        Requests are taken, and wait for its end; so does the last piece of one that is aborted.
+        Requests are accepted, and wait for its end. So does the last piece of a request that is aborted.
         """
         self.check()
         self._thread.pause()
@@ -145,37 +145,37 @@ class AsyncEngine:
             self._thread.resume()
 
     def check(self) -> None:
-        """Raise EngineEnded if the engine does not serve, and WrongState outside of its event loop."""
+        """Raises EngineEnded if the engine does not serve, and WrongState outside its event loop."""
         self._books.check()
 
     @property
     def num_requests(self) -> int:
-        """Requests that are served or wait."""
+        """Number of requests that are served or wait."""
         return len(self._books.inboxes)
 
     async def ended(self) -> None:
-        """Wait until the engine serves no more; check() raises why then."""
+        """Waits until the engine serves no more; check() then raises the reason."""
         self._books.require_start()
         await self._books.has_ended.wait()
 
     async def report(self) -> Report:
-        """As Engine.report, read while steps run: of the last one some counts may be in, and others not yet."""
+        """Like Engine.report, read while steps run: the report may hold only some counts of the last step."""
         return await asyncio.to_thread(self._engine.report)
 
     async def metrics(self) -> Metrics:
-        """Those of report(), with the requests that were refused."""
+        """The metrics of report(), and the number of requests that were refused."""
         return (await self.report()).metrics.snapshot(refusals=self._books.num_refusals)
 
     async def drain(self) -> None:
-        """Take no more requests, and wait until those that were taken are done."""
+        """Takes no more requests, and waits until those that were taken are done."""
         self._books.require_start()
         self._is_draining = True
         await self._books.is_empty.wait()
 
     async def stop(self) -> None:
-        """Give up all requests, whose readers get EngineEnded, and wait until the thread has ended.
+        """Gives up all requests, whose readers get EngineEnded, and waits until the thread has ended.
 
-        It ends after the step that runs, also where the task is cancelled meanwhile.
+        The thread ends after the step that runs, even if the task is cancelled meanwhile.
         """
         self._books.require_start()
         self._books.close("it was stopped")
@@ -185,13 +185,13 @@ class AsyncEngine:
 
 
 class _Books:
-    """Who waits for what: the Owner of an EngineThread.
+    """The tasks that wait, and what they wait for: the Owner of an EngineThread.
 
     inboxes:   number of a request that is in the engine -> where its pieces go
-    calls:     who waits for what runs between two steps
+    calls:     futures of functions that run between two steps
     num_refusals: requests that were not taken because there were too many
-    is_empty:  whether no request is in the engine
-    has_ended: whether the thread runs no more step
+    is_empty:  set if no request is in the engine
+    has_ended: set if the thread runs no more step
     """
 
     def __init__(self) -> None:
@@ -211,16 +211,16 @@ class _Books:
         self.is_empty.set()
 
     def require_start(self) -> None:
-        """Raise EngineEnded for one that never began."""
+        """Raises EngineEnded if the engine was never started."""
         if self._loop is None:
             raise self._ending()
 
     def close(self, why: str) -> None:
-        """Nothing more is taken. The first reason stays."""
+        """Refuses all further requests. The first reason is kept."""
         self._why_closed = self._why_closed or why
 
     def check(self) -> None:
-        """Raise EngineEnded, or WrongState outside of the event loop."""
+        """Raises EngineEnded, or WrongState outside the event loop."""
         if self._why_closed:
             raise self._ending()
         if asyncio.get_running_loop() is not self._loop:
@@ -231,7 +231,7 @@ class _Books:
         self.is_empty.clear()
 
     def take(self, updates: Sequence[Update]) -> None:
-        """As Owner.take."""
+        """Like Owner.take."""
         for update in updates:
             inbox = self.inboxes.get(update.ticket)
             if inbox is not None:
@@ -240,7 +240,7 @@ class _Books:
                     self.forget(update.ticket)
 
     def refuse(self, ticket: int, error: Exception) -> None:
-        """As Owner.refuse."""
+        """Like Owner.refuse."""
         self.num_refusals += isinstance(error, FitsLater)
         inbox = self.inboxes.get(ticket)
         if inbox is not None:
@@ -248,13 +248,13 @@ class _Books:
             self.forget(ticket)
 
     def forget(self, ticket: int) -> None:
-        """As Owner.forget."""
+        """Like Owner.forget."""
         self.inboxes.pop(ticket, None)
         if not self.inboxes:
             self.is_empty.set()
 
     def answer(self, waiting: asyncio.Future[Any], result: object, error: Exception | None) -> None:
-        """As Owner.answer."""
+        """Like Owner.answer."""
         if waiting.done():
             return  # its task was cancelled
         if error is not None:
@@ -263,7 +263,7 @@ class _Books:
             waiting.set_result(result)
 
     def end(self, error: BaseException | None) -> None:
-        """As Owner.end: everybody who waits gets to know."""
+        """Like Owner.end: everybody who waits gets EngineEnded."""
         self._cause = error
         self._why_closed = "it was stopped" if error is None else f"{type(error).__name__}: {error}"
         for inbox in self.inboxes.values():
@@ -276,7 +276,7 @@ class _Books:
         self.has_ended.set()
 
     def _ending(self) -> EngineEnded:
-        """One for each who gets it: each adds its own traceback."""
+        """A new exception for each reader: each adds its own traceback."""
         ending = EngineEnded(f"the engine serves no more requests: {self._why_closed}")
         ending.__cause__ = self._cause
         return ending

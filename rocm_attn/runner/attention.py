@@ -1,4 +1,4 @@
-"""What a model does around a layer's attention: projections, norms and rope, over heads or over latent rows."""
+"""The layers of a model around attention: projections, norms and rope, over heads or over latent rows."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from rocm_attn.runner.config import HeadProjections, LatentProjections, LayerCon
 from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.rope import Rope, rotate
 
-# Of the norms on rows that q is made of, on latent rows and on index keys: transformers' DeepSeek, GLM-5 and MiniCPM3
-# have this one, whatever the model's other norms have.
+# The epsilon of norms on rows that q is made of, on latent rows and on index keys. transformers' DeepSeek, GLM-5 and
+# MiniCPM3 use this value, whatever the epsilon of the model's other norms is.
 _LATENT_NORM_EPS = 1e-6
 
 
 class Attention(Protocol):
-    """What a model asks of the attention runtime, in each layer of a step of T tokens.
+    """The calls that a model makes to the attention runtime, in each layer of a step of T tokens.
 
     q, out: [T, num_q_heads, head_dim | v_head_dim]; out is written
-    k, v:   [T, num_kv_heads, head_dim | v_head_dim]; of a latent layer, v is the first part of k
+    k, v:   [T, num_kv_heads, head_dim | v_head_dim]; in a latent layer, v is the first part of k
     """
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """Normalise and turn q, k and v as projections gave them; q_out is written, k and v are stored."""
+        """Normalises q, k and v as the projections returned them, and applies rope. Writes q_out; stores k and v."""
         ...
 
     def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """q_out of rope_and_store alone."""
+        """Writes q_out in the same way as rope_and_store, and stores nothing."""
         ...
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attend over what the layer has stored, in this step too."""
+        """Attends over the stored K and V of the layer, those of this step included."""
         ...
 
     def store_index(self, layer: int, k: Tensor) -> None:
-        """Store index keys [T, index_dim] of a layer with an indexer."""
+        """Stores index keys [T, index_dim] of a layer with an indexer."""
         ...
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """Choose keys by index queries [T, index_heads, index_dim] and float32 weights [T, index_heads], or all 1."""
+        """Selects keys by index queries [T, index_heads, index_dim] and float32 weights [T, index_heads], or all 1."""
         ...
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """As attend, over the keys that the layer, or the last one before it that has an indexer, has chosen."""
+        """Like attend, over the keys selected by the layer, or by the last one before it that has an indexer."""
         ...
 
 
-# Of each rope by which index keys turn: [T, 2, dim], see rotate. All other rows turn on their way to the pages.
+# The cos and sin of each rope for index keys: [T, 2, dim], see rotate. The runtime turns all other rows.
 CosSin = Mapping[Rope, Tensor]
 
 
@@ -83,7 +83,7 @@ class OverHeads:
     work: QkvWork
 
     def attended(self, attention: Attention, x: Tensor, cos_sin: CosSin) -> Tensor:
-        """[T, num_q_heads * head_dim]: what the step's tokens see of their sequences; every layer has this method.
+        """[T, num_q_heads * head_dim]: the attention output of the step's tokens; every layer has this method.
 
         x: [T, hidden], normalised
         """
@@ -94,7 +94,7 @@ class OverHeads:
         x = x.view(x.shape[0], -1, heads.head_dim)
         q = x[:, : heads.num_q_heads]
         if self.keeps_kv:
-            # Where V is K there are no rows of V of its own: the last ones are those of K.
+            # If V is K, V has no rows of its own: the last rows are those of K.
             k = x[:, heads.num_q_heads : heads.num_q_heads + heads.num_kv_heads]
             attention.rope_and_store(self.number, q, k, x[:, -heads.num_kv_heads :], q, self.work)
         else:
@@ -107,7 +107,7 @@ class OverHeads:
         return out.flatten(1)
 
     def _select(self, attention: Attention, weights: BlockIndexWeights, x: Tensor, cos_sin: Tensor) -> None:
-        """Choose the step's keys. x: [T, hidden], normalised"""
+        """Selects the step's keys. x: [T, hidden], normalised"""
         linears, norm, indexer = self.arithmetic.linears, self.arithmetic.norm, self.heads.indexer
         assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"
         q = linears.linear(x, weights.q).view(x.shape[0], indexer.num_heads, indexer.head_dim)
@@ -119,13 +119,13 @@ class OverHeads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OverLatentRows:
-    """A layer that keeps one latent row a token, with the projections of k and v absorbed.
+    """A layer that keeps one latent row per token, with the projections of k and v absorbed.
 
     For head h, with its q = (q_nope, q_rope) and a key's row (c, k_rope), c normalised and both ropes turned:
 
         q . k = (q_nope @ absorbed_k[h]) . c + q_rope . k_rope        out[h] = (sum of shares * c) @ absorbed_v[h]
 
-    so attention is over rows as they are kept, with all heads on the one of a token.
+    so attention reads rows as they are stored, and all heads share the one row of a token.
 
     rope: of its index keys
     work: the norm of c, and how q_rope and k_rope turn
@@ -163,7 +163,7 @@ class OverLatentRows:
         return linears.of_heads(out, weights.absorbed_v).flatten(1)
 
     def _select(self, attention: Attention, weights: IndexWeights, x: Tensor, q_row: Tensor, cos_sin: Tensor) -> None:
-        """Choose the step's keys. x: [T, hidden], normalised; q_row: [T, q_rank], what queries are made of"""
+        """Selects the step's keys. x: [T, hidden], normalised; q_row: [T, q_rank], the row that queries are made of"""
         linears, indexer = self.arithmetic.linears, self.heads.indexer
         assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"
         k = linears.linear(x, weights.k)

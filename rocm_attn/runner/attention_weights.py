@@ -18,8 +18,9 @@ from rocm_attn.runner.tensors import Piece, TensorReader
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadWeights:
-    """Of a layer with K and V heads, or a rank's part of it: then the heads are its own. A matrix is [out, in]; what
-    the model has not is None.
+    """Weights of a layer with K and V heads, or a rank's part of them: then the heads are the rank's.
+
+    A matrix is [out, in]. A weight that the model lacks is None.
 
     qkv:   [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden]; rows of q, then of k and v as far as there are any
     out:   [hidden, num_q_heads * head_dim]
@@ -39,7 +40,7 @@ class HeadWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockIndexWeights:
-    """Of the indexer of a layer with K and V heads: a rank has the index heads of its own KV heads, and the whole key.
+    """Indexer weights of a layer with K and V heads: a rank has the index heads of its KV heads, and the whole key.
 
     q:              [index_heads * index_dim, hidden]
     k:              [index_dim, hidden]
@@ -54,7 +55,7 @@ class BlockIndexWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexWeights:
-    """Of a layer's indexer, which every rank has whole. The first elements turn, the first half with the second.
+    """Weights of a layer's indexer, whole on every rank. The first elements turn, the first half with the second.
 
     q:            [index_heads * index_dim, q_rank]
     k:            [index_dim, hidden]
@@ -71,12 +72,12 @@ class IndexWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentWeights:
-    """Of a layer that keeps latent rows, or a rank's part of it: then the heads are its own, and the row is whole.
+    """Weights of a layer that keeps latent rows, or a rank's part: then the heads are the rank's, and the row is whole.
 
-    The projections of k and v are absorbed into those of q and of the output. Of what turns, the first half of the
-    elements turns with the second.
+    The projections of k and v are absorbed into those of q and of the output. In the elements that turn, the first half
+    turns with the second.
 
-    first:      [q_rank + latent_dim + rope_dim, hidden]; without a rank rows of q in the place of the first
+    first:      [q_rank + latent_dim + rope_dim, hidden]; without a rank, rows of q take the place of the first q_rank
     q_norm:     [q_rank], with q: [num_q_heads * (nope_dim + rope_dim), q_rank]; None without a rank
     row_norm:   [latent_dim]
     absorbed_k: [num_q_heads, nope_dim, latent_dim]
@@ -100,7 +101,7 @@ AttentionWeights = HeadWeights | LatentWeights
 
 
 def head_shapes(attention: AttentionLayer, projections: HeadProjections, hidden: int, *, keeps_kv: bool) -> Named:
-    """Name within a layer and shape of every tensor around its heads, but for norms."""
+    """Yields the name within a layer and the shape of every tensor around its heads, including norms."""
     q_size = attention.num_q_heads * attention.head_dim
     kv_size = attention.num_kv_heads * attention.head_dim
     for name in _projected(projections, keeps_kv=keeps_kv):
@@ -129,7 +130,7 @@ def head_norms(projections: HeadProjections, *, keeps_kv: bool) -> tuple[str, ..
 
 
 def latent_shapes(attention: AttentionLayer, projections: LatentProjections, hidden: int) -> Named:
-    """As head_shapes, norms included."""
+    """Like head_shapes, for a layer over latent rows. Norms are included."""
     heads, latent_dim = attention.num_q_heads, attention.latent_dim
     rope_dim, rank = attention.head_dim - latent_dim, projections.q_rank
     q_size = heads * (projections.nope_dim + rope_dim)
@@ -154,7 +155,7 @@ def latent_shapes(attention: AttentionLayer, projections: LatentProjections, hid
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OfAttention:
-    """The tensors around one layer's attention, as far as a rank holds them. prefix: that their names start with"""
+    """The tensors around one layer's attention that a rank holds. prefix: the start of their names"""
 
     reader: TensorReader
     prefix: str
@@ -179,10 +180,10 @@ def read_heads(
     *,
     keeps_kv: bool,
 ) -> HeadWeights:
-    """The weights of a layer over heads. Raises BadModel.
+    """Reads the weights of a layer over heads. Raises BadModel.
 
     attention: of the whole model
-    norms:     name -> weight, of head_norms
+    norms:     name -> weight, for the names of head_norms
     """
     reader, piece = tensors.reader, tensors.piece
     heads = tensors.shard.heads(attention.num_q_heads, attention.num_kv_heads)
@@ -205,7 +206,7 @@ def read_heads(
 def _read_block_index(
     tensors: OfAttention, attention: AttentionLayer, kv: Span, norms: dict[str, Tensor]
 ) -> BlockIndexWeights:
-    """kv: KV heads that the rank has"""
+    """kv: the KV heads of the rank"""
     indexer, piece = attention.indexer, tensors.piece
     assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"
     rows = kv.of_elements(indexer.num_heads // indexer.indexing.sets * indexer.head_dim)
@@ -218,7 +219,7 @@ def _read_block_index(
 
 
 def read_latent(tensors: OfAttention, attention: AttentionLayer, projections: LatentProjections) -> LatentWeights:
-    """The weights of a layer over latent rows, as read_heads."""
+    """Reads the weights of a layer over latent rows, like read_heads."""
     reader, piece = tensors.reader, tensors.piece
     heads, nope_dim = tensors.shard.heads(attention.num_q_heads, 1).q, projections.nope_dim
     first, first_bias, q_norm, q = _before_rows(tensors, attention, projections, heads)
@@ -254,7 +255,7 @@ def _read_index(tensors: OfAttention, attention: AttentionLayer, projections: La
 def _before_rows(
     tensors: OfAttention, attention: AttentionLayer, projections: LatentProjections, heads: Span
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """LatentWeights.first, first_bias, q_norm and q. heads: that the rank has of q"""
+    """LatentWeights.first, first_bias, q_norm and q. heads: the rank's heads of q"""
     reader, piece, rope_dim = tensors.reader, tensors.piece, attention.head_dim - attention.latent_dim
     q_dim = projections.nope_dim + rope_dim
     q_span, row = heads.of_elements(q_dim), "kv_a_proj_with_mqa"
@@ -288,5 +289,5 @@ def _projected(projections: HeadProjections, *, keeps_kv: bool) -> Iterator[str]
 
 
 def _put_in_halves(rows: Tensor) -> None:
-    """Rows of pairs that lie side by side, in place: the first of each pair, then the second of each."""
+    """Reorders rows of adjacent pairs in place: the first of each pair, then the second of each."""
     rows.copy_(torch.cat((rows[0::2], rows[1::2])))

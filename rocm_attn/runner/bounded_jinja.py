@@ -1,9 +1,9 @@
 """A Jinja environment in which a template can neither run nor grow without end.
 
-What a template does is counted in units of work, not in seconds: a pass through a loop, a call or a filter costs
-_STEP, a character that it makes or looks through costs 1, an element of a list _ELEMENT. Whatever could make a large
-value says what it will cost before it begins, so that the memory is bounded as well. A few of Jinja's tools whose cost
-cannot be foreseen are left out; no chat template is known to use them.
+The work of a template is counted in units, not in seconds: a pass through a loop, a call or a filter costs _STEP, a
+character that it makes or looks through costs 1, an element of a list _ELEMENT. An operation that can make a large
+value pays before it begins, so that the memory is bounded as well. A few of Jinja's tools whose cost cannot be foreseen
+are left out; no chat template is known to use them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _STEP, _ELEMENT = 100, 20
 _LEFT_OUT_FILTERS = ("wordwrap", "xmlattr", "urlize", "pprint")
 _LEFT_OUT_GLOBALS = ("lipsum",)
 _LEFT_OUT_METHODS = {"translate", "expandtabs", "format_map", "encode", "to_bytes"}
-# They look at their first argument as a whole only where it is a text.
+# These filters look at their first argument as a whole only if it is a text.
 _SHALLOW_FILTERS = {
     *("attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random"),
     *("reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
 }
-# Names that no template can write, for what is put into it.
+# Names that no template can write, for the filters put into it.
 _COUNT, _JOIN, _WEIGH, _MADE = " count", " join", " weigh", " made"
 
 
@@ -50,7 +50,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, work: int, **options: Any) -> None:
-        # Nothing is worked out once while the template is compiled: it would not be counted each time that it is used.
+        # Constants are not folded when the template is compiled: folded work would not be counted at each use.
         super().__init__(finalize=self._printed, optimized=False, **options)
         self._left = work
         for name in _LEFT_OUT_FILTERS:
@@ -62,7 +62,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {_COUNT: self._spend, _JOIN: self._join, _WEIGH: self._weigh, _MADE: self._made}
 
     def charge(self, name: str, tool: Callable[..., Any]) -> None:
-        """Make a function a filter that pays for what it does; it takes the place of another one of its name."""
+        """Registers a function as a filter that pays for its work. It replaces another filter of that name."""
         self.filters[name] = self._charged(name, tool)
 
     def _generate(
@@ -73,11 +73,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super()._generate(counted, name, filename, defer_init)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As the sandbox's, without methods whose cost cannot be foreseen."""
+        """Like the sandbox's, but refuses methods whose cost cannot be foreseen."""
         return attr not in _LEFT_OUT_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """An operator whose result may be large. Raises OutOfWork."""
+        """Applies an operator whose result may be large. Raises OutOfWork."""
         if operator == "%" and isinstance(left, str):
             self._spend(self._cost_of_format(left, (right,)))
         elif isinstance(left, int) and isinstance(right, int):
@@ -90,7 +90,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A call of a function or method. Raises OutOfWork."""
+        """Calls a function or method. Raises OutOfWork."""
         method = getattr(obj, "__wrapped__", obj)
         owner, given = getattr(method, "__self__", None), (*args, *kwargs.values())
         self._spend(_STEP + _length(owner) + sum(map(_length, given)))
@@ -101,7 +101,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def _charged(self, name: str, tool: Any) -> Callable[..., Any]:
-        """A filter or a test that pays for what it does."""
+        """Wraps a filter or a test so that it pays for its work."""
         skipped = int(hasattr(tool, "jinja_pass_arg"))  # the context or environment that Jinja hands in
         measure = self._made if name in _SHALLOW_FILTERS else self._weigh
 
@@ -120,7 +120,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return charged
 
     def _cost_of_text(self, name: str, text: Any, given: Many[Any]) -> int:
-        """What a method or filter makes beyond the size of what it is given; given: its arguments after the text."""
+        """Units that a method or filter makes beyond the size of its input; given: its arguments after the text."""
         numbers = sum(abs(value) for value in given if isinstance(value, int))
         if name == "replace" and len(given) >= 2:
             old, new = str(given[0]), str(given[1])
@@ -146,7 +146,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return len(text) + widths + fields * sum(map(self._unfolded, given))
 
     def _unfolded(self, value: Any) -> int:
-        """Units of a value as it is written out: an element that is in it twice counts twice. Raises OutOfWork."""
+        """Units of a value when it is written out: an element contained twice counts twice. Raises OutOfWork."""
         units, to_count = 0, [value]
         while to_count:
             value = to_count.pop()
@@ -174,7 +174,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _join(self, values: list[Any]) -> str:
-        """What a ~ b ~ c gives."""
+        """The value of a ~ b ~ c."""
         return "".join(str(self._weigh(value)) for value in values)
 
     def _spend(self, units: int) -> str:
@@ -185,12 +185,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Puts into a template what counts its work where the sandbox has no hook."""
+    """Adds filters that count a template's work in places where the sandbox has no hook."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
         if node.test is not None:
-            # It is asked of every element, those included that the body does not see.
+            # The test runs for every element, including those that the body does not see.
             node.test = nodes.And(nodes.Not(_filtered(nodes.Const(_STEP), _COUNT)), node.test)
         return _counted(node)
 
@@ -220,7 +220,7 @@ class _Counting(NodeTransformer):
 
 
 def _counted(node: Any) -> nodes.Node:
-    """The node, whose body begins with paying for its own length."""
+    """Makes the body of a node begin with paying for its own length. Returns the node."""
     parts = [part for child in node.body for part in (child, *child.find_all(nodes.Node))]
     units = _STEP + len(parts) + sum(len(part.data) for part in parts if isinstance(part, nodes.TemplateData))
     node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(units), _COUNT)))

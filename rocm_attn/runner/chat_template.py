@@ -1,4 +1,4 @@
-"""ChatTemplate: a model's own way of writing a conversation as text."""
+"""ChatTemplate: a model's format for writing a conversation as text."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ChatTemplate:
     """A Jinja template that came with a model; it runs in a sandbox.
 
     source:     the template's text
-    bos_token:  text of the tokens that a template may name, "" where the model has none
-    with_tools: the text of the model's other template, for conversations with tools; "" where it has none
+    bos_token:  text of the token that a template may name, "" if the model has none; likewise eos_token
+    with_tools: the text of the model's other template, for conversations with tools; "" if it has none
     """
 
     source: str
@@ -32,11 +32,11 @@ class ChatTemplate:
     with_tools: str = ""
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The conversation as text, up to where the model is to go on.
+        """Returns the conversation as text, up to where the model continues.
 
         messages: each with "role" ("system", "user", "assistant", "tool") and "content"; of an assistant, "tool_calls"
-                  as OpenAI's API has them, but for "arguments", which are an object here
-        tools:    functions that the model may ask for, as OpenAI's API has them
+                  in the form of OpenAI's API, except "arguments", which are an object here
+        tools:    functions that the model may call, in the form of OpenAI's API
         Raises BadRequest for messages that the template refuses, BadModel for a template that is damaged, or that does
         more work than a conversation of this length needs.
         """
@@ -61,7 +61,7 @@ class ChatTemplate:
 
 
 def template_of(named: object, bos_token: str, eos_token: str) -> ChatTemplate | None:
-    """A model's template as its files name it; None where they name none.
+    """Returns a model's template as its files name it; None if they name none.
 
     named: one text, or templates by name, as Hugging Face has them: "default", and "tool_use" for tools
     """
@@ -75,11 +75,11 @@ def template_of(named: object, bos_token: str, eos_token: str) -> ChatTemplate |
     return ChatTemplate(source, bos_token, eos_token, with_tools if isinstance(with_tools, str) else "")
 
 
-# Units of BoundedEnvironment: some thousand times what a chat template takes for a short prompt, done in seconds.
+# Units of BoundedEnvironment: some thousand times the work of a chat template for a short prompt, done in seconds.
 _WORK, _WORK_PER_CHARACTER = 5_000_000, 100
 _LONGEST_REASON = 300
 
-# what a template may raise on the way: it is a program of the model's author
+# Errors that a template may raise: it is a program of the model's author.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -94,7 +94,7 @@ _TEMPLATE_ERRORS = (
 
 
 class _Refused(Exception):
-    """What raise_exception() inside a template raises."""
+    """Raised by raise_exception() inside a template."""
 
 
 def _refuse(reason: object) -> NoReturn:
@@ -102,25 +102,25 @@ def _refuse(reason: object) -> NoReturn:
 
 
 def _as_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-    """The filter tojson as Hugging Face has it: Jinja's own escapes what HTML would misread, and sorts."""
+    """The filter tojson of Hugging Face. Jinja's own escapes characters that HTML would misread, and sorts keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: Hugging Face's mark around what a model has said, for training."""
+    """{% generation %} ... {% endgeneration %}: Hugging Face's mark around the model's own text, for training."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
         self.tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """The marked part as it stands."""
+        """Parses the marked part, which is rendered unchanged."""
         line = next(parser.stream).lineno
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _environment(work: int) -> BoundedEnvironment:
-    """What templates written for Hugging Face expect to find. work: units that one may take"""
+    """An environment with everything that templates written for Hugging Face use. work: units that one may take"""
     extensions = ["jinja2.ext.loopcontrols", _Generation]
     environment = BoundedEnvironment(work, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.charge("tojson", _as_json)

@@ -1,4 +1,4 @@
-"""Compared: what several ranks find out about each other as they meet before a step."""
+"""Compared: lets several ranks compare their requests and tokens when they meet before a step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rocm_attn.machine.agreement import Meetings
 
 
 class Compared:
-    """Whether ranks got the same requests and picked the same tokens.
+    """Lets ranks check that they got the same requests and picked the same tokens.
 
-    meetings: of the ranks; of one rank nothing is kept
+    meetings: of the ranks; with one rank nothing is recorded
     """
 
     def __init__(self, meetings: Meetings, *, has_ranks: bool) -> None:
@@ -22,12 +22,12 @@ class Compared:
         self._read_ids: list[int] = []  # since the last step was launched
 
     def note(self, token_ids: Iterable[int]) -> None:
-        """Tokens were read."""
+        """Records tokens that were read."""
         if self._has_ranks:
             self._read_ids += token_ids
 
     def before_step(self, *words: Int32Array) -> None:
-        """Have the ranks compare what was read, and these words of the step that is launched next."""
+        """Makes the ranks compare the tokens read so far and these words of the step that is launched next."""
         if self._has_ranks:
             everything = np.concatenate((*words, np.array(self._read_ids, np.int32)))
             self._meetings.digest = crc32(everything.tobytes())

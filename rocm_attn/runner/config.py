@@ -1,4 +1,4 @@
-"""ModelConfig: everything about a model but its weights."""
+"""ModelConfig: everything about a model except its weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rocm_attn.runner.rope import DivisorScaling, Rope
 
 @dataclass(frozen=True, slots=True)
 class HeadProjections:
-    """How a token's q, k and v come about where K and V have heads, and what becomes of the output.
+    """How a token's q, k and v are computed if K and V have heads, and how the output is projected.
 
-    qkv_bias, out_bias: which projections add a bias
+    qkv_bias, out_bias: whether these projections add a bias
     qk_norm:            whether each head of q and k is RMS-normalised before it turns
-    v_norm:             whether each head of v is, without weights
-    v_is_k:             whether v is k as it was projected, so that there is no projection of its own
-    indexer:            whether the layer has one, with norms of its own, which turns as the layer does
+    v_norm:             whether each head of v is normalised, without weights
+    v_is_k:             whether v is k as it was projected; v then has no projection of its own
+    indexer:            whether the layer has an indexer with norms of its own, which turns as the layer does
     """
 
     qkv_bias: bool = False
@@ -31,15 +31,15 @@ class HeadProjections:
 
 @dataclass(frozen=True, slots=True)
 class LatentProjections:
-    """How a token's q and its latent row come about (multi-head latent attention).
+    """How a token's q and its latent row are computed (multi-head latent attention).
 
     q_rank:      elements of the row that q is made of; 0: q is made of the token itself
     nope_dim:    elements of a head's q that do not turn
     v_dim:       elements of a head's v
-    interleaved: whether files keep elements that turn together side by side
-    has_bias:    of the projections to rows of the rank, and of the output
-    indexer:     whether the layer has one of its own, which turns as the layer does
-    index_interleaved: as interleaved, of the indexer
+    interleaved: whether elements that turn together are adjacent in files
+    has_bias:    whether the projections to rows of the rank, and of the output, add a bias
+    indexer:     whether the layer has an indexer of its own, which turns as the layer does
+    index_interleaved: like interleaved, for the indexer
     """
 
     q_rank: int
@@ -53,7 +53,7 @@ class LatentProjections:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What may differ from layer to layer."""
+    """The settings that can differ per layer."""
 
     attention: AttentionLayer
     rope: Rope
@@ -67,7 +67,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class OwnInputs:
-    """What each layer gets of a token beside the residual (Gemma 4).
+    """The inputs that each layer gets for a token in addition to the residual (Gemma 4).
 
     dim:        elements for each layer; 0: nothing
     vocab_size: tokens that have such inputs
@@ -82,8 +82,8 @@ class Multipliers:
     """Factors on rows.
 
     embedding: on the embeddings of tokens
-    residual:  on what attention and MLP give, before it is added to the residual
-    head:      on what the output matrix gets
+    residual:  on the output of attention and MLP, before it is added to the residual
+    head:      on the input of the output matrix
     """
 
     embedding: float = 1.0
@@ -95,14 +95,14 @@ class Multipliers:
 class ModelConfig:
     """A decoder: RMS norm, rotary embedding, attention over heads or latent rows, gated MLPs.
 
-    context_len:       tokens of a sequence's KV that the model was made for
+    context_len:       KV tokens of a sequence that the model was made for
     tied_embeddings:   whether the embedding is also the output matrix
-    out_norms:         whether what attention and MLP give is RMS-normalised before it is added
-    norm_offset:       added to the weights of every norm: 1 where a file holds what they differ from 1 by
-    own_inputs:        what each layer gets of a token beside the residual
+    out_norms:         whether the output of attention and MLP is RMS-normalised before it is added
+    norm_offset:       added to the weights of every norm: 1 if a file holds their difference from 1
+    own_inputs:        the inputs that each layer gets for a token in addition to the residual
     has_layer_factors: whether each layer's sum has a learned factor
-    multipliers:       on embeddings, on what is added to the residual, on what the output matrix gets
-    logits_soft_cap:   x -> cap * tanh(x / cap) on what comes out; 0: none
+    multipliers:       on embeddings, on terms of the residual, on the input of the output matrix
+    logits_soft_cap:   x -> cap * tanh(x / cap) on the logits; 0: none
     eos_token_ids:     tokens that end a text
     num_extra_layers:  layers that a file may hold after these, for speculation; they are not read
     reads:             AttentionGeometry.reads; empty: every layer keeps K and V
@@ -126,9 +126,9 @@ class ModelConfig:
     reads: tuple[int, ...] = ()
 
     def on_one_of(self, num_ranks: int) -> ModelConfig:
-        """The part of one tensor-parallel rank: with its heads, and its elements of each MLP; all else is the whole's.
+        """The part of one tensor-parallel rank: its heads, and its elements of each MLP. Everything else is unchanged.
 
-        Ranks' parts are all alike: what does not divide is filled up with zeros, see runner/shards.py.
+        The parts of all ranks are alike: sizes that do not divide are padded with zeros, see runner/shards.py.
         """
         return replace(self, layers=tuple(layer.on_one_of(num_ranks) for layer in self.layers))
 
@@ -149,7 +149,7 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers, each with one attention."""
+        """Number of layers, each with one attention."""
         return len(self.layers)
 
     @property

@@ -1,4 +1,4 @@
-"""Constraint: what a request's text must look like. llguidance reads it, which is imported late."""
+"""Constraint: the form that a request's text must have. llguidance reads it, and is imported late."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rocm_attn.runner.schema_ends import require_ends
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# Characters of a constraint: longer ones take a while to be read, which is for nobody's good.
+# Most characters of a constraint: longer ones take long to read.
 MOST_CHARACTERS = 1 << 16
 _LONGEST_REASON = 400
 
@@ -23,9 +23,9 @@ ConstraintKind = Literal["json_schema", "regex", "lark"]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the whole of a request's new text must match. Made by one of the functions below.
+    """The form that the whole of a request's new text must match. Made by one of the functions below.
 
-    kind: what the text is: a JSON schema, a regular expression, or a grammar in Lark's notation
+    kind: whether text is a JSON schema, a regular expression, or a grammar in Lark's notation
     text: at most 65,536 characters
 
     Raises BadRequest.
@@ -41,7 +41,7 @@ class Constraint:
             raise BadRequest("the constraint is empty; leave it out, or say what the text must match")
         try:
             self.text.encode()
-        except UnicodeEncodeError as error:  # JSON can write half of a character
+        except UnicodeEncodeError as error:  # JSON can write a lone surrogate
             raise BadRequest(f"the constraint is no Unicode text ({error.reason} at {error.start})") from error
 
     @classmethod
@@ -72,10 +72,10 @@ class Constraint:
         return cls("lark", lark)
 
     def check(self) -> None:
-        """Raise BadRequest where the library refuses the constraint, with its reason; no model is needed.
+        """Raises BadRequest with the library's reason if it refuses the constraint. No model is needed.
 
-        It takes milliseconds, but for a few constraints that take minutes or gigabytes, and no thread can be ended that
-        compiles one. What anybody sends is tried in a process: see constraint_trial.py.
+        It takes milliseconds, except for a few constraints that take minutes or gigabytes, and a thread that compiles
+        one cannot be ended. Constraints from untrusted clients are tried in a process: see constraint_trial.py.
         """
         is_error, reasons = library().LLMatcher.validate_grammar_with_warnings(grammar_of(self))
         if is_error:
@@ -83,7 +83,7 @@ class Constraint:
 
 
 def library() -> Any:
-    """llguidance. Raises BadRequest where it is not installed."""
+    """Imports llguidance. Raises BadRequest if it is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -94,7 +94,7 @@ def library() -> Any:
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """The constraint in the library's own words. Raises BadRequest."""
+    """Returns the constraint as a grammar of the library. Raises BadRequest."""
     matcher = library().LLMatcher
     if constraint.kind == "regex":
         return str(matcher.grammar_from_regex(constraint.text))
@@ -109,12 +109,12 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def tokens_of(tokenizer: str, vocab_size: int, ends: Sequence[int]) -> Any:
-    """A tokenizer as the library reads it, which takes a second and megabytes.
+    """Returns a tokenizer as the library reads it. This takes a second and megabytes.
 
     tokenizer:  as tokenizers.Tokenizer.to_str() writes it
     vocab_size: of the logits
     ends:       tokens that end a text
-    Raises BadRequest where the library cannot read it.
+    Raises BadRequest if the library cannot read it.
     """
     try:
         return library().LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(ends))
@@ -125,7 +125,7 @@ def tokens_of(tokenizer: str, vocab_size: int, ends: Sequence[int]) -> Any:
 
 
 def compiled_of(constraint: Constraint, tokens: Any) -> LLMatcher:
-    """The constraint over the tokens of tokens_of(), tried on the first token of a text. Raises BadRequest."""
+    """Compiles the constraint over tokens_of(), and tries it on the first token of a text. Raises BadRequest."""
     compiled: LLMatcher = library().LLMatcher(tokens, grammar_of(constraint), log_level=0)
     if compiled.is_error():
         raise BadRequest(f"the constraint cannot be used: {reason_of(compiled.get_error())}")
@@ -137,13 +137,13 @@ def compiled_of(constraint: Constraint, tokens: Any) -> LLMatcher:
 
 
 def reason_of(error: str) -> str:
-    """What the library says, in one line and without what it says of its own state."""
+    """The library's message in one line, without its dump of its own state."""
     words = " ".join(error.partition("<state>")[0].split())
     return words if len(words) <= _LONGEST_REASON else words[:_LONGEST_REASON] + "..."
 
 
 def why_failed(error: BaseException) -> str:
-    """Of an error that is none of the library's refusals: it says what happened. A panic is no Exception."""
+    """The message for an error that is none of the library's refusals. A panic is not an Exception."""
     return f"the constraint cannot be used: the library fails of it ({reason_of(f'{type(error).__name__}: {error}')})"
 
 

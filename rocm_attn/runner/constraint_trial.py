@@ -1,9 +1,9 @@
-"""A process that tries whether constraints can be used, for a server that takes them from anybody.
+"""A process that tries whether constraints can be used, for a server that takes them from untrusted clients.
 
-A few short constraints take minutes, or gigabytes, to be compiled, and no thread can be ended that does so. The kernel
-ends this process where one takes too much; the server sees that, and starts another one.
+A few short constraints take minutes, or gigabytes, to compile, and a thread that compiles one cannot be ended. The
+kernel ends this process if a constraint takes too much. The server then starts another one.
 
-It reads lines of JSON, a Tokens first and then one Constraint after the other, and answers each with a line.
+It reads lines of JSON, first a Tokens and then one Constraint after another, and answers each constraint with a line.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import IO, Any
 from rocm_attn.errors import BadRequest
 from rocm_attn.runner.constraint import Constraint, compiled_of, tokens_of, why_failed
 
-# Address space beyond what the tokenizer has taken.
+# Address space that compiling may take in addition to the tokenizer's.
 _GIB = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What constraints are tried on.
+    """The tokens that constraints are tried on.
 
     tokenizer:  as tokenizers.Tokenizer.to_str() writes it
     vocab_size: of the logits
@@ -47,13 +47,13 @@ class Trial:
     def __init__(self, tokens: Tokens, seconds: int) -> None:
         self._seconds = seconds
         command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run; run()"]
-        # In a session of its own: Ctrl-C goes to all processes of a terminal, and its owner still answers who asked.
+        # A session of its own: Ctrl-C goes to all processes of a terminal, and the owner still answers its clients.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._is_given_up = False
         self._send(asdict(tokens))
 
     def check(self, constraint: Constraint) -> None:
-        """Raise BadRequest where a constraint cannot be used. Where has_ended afterwards, make another Trial."""
+        """Raises BadRequest if a constraint cannot be used. If has_ended is True afterwards, make another Trial."""
         self._send({"kind": constraint.kind, "text": constraint.text, "seconds": self._seconds})
         answer = _of(self._process.stdout).readline()
         if not answer:
@@ -64,30 +64,30 @@ class Trial:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it answers no more."""
+        """True if the process answers no more."""
         return self._process.poll() is not None
 
     def end(self) -> None:
-        """Kill it, whatever it does; a check() in another thread raises then."""
+        """Kills the process, whatever it does; a check() in another thread then raises."""
         self._is_given_up = True
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """After end(), when no check() runs."""
+        """Closes the pipes. Call it after end(), when no check() runs."""
         for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(BrokenPipeError):  # of a line that did not reach the process
+            with suppress(BrokenPipeError):  # a line has not reached the process
                 _of(pipe).close()
 
     def _why_silent(self) -> str:
-        """What has ended the process, which is at its end."""
-        self._process.kill()  # what has only closed its end of the pipe would go on
+        """Returns why the process ended. Call it when the process is at its end."""
+        self._process.kill()  # a process that has only closed its end of the pipe would go on
         code = self._process.wait()
         if self._is_given_up:
             return "the process that tried it was ended, as when the server ends; send it again"
         if code == -signal.SIGXCPU:
             return f"it takes more than {self._seconds} seconds of a core to be compiled; simplify it"
-        if code == -signal.SIGABRT:  # of the library, which does not go on without memory
+        if code == -signal.SIGABRT:  # the library aborts without memory
             return f"the library gave up (SIGABRT), as it does where {_GIB} GiB are not enough; simplify it"
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return f"the process that tried it {how}; simplify it, or send it again"
@@ -102,7 +102,7 @@ class Trial:
 
 
 def run() -> None:
-    """Answer until there is nothing more to read."""
+    """Answers until there is nothing more to read."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     first = json.loads(sys.stdin.readline())
     tokens, why = None, ""
@@ -127,7 +127,7 @@ def _why_not(tokens: Any, constraint: Constraint) -> str:
         return str(error)
     except MemoryError:
         return f"the constraint cannot be used: it takes more than {_GIB} GiB to be compiled; simplify it"
-    except BaseException as error:  # a panic of the library's is no Exception
+    except BaseException as error:  # a panic of the library is not an Exception
         return why_failed(error)
     return ""
 

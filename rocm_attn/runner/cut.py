@@ -1,4 +1,4 @@
-"""What the cut of a model over ranks costs, in sentences: zeros in the place of heads, and copies of KV heads."""
+"""The cost of dividing a model over ranks, in sentences: zeros in the place of heads, and copies of KV heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rocm_attn.runner.shards import Shard
 
 
 def cost_of_heads(geometry: AttentionGeometry, num_ranks: int) -> tuple[str, ...]:
-    """A sentence for each kind of layer whose heads are not simply dealt out; none on one rank."""
+    """A sentence for each kind of layer whose heads do not divide evenly over ranks; none with one rank."""
     sentences = []
     for layer in geometry.layers:
         part = layer.on_one_of(num_ranks)
@@ -24,7 +24,7 @@ def cost_of_heads(geometry: AttentionGeometry, num_ranks: int) -> tuple[str, ...
 
 
 def cost_of_cut(config: ModelConfig, num_ranks: int) -> tuple[str, ...]:
-    """cost_of_heads, and a sentence for each size of MLP, and for a vocabulary, that does not divide."""
+    """Returns the sentences of cost_of_heads, and one for each size of MLP or vocabulary that does not divide."""
     sentences = list(cost_of_heads(config.attention, num_ranks))
     sizes = [("an MLP of {} elements", size) for layer in config.layers for size in layer.mlp.sizes]
     for what, size in (*sizes, ("the output matrix of {} tokens", config.vocab_size)):

@@ -1,4 +1,4 @@
-"""Engine: requests in, tokens out. Owns the runtime, the model, and the loop around them."""
+"""Engine: takes requests, returns tokens. It owns the runtime, the model, and the loop around them."""
 
 from __future__ import annotations
 
@@ -66,20 +66,19 @@ class Engine:
     submit() queues a request, step() runs all of them one step further; generate() does both until all are done.
 
     With options.steps_ahead a step is scheduled and launched while the one before it runs, and the tokens of that one
-    are read afterwards; where tokens are guessed, they are read first, and published afterwards. The tokens are the
-    same; step() returns them one step later, and settle() reads those that are
-    left.
+    are read afterwards. With draft tokens, they are read first, and published afterwards. The tokens are the same;
+    step() returns them one step later, and settle() reads the remaining ones.
 
-    What goes wrong with one request ends that request alone: its Completion says why, and the others go on. A fault of
-    the device ends the requests that were in its step, and all that have run where that step is not known; what it
-    leaves in the queue is served by the steps after it. Where only some of the step's requests can be wrong, and the
-    others were not harmed (K or V that was infinite or no number), each is computed again alone, and those that show
-    the fault again end. Pages that such a step may have written leave the prefix cache.
+    A fault of one request ends that request alone: its Completion holds the reason, and the others go on. A fault of
+    the device ends the requests that were in its step, and all that have run if that step is not known. Waiting
+    requests are served by the steps after it. If only some of the step's requests can be at fault, and the others were
+    not harmed (K or V that was infinite or NaN), each is computed again alone, and those that show the fault again end.
+    Pages that such a step may have written leave the prefix cache.
 
-    abort() ends a request early and says what it came to, cancel() leaves no trace of it. Both may be called between
+    abort() ends a request early and keeps its completion, cancel() leaves no trace of it. Both may be called between
     two steps, and by the on_event of generate().
 
-    Raises Unsupported when no kernel serves the model's layers, CapacityExceeded for a pool that cannot be.
+    Raises Unsupported if no kernel serves the model's layers, CapacityExceeded if a pool is impossible.
     """
 
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
@@ -106,7 +105,7 @@ class Engine:
         watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
-        # What looks on at single steps wants them one by one.
+        # A recorder or watcher of single steps needs the host to plan each step.
         looks_on = self._steps is not self._runner or path is not None
         host_plans = why_no_rounds(options, looks_on=looks_on)
         self._rounds_in_words = f"planned by the host: {host_plans}" if host_plans else FOLLOWING
@@ -125,22 +124,22 @@ class Engine:
         )
         self._outputs: dict[int, Output] = {}
         self._done: dict[int, Completion] = {}
-        self._events: list[Event | NewTokens] = []  # that no step() has returned yet
-        self._must_check = False  # whether a step has run since the device was waited for
+        self._events: list[Event | NewTokens] = []  # not yet returned by step()
+        self._must_check = False  # whether a step has run since the host last waited for the device
         self._recent, self._pace = RecentSteps(), Pace()
         self._unread: list[UnreadStep] = []  # oldest first
-        self._is_launching = False  # whether a step is launched, and not among them yet
+        self._is_launching = False  # whether a step is being launched that is not in _unread yet
         self._found: FoundPicks | None = None
-        self._read: list[ReadStep | ReadRounds] = []  # whose tokens are to be published, oldest first
-        self._read_at = 0.0  # when tokens were read last
-        self._rounds_to_enter: ScheduledStep | None = None  # whose pages prompts cannot find yet
+        self._read: list[ReadStep | ReadRounds] = []  # steps whose tokens are to be published, oldest first
+        self._read_at = 0.0  # when tokens were last read
+        self._rounds_to_enter: ScheduledStep | None = None  # prompts cannot find its pages yet
         self._compared = Compared(self.runtime.faults.meetings, has_ranks=self._has_ranks)
         self._num_submitted = 0
-        # Of a request that is aborted, or else cancelled: an interrupt may leave it dropped by half.
+        # The request being aborted (True) or cancelled. An interrupt can leave it half removed; a later call finishes.
         self._leaving: tuple[Output, bool] | None = None
 
     def _speculate(self, drafter: Drafter, *, has_rounds: bool) -> None:
-        """Have drafts before each step. has_rounds: whether rounds may follow from each other"""
+        """Makes draft tokens before each step. has_rounds: whether rounds may follow from each other"""
         options, most, runtime = self.options, self.options.draft_tokens, self.runtime
         self._speculation = Speculation(
             drafter,
@@ -171,15 +170,15 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is not finished, or an event was not returned yet: then step() may be called."""
+        """True if a request is not finished, or an event was not returned yet: then step() may be called."""
         is_halfway = bool(self._read) or self._found is not None or self._leaving is not None  # by an interrupt
         return self._scheduler.has_work or bool(self._events) or is_halfway
 
     def capture_all(self, progress: Progress) -> CaptureReport:
-        """Make every graph before the first request arrives, so that no request waits for one.
+        """Captures every graph before the first request arrives, so that no request waits for one.
 
-        Cached prefixes are forgotten: graphs are checked on pages that are free.
-        progress: as StepRunner.capture_all
+        Cached prefixes are forgotten: graphs are checked on free pages.
+        progress: see StepRunner.capture_all
         """
         self.forget_prefixes()
         started = time.perf_counter()
@@ -190,7 +189,7 @@ class Engine:
             self.metrics.seconds += time.perf_counter() - started
 
     def submit(self, request: Request) -> int:
-        """Queue a request; its number. Raises BadRequest, and nothing else is touched then."""
+        """Queues a request; returns its number. Raises BadRequest, and changes nothing else then."""
         self.check(request)
         matcher = None
         if request.constraint is not None:
@@ -215,17 +214,17 @@ class Engine:
         return number
 
     def abort(self, number: int) -> None:
-        """End a request that waits or runs. It comes to what it has so far, with finish_reason "abort".
+        """Ends a request that waits or runs. Its completion has the tokens so far, and finish_reason "abort".
 
-        The next step() returns an AbortEvent, and its completion() can be had. Its pages are free again, or stay in the
-        prefix cache. Nothing happens to a request that has ended: it may have done so while the call was on its way.
+        The next step() returns an AbortEvent, and completion() returns the result. Its pages are free again, or stay in
+        the prefix cache. A request that has ended meanwhile is left unchanged.
         Raises BadRequest for a number that submit() has not given.
         """
         if not 0 <= number < self._num_submitted:
             raise BadRequest(
                 f"there is no request {number}; submit() has given the numbers below {self._num_submitted}"
             )
-        self._publish_read()  # an interrupt may have left tokens that were read and not published
+        self._publish_read()  # an interrupt may have left tokens that were read but not published
         self._enter_rounds()
         output = self._outputs.get(number)
         if output is None:
@@ -235,7 +234,7 @@ class Engine:
         self.metrics.aborts += 1
 
     def _drop_leaving(self) -> None:
-        """Drop the request that is aborted or cancelled, if one is. After an interrupt it is called again."""
+        """Removes the request being aborted or cancelled, if any. After an interrupt a second call finishes it."""
         if self._leaving is None:
             return
         output, is_aborted = self._leaving
@@ -248,17 +247,17 @@ class Engine:
         self._leaving = None
 
     def forget_prefixes(self) -> None:
-        """Begin with an empty prefix cache: no request that comes later finds pages that were stored so far.
+        """Empties the prefix cache: no later request finds pages that were stored so far.
 
-        Call it where weights were changed in place, while no request runs.
+        Call it after weights were changed in place, while no request runs.
         """
         self.settle()
         self._scheduler.forget_pages()
 
     def settle(self) -> None:
-        """Wait until no step runs. What came of the last one is returned by the next step().
+        """Waits until no step runs. The next step() returns the events of the last one.
 
-        To be called between two steps before something is changed that a step which still runs might see.
+        Call it between two steps, before changing anything that a running step might read.
         """
         self._publish_read()
         while self._unread:
@@ -267,7 +266,7 @@ class Engine:
         self._enter_rounds()
 
     def cancel(self, number: int) -> None:
-        """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
+        """Forgets a request, finished or not. Its pages are given back as by abort(), and it has no further event."""
         self._publish_read()  # as in abort()
         self._enter_rounds()
         output = self._outputs.get(number)
@@ -281,22 +280,22 @@ class Engine:
         self._events = without(self._events, number)
 
     def check(self, request: Request) -> None:
-        """Raise BadRequest for a request that this engine can never serve."""
+        """Raises BadRequest for a request that this engine can never serve."""
         self.limits.check(request)
 
     def can_prepare(self, request: Request) -> bool:
-        """Whether there is room for what is_prepared() may begin: few enough constraints are compiled or wait for it.
+        """True if there is room for the work is_prepared() may begin: few enough constraints compile or wait to.
 
-        One that was begun before needs no room. Raises BadRequest.
+        A constraint that was begun before needs no room. Raises BadRequest.
         """
         if request.constraint is None or self._matching is None:
             return True
         return self._matching.has_room(request.constraint, request.stop_token_ids)
 
     def is_prepared(self, request: Request) -> bool:
-        """Whether submit() takes a request at once. If not, what it would wait for runs in another thread by now.
+        """True if submit() takes a request at once. If not, another thread is preparing it by now.
 
-        A constraint that is new is compiled there, while steps go on. Raises BadRequest, as submit().
+        A new constraint is compiled there, while steps go on. Raises BadRequest, like submit().
         """
         self.check(request)
         if request.constraint is None or self._matching is None:
@@ -304,9 +303,9 @@ class Engine:
         return self._matching.is_ready(request.constraint, request.stop_token_ids)
 
     def prepare_constraints(self) -> None:
-        """Make ready for requests with constraints, so that the first one does not wait a second for it.
+        """Loads the constraint library, so that the first request with a constraint does not wait a second for it.
 
-        Raises BadRequest where this engine can serve none.
+        Raises BadRequest if this engine cannot serve constraints.
         """
         library()
         if self._matching is None:
@@ -314,10 +313,10 @@ class Engine:
         self._matching.prepare()
 
     def step(self) -> Events:
-        """Run one step; what came of it. There must be work.
+        """Runs one step; returns its events. There must be work.
 
         When the last request is done it waits for the device, so that a fault of the last steps is reported too.
-        Raises DeviceFault, unless it is contained. The requests concerned have failed then, those included that had
+        Raises DeviceFault, unless it is contained. The requests concerned have then failed, including those that had
         ended and were not handed over yet; the next step() returns their events, and goes on with the others.
         """
         try:
@@ -334,21 +333,21 @@ class Engine:
         return Events(events)
 
     def completion(self, number: int) -> Completion:
-        """Hand over what a finished request came to; the engine forgets it."""
+        """Returns the completion of a finished request; the engine forgets it."""
         return self._done.pop(number)
 
     def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:
-        """Serve requests to their end, in the order given.
+        """Serves requests to their end, in the order given.
 
         on_event: called with every new token as it comes, and with every failure and abort; it may call abort()
-        Raises BadRequest before anything runs when one of them cannot be served. Raises RequestsFailed, which holds all
-        completions, when one of them has failed, and RequestsFaulted (a DeviceFault) when the device had a fault; the
+        Raises BadRequest before anything runs if one of them cannot be served. Raises RequestsFailed, which holds all
+        completions, if one of them has failed, and RequestsFaulted (a DeviceFault) if the device had a fault; the
         others were served to their end. After any other exception the engine has forgotten these requests.
         """
         return serve_all(self, requests, on_event)
 
     def report(self) -> Report:
-        """What this engine runs on, and how it went so far."""
+        """The engine's kernels, pools and settings, and its metrics so far."""
         runtime, scheduler = self.runtime, self._scheduler
         metrics = self._runner.counters.snapshot(running=scheduler.num_running, waiting=scheduler.num_waiting)
         graphs = f"off: {metrics.graphs_off}" if metrics.graphs_off else "on" if self.options.graphs else "off"
@@ -379,22 +378,22 @@ class Engine:
         )
 
     def _advance(self) -> None:
-        """Launch a step, and note the events that came out of those before it. Raises DeviceFault.
+        """Launches a step, and notes the events of those before it. Raises DeviceFault.
 
-        What comes next may depend on tokens that were not read yet; then no step is launched.
+        The next step may depend on tokens that were not read yet; then no step is launched.
         """
-        if self._is_launching:  # what an interrupt has left may have written over the tokens of the step before it
+        if self._is_launching:  # a step that an interrupt left may have overwritten the tokens of the step before it
             self._is_launching = False
             self.settle()
-        self._publish_read()  # what an interrupt has left
+        self._publish_read()  # tokens that an interrupt has left
         if self._rounds.goes_on(self._scheduler):
             self._go_on()
             return
-        if self.options.speculates:  # by the tokens before; they are published while the next step runs
-            # A text may end its request as it is published, and a round after that has tokens of it.
+        if self.options.speculates:  # drafts need the tokens before; they are published while the next step runs
+            # A text may end its request when it is published, and a later round then has tokens of it.
             while len(self._unread) > 1:
                 self._read_rounds(len(self._unread) - 1)
-            if self._rounds.goes_on(self._scheduler):  # there was no room for as many tokens as all might have brought
+            if self._rounds.goes_on(self._scheduler):  # there had been no room for the most tokens of all rounds
                 self._go_on()
                 return
             self._enter_rounds()
@@ -420,19 +419,20 @@ class Engine:
         if step.is_of_a_suspect:
             self._check_device()  # before it gets a token, and before others run again
         self.settle()
-        # First: an interrupt may leave a step that the scheduler has not noted. Of that one sequences take nothing.
+        # This comes first: an interrupt may leave a step that the scheduler has not noted; sequences take nothing of
+        # it.
         self._unread.append(UnreadStep(step, self.runtime.faults.step_number, picks, started, launched))
         self._is_launching = False
         self._scheduler.launched(step)
         self._rounds.noted()
-        # What was accepted of a tree is moved before its sequence's pages may be given back.
+        # Accepted tokens of a tree are moved before the sequence's pages may be given back.
         moves = step.has_trees and not picks.is_followed
         while len(self._unread) > (0 if step.is_of_a_suspect or moves else self._steps_ahead):
             self._read_oldest()
         self._publish_read()
 
     def _go_on(self) -> None:
-        """Launch a round that follows from the one before; those before that are read and published meanwhile."""
+        """Launches a round that follows from the one before; earlier rounds are read and published meanwhile."""
         started = time.perf_counter()
         self._must_check = True
         self._compared.before_step()
@@ -440,7 +440,7 @@ class Engine:
         launched = time.perf_counter()
         self._unread.append(
             UnreadStep(step, self.runtime.faults.step_number, picks, started, launched)
-        )  # first, as above
+        )  # first, as in _advance()
         if len(self._unread) == 1:
             self._scheduler.launched_again(step)
         self._rounds.noted()
@@ -448,7 +448,7 @@ class Engine:
             self._read_rounds(self._pace.num_together)
 
     def _read_rounds(self, most: int) -> None:
-        """Wait for the oldest rounds, `most` of them, and publish their tokens: together, where none of them is odd."""
+        """Waits for the `most` oldest rounds and publishes their tokens: together, if nothing ends or fails in them."""
         unread = self._unread
         with self._watch.watch(f"{len(unread)} rounds that were launched ({unread[0].step.num_picks} sequences)"):
             together = self._rounds.read_together([each.picks for each in unread], most, self._scheduler)
@@ -460,7 +460,7 @@ class Engine:
         self._publish_read()
 
     def _take_rounds(self, rounds: Many[UnreadStep], together: Together) -> None:
-        """Have sequences take what rounds have brought that were read together: once, however often it is called."""
+        """Makes sequences take the tokens of rounds that were read together. A repeated call changes nothing."""
         if self._unread and self._unread[0] is rounds[0]:
             del self._unread[: len(rounds)]
         step = self._rounds_to_enter = rounds[0].step
@@ -468,18 +468,18 @@ class Engine:
         self._rounds.took(together)
 
     def _publish_rounds(self, read: ReadRounds) -> None:
-        """As _publish_read, of rounds that were read together. After an interrupt it is called again, and goes on.
+        """Like _publish_read, for rounds that were read together. A call after an interrupt goes on.
 
-        What is counted comes last: it is all that an interrupt may leave out.
+        Counters come last: an interrupt may leave out nothing else.
         """
         rounds, together, read_at = read
         self._take_rounds(rounds, together)
         sequences = rounds[0].step.picking
-        if self._loaded.tokenizer is None:  # there is no text, which could end one
+        if self._loaded.tokenizer is None:  # no text can end a request
             for sequence in sequences:
                 self._outputs[sequence.number].num_tokens = sequence.num_read
             new = NewTokens([sequence.number for sequence in sequences], together.token_ids)
-            # One statement: an interrupt leaves them to be published, or published.
+            # One statement: after an interrupt they are either still to be published, or published.
             self._events, self._read = [*self._events, new], self._read[1:]
             self.metrics.new_tokens += together.num_tokens
             self._compared.note(chain.from_iterable(together.token_ids))
@@ -489,17 +489,17 @@ class Engine:
             del self._read[0]
         self._speculation.count_rounds(rounds[0].step, together)
         seconds = self._note_rounds(rounds, together, read_at)
-        if not self._has_ranks:  # whose clocks differ
+        if not self._has_ranks:  # clocks of ranks differ
             self._pace.note(seconds, len(rounds))
 
     def _publish_rest(self, sequence: Sequence, unread: UnreadStep) -> None:
-        """Publish the tokens of a sequence that were not, as of a step, if it has not ended."""
+        """Publishes the tokens of a sequence that were not published, as tokens of a step, if it has not ended."""
         output = self._outputs.get(sequence.number)
         if output is not None:
             self._publish(output, sequence.new_token_ids[output.num_tokens :], None, (), unread)
 
     def _note_rounds(self, rounds: Many[UnreadStep], together: Together, now: float) -> float:
-        """As _note_times, of rounds that were read together; the seconds that they took."""
+        """Like _note_times, for rounds that were read together; returns the seconds that they took."""
         metrics, num = self.metrics, together.num_rounds
         seconds = now - max(rounds[0].started, self._read_at)
         self._read_at = now
@@ -514,7 +514,7 @@ class Engine:
         return seconds
 
     def _enter_rounds(self) -> None:
-        """Let prompts find what rounds have stored that were read together."""
+        """Lets prompts find pages stored by rounds that were read together."""
         step, self._rounds_to_enter = self._rounds_to_enter, None
         if step is not None:
             self._scheduler.enter_rounds(step)
@@ -524,7 +524,7 @@ class Engine:
             self._read_oldest()
 
     def _read_oldest(self) -> None:
-        """Wait for the tokens of the oldest step that was not read; they are to be published."""
+        """Waits for the tokens of the oldest unread step; they are to be published."""
         self._enter_rounds()
         unread = self._unread[0]
         batch = unread.step.batch
@@ -534,7 +534,7 @@ class Engine:
         self._take_found(self._found)
 
     def _take_found(self, found: FoundPicks) -> None:
-        """Have sequences take what a step has brought that was read: once, however often it is called."""
+        """Makes sequences take the tokens of a step that was read. A repeated call changes nothing."""
         unread = found.unread
         if self._unread and self._unread[0] is unread:
             del self._unread[0]
@@ -543,11 +543,11 @@ class Engine:
             self._scheduler.launched_again(self._unread[0].step)
         self._speculation.follow(unread.step, taken, is_followed=unread.picks.is_followed)
         read = ReadStep(found, taken, unread.picks.logprobs())
-        # One statement: an interrupt leaves them to be taken, or taken.
+        # One statement: after an interrupt they are either still to be taken, or taken.
         self._found, self._read = None, [*self._read, read]
 
     def _publish_read(self) -> None:
-        """Note the events that come out of steps that were read. After an interrupt it is called again, and goes on."""
+        """Notes the events of steps that were read. A call after an interrupt goes on."""
         if self._found is not None:
             self._take_found(self._found)
         self._drop_leaving()
@@ -559,7 +559,7 @@ class Engine:
                 self._publish_step(read)
 
     def _publish_step(self, read: ReadStep) -> None:
-        """As _publish_rounds, of a step that was read by itself."""
+        """Like _publish_rounds, for a step that was read by itself."""
         (unread, picks, read_at), told = read.found, read.logprobs
         each = zip(unread.step.picking, picks, read.taken, strict=True)
         for place, (sequence, pick, (token_ids, reason, first)) in enumerate(each):
@@ -576,7 +576,7 @@ class Engine:
         self._note_times(unread, read.taken, read_at)
 
     def _note_times(self, unread: UnreadStep, taken: Many[Taken], now: float) -> None:
-        """A step has run, and its sequences have their tokens; the device was not waited for when it was launched."""
+        """Notes the times of a step whose tokens were taken. The device was not waited for at its launch."""
         metrics = self.metrics
         seconds = now - max(unread.started, self._read_at)  # steps that overlap are not counted twice
         self._read_at = now
@@ -592,14 +592,14 @@ class Engine:
             metrics.token_gap_seconds.note(0.0, together)
 
     def _check_device(self) -> None:
-        """Wait for the device, if a step has run since that was done last. Raises DeviceFault."""
+        """Waits for the device if a step has run since the last wait. Raises DeviceFault."""
         if self._must_check:
             self._must_check = False
             self._runner.check_device()
             self._scheduler.all_is_right()
 
     def _run(self, step: ScheduledStep) -> StepPicks:
-        """Launch a step, and what picks its tokens."""
+        """Launches a step, and the kernels that pick its tokens."""
         before, batch = self.runtime.faults.step_number, step.batch
         self._must_check = True
         self._compared.before_step(batch.kv_len, batch.q_len, batch.token_ids)
@@ -617,24 +617,24 @@ class Engine:
         logprobs: Many[TokenLogprobs],
         unread: UnreadStep,
     ) -> None:
-        """Note the tokens that a request got of a step, and its end.
+        """Notes the tokens that a request got from a step, and its end.
 
-        token_ids: none where an interrupt has left nothing but its end
-        reason:    why it ends with the last of them, as far as tokens say it
-        logprobs:  of them, where the request asks for any
+        token_ids: none if an interrupt has left nothing but its end
+        reason:    why it ends with the last of them, as far as tokens show it
+        logprobs:  of them, if the request asks for any
         """
         if token_ids and output.reason is None:
             self.metrics.new_tokens += output.take(token_ids, reason, logprobs, self._events)
             self._compared.note(token_ids)
         if output.reason is not None:
-            if reason is None:  # only its text says so
+            if reason is None:  # only its text ends it
                 self._enter_rounds()
                 self._scheduler.drop(output.sequence)
             self._recent.leave(output.sequence.number, unread.number, unread.picks.round_number)
             self._end(output)
 
     def _end(self, output: Output) -> None:
-        """Note what a request came to, which has ended and is not served any more."""
+        """Notes the completion of a request that has ended and is not served any more."""
         number = output.sequence.number
         self._done[number] = output.completion()
         self._outputs.pop(number, None)
@@ -642,7 +642,7 @@ class Engine:
         self.metrics.note_end(output.reason, output.seconds)
 
     def _fail(self, number: int, error: str) -> None:
-        """Note that a request has failed, whose sequence has left the scheduler; or one that had ended."""
+        """Notes that a request has failed. Its sequence has left the scheduler, or the request had ended before."""
         output = self._outputs.get(number)
         if output is None:
             self._done[number] = replace(self._done[number], finish_reason="error", error=error)
@@ -652,11 +652,11 @@ class Engine:
             self._end(output)
 
     def _take_in(self, fault: DeviceFault) -> None:
-        """Fail every request that was in the step of a fault and was not handed over; or see which are concerned."""
+        """Fails a fault's requests that were not handed over; those of a contained fault become suspects first."""
         self.settle()
         faults = [fault, *self._more_faults()]
         self._scheduler.forget_unknown_pages()
-        # Several of these faults may be of steps before a sequence became suspect: that it is alone shows nothing yet.
+        # Several of these faults may belong to steps before a sequence became suspect: being alone then shows nothing.
         were_alone = {number for number, output in self._outputs.items() if output.sequence.is_suspect}
         for found in (one for fault in faults for one in fault.each):
             concerned = self._recent.requests_in(found.step, self._rounds.first_fault_of(found.step))
@@ -673,13 +673,13 @@ class Engine:
                     self._fail(number, str(found))
 
     def _more_faults(self) -> list[DeviceFault]:
-        """What else the device has to report, so that nothing of it is left for requests that come later."""
+        """Further faults that the device has to report, read now so that later requests do not get them."""
         faults: dict[int | None, DeviceFault] = {}
         while True:
             try:
                 self.runtime.check_device()
             except DeviceFault as fault:
-                if fault.step in faults:  # there to stay, such as what lies in page 0
+                if fault.step in faults:  # a lasting fault, such as one of page 0
                     break
                 faults[fault.step] = fault
                 self.metrics.faults += len(fault.each)

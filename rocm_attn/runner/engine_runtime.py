@@ -1,4 +1,4 @@
-"""The runtime that an engine serves with: its pages are chosen, and its pool is sized."""
+"""Builds the runtime of an engine: chooses its pages, and sizes its pool."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from rocm_attn.step.options import RuntimeOptions
 
 @dataclass(frozen=True, slots=True)
 class StepForms:
-    """Which steps an engine's runtime has beside those that decode and those that take in prompts.
+    """The steps of an engine's runtime in addition to those that decode and those that take in prompts.
 
-    verify_tokens: as of RuntimeOptions
+    verify_tokens: see RuntimeOptions
     prompt_tokens: likewise
     masks:         whether trees of tokens are verified or drafted
     drafts:        rounds that draft
-    beside:        layers of what drafts, which keeps K and V of the same tokens in a pool of its own
+    beside:        layers of the draft model, which keeps K and V of the same tokens in a pool of its own
     """
 
     verify_tokens: int = 0
@@ -56,7 +56,7 @@ class StepForms:
 
     @classmethod
     def of(cls, options: EngineOptions, device: torch.device, beside: tuple[AttentionLayer, ...] = ()) -> StepForms:
-        """Those of an engine that verifies what is guessed, if it does."""
+        """The forms of an engine; with speculation, those that verify draft tokens."""
         if not options.speculates:
             return cls()
         if not captures_all_steps(options, device):
@@ -65,25 +65,25 @@ class StepForms:
         return cls(options.rows_of_each, sizes, options.topk > 1, beside=beside)
 
 
-# Steps with more new tokens than this run eagerly: they take the device longer than the host, and a graph of one would
-# keep memory for so many tokens from K and V.
+# Steps with more new tokens than this run eagerly. They take the device longer than the host, and the graph of one
+# would take the memory of as many tokens away from K and V.
 _MOST_REPLAYED = 512
 
 
 def prompt_sizes(chunk: int) -> tuple[int, ...]:
-    """Token counts that steps with prompts are padded to: the chunk, up to a bound, and a quarter where that is enough.
+    """Token counts that steps with prompts are padded to: the chunk, up to a bound, and a quarter of that.
 
-    Steps wait for the tokens of the steps before them where tokens are guessed, so the host's time for an eager one is
-    paid in full.
+    With draft tokens, steps wait for the tokens of the steps before them, so the host's time for an eager step is paid
+    in full.
     """
     most = min(chunk, _MOST_REPLAYED)
     return tuple(sorted({-(-most // 4), most} - {1}))
 
 
 def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:
-    """Whether steps that hold pads for each sequence are made graphs of.
+    """True if graphs are made of steps that hold pads for each sequence.
 
-    On a CPU the pads of such a step cost more than its graph saves, so it has one only where graphs are asked for.
+    On a CPU the pads of such a step cost more than its graph saves, so it has one only if graphs are requested.
     """
     return options.graphs and not (device.type == "cpu" and options.capture_after is None)
 
@@ -91,16 +91,16 @@ def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:
 def runtime_for(
     loaded: LoadedModel, options: EngineOptions, beside: tuple[AttentionLayer, ...] = ()
 ) -> tuple[AttentionRuntime, Measured]:
-    """runtime_with, for the steps that the options ask for. beside: as of StepForms"""
+    """Calls runtime_with for the steps that the options need. beside: see StepForms"""
     return runtime_with(loaded, options, StepForms.of(options, loaded.weights.device, beside))
 
 
 def runtime_with(loaded: LoadedModel, options: EngineOptions, forms: StepForms) -> tuple[AttentionRuntime, Measured]:
     """A runtime whose pool holds max_batch_size sequences of full length, or as many as the memory allows.
 
-    Where neither kv_bytes nor num_pages is given, and a GPU has no plenty of room, the model's largest steps are run
-    over a small pool first, and what was measured is returned; else NOT_MEASURED. Ranks that share a model call this at
-    the same time.
+    If neither kv_bytes nor num_pages is given, and the room on a GPU is not plentiful, the model's largest steps are
+    run over a small pool first, and the measurement is returned; otherwise NOT_MEASURED. Ranks that share a model call
+    this at the same time.
     Raises BadSetting, Unsupported, CapacityExceeded.
     """
     config, weights = loaded.config, loaded.weights
@@ -129,7 +129,7 @@ def runtime_with(loaded: LoadedModel, options: EngineOptions, forms: StepForms) 
 
 
 def model_over(runtime: AttentionRuntime, loaded: LoadedModel, options: EngineOptions) -> Model:
-    """The model, whose attention runs on a runtime. That gets what factors of eight-bit K and V the model brings."""
+    """The model, with its attention on a runtime, which gets the model's scales of eight-bit K and V, if any."""
     for layer in range(loaded.config.attention.num_storing):
         factors, form = loaded.weights.layers[layer].kv_factors, runtime.pool.layer(layer).format
         if factors is not None and form.scales in (Scales.LAYER, Scales.HEAD):
@@ -147,7 +147,7 @@ def model_over(runtime: AttentionRuntime, loaded: LoadedModel, options: EngineOp
 
 @dataclass(frozen=True, slots=True)
 class _Sizing:
-    """How large a pool is. problems: one for each layer, over pages that were chosen"""
+    """Sizes the pool. problems: one per layer, over pages that were chosen"""
 
     loaded: LoadedModel
     options: EngineOptions
@@ -156,9 +156,9 @@ class _Sizing:
     forms: StepForms
 
     def kv_bytes(self) -> tuple[int, Measured]:
-        """Memory for K and V, and what was measured for it. What is asked for is not cut to what is there.
+        """Memory for K and V, and its measurement. A requested size is not cut to the free memory.
 
-        Without that for K and V of what drafts, which has room for as many tokens.
+        The memory for K and V of the draft model, which has room for as many tokens, is subtracted.
         """
         own, (num_bytes, measured) = page_bytes(self.problems), self._all_kv_bytes()
         return num_bytes * own // (own + self._beside_bytes), measured
@@ -169,7 +169,7 @@ class _Sizing:
 
     @property
     def _beside_bytes(self) -> int:
-        """What K and V of what drafts take for the tokens of a page."""
+        """Bytes of the draft model's K and V for the tokens of a page."""
         first = self.problems[0]
         return page_bytes([layer.problem(dtype=first.dtype, page_size=first.page_size) for layer in self.forms.beside])
 
@@ -195,12 +195,12 @@ class _Sizing:
             return wanted, NOT_MEASURED
         steps = self._largest_steps(free)
         measured = measure(memory, partial(self._for_measuring, steps), steps, vocabulary=self.loaded.config.vocab_size)
-        # What drafts is made after the pool.
+        # The draft tensors are allocated after the pool.
         measured = replace(measured, step=measured.step + of_drafts)
         return ranks.least(measured.kv_bytes(options.gpu_memory_share, self.problems)), measured
 
     def pages(self, kv_bytes: int) -> PoolPages:
-        """The pages that were asked for, and as many as there is use and room for of the others."""
+        """The page counts that were requested, and for the others as many as can be used and fit."""
         options = self.options
         pages = pool_pages(
             self.problems,
@@ -213,7 +213,7 @@ class _Sizing:
         return PoolPages(full, min(pages.swa, full) if options.swa_pages is None else options.swa_pages)
 
     def runtime(self, pages: PoolPages, max_kv_len: int) -> AttentionRuntime:
-        """A runtime with these pages. max_kv_len: of a sequence, by which tables and other memory are sized"""
+        """A runtime with these pages. max_kv_len: of a sequence; it sizes tables and other memory"""
         return build_runtime(
             self.problems,
             RuntimeOptions(
@@ -232,10 +232,10 @@ class _Sizing:
         )
 
     def _largest_steps(self, free_bytes: int) -> LargestSteps:
-        """Steps whose small pool takes at most half of what is free."""
+        """Steps whose small pool takes at most half of the free memory."""
         page_size, affordable = self.problems[0].page_size, free_bytes // page_bytes(self.problems)
         num_seqs = self.options.max_batch_size
-        # Steps with prompts are captured at a size of all sequences, whatever each of them has of it.
+        # Steps with prompts are captured at a size of all sequences, whatever each one's part of it is.
         most_captured = max(1, -(-max(self.forms.prompt_tokens, default=0) // num_seqs))
         captured = max(self.forms.verify_tokens, most_captured)
         num_tokens = max(num_seqs * captured, self._chunk)
@@ -244,7 +244,7 @@ class _Sizing:
         return replace(steps, longest=min(steps.longest, max(most, page_size)))
 
     def _for_measuring(self, steps: LargestSteps) -> tuple[AttentionRuntime, StepRunner]:
-        """A runtime with a small pool, and a runner over it that makes a graph at the first chance."""
+        """A runtime with a small pool, and a runner over it that makes a graph as soon as it can."""
         pages = steps.pages(self.problems[0].page_size)
         has_swa = self.pages(page_bytes(self.problems) * pages).swa > 0
         runtime = self.runtime(PoolPages(pages, pages if has_swa else 0), self.max_kv_len)
@@ -256,7 +256,7 @@ class _Sizing:
 
 
 def _page_choice(problems: Sequence[Problem], loaded: LoadedModel, options: EngineOptions) -> PageChoice:
-    """The pages of the options, chosen as far as they are left open. Raises Unsupported where none have kernels."""
+    """The pages of the options; open options are chosen. Raises Unsupported if none have kernels."""
     target = detect_target(loaded.weights.device)
     missing = loaded.ranks.agree(missing_kernels(target, options.provider))
 

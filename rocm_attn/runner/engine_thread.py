@@ -1,7 +1,7 @@
-"""EngineThread: one thread that runs an engine's steps, and what other threads may ask of it.
+"""EngineThread: one thread that runs an engine's steps, and takes commands of other threads.
 
-Commands reach the thread through a queue, in the order in which they were given, and run between two steps. What the
-thread has to say it hands to the event loop of its owner. While there is no work it waits for a command.
+Commands reach the thread through a queue, in the order in which they were given, and run between two steps. The thread
+hands its results to the event loop of its owner. While there is no work it waits for a command.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from rocm_attn.runner.matching import MOST_COMPILING
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 
-# How often an idle thread looks whether its event loop was closed without a word.
+# Interval at which an idle thread checks whether its event loop was closed without stopping it.
 _LOOK_AT_LOOP_SECONDS = 1.0
-# How often it looks, while it is idle, whether a request is prepared.
+# Interval at which an idle thread checks whether a request is prepared.
 _LOOK_AT_PREPARED_SECONDS = 0.005
-# How long a request may take to be prepared, which is to compile its constraint.
+# Most seconds for preparing a request, which is compiling its constraint.
 MOST_PREPARING_SECONDS = 20.0
 
 Command = Callable[[], None]
 
 
 class ServingEngine(Protocol):
-    """What an EngineThread asks of an engine; see Engine and RankedEngine.
+    """The methods of an engine that an EngineThread calls; see Engine and RankedEngine.
 
-    One thread calls it, but for check() and report(), which are called while that one is in step() too.
+    One thread calls them, except check() and report(), which are also called while that thread is in step().
     """
 
     @property
@@ -56,11 +56,11 @@ class ServingEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a step has brought for one request.
+    """The result of a step for one request.
 
     ticket:     the owner's number of the request
     completion: of a request that has ended, or None
-    logprobs:   of the tokens, of a request that asks for them
+    logprobs:   of the tokens, if the request asks for them
     """
 
     ticket: int
@@ -71,16 +71,16 @@ class Update:
 
 
 class Owner(Protocol):
-    """What an EngineThread tells its owner. All of it runs in the owner's event loop."""
+    """The calls that an EngineThread makes to its owner. All of them run in the owner's event loop."""
 
     def take(self, updates: Sequence[Update]) -> None:
-        """Requests have moved on."""
+        """Receives the updates of requests."""
 
     def refuse(self, ticket: int, error: Exception) -> None:
-        """The engine did not take a request."""
+        """The engine refused a request."""
 
     def forget(self, ticket: int) -> None:
-        """A request is not in the engine any more, and no update of it comes."""
+        """A request is not in the engine any more, and gets no more updates."""
 
     def answer(self, waiting: asyncio.Future[Any], result: object, error: Exception | None) -> None:
         """A call between two steps has returned, or raised."""
@@ -90,14 +90,14 @@ class Owner(Protocol):
 
 
 class _LoopClosed(Exception):
-    """The owner's event loop takes nothing any more."""
+    """The owner's event loop was closed."""
 
 
 class EngineThread:
     """Runs an engine's steps while there is work. Its methods may be called from any thread, and never wait.
 
-    A DeviceFault ends the requests that the engine says are concerned. Any other exception of the engine's ends the
-    thread; every request is given up then. So it is where the event loop was closed.
+    A DeviceFault ends the requests that the engine names. Any other exception of the engine ends the thread, and every
+    request is given up. A closed event loop does the same.
     """
 
     def __init__(self, engine: ServingEngine, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
@@ -109,48 +109,48 @@ class EngineThread:
         self._preparing: dict[int, tuple[Request, float]] = {}  # ticket -> request, and when it came
         self._num_pauses = 0
         self._is_stopping = False
-        # A process that ends without stopping it is not held up by a device that hangs.
+        # A daemon: a device that hangs does not delay the end of a process that has not stopped the thread.
         self._thread = threading.Thread(target=self._run, name="rocm_attn engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Starts serving."""
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether it was started and has not ended."""
+        """True if it was started and has not ended."""
         return self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait for the end of a thread that has called Owner.end, which is near."""
+        """Waits for the end of a thread that has called Owner.end, which is near."""
         self._thread.join()
 
     def submit(self, ticket: int, request: Request) -> None:
-        """Queue a request of the owner's."""
+        """Queues a request of the owner."""
         self._commands.put(partial(self._submit, ticket, request))
 
     def abort(self, ticket: int) -> None:
-        """End a request; its completion comes as an update. Nothing happens where it has ended."""
+        """Ends a request; its completion comes as an update. A request that has ended is left unchanged."""
         self._commands.put(partial(self._abort, ticket))
 
     def forget(self, ticket: int) -> None:
-        """End a request of which nothing more is wanted."""
+        """Ends a request whose results are not wanted any more."""
         self._commands.put(partial(self._forget, ticket))
 
     def call(self, function: Callable[[], object], waiting: asyncio.Future[Any]) -> None:
-        """Call a function between two steps, while none runs on the device. waiting: who is answered"""
+        """Calls a function between two steps, while none runs on the device. waiting: gets the answer"""
         self._commands.put(partial(self._call, function, waiting))
 
     def pause(self) -> None:
-        """Run no step from the next one on, and wait for the one that runs; commands run. Pauses are counted."""
+        """Runs no further step, and waits for the one that runs; commands still run. Pauses are counted."""
         self._commands.put(partial(self._add_pauses, 1))
 
     def resume(self) -> None:
-        """Take one pause() back."""
+        """Takes one pause() back."""
         self._commands.put(partial(self._add_pauses, -1))
 
     def stop(self) -> None:
-        """Give up all requests and end, after the step that runs."""
+        """Gives up all requests and ends, after the step that runs."""
         self._commands.put(self._stop)
 
     def _run(self) -> None:
@@ -159,7 +159,7 @@ class EngineThread:
             self._serve()
         except _LoopClosed:
             logging.getLogger(__name__).warning("the event loop was closed before the engine was stopped")
-        except BaseException as ending:  # it is the callers' to know of
+        except BaseException as ending:  # callers get to know it
             error = ending
             logging.getLogger(__name__).error("the engine has ended", exc_info=ending)
         with suppress(_LoopClosed):
@@ -167,7 +167,7 @@ class EngineThread:
         try:
             for number in self._ticket_of:
                 self._engine.cancel(number)
-        except Exception as error:  # what has ended the engine may have broken its books
+        except Exception as error:  # the exception that ended the engine may have broken its state
             logging.getLogger(__name__).error("requests could not be given up: %s", error)
 
     def _serve(self) -> None:
@@ -182,7 +182,7 @@ class EngineThread:
                 self._submit_prepared()
 
     def _wait(self) -> None:
-        """Obey one command; return without one only now and then."""
+        """Runs one command; now and then returns without one."""
         try:
             self._commands.get(timeout=_LOOK_AT_PREPARED_SECONDS if self._preparing else _LOOK_AT_LOOP_SECONDS)()
         except queue.Empty:
@@ -193,7 +193,7 @@ class EngineThread:
         try:
             events = self._engine.step()
         except DeviceFault as fault:
-            # The engine's next events say which requests have failed of it.
+            # The engine's next events name the requests that it failed.
             logging.getLogger(__name__).warning("a fault of the device: %s", fault)
             return
         updates = self._updates(events)
@@ -201,7 +201,7 @@ class EngineThread:
             self._post(self._owner.take, updates)
 
     def _updates(self, events: Sequence[Event]) -> list[Update]:
-        """One for each request. A failure may follow a request's last token."""
+        """One update per request. A failure may follow a request's last token."""
         tokens: dict[int, list[int]] = {}
         logprobs: dict[int, list[TokenLogprobs]] = {}
         texts: dict[int, str] = {}
@@ -215,7 +215,7 @@ class EngineThread:
                 continue
             number = event.request
             if number not in self._ticket_of:
-                continue  # a request that somebody else has submitted
+                continue  # a request that another caller has submitted
             of_request = tokens.setdefault(number, [])
             texts[number] = texts.get(number, "") + event.text
             if isinstance(event, TokenEvent):
@@ -258,7 +258,7 @@ class EngineThread:
         self._submit_prepared()
 
     def _submit_prepared(self) -> None:
-        """Give the engine what it need not wait for: other requests' tokens do not wait for a constraint."""
+        """Submits requests that are prepared: their tokens do not wait for the constraints of others."""
         for ticket, (request, came) in tuple(self._preparing.items()):
             try:
                 if self._engine.is_prepared(request):
@@ -312,7 +312,7 @@ class EngineThread:
         self._is_stopping = True
 
     def _post(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function in the event loop, soon. Raises _LoopClosed."""
+        """Schedules a call in the event loop. Raises _LoopClosed."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError as error:

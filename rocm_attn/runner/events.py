@@ -1,4 +1,4 @@
-"""Events: what steps have brought, put together token by token only where somebody goes through them so."""
+"""Events: the results of steps, turned into one event per token only when they are iterated."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple, overload
 
 from rocm_attn.runner.request import Event, TokenEvent
 
-# A step brings hundreds; these are put together without a call of Python for each.
+# A step brings hundreds of events; map and zip make them without a Python call for each.
 _event: Callable[[tuple[int, int, str, None, None]], TokenEvent] = partial(tuple.__new__, TokenEvent)
 _NO_TEXT, _NO_REASON, _NO_LOGPROBS = repeat(""), repeat(None), repeat(None)
 
 
 class NewTokens(NamedTuple):
-    """New tokens of requests that go on, without text: in place of a TokenEvent for each.
+    """New tokens of requests that go on, without text: replaces one TokenEvent per token.
 
     requests:  numbers
     token_ids: of each
@@ -25,24 +25,24 @@ class NewTokens(NamedTuple):
     token_ids: Sequence[Sequence[int]]
 
     def events(self) -> Iterator[TokenEvent]:
-        """They, one by one."""
+        """Yields a TokenEvent for each token."""
         for number, ids in zip(self.requests, self.token_ids, strict=True):
             yield from map(_event, zip(repeat(number), ids, _NO_TEXT, _NO_REASON, _NO_LOGPROBS, strict=False))
 
     def without(self, request: int) -> NewTokens:
-        """Those of the others."""
+        """The tokens of the other requests."""
         kept = [at for at, number in enumerate(self.requests) if number != request]
         return NewTokens([self.requests[at] for at in kept], [self.token_ids[at] for at in kept])
 
 
 def without(parts: Sequence[Event | NewTokens], request: int) -> list[Event | NewTokens]:
-    """Parts of Events without those of a request."""
+    """The parts of Events without those of a request."""
     others = [part.without(request) if isinstance(part, NewTokens) else part for part in parts]
     return [part for part in others if (part.requests if isinstance(part, NewTokens) else part.request != request)]
 
 
 class Events(Sequence[Event]):
-    """Events in order. Equal to a list of the same ones.
+    """Events in order. Equal to a list of the same events.
 
     parts: events, and NewTokens in the place of several
     """

@@ -19,8 +19,8 @@ def expert_products(
 ) -> Tensor:
     """[pairs, out]: each pair's row of x times the matrix of its expert; see launch_expert_product.
 
-    rows:  of a block; where they are not fixed, a GPU takes blocks by the mean size of a group, a CPU whole groups
-    fixed: whether a row's bits may not depend on how many rows there are
+    rows:  of a block; if they are not fixed, a GPU takes blocks by the mean size of a group, a CPU whole groups
+    fixed: whether a row's bits must not depend on the number of rows
     """
     num_pairs = groups.order.shape[0]
     out = torch.empty(num_pairs, weight.shape[1], dtype=x.dtype, device=x.device)

@@ -1,7 +1,7 @@
-"""The model families: one entry of one table each.
+"""The model families: one table entry each.
 
-An entry says how the attention of a model's config.json is read and, where the runner runs the model, the rest. The
-attention runtime serves the attention layers of every family here, whatever the rest of the model is made of.
+An entry says how the attention of a model's config.json is read and, if the runner runs the model, the rest. The
+attention runtime serves the attention layers of every family here, whatever the other layers are.
 """
 
 from __future__ import annotations
@@ -59,33 +59,33 @@ from rocm_attn.runner.rope import Rope
 
 
 def no_own_inputs(fields: Fields) -> OwnInputs:
-    """Layers get nothing of a token but the residual."""
+    """The inputs of a model whose layers get only the residual."""
     return OwnInputs()
 
 
 def no_multipliers(fields: Fields) -> Multipliers:
-    """Every factor is 1."""
+    """The multipliers of a model without any: every factor is 1."""
     return Multipliers()
 
 
 def embeddings_by_width(fields: Fields) -> Multipliers:
-    """Embeddings are multiplied by hidden_size ** 0.5 (Gemma)."""
+    """Multiplies embeddings by hidden_size ** 0.5 (Gemma)."""
     return Multipliers(embedding=fields.count("hidden_size") ** 0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """What is left of a model beside its attention, for families that the runner runs.
+    """The parts of a model other than attention, for families that the runner runs.
 
     mlps:     the MLP of each layer
-    projections: what makes q, k and v of each layer
+    projections: q, k and v projections of each layer
     ropes:    the rotary embedding of each layer
-    out_norms: whether what attention and MLP give is normalised before it is added
-    multipliers: on embeddings, on what is added to the residual, on what the output matrix gets
-    norm_offset: added to the weights of norms: 1 where a file holds what they differ from 1 by
-    own_inputs: what each layer gets of a token beside the residual
+    out_norms: whether the output of attention and MLP is normalised before it is added
+    multipliers: on embeddings, on terms of the residual, on the input of the output matrix
+    norm_offset: added to the weights of norms: 1 if a file holds their difference from 1
+    own_inputs: the inputs that each layer gets for a token in addition to the residual
     has_layer_factors: whether each layer's sum has a learned factor
-    gguf:     the name of the architecture in GGUF files; empty where the runner reads none
+    gguf:     the name of the architecture in GGUF files; empty if the runner reads none
     """
 
     mlps: Callable[[Fields, int], tuple[Mlp, ...]]
@@ -103,8 +103,9 @@ class Decoder:
 class Family:
     """One architecture.
 
-    defaults: what a published file may leave out because the model's class knows it; null in the file overrules it
-    decoder:  None where the runner does not run the model; its attention is served all the same
+    defaults: values that a published file may leave out because the model's class has them; null in the file overrides
+              one
+    decoder:  None if the runner does not run the model; its attention is served all the same
     """
 
     attention: AttentionOfFamily
@@ -115,7 +116,7 @@ class Family:
 def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     """The attention layers of the model that a config.json describes.
 
-    Raises Unsupported for attention of another kind, BadModel for a config that is not complete.
+    Raises Unsupported for attention of another kind, BadModel for an incomplete config.
     """
     architecture = architecture_of(config)
     family = FAMILIES.get(architecture)
@@ -128,7 +129,7 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
 
 
 def text_fields(config: Mapping[str, object]) -> Fields:
-    """What a config.json says of its text model, with what the model's class knows where the file is silent.
+    """The text model's fields of a config.json; the defaults of the model's class fill the gaps.
 
     Raises Unsupported for an architecture whose attention is not known.
     """
@@ -143,7 +144,7 @@ def text_fields(config: Mapping[str, object]) -> Fields:
 
 
 def architecture_of(config: Mapping[str, object]) -> str:
-    """The class name that a config.json carries. Raises BadModel."""
+    """The class name in a config.json. Raises BadModel."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str) or len(names[0]) > _LONGEST_NAME:
         raise BadModel(f"config.json: architectures is {shown(names)}; it must name the model's class in a list")
@@ -151,7 +152,7 @@ def architecture_of(config: Mapping[str, object]) -> str:
 
 
 def refuse_latent_attention(config: Mapping[str, object]) -> None:
-    """Raise Unsupported for a model whose tokens are kept as one latent row."""
+    """Raises Unsupported for a model that stores one latent row per token."""
     text = config.get("text_config")
     for fields in (config, text if isinstance(text, Mapping) else {}):
         if fields.get("kv_lora_rank") is not None:
@@ -161,7 +162,7 @@ def refuse_latent_attention(config: Mapping[str, object]) -> None:
             )
 
 
-# Of an architecture; messages quote it.
+# Characters of an architecture's name; messages quote it.
 _LONGEST_NAME = 100
 
 _WINDOW_4096: dict[str, object] = {"sliding_window": 4096}
@@ -274,7 +275,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "DeepseekV3ForCausalLM": Family(LatentAttention(), decoder=Decoder(deepseek_v3_experts, interleaved_rows)),
 }
-# Of the models that the runner runs.
+# The decoders of the models that the runner runs.
 DECODERS: Mapping[str, Decoder] = {
     name: family.decoder for name, family in FAMILIES.items() if family.decoder is not None
 }

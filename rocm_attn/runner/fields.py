@@ -1,4 +1,4 @@
-"""Fields: a model's description (config.json, GGUF metadata) read with types and clear refusals."""
+"""Fields: a model's description (config.json, GGUF metadata) read with types. Bad values raise clear errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rocm_attn.errors import BadModel
 
 # Every size and id of a model is an int32 on the device.
 _LARGEST = 2**31 - 1
-# Eighty times as many as the deepest model that was published; each costs a few kilobytes before a file is compared.
+# Eighty times as many as the deepest published model; each costs a few kilobytes before a file is compared.
 MAX_LAYERS = 10_000
-# An index of a trillion parameters has a few megabytes; a config is read whole.
+# The index of a trillion parameters has a few megabytes. A config is read whole.
 _MAX_TEXT_BYTES = 64 << 20
 
 _LONGEST = 160
@@ -24,17 +24,17 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
 
 
 def shown(value: object) -> str:
-    """A value out of a file for a message: as Python writes it, and shortened where it is long or deep."""
+    """A value from a file for a message: as Python writes it, shortened if it is long or deep."""
     text = _SHORT.repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A mapping of named values out of a file.
+    """A mapping of named values from a file.
 
-    values: name -> whatever the file holds
-    source: what a message calls the file, for instance "config.json"
+    values: name -> value in the file
+    source: name of the file in messages, for instance "config.json"
 
     A value of None counts as absent. Every method raises BadModel that names the field, the value and the source.
     """
@@ -43,11 +43,11 @@ class Fields:
     source: str
 
     def has(self, name: str) -> bool:
-        """Whether the file says anything under this name."""
+        """True if the file has a value under this name."""
         return self.values.get(name) is not None
 
     def count(self, name: str, default: int | None = None, most: int = _LARGEST) -> int:
-        """A whole number of 1 to most."""
+        """A whole number from 1 to most."""
         value = self.whole(name, default)
         if value < 1:
             raise BadModel(f"{self.source}: {name} is {value}; it must be at least 1")
@@ -56,7 +56,7 @@ class Fields:
         return value
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number that an int32 holds."""
+        """A whole number that fits an int32."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be a whole number")
@@ -67,13 +67,13 @@ class Fields:
     def positive(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self._get(name, default)
-        # A float above all others, or a whole number that no float holds, is as good as infinite.
+        # A float above all others, or a whole number that no float can hold, counts as infinite.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be a positive number")
         return float(value)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
-        """True or false."""
+        """A bool."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be true or false")
@@ -87,7 +87,7 @@ class Fields:
         return value
 
     def list(self, name: str) -> list[object]:
-        """A list of whatever the file holds."""
+        """A list of any values."""
         value = self._get(name, None)
         if not isinstance(value, list):
             raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be a list")
@@ -104,7 +104,7 @@ class Fields:
         return tuple(items)
 
     def inner(self, name: str) -> Fields:
-        """The fields of a nested object; no fields where it is absent."""
+        """The fields of a nested object; no fields if it is absent."""
         value = self.values.get(name)
         if value is None:
             value = {}

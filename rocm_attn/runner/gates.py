@@ -1,4 +1,4 @@
-"""Gates: what an MLP makes of its two inner products, elementwise: gate and up, each [tokens, inner]."""
+"""Gates: combine the two inner products of an MLP elementwise: gate and up, each [tokens, inner]."""
 
 from __future__ import annotations
 

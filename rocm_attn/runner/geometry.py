@@ -1,4 +1,4 @@
-"""The attention layers of a model, as values: what the runner and `rocm-attn explain` know of them."""
+"""The attention layers of a model, as values: the facts that the runner and `rocm-attn explain` use."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One attention layer of a model; v rows are as long as q and k rows, but for latent attention.
+    """One attention layer of a model. v rows are as long as q and k rows, except in latent attention.
 
     scale:       factor on q.k before the softmax
-    window_left: previous keys a query sees besides its own; -1: all of them
-    indexer:     what chooses the keys that are attended to; every rank has it whole, but for selections of KV heads
-    latent_dim:  of latent attention, elements of a token's one row that are V, its first ones; 0: K and V of their own
+    window_left: previous keys that a query attends to in addition to its own; -1: all of them
+    indexer:     selects the keys that are attended to; whole on every rank, except for selections per KV head
+    latent_dim:  of latent attention: the first elements of a token's one row, which are V; 0: K and V of their own
     """
 
     num_q_heads: int
@@ -42,11 +42,11 @@ class AttentionLayer:
 
     @property
     def rope_dim(self) -> int:
-        """Elements of a q and a k row that turn: all, or of latent attention those after the latent ones."""
+        """Elements of a q and a k row that turn: all, or in latent attention those after the latent ones."""
         return self.head_dim - self.latent_dim
 
     def on_one_of(self, num_ranks: int) -> AttentionLayer:
-        """The part of one tensor-parallel rank, as Shard.heads cuts it; one latent row is held by every rank."""
+        """The part of one tensor-parallel rank, as Shard.heads cuts it. Every rank holds the one latent row."""
         heads, indexer = Shard(0, num_ranks).heads(self.num_q_heads, self.num_kv_heads), self.indexer
         if isinstance(indexer, Indexer) and indexer.indexing.sets > 1:
             of_set = indexer.num_heads // indexer.indexing.sets
@@ -76,9 +76,9 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionGeometry:
-    """The attention layers of a model; no two need be alike.
+    """The attention layers of a model; they may all differ.
 
-    reads: layer -> the layer whose K and V it reads: itself, or of the last layers, which keep none, an earlier one
+    reads: layer -> the layer whose K and V it reads: itself, or an earlier one if it is one of the last that keep none
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -95,7 +95,7 @@ class AttentionGeometry:
         return sum(layer == read for layer, read in enumerate(self.reads))
 
     def keeps_kv(self, layer: int) -> bool:
-        """Whether a layer keeps K and V."""
+        """True if a layer keeps K and V."""
         return self.reads[layer] == layer
 
     def on_one_of(self, num_ranks: int) -> AttentionGeometry:
@@ -103,7 +103,7 @@ class AttentionGeometry:
         return replace(self, layers=tuple(layer.on_one_of(num_ranks) for layer in self.layers))
 
     def without_idle_windows(self, max_kv_len: int) -> AttentionGeometry:
-        """The same layers for sequences up to max_kv_len: a window that none of them outgrows counts as none."""
+        """The same layers for sequences up to max_kv_len: a window that none of them outgrows is dropped."""
         layers = tuple(
             replace(layer, window_left=UNLIMITED_WINDOW) if layer.window_left >= max_kv_len - 1 else layer
             for layer in self.layers
@@ -111,11 +111,11 @@ class AttentionGeometry:
         return replace(self, layers=layers)
 
     def problems(self, *, dtype: torch.dtype, page_size: int, kv: KVFormat = AS_COMPUTED) -> tuple[Problem, ...]:
-        """One Problem per layer that keeps K and V; one that reads them has that layer's. Raises BadProblem."""
+        """One Problem per layer that keeps K and V; a layer that reads them has that layer's. Raises BadProblem."""
         storing = self.layers[: self.num_storing]
         return tuple(layer.problem(dtype=dtype, page_size=page_size, kv=kv) for layer in storing)
 
 
 def window_left(sliding_window: int) -> int:
-    """Hugging Face counts a query's own key in its window; here only the previous ones are counted."""
+    """window_left of Hugging Face's window, which counts a query's own key; here only the previous ones count."""
     return sliding_window - 1

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Float32Array = npt.NDArray[np.float32]
 
-# what the gguf package raises on bytes that make no sense
+# Exceptions that the gguf package raises on invalid bytes.
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError, RecursionError)
 
 _HF_NAMES = {
@@ -49,11 +49,11 @@ class GGUFFile:
 
     metadata: every key of the file -> int, float, bool, str or a list of them
 
-    Opening maps the file and reads its head. Raises BadModel for a file that is damaged or cut short.
+    Opening maps the file and reads its header. Raises BadModel for a file that is damaged or cut short.
     """
 
     def __init__(self, path: Path) -> None:
-        # Here, as the package is only needed by those who have such files.
+        # Imported here, because only users of such files need the package.
         import gguf
 
         self.name = str(path)
@@ -80,9 +80,9 @@ class GGUFFile:
         }
 
     def read(self, name: str, *where: slice) -> Tensor:
-        """As TensorSource.read, in float32, rows in Hugging Face's order. Raises BadModel.
+        """Like TensorSource.read, in float32, rows in Hugging Face's order. Raises BadModel.
 
-        Of a part, its rows alone are dequantised; columns lie in blocks, and are cut afterwards.
+        For a part, only its rows are dequantised. Columns lie in blocks, and are cut afterwards.
         """
         tensor, shape = self._tensors[name], self.shapes()[name]
         rows_of_head = self._rows_of_head(tensor, shape)
@@ -103,7 +103,7 @@ class GGUFFile:
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
     def _rows_of_head(self, tensor: gguf.ReaderTensor, shape: Shape) -> int:
-        """Rows of q or k that belong to one head, where their order is not Hugging Face's; 1 where it is."""
+        """Rows of q or k that belong to one head, if their order is not Hugging Face's; 1 if it is."""
         field = _HEADS_FIELD.get(tensor.name.split(".")[-2]) if self._interleaved else None
         if field is None:
             return 1
@@ -112,7 +112,7 @@ class GGUFFile:
         return shape[0] // num_heads
 
     def rope_divisors(self) -> tuple[float, ...] | None:
-        """What each rotary frequency is to be divided by, where the file says so (Llama 3's scaling)."""
+        """The divisor of each rotary frequency, if the file has them (Llama 3's scaling)."""
         tensor = self._tensors.get(_ROPE_DIVISORS)
         if tensor is None:
             return None
@@ -122,7 +122,7 @@ class GGUFFile:
 
 
 def _hf_name(name: str) -> str:
-    """Hugging Face's name of a tensor; a name that is not known stays as it is, and is refused as unexpected."""
+    """Hugging Face's name of a tensor. An unknown name is kept, and is refused as unexpected."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in _HF_NAMES:
         return name
@@ -133,8 +133,8 @@ def _hf_name(name: str) -> str:
 def _halves_from_pairs(rows: Float32Array, rows_of_head: int) -> Float32Array:
     """q or k rows of whole heads in Hugging Face's order.
 
-    In llama files the two rows that turn together are neighbours; in Hugging Face's they are half a head apart.
-    The wrong order raises no error: it only gives text without sense.
+    In llama files the two rows that turn together are adjacent; in Hugging Face's they are half a head apart. The wrong
+    order raises no error: the model then writes meaningless text.
     """
     pairs = rows.reshape(-1, rows_of_head // 2, 2, *rows.shape[1:])
     halves: Float32Array = pairs.swapaxes(1, 2).reshape(rows.shape)

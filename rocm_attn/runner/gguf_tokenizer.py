@@ -1,4 +1,4 @@
-"""A tokenizer out of GGUF metadata: the vocabulary is in the file, the way of splitting text only by name."""
+"""A tokenizer from GGUF metadata. The vocabulary is in the file; the way of splitting text is only named there."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 
 
 def tokenizer_from_gguf(fields: Fields) -> Tokenizer:
-    """The tokenizer of a GGUF file's metadata. Raises BadModel for a vocabulary of a kind that is not known."""
+    """The tokenizer of a GGUF file's metadata. Raises BadModel for an unknown kind of vocabulary."""
     tokens = _strings(fields, "tokenizer.ggml.tokens")
     kind = fields.text("tokenizer.ggml.model")
     if kind == "gpt2":
@@ -71,7 +71,7 @@ def _byte_level_bpe(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
             f"the runner knows {', '.join(_PRE_TOKENIZERS)}; use the model's directory with tokenizer.json"
         )
     merges = [_pair(fields, merge) for merge in _strings(fields, "tokenizer.ggml.merges")]
-    # Llama 3 takes a word that is in the vocabulary as it is, even where the merges lead elsewhere
+    # Llama 3 keeps a word that is in the vocabulary whole, even if the merges lead elsewhere
     tokenizer = Tokenizer(_bpe(fields, tokens, merges, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -97,7 +97,7 @@ def _sentencepiece_bpe(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, best score first, earlier token first among equals."""
+    """Every way to make a token from two others, best score first, earlier token first among equals."""
     known = set(tokens)
     ranked = sorted(range(len(tokens)), key=lambda token: -scores[token])
     return [

@@ -14,7 +14,7 @@ from rocm_attn.runner.geometry import AttentionGeometry, AttentionLayer, window_
 
 
 class AttentionOfFamily(Protocol):
-    """How the attention of one architecture is read. is_latent: whether its tokens are kept as one latent row."""
+    """How the attention of one architecture is read. is_latent: whether it stores one latent row per token"""
 
     is_latent: ClassVar[bool]
 
@@ -24,25 +24,25 @@ class AttentionOfFamily(Protocol):
 
 
 def no_window(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """[layers] window_left where no layer has a window."""
+    """[layers] window_left for a model without windows."""
     return (UNLIMITED_WINDOW,) * num_layers
 
 
 def window_everywhere(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """[layers] window_left where every layer has the file's sliding_window, if it has one."""
+    """[layers] window_left for a model whose layers all have the file's sliding_window, if it has one."""
     if not fields.has("sliding_window"):
         return no_window(fields, num_layers)
     return (window_left(fields.count("sliding_window")),) * num_layers
 
 
 def window_everywhere_if_used(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """[layers] As window_everywhere, where use_sliding_window is true."""
+    """[layers] Like window_everywhere, if use_sliding_window is true."""
     used = fields.flag("use_sliding_window", False)
     return window_everywhere(fields, num_layers) if used else no_window(fields, num_layers)
 
 
 def _window_where(fields: Fields, num_layers: int, slides: Callable[[int], bool]) -> tuple[int, ...]:
-    """A window on the layers that layer_types names, or else on those for which `slides` holds."""
+    """A window on the layers that layer_types names, or without it on those for which `slides` holds."""
     if not fields.has("sliding_window"):
         return no_window(fields, num_layers)
     left = window_left(fields.count("sliding_window"))
@@ -61,7 +61,7 @@ def _window_where(fields: Fields, num_layers: int, slides: Callable[[int], bool]
 
 
 def qwen_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """[layers] window_left: where it is used, from layer max_window_layers on."""
+    """[layers] window_left: from layer max_window_layers on, if use_sliding_window is true."""
     if not fields.flag("use_sliding_window", False):
         return no_window(fields, num_layers)
     first = fields.whole("max_window_layers", 28)
@@ -69,7 +69,7 @@ def qwen_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 
 def qwen2_moe_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """[layers] window_left: where it is used, on even layers below max_window_layers."""
+    """[layers] window_left: on even layers below max_window_layers, if use_sliding_window is true."""
     if not fields.flag("use_sliding_window", False):
         return no_window(fields, num_layers)
     end = fields.whole("max_window_layers", 28)
@@ -88,7 +88,7 @@ def all_but_one_in_a_pattern_slide(fields: Fields, num_layers: int) -> tuple[int
 
 
 def its_own(fields: Fields, windows: Sequence[int]) -> tuple[int, ...]:
-    """[layers] The layer whose K and V each one reads: itself."""
+    """[layers] The layer whose K and V each layer reads: itself."""
     return tuple(range(len(windows)))
 
 
@@ -128,7 +128,7 @@ class GroupedAttention:
     has_scale: bool = True
 
     def geometry(self, fields: Fields) -> AttentionGeometry:
-        """As AttentionOfFamily.geometry."""
+        """Like AttentionOfFamily.geometry."""
         num_q_heads = fields.count("num_attention_heads")
         head_dim = _head_dim(fields, num_q_heads)
         layer = AttentionLayer(
@@ -151,11 +151,11 @@ class LatentAttention:
     is_latent: ClassVar[bool] = True
 
     def geometry(self, fields: Fields) -> AttentionGeometry:
-        """As AttentionOfFamily.geometry."""
+        """Like AttentionOfFamily.geometry."""
         latent_dim, rope_dim = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim")
         # transformers 5 writes the second name
         scaling = fields.inner("rope_scaling" if fields.has("rope_scaling") else "rope_parameters")
-        # YaRN sharpens the softmax of a context that was stretched by factor.
+        # YaRN sharpens the softmax of a context that was stretched by `factor`.
         sharper = 1.0
         if scaling.has("mscale_all_dim") and scaling.values["mscale_all_dim"] != 0:
             sharper = 0.1 * scaling.positive("mscale_all_dim") * math.log(max(1.0, scaling.positive("factor"))) + 1

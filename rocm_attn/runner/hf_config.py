@@ -36,7 +36,7 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         context_len=fields.count("max_position_embeddings"),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         tied_embeddings=fields.flag("tie_word_embeddings", False),
-        # a file with text_config has the ends of a text beside it
+        # a file with text_config has the end tokens next to it
         eos_token_ids=whole.ids("eos_token_id") or fields.ids("eos_token_id"),
         num_extra_layers=fields.whole("num_nextn_predict_layers", 0),
         reads=attention.reads,

@@ -1,7 +1,7 @@
 """The text part of Gemma 4, from its config.json.
 
-Layers without a window have a head size and KV heads of their own. v may be k as it was projected, the last layers may
-read K and V of earlier ones and have wider MLPs for it, and experts may stand beside each dense MLP.
+Layers without a window have a head size and KV heads of their own. v may be k as it was projected. The last layers may
+read K and V of earlier ones, and then have wider MLPs. Each dense MLP may have experts next to it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Gemma4Attention:
     is_latent: ClassVar[bool] = False
 
     def geometry(self, fields: Fields) -> AttentionGeometry:
-        """As AttentionOfFamily.geometry."""
+        """Like AttentionOfFamily.geometry."""
         if fields.has("use_bidirectional_attention") and fields.text("use_bidirectional_attention") == "all":
             raise Unsupported("use_bidirectional_attention is 'all': only causal attention of text is served")
         windows = gemma4_windows(fields)
@@ -48,13 +48,13 @@ class Gemma4Attention:
 
 
 def gemma4_windows(fields: Fields) -> tuple[int, ...]:
-    """[layers] window_left; the last layer has no window whatever the file says."""
+    """[layers] window_left; the last layer never has a window."""
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     return (*all_but_one_in_a_pattern_slide(fields, num_layers)[:-1], UNLIMITED_WINDOW)
 
 
 def _own_heads(fields: Fields, own: Fields, number: int, *, is_full: bool) -> tuple[int, int]:
-    """KV heads and head size of a layer. own: what the file says of single layers, as transformers 5 writes it"""
+    """KV heads and head size of a layer. own: the file's settings of single layers, as transformers 5 writes them"""
     kv_heads, head_dim = fields.count("num_key_value_heads"), fields.count("head_dim")
     if own.values:
         layer = own.inner(str(number))
@@ -74,7 +74,7 @@ def gemma4_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
 
 
 def gemma4_mlps(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
-    """[layers] Dense MLPs, wider where K and V are not the layer's own, and experts beside them where there are any."""
+    """[layers] Dense MLPs, wider if the layer reads K and V of another, and experts next to them if there are any."""
     num_own = num_layers - fields.whole("num_kv_shared_layers", 0)
     dense = geglu(fields, 1)[0]
     assert isinstance(dense, DenseMlp), "geglu gives dense MLPs"
@@ -89,7 +89,7 @@ def gemma4_mlps(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
 
 
 def own_inputs(fields: Fields) -> OwnInputs:
-    """What each layer gets of a token beside the residual. Raises BadModel."""
+    """The inputs that each layer gets for a token in addition to the residual. Raises BadModel."""
     size = fields.whole("hidden_size_per_layer_input")
     if size == 0:
         return OwnInputs()

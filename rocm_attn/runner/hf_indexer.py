@@ -16,10 +16,10 @@ _FULL, _SHARED = "full", "shared"
 
 
 def own_indexers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """[layers] Whether a layer has an indexer; one without takes what the last one before it has chosen.
+    """[layers] True if a layer has an indexer; other layers use the keys selected by the last one before them.
 
-    By indexer_types; or by index_topk_pattern, a letter F or S for each layer; or from index_skip_topk_offset on every
-    index_topk_freq-th. Raises BadModel.
+    Read from indexer_types; or from index_topk_pattern, a letter F or S for each layer; or every index_topk_freq-th
+    layer from index_skip_topk_offset on. Raises BadModel.
     """
     if fields.has("indexer_types"):
         types = fields.list("indexer_types")
@@ -40,12 +40,12 @@ def own_indexers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 
 
 class IndexedLatentAttention:
-    """Latent layers that attend to the tokens that an indexer chooses, their own or an earlier layer's."""
+    """Latent layers that attend to the tokens selected by an indexer, their own or an earlier layer's."""
 
     is_latent: ClassVar[bool] = True
 
     def geometry(self, fields: Fields) -> AttentionGeometry:
-        """As AttentionOfFamily.geometry."""
+        """Like AttentionOfFamily.geometry."""
         dense = LatentAttention().geometry(fields)
         heads, dim = fields.count("index_n_heads"), fields.count("index_head_dim")
         rope_dim = dense.layers[0].rope_dim

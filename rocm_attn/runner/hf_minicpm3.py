@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json of MiniCPM3 says beyond other models over latent rows."""
+"""The fields of MiniCPM3's config.json that other models over latent rows lack."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rocm_attn.runner.config import Multipliers
 from rocm_attn.runner.fields import Fields
 from rocm_attn.runner.hf_projections import Projections, interleaved_rows
 
-# What transformers' MiniCPM3Config has where a file is silent.
+# Defaults of transformers' MiniCPM3Config for absent fields.
 MINICPM3_DEFAULTS: dict[str, object] = {
     "vocab_size": 73448,
     "hidden_size": 2560,
@@ -27,7 +27,7 @@ MINICPM3_DEFAULTS: dict[str, object] = {
 
 
 def minicpm3_rows(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
-    """[layers] Latent rows whose first half turns with the second; V has a head's share of hidden_size if not said."""
+    """[layers] Latent rows whose first half turns with the second. V's default size is hidden_size / heads."""
     v_dim = fields.count("v_head_dim", fields.count("hidden_size") // fields.count("num_attention_heads"))
     given = {**fields.values, "v_head_dim": v_dim, "rope_interleave": False}
     return interleaved_rows(Fields(given, fields.source), num_layers)

@@ -1,7 +1,7 @@
 """The text part of MiniMax-M3, from its config.json.
 
-Layers with an indexer attend to blocks of tokens: index queries, as many for each KV head as for any other, score all
-keys of the one index head, a block has its best key's score, and each KV head's queries get the best blocks.
+Layers with an indexer attend to blocks of tokens. Each KV head has the same number of index queries, which score all
+keys of the one index head. A block has the score of its best key, and each KV head's queries get the best blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rocm_attn.runner.mlp_config import DenseMlp, ExpertMlp, ExpertTensors, Mlp
 from rocm_attn.runner.routing import ExpertScores, Routing
 
 _SPARSE = "minimax_m3_sparse"
-# What published files call them, in an object of their own.
+# Names of these fields in published files, in an object of their own.
 _OLDER_NAMES = {
     "index_n_heads": "sparse_num_index_heads",
     "index_head_dim": "sparse_index_dim",
@@ -35,12 +35,12 @@ _OLDER_NAMES = {
 
 
 class BlockIndexedAttention:
-    """Layers with K and V heads, some of which attend to blocks that an indexer chooses."""
+    """Layers with K and V heads, some of which attend to blocks that an indexer selects."""
 
     is_latent: ClassVar[bool] = False
 
     def geometry(self, fields: Fields) -> AttentionGeometry:
-        """As AttentionOfFamily.geometry."""
+        """Like AttentionOfFamily.geometry."""
         dense = GroupedAttention(no_window).geometry(fields)
         indexer, is_sparse = _indexer(fields, dense.layers[0]), sparse_layers(fields, len(dense.layers))
         return AttentionGeometry.of(
@@ -52,7 +52,7 @@ class BlockIndexedAttention:
 
 
 def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """[layers] Whether a layer has an indexer. Raises BadModel."""
+    """[layers] True if a layer has an indexer. Raises BadModel."""
     frequency = fields.inner("sparse_attention_config").values.get("sparse_attention_freq")
     if fields.has("layer_types"):
         types = fields.list("layer_types")
@@ -91,7 +91,7 @@ def minimax_m3_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]
 
 
 def minimax_m3_mlps(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
-    """[layers] Dense MLPs, or experts with a shared one, by mlp_layer_types; clamped gates in all."""
+    """[layers] Dense MLPs, or experts with a shared one, by mlp_layer_types; all have clamped gates."""
     gate = ClampedSwiGLU(limit=fields.positive("swiglu_limit"), alpha=fields.positive("swiglu_alpha"))
     routing = Routing(
         fields.count("num_local_experts"),

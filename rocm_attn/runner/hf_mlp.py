@@ -21,7 +21,7 @@ def swiglu(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
 
 
 def swiglu_with_bias(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
-    """[layers] Dense MLPs with SiLU gates, and with biases if mlp_bias says so."""
+    """[layers] Dense MLPs with SiLU gates, and with biases if mlp_bias is true."""
     _activation(fields, "hidden_act", "silu")
     return (DenseMlp(fields.count("intermediate_size"), SwiGLU(), fields.flag("mlp_bias", False)),) * num_layers
 
@@ -57,7 +57,7 @@ def gpt_oss_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
 
 
 def deepseek_v2_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
-    """Experts and a dense MLP beside them in every layer but the first first_k_dense_replace."""
+    """[layers] Experts with a shared dense MLP in every layer after the first first_k_dense_replace."""
     if fields.flag("norm_topk_prob", False):
         raise BadModel("config.json: norm_topk_prob is true; in DeepSeek-V2 the shares of experts are not normalised")
     method = fields.text("topk_method", "greedy")
@@ -79,7 +79,7 @@ def deepseek_v2_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
 
 
 def deepseek_v3_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
-    """As deepseek_v2_experts, chosen by sigmoid scores with a correction."""
+    """Like deepseek_v2_experts, but experts are chosen by sigmoid scores with a correction."""
     routing = Routing(
         num_experts=fields.count("n_routed_experts"),
         num_chosen=fields.count("num_experts_per_tok"),
@@ -109,7 +109,7 @@ def _after_dense(fields: Fields, num_layers: int, routing: Routing) -> tuple[Mlp
 
 
 def mlps_by_type(fields: Fields, dense: Mlp, experts: Mlp, num_layers: int) -> tuple[Mlp, ...]:
-    """[layers] As mlp_layer_types says. Raises BadModel."""
+    """[layers] MLPs in the order of mlp_layer_types. Raises BadModel."""
     kinds, types = {"dense": dense, "sparse": experts}, fields.list("mlp_layer_types")
     if len(types) != num_layers or not set(types) <= set(kinds):
         raise BadModel(

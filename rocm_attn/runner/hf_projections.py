@@ -14,29 +14,29 @@ Projections = HeadProjections | LatentProjections
 
 
 def bias_everywhere_if_said(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
-    """[layers] q, k and v add a bias, and the output of attention, where attention_bias says so."""
+    """[layers] q, k and v, and the output of attention, add a bias if attention_bias is true."""
     has_bias = fields.flag("attention_bias", False)
     return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias),) * num_layers
 
 
 def bias_on_qkv(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
-    """[layers] As bias_everywhere_if_said: on q, k and v alone."""
+    """[layers] Like bias_everywhere_if_said, but only q, k and v add a bias, always."""
     return (HeadProjections(qkv_bias=True),) * num_layers
 
 
 def no_bias(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
-    """[layers] As bias_everywhere_if_said: on none of them."""
+    """[layers] Like bias_everywhere_if_said, but without any bias."""
     return (HeadProjections(),) * num_layers
 
 
 def normed_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
-    """[layers] As bias_everywhere_if_said, with norms on q and k."""
+    """[layers] Like bias_everywhere_if_said, with norms on q and k."""
     has_bias = fields.flag("attention_bias", False)
     return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias, qk_norm=True),) * num_layers
 
 
 def rows_with_indexers(index_interleaved: bool) -> Callable[[Fields, int], tuple[Projections, ...]]:
-    """[layers] As interleaved_rows, with an indexer where a layer does not take what an earlier one has chosen."""
+    """[layers] Like interleaved_rows, with an indexer in each layer that selects its own keys."""
 
     def projections(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
         (rows,) = set(interleaved_rows(fields, num_layers))
@@ -50,7 +50,7 @@ def rows_with_indexers(index_interleaved: bool) -> Callable[[Fields, int], tuple
 
 
 def interleaved_rows(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
-    """[layers] Latent rows, whose elements that turn together lie side by side unless rope_interleave is false."""
+    """[layers] Latent rows, whose elements that turn together are adjacent unless rope_interleave is false."""
     projections = LatentProjections(
         q_rank=fields.count("q_lora_rank") if fields.has("q_lora_rank") else 0,
         nope_dim=fields.count("qk_nope_head_dim"),

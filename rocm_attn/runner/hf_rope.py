@@ -1,6 +1,6 @@
 """The rotary embeddings of a model, from its config.json.
 
-They are in rope_parameters (transformers 5), or in rope_theta and rope_scaling (before); Gemma 3 has one of them for
+They are in rope_parameters (transformers 5), or in rope_theta and rope_scaling (before). Gemma 3 has one of them for
 the layers with a window and one for the others.
 """
 
@@ -24,7 +24,7 @@ from rocm_attn.runner.rope import (
     yarn_attention_factor,
 )
 
-# Gemma 3's, where a file leaves them out
+# Gemma 3's defaults for absent fields.
 _THETA_OF_FULL, _THETA_OF_WINDOWED = 1e6, 1e4
 
 
@@ -34,7 +34,7 @@ def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
     scaling = parameters if parameters.values else fields.inner("rope_scaling")
     theta = parameters.positive("rope_theta") if parameters.has("rope_theta") else fields.positive("rope_theta", 1e4)
     original = fields.values.get("original_max_position_embeddings")
-    if original is not None:  # where it stands outside, it counts
+    if original is not None:  # outside rope_scaling it takes precedence
         scaling = Fields({**scaling.values, "original_max_position_embeddings": original}, scaling.source)
     for place in (fields, scaling):
         _refuse_partial(place)
@@ -77,7 +77,7 @@ def rope_of_each_kind(fields: Fields, attention: AttentionGeometry) -> tuple[Rop
 
 
 def _both_kinds(parameters: Fields) -> tuple[Fields, Fields]:
-    """Of the layers without a window, and of those with one."""
+    """The parameters of layers without a window, and of those with one."""
     kinds = ("full_attention", "sliding_attention")
     if not set(parameters.values) <= set(kinds):
         raise BadModel(f"{parameters.source} holds {', '.join(parameters.values)}; it must hold {' and '.join(kinds)}")
@@ -123,7 +123,7 @@ def _scaling(fields: Fields, context_len: int) -> Scaling:
 def _yarn(fields: Fields, context_len: int, original_context_len: int) -> YarnScaling:
     factor = fields.positive("factor", context_len / original_context_len)
     attention_factor = yarn_attention_factor(factor)
-    # a factor of 0 counts as none
+    # a factor of 0 counts as absent
     if fields.values.get("mscale") and fields.values.get("mscale_all_dim"):
         attention_factor = _mscale(factor, fields.positive("mscale")) / _mscale(
             factor, fields.positive("mscale_all_dim")
@@ -139,7 +139,7 @@ def _yarn(fields: Fields, context_len: int, original_context_len: int) -> YarnSc
 
 
 def _longrope(fields: Fields, context_len: int, original_context_len: int) -> DivisorScaling:
-    """LongRoPE where one table serves every text; that of a text must not depend on the texts beside it."""
+    """LongRoPE with one table for every text: a text's table must not depend on other texts of the step."""
     short, long = _divisors(fields, "short_factor"), _divisors(fields, "long_factor")
     factor, attention_factor = fields.positive("factor", context_len / original_context_len), 1.0
     if factor > 1.0:

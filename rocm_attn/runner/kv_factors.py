@@ -1,19 +1,19 @@
-"""The factors of eight-bit K and V that a model's file brings; its author found them for E4M3FN."""
+"""The scales of eight-bit K and V in a model's file; its author chose them for E4M3FN."""
 
 from __future__ import annotations
 
 from rocm_attn.errors import BadModel
 from rocm_attn.runner.tensors import TensorSource
 
-# Names within a layer's attention, by the tools that write them: factors of K with those of V, or one for both.
+# Names within a layer's attention, by the tools that write them: a scale of K and one of V, or one for both.
 _PAIRS = (("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("kv_scale", "kv_scale"))
 KV_FACTORS = tuple(f".self_attn.{name}" for name in dict.fromkeys(name for pair in _PAIRS for name in pair))
 
 
 def kv_factors(source: TensorSource, prefix: str) -> tuple[float, float] | None:
-    """The factors of K and of V of the layer whose attention's names start with prefix; None where there are none.
+    """The scales of K and V of the layer whose attention's names start with prefix; None if it has none.
 
-    Raises BadModel for one factor without the other, and for what is no positive number.
+    Raises BadModel for one scale without the other, and for a value that is not a positive number.
     """
     shapes = source.shapes()
     for names in _PAIRS:

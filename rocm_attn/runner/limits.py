@@ -1,4 +1,4 @@
-"""RequestLimits: which requests an engine can serve at all."""
+"""RequestLimits: the requests that an engine can serve at all."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rocm_attn.runner.request import Request
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Of one engine.
+    """The limits of one engine.
 
     context_len: tokens that the model was made for
     max_kv_len:  tokens of the longest sequence in the pool
     vocab_size:  tokens have ids below it
-    has_text:    whether tokens have texts: whether the model came with a tokenizer
+    has_text:    whether the model came with a tokenizer, so that tokens have texts
     """
 
     context_len: int
@@ -25,7 +25,7 @@ class RequestLimits:
     has_text: bool
 
     def check(self, request: Request) -> None:
-        """Raise BadRequest for a request that the engine can never serve."""
+        """Raises BadRequest for a request that the engine can never serve."""
         prompt = request.prompt_token_ids
         if len(prompt) > self.context_len:
             raise BadRequest(

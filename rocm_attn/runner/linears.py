@@ -1,7 +1,7 @@
-"""Linear layers whose result for a row does not depend on the rows beside it.
+"""Linear layers whose result for a row does not depend on other rows.
 
-A BLAS picks its kernel, and with it the order of a sum, by the number of rows. In deterministic mode rows therefore go
-through in blocks of one number, the last one filled up with zeros.
+A BLAS picks its kernel, and with it the order of a sum, by the number of rows. In deterministic mode rows are therefore
+computed in blocks of a fixed size, and the last block is padded with zeros.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.runner.expert_products import expert_products
 from rocm_attn.runner.ranks import Ranks
 
-# Rows of a block. 16 fill a matrix instruction; more would be wasted on small batches.
+# Rows per block. 16 fill a matrix instruction; more would be wasted on small batches.
 ROWS = 16
 
 
 class Linears(Protocol):
-    """x [rows, in] @ weight [out, in] transposed, plus bias [out] or [rows, out] and what is left of it.
+    """x [rows, in] @ weight [out, in] transposed, plus bias [out], with variants that add a residual or sum over ranks.
 
-    Where ranks share a model, linear() is for matrices whose `out` each rank has a part of, or that each has whole;
-    those with sums are for matrices of which each rank has a part of `in`, and give every rank the whole sum.
+    If ranks share a model, linear() is for matrices that each rank has whole or a part of `out` of. The methods that
+    sum are for matrices of which each rank has a part of `in`; they return the whole sum on every rank.
     """
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,7 +43,7 @@ class Linears(Protocol):
         ...
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[rows, heads, out]: x [rows, heads, in] @ weight [heads, in, out], head by head, of a rank's own heads."""
+        """[rows, heads, out]: x [rows, heads, in] @ weight [heads, in, out] per head, for a rank's own heads."""
         ...
 
     def of_experts(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
@@ -51,12 +51,12 @@ class Linears(Protocol):
         ...
 
     def summed(self, x: Tensor) -> Tensor:
-        """x, summed over ranks, in the place of x."""
+        """x, summed over ranks in place."""
         ...
 
 
 class AllRows:
-    """All rows in one product, on one rank."""
+    """Computes all rows in one product, on one rank."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -68,7 +68,7 @@ class AllRows:
     def add_summed_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, factor: float
     ) -> Tensor:
-        # The sum with the residual costs no pass of its own.
+        # Adding the residual in the product saves a pass of its own.
         summed = torch.addmm(residual, x, weight.t(), alpha=factor)
         return summed if bias is None else summed.add_(bias, alpha=factor)
 
@@ -83,7 +83,7 @@ class AllRows:
 
 
 class BlocksOfRows:
-    """Blocks of ROWS rows, one product each, on one rank."""
+    """Computes blocks of ROWS rows, one product each, on one rank."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
@@ -115,7 +115,7 @@ class BlocksOfRows:
 
 
 class OverRanks:
-    """Products of one rank, whose sums over all ranks are made by `sum_of`; biases are added once."""
+    """Computes one rank's products. `sum_of` sums them over all ranks; biases are added once."""
 
     def __init__(self, own: Linears, sum_of: Callable[[Tensor], Tensor]) -> None:
         self.linear = own.linear
@@ -135,7 +135,7 @@ class OverRanks:
 
 
 def linears_over(ranks: Ranks, *, deterministic: bool) -> Linears:
-    """Those of a model that ranks share. deterministic: a row's result does not depend on the rows beside it"""
+    """The linear layers of a model that ranks share. deterministic: a row's result does not depend on other rows"""
     own: Linears = BlocksOfRows() if deterministic else AllRows()
     if ranks.shard.num_ranks == 1:
         return own

@@ -1,4 +1,4 @@
-"""load_model: a model's config, weights and tokenizer from where they lie."""
+"""load_model: reads a model's config, weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class LoadedModel:
     """A model ready to run, or a rank's part of it.
 
     config:    of the part
-    tokenizer: None where a directory has none: then prompts must be token ids
+    tokenizer: None if a directory has none: prompts must then be token ids
     ranks:     that share the model
-    cost:      of the cut, in sentences
+    cost:      of dividing the model over ranks, in sentences
     """
 
     config: ModelConfig
@@ -51,7 +51,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelFiles:
-    """A model that is there, with weights that were not read. tokenizer: as of LoadedModel"""
+    """A model whose weights were not read yet. tokenizer: see LoadedModel"""
 
     config: ModelConfig
     source: TensorSource
@@ -59,11 +59,12 @@ class ModelFiles:
 
 
 def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
-    """The model at `path`: a directory with config.json and safetensors, a .gguf file, or "smollm2".
+    """Loads the model at `path`: a directory with config.json and safetensors, a .gguf file, or "smollm2".
 
     dtype: of all weights: float32, float16 or bfloat16
-    ranks: that share the model, each of which reads its own part
-    Raises BadModel for a model that is missing, damaged or not known, BadSetting for a dtype or device that cannot be.
+    ranks: that share the model; each reads its own part
+    Raises BadModel for a model that is missing, damaged or not known, BadSetting for a dtype or device that is not
+    served.
     """
     _check_dtype_and_device(dtype, device)
     files, num_ranks = open_model(path), ranks.shard.num_ranks
@@ -73,29 +74,29 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, ra
 
 
 def open_model(path: str | Path) -> ModelFiles:
-    """What the model at `path` is, without its weights; see load_model. Raises BadModel."""
+    """Opens the model at `path` without its weights; see load_model. Raises BadModel."""
     place = find_model(path)
     return _open_directory(place) if place.is_dir() else _open_gguf(place)
 
 
 class ModelKind(enum.Enum):
-    """What a model's weights lie in."""
+    """The form of a model's weights."""
 
     SAFETENSORS = "a directory with config.json and safetensors"
     GGUF = "a .gguf file"
 
 
 def model_kind(path: str | Path) -> ModelKind:
-    """The kind of the model at `path`, which is not opened. Raises BadModel where there is none."""
+    """The kind of the model at `path`, which is not opened. Raises BadModel if there is none."""
     return ModelKind.SAFETENSORS if find_model(path).is_dir() else ModelKind.GGUF
 
 
 def default_dtype(kind: ModelKind, device_type: str) -> torch.dtype:
-    """The dtype that a model runs in unless another one is asked for.
+    """The dtype that a model runs in by default.
 
     A CPU computes in float32. On a GPU a GGUF model runs in float16, whose 10 bits of mantissa hold a quantised weight
-    more closely than bfloat16's 7: those flip near-ties of SmolLM2's logits, and the text loses its sense. Models from
-    safetensors run in bfloat16, which most are published in and which nothing overflows.
+    more closely than bfloat16's 7: those flip near-ties of SmolLM2's logits, and the text becomes meaningless. Models
+    from safetensors run in bfloat16, the dtype that most are published in, which does not overflow.
     """
     if device_type == "cpu":
         return torch.float32
@@ -103,7 +104,7 @@ def default_dtype(kind: ModelKind, device_type: str) -> torch.dtype:
 
 
 def find_model(path: str | Path) -> Path:
-    """The directory or .gguf file that `path` means, "smollm2" included. Raises BadModel where there is none."""
+    """The directory or .gguf file at `path`, or that of "smollm2". Raises BadModel if there is none."""
     place = _smollm2() if str(path) == DEFAULT_MODEL else Path(path)
     if place.is_dir():
         return place
@@ -124,7 +125,7 @@ def _check_dtype_and_device(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _smollm2() -> Path:
-    """The GGUF file inside the package; found without importing it, since that asks for llama.cpp."""
+    """The GGUF file inside the package; found without importing it, because the import needs llama.cpp."""
     spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None
     files = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
@@ -155,14 +156,14 @@ def _open_directory(directory: Path) -> ModelFiles:
     ends = dict.fromkeys(config.eos_token_ids + generation.ids("eos_token_id"))
     config = replace(config, eos_token_ids=tuple(ends))
     files = SafetensorsFiles(directory)
-    # with a text_config beside it, the text model is one part of several
+    # with a text_config, the text model is one part of several
     return ModelFiles(config, TextPart(files) if "text_config" in json else files, tokenizer)
 
 
 def _tokenizer_of_gguf(file: GGUFFile) -> Tokenizer:
     fields = Fields(file.metadata, file.name)
     backend = tokenizer_from_gguf(fields)
-    # SentencePiece files mean "yes" when they say nothing
+    # SentencePiece files without this field mean "yes"
     adds_bos = fields.flag("tokenizer.ggml.add_bos_token", fields.text("tokenizer.ggml.model") == "llama")
     template = None
     if fields.has("tokenizer.chat_template"):
@@ -176,14 +177,14 @@ def _tokenizer_of_gguf(file: GGUFFile) -> Tokenizer:
 
 
 def _special(backend: tokenizers.Tokenizer, fields: Fields, name: str) -> str:
-    """The text of the token whose id the file gives under `name`; "" where it gives none. Raises BadModel."""
+    """The text of the token whose id the file gives under `name`; "" if it gives none. Raises BadModel."""
     if not fields.has(name):
         return ""
     return str(backend.id_to_token(_token_id(backend, fields, name)))
 
 
 def _token_id(backend: tokenizers.Tokenizer, fields: Fields, name: str) -> int:
-    """The id of a token under `name`. Raises BadModel where there is no such token."""
+    """The id of a token under `name`. Raises BadModel if there is no such token."""
     token_id, num_tokens = fields.whole(name), backend.get_vocab_size()
     if not 0 <= token_id < num_tokens:
         raise BadModel(f"{fields.source}: {name} is {token_id}; the vocabulary has tokens 0 to {num_tokens - 1}")
@@ -209,7 +210,7 @@ def _tokenizer_of_directory(directory: Path) -> Tokenizer | None:
 
 
 def _token_text(token: object) -> str:
-    """A special token in tokenizer_config.json: its text, or an object that holds it."""
+    """The text of a special token in tokenizer_config.json, which is a string or an object that holds one."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else ""
 

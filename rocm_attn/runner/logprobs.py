@@ -1,20 +1,20 @@
-"""Logprobs: how likely the model found a new token, and which others it found likely."""
+"""Logprobs: the probability that the model gave a new token, and the tokens it found likeliest."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Of the likeliest tokens of one place.
+# Most tokens in TokenLogprobs.likeliest.
 MOST_LIKELIEST = 20
-# Request.logprobs of a request that wants none.
+# Request.logprobs of a request without logprobs.
 NO_LOGPROBS = -1
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities in one place, as the model gives them.
+    """Natural logarithms of probabilities in one place, as the model returns them.
 
-    Those of the logits as they come from the model: before temperature, penalties, biases and constraints.
+    They are computed from the model's own logits: before temperature, penalties, biases and constraints.
 
     token_id: the new token
     logprob:  its own

@@ -1,4 +1,4 @@
-"""Matching: which tokens may come next in a text with a constraint. llguidance says so, which is imported late."""
+"""Matching: finds the tokens that may come next in a text with a constraint. It uses llguidance, imported late."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from rocm_attn.runner.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# Compiled constraints that are kept: a service asks for the same few again and again.
+# Compiled constraints that are kept: a service sends the same few again and again.
 _MOST_KEPT = 64
-# That are compiled at the same time: others have to wait for cores too.
+# Constraints that are compiled at the same time: other threads need cores too.
 _AT_A_TIME = 2
-# That may be compiled or wait for it, also after the request that asked for it has left: an engine's work has a bound.
+# Constraints that may be compiled or wait for it, including those whose request has left. It bounds an engine's work.
 MOST_COMPILING = 64
-# Of tokenizers as the library reads them, one for each set of tokens that ends texts; they take megabytes.
+# Tokenizers kept in the library's form, one for each set of tokens that ends texts; they take megabytes.
 _MOST_TOKENIZERS = 4
 
 _Key = tuple[Constraint, tuple[int, ...]]
 
 
 class TextMatcher:
-    """One text that a constraint is on.
+    """The matcher of one text with a constraint.
 
-    matcher: at the beginning of the text, no one else's
+    matcher: at the beginning of the text, not shared
     words:   int32 words of a mask
     """
 
@@ -46,9 +46,9 @@ class TextMatcher:
     def mask(self, token_ids: Sequence[int], banned: Collection[int]) -> Int32Array:
         """int32 [words], a bit for each token that may come next.
 
-        token_ids: the text so far; it goes on with what the call before was given
-        banned:    tokens that are ruled out too, as long as others are left
-        Raises BadRequest where the library has given up.
+        token_ids: the text so far; it continues the token_ids of the call before
+        banned:    tokens that are excluded too, as long as others are left
+        Raises BadRequest if the library has given up.
         """
         new, self._num_taken = token_ids[self._num_taken :], len(token_ids)
         if new:
@@ -71,37 +71,37 @@ class Matching:
 
     tokenizer:     of the model
     vocab_size:    of the logits
-    eos_token_ids: tokens that end a text; where the model has none, a request brings its own
+    eos_token_ids: tokens that end a text; if the model has none, a request brings its own
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
-        self._tokens: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text
-        self._compiled: dict[_Key, Future[LLMatcher]] = {}  # the one used last at the end
+        self._tokens: dict[tuple[int, ...], Any] = {}  # tokens that end a text -> the library's tokenizer
+        self._compiled: dict[_Key, Future[LLMatcher]] = {}  # least recently used first
         self._waiting: deque[tuple[_Key, Future[LLMatcher]]] = deque()
         self._num_threads = 0
-        self._lock = threading.Lock()  # of what waits and of how many threads there are
+        self._lock = threading.Lock()  # guards _waiting and _num_threads
 
     def prepare(self) -> None:
-        """Read the tokenizer, which takes a second, before a request waits for it. Raises BadRequest."""
+        """Reads the tokenizer before a request waits for it, which takes a second. Raises BadRequest."""
         if self._eos_token_ids:
             self._tokens_ending_in(self._eos_token_ids)
 
     def has_room(self, constraint: Constraint, stop_token_ids: tuple[int, ...]) -> bool:
-        """Whether is_ready() may be asked: it begins nothing, or fewer than MOST_COMPILING others are not done.
+        """True if is_ready() may be called: it begins nothing, or fewer than MOST_COMPILING constraints are unfinished.
 
-        It begins nothing itself. Raises BadRequest.
+        has_room() itself begins nothing. Raises BadRequest.
         """
         if self._key(constraint, stop_token_ids) in self._compiled:
             return True
         return sum(not each.done() for each in self._compiled.values()) < MOST_COMPILING
 
     def is_ready(self, constraint: Constraint, stop_token_ids: tuple[int, ...]) -> bool:
-        """Whether matcher() does not wait; what it waits for has begun when this returns. Raises BadRequest."""
+        """True if matcher() does not wait. If False, compiling has begun when this returns. Raises BadRequest."""
         return self._compiling(self._key(constraint, stop_token_ids)).done()
 
     def matcher(self, constraint: Constraint, stop_token_ids: tuple[int, ...]) -> TextMatcher:
-        """Of a new text. stop_token_ids: the request's own. Raises BadRequest, with the library's reason."""
+        """The matcher of a new text. stop_token_ids: of the request. Raises BadRequest with the library's reason."""
         key = self._key(constraint, stop_token_ids)
         try:
             compiled = self._compiling(key).result()
@@ -123,7 +123,7 @@ class Matching:
         return constraint, ends
 
     def _compiling(self, key: _Key) -> Future[LLMatcher]:
-        """What a constraint is compiled to, once that is done."""
+        """The future of a compiled constraint. Compiling begins if it is new."""
         compiling = self._compiled.pop(key, None)
         if compiling is None:
             compiling = Future()
@@ -135,13 +135,13 @@ class Matching:
         return compiling
 
     def _begin(self, key: _Key, compiling: Future[LLMatcher]) -> None:
-        """Compile a constraint as soon as fewer than _AT_A_TIME others are: no more threads than that are started."""
+        """Compiles a constraint once fewer than _AT_A_TIME others are being compiled, in at most as many threads."""
         with self._lock:
             self._waiting.append((key, compiling))
             if self._num_threads == _AT_A_TIME:
                 return
             self._num_threads += 1
-        # A process that ends does not wait for it, as it would for a pool's.
+        # A daemon thread: the end of a process does not wait for it, as it would for a pool's.
         threading.Thread(target=self._run, name="rocm_attn constraint", daemon=True).start()
 
     def _run(self) -> None:
@@ -155,26 +155,26 @@ class Matching:
                 compiling.set_result(self._compile(*key))
             except BadRequest as error:
                 compiling.set_exception(error)
-            except BaseException as error:  # a panic of the library's is no Exception
+            except BaseException as error:  # a panic of the library is not an Exception
                 compiling.set_exception(BadRequest(why_failed(error)))
 
     def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> LLMatcher:
-        """Raises BadRequest."""
+        """Compiles a constraint. Raises BadRequest."""
         return compiled_of(constraint, self._tokens_ending_in(ends))
 
     def _tokens_ending_in(self, ends: tuple[int, ...]) -> Any:
-        """The library's tokenizer. Raises BadRequest where it cannot read the model's."""
+        """The library's tokenizer. Raises BadRequest if it cannot read the model's."""
         found = self._tokens.get(ends)
         if found is None:
             found = tokens_of(self._tokenizer.backend.to_str(), self._vocab_size, ends)
             if len(self._tokens) >= _MOST_TOKENIZERS:
-                self._tokens = {}  # anew: another thread may read the old one
+                self._tokens = {}  # a new dict: another thread may read the old one
             self._tokens[ends] = found
         return found
 
 
 def matching_of(loaded: LoadedModel) -> Matching | None:
-    """Of a model's texts; None where its tokens have none."""
+    """The Matching of a model's texts; None without a tokenizer."""
     if loaded.tokenizer is None:
         return None
     return Matching(loaded.tokenizer, loaded.config.vocab_size, loaded.config.eos_token_ids)

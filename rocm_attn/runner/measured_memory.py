@@ -1,7 +1,7 @@
-"""What a model's largest steps take of a GPU's memory: they are run over a small pool before the real one is made.
+"""Measures the GPU memory of a model's largest steps: they run over a small pool before the real one is made.
 
-The pool then gets what is left of the GPU's memory, whatever an expert, a large vocabulary or a library's workspace
-takes. Peaks are those of torch's allocator as it holds memory from the device, not of the tensors in it.
+The pool then gets the rest of the GPU's memory, however much an expert, a large vocabulary or a library's workspace
+takes. Peaks are the memory that torch's allocator holds from the device, not that of the tensors in it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rocm_attn.runner.pool_size import Measured
 from rocm_attn.runner.sampling import draw_all
 from rocm_attn.runtime import AttentionRuntime
 
-# Graphs share one pool of memory, in which each keeps its outputs; the rest of it takes what the other graphs leave.
-# Made in any order, they took up to twice the rest of the largest: the sizes of a ladder double.
+# Graphs share one pool of memory, in which each keeps its outputs; the rest of it is reused by other graphs.
+# Made in any order, they took up to twice the rest of the largest, because the sizes of a ladder double.
 _GRAPHS_OF_ANY_ORDER = 2
-# The driver takes memory in steps, so that what it keeps of one graph may not show. On an H200 it kept 4 MiB of each of
-# 35 graphs of 8 layers.
+# The driver takes memory in steps, so its memory for one graph may not show. On an H200 it kept 4 MiB for each of 35
+# graphs of 8 layers.
 DRIVER_BYTES = 8 << 20
 
 
@@ -40,27 +40,27 @@ class DeviceMemory(Protocol):
         ...
 
     def free(self) -> int:
-        """What nothing on the device holds: no other process either."""
+        """Memory that no process on the device holds."""
         ...
 
     def held(self) -> int:
-        """What this process's allocator holds of the device."""
+        """Memory of the device that this process's allocator holds."""
         ...
 
     def most_held(self) -> int:
-        """The most that it has held since start_peak()."""
+        """The most that the allocator has held since start_peak()."""
         ...
 
     def start_peak(self) -> None:
-        """most_held() counts from now on."""
+        """Restarts the peak of most_held()."""
         ...
 
     def give_back(self) -> None:
-        """Wait for the device, and let the allocator hold nothing that no tensor needs."""
+        """Waits for the device, and returns to it all allocator memory that no tensor needs."""
         ...
 
     def of_a_graph(self) -> int:
-        """What the driver keeps of each graph, at least."""
+        """A lower bound of the memory that the driver keeps for each graph."""
         ...
 
 
@@ -95,12 +95,12 @@ class TorchMemory:
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
-    """The memory of a GPU; None for a CPU, whose free memory says nothing of what a process may take."""
+    """The memory of a GPU; None for a CPU, whose free memory does not limit a process."""
     return TorchMemory(device) if device.type == "cuda" else None
 
 
 def free_of(memory: DeviceMemory) -> int:
-    """What is free once all is given back that nothing needs: engines that are gone hold theirs in reference cycles."""
+    """Free memory after giving back all that is unused: engines that are gone hold theirs in reference cycles."""
     gc.collect()
     memory.give_back()
     return memory.free()
@@ -110,11 +110,11 @@ def free_of(memory: DeviceMemory) -> int:
 class LargestSteps:
     """The steps of a model that take the most memory.
 
-    num_seqs:   sequences of a step, at most
-    num_tokens: new tokens of a step, at most; at least those of num_seqs sequences that are captured
+    num_seqs:   most sequences of a step
+    num_tokens: most new tokens of a step; at least those of num_seqs sequences that are captured
     longest:    tokens of the longest sequence
-    total:      tokens of all sequences in the pool that is to be, about
-    captured:   new tokens of each sequence in the steps that are captured, at most: more than 1 to verify drafts
+    total:      tokens of all sequences in the future pool, approximately
+    captured:   most new tokens of each sequence in captured steps: more than 1 to verify drafts
     """
 
     num_seqs: int
@@ -124,7 +124,7 @@ class LargestSteps:
     captured: int = 1
 
     def lengths(self) -> Iterator[tuple[list[int], list[int]]]:
-        """kv_len and q_len of each: a prompt beside sequences that decode, one prompt, many prompts, all captured."""
+        """kv_len and q_len of each: a prompt with sequences that decode, one prompt, many prompts, all captured."""
         usual = min(self.longest, self.total // self.num_seqs)
         most = min(self.num_tokens, self.num_seqs * self.longest)
         for num_seqs in (self.num_seqs, 1):
@@ -136,12 +136,12 @@ class LargestSteps:
         yield [self.longest, *[max(usual, new)] * (self.num_seqs - 1)], [new] * self.num_seqs
 
     def pages(self, page_size: int) -> int:
-        """Pages that hold the sequences of any of these steps, which share all pages but those of their new tokens."""
+        """Pages for the sequences of any of these steps, which share all pages except those of their new tokens."""
         return 1 + num_pages(self.longest, page_size) + num_pages(self.num_tokens, page_size) + 2 * self.num_seqs
 
 
 def _one_after_the_other(num_tokens: int, num_seqs: int, most: int) -> list[int]:
-    """num_tokens cut over num_seqs: the first get as many as they can take, and the others one."""
+    """Divides num_tokens over num_seqs: the first get as many as they can take, and the others one."""
     q_len: list[int] = []
     for left in range(num_seqs - 1, -1, -1):
         q_len.append(max(1, min(most, num_tokens - sum(q_len) - left)))
@@ -155,12 +155,12 @@ def measure(
     *,
     vocabulary: int,
 ) -> Measured:
-    """What the largest steps and the graphs take. Everything that was built for it is gone afterwards.
+    """Measures the largest steps and the graphs. Everything built for it is freed afterwards.
 
     build:      a runtime with room for these steps, and a runner of the model over it, which makes a graph of a step at
                 its first run or makes none
     vocabulary: of the model
-    Raises NeverFits when a step does not fit beside the weights.
+    Raises NeverFits if a step does not fit next to the weights.
     """
     free_of(memory)  # before anything is counted
     held = memory.held()
@@ -181,14 +181,14 @@ def _run(
     largest: LargestSteps,
     vocabulary: int,
 ) -> tuple[int, int]:
-    """Bytes of a step, with what a runtime keeps for it, and of all graphs. held: by the allocator before."""
+    """Bytes of a step, including those the runtime keeps for it, and of all graphs. held: by the allocator before."""
     runtime, runner = build()
     held += runtime.pool.num_bytes
     step_bytes = 0
     with ProbeRequests(runtime, vocabulary=vocabulary, seed=0) as probes:
         for kv_len, q_len in largest.lengths():
             batch = probes.admit(kv_len, q_len)
-            memory.give_back()  # what random K and V were drawn in
+            memory.give_back()  # memory used to draw random K and V
             memory.start_peak()
             draw_all(runner.run_eagerly(batch).flatten(0, -2), runtime.core.ops.pick_rows)
             step_bytes = max(step_bytes, memory.most_held() - held)
@@ -204,7 +204,7 @@ def _run(
         of_largest = sum(bucket.num_bytes for bucket in buckets)
         step_bytes = max(step_bytes, memory.most_held() - held - of_largest)
         memory.give_back()
-        # what the driver keeps of a graph is not the allocator's
+        # the driver's memory for a graph is not the allocator's
         of_each = max(memory.of_a_graph(), free - memory.free() - (memory.held() - held_before))
     if not buckets:
         return step_bytes, 0

@@ -1,7 +1,7 @@
 """The MLPs of a forward pass: dense, of experts, or both.
 
-Tokens are sorted by expert on the device, and each expert is multiplied with the tokens that chose it. No size depends
-on what a router says, so a step with experts is captured like any other.
+Tokens are sorted by expert on the device, and each expert's matrix is multiplied with the tokens that chose it. No size
+depends on the router's output, so a step with experts is captured like any other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rocm_attn.runner.weights import LayerWeights
 
 
 def add_mlp(hidden: Tensor, mlp: Mlp, weights: LayerWeights, arithmetic: Arithmetic) -> Tensor:
-    """[tokens, hidden]: the residual with what a layer's MLP makes of it."""
+    """[tokens, hidden]: the residual plus the output of a layer's MLP."""
     x, norm, linears = arithmetic.norm(hidden, weights.mlp_norm), weights.mlp_out_norm, arithmetic.linears
     of_mlp = weights.mlp
     if isinstance(mlp, DenseMlp):
@@ -46,16 +46,16 @@ def _dense_and_experts(
 
 
 def dense_inner(x: Tensor, mlp: DenseMlp, weights: DenseWeights, linears: Linears) -> Tensor:
-    """[tokens, inner]: what `weights.down` is to be multiplied with. x: [tokens, hidden], normalised"""
+    """[tokens, inner]: the input of `weights.down`. x: [tokens, hidden], normalised"""
     gate, up = linears.linear(x, weights.gate_up, weights.gate_up_bias).chunk(2, -1)
     return mlp.gate.mix(gate, up)
 
 
 def experts_sum(x: Tensor, router_x: Tensor, mlp: ExpertMlp, weights: ExpertWeights, linears: Linears) -> Tensor:
-    """[tokens, hidden]: each token's experts in their shares, and what all tokens share, summed over ranks.
+    """[tokens, hidden]: the outputs of each token's experts by their shares, plus the shared MLP's, summed over ranks.
 
     x:        [tokens, hidden], normalised
-    router_x: [tokens, hidden]; what the router sees
+    router_x: [tokens, hidden], the router's input
     """
     logits = linears.linear(router_x.to(weights.router.dtype), weights.router, weights.router_bias)
     expert, share = mlp.routing.choose(logits, weights.correction)

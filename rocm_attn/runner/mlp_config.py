@@ -11,7 +11,7 @@ from rocm_attn.runner.shards import Shard
 
 
 class ExpertTensors(enum.Enum):
-    """How a file keeps the matrices of a layer's experts."""
+    """How a file holds the matrices of a layer's experts."""
 
     EACH = "three matrices an expert, as of a dense MLP"
     STACKED = "all experts in one tensor, gate and up in turn, inputs before outputs"
@@ -20,7 +20,7 @@ class ExpertTensors(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
-    """One gated MLP for every token. is_joined: whether a file keeps the matrices of gate and up as one"""
+    """One gated MLP for every token. is_joined: whether a file holds the matrices of gate and up as one"""
 
     intermediate_size: int
     gate: Gate
@@ -33,7 +33,7 @@ class DenseMlp:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements that ranks share out, of each part; every MLP has this property."""
+        """Elements that ranks share out, per part; every MLP has this property."""
         return (self.intermediate_size,)
 
 
@@ -43,7 +43,7 @@ class ExpertMlp:
 
     intermediate_size: of one expert
     has_bias:          of the router and of the experts
-    shared_size:       elements of a dense MLP that every token takes beside them, with the same gate; 0: there is none
+    shared_size:       elements of a dense MLP that every token takes in addition, with the same gate; 0: there is none
     """
 
     routing: Routing
@@ -55,7 +55,7 @@ class ExpertMlp:
 
     @property
     def shared(self) -> DenseMlp:
-        """The dense MLP beside the experts, where there is one."""
+        """The dense MLP next to the experts, if there is one."""
         return DenseMlp(self.shared_size, self.gate, is_joined=self.tensors is ExpertTensors.JOINED)
 
     def on_one_of(self, num_ranks: int) -> ExpertMlp:
@@ -71,7 +71,7 @@ class ExpertMlp:
 class DenseAndExperts:
     """A dense MLP and experts side by side, each with norms of its own around it (Gemma 4).
 
-    The router gets its input normalised, without weights of the norm, and each expert has a factor on its shares.
+    The router's input is normalised without weights, and each expert has a factor on its shares.
     """
 
     dense: DenseMlp

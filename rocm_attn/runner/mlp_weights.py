@@ -1,4 +1,4 @@
-"""The weights of a layer's MLP, dense or of experts, out of the tensors of a file."""
+"""The weights of a layer's MLP, dense or of experts, read from the tensors of a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Named = Iterator[tuple[str, Shape]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseWeights:
-    """A dense MLP's, or a rank's part of it. A matrix is [out, in]; what the model has not is None.
+    """Weights of a dense MLP, or a rank's part of them. A matrix is [out, in]; a weight that the model lacks is None.
 
     gate_up: [2 * inner, hidden]; rows of gate, then up
     down:    [hidden, inner]
@@ -32,17 +32,17 @@ class DenseWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """Those of experts, or a rank's part of each of them.
+    """Weights of experts, or a rank's part of each of them.
 
-    router:       [num_experts, hidden]; float32 where the product is computed so
+    router:       [num_experts, hidden]; float32 if the product is computed in it
     router_bias:  [num_experts]
     correction:   float32 [num_experts]; see Routing.choose
     share_scale:  float32 [num_experts]; factor on an expert's shares
     gate_up:      [num_experts, 2 * inner, hidden]; rows of gate, then up
     gate_up_bias: [num_experts, 2 * inner]
     down:         [num_experts, hidden, inner]
-    down_bias:    [num_experts, hidden]; of one rank alone, for ranks add up what they make of experts
-    shared:       of the dense MLP beside them
+    down_bias:    [num_experts, hidden]; only on one rank, because ranks sum the outputs of experts
+    shared:       of the dense MLP next to them
     """
 
     router: Tensor
@@ -58,7 +58,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseAndExpertWeights:
-    """Those of a dense MLP and of experts beside it.
+    """Weights of a dense MLP and of experts next to it.
 
     dense_out_norm, experts_norm, experts_out_norm: [hidden]
     """
@@ -74,7 +74,7 @@ MlpWeights = DenseWeights | ExpertWeights | DenseAndExpertWeights
 
 
 def mlp_shapes(mlp: Mlp, hidden: int) -> Named:
-    """Name within a layer and shape of every tensor of an MLP. hidden: elements of a token"""
+    """Yields the name within a layer and the shape of every tensor of an MLP. hidden: elements of a token"""
     if isinstance(mlp, DenseMlp):
         yield from _dense_shapes("mlp.", mlp, hidden)
     elif isinstance(mlp, DenseAndExperts):
@@ -120,7 +120,7 @@ def _joined_shapes(prefix: str, mlp: ExpertMlp, hidden: int) -> Named:
 
 
 def with_bias(name: str, shape: Shape, has_bias: bool) -> Named:
-    """A matrix, and the bias that it may have. shape: [out, in]"""
+    """Yields a matrix, and its bias if it has one. shape: [out, in]"""
     yield f"{name}.weight", shape
     if has_bias:
         yield f"{name}.bias", shape[:1]
@@ -137,7 +137,7 @@ def _dense_shapes(prefix: str, mlp: DenseMlp, hidden: int) -> Named:
 
 
 def read_mlp(reader: TensorReader, mlp: Mlp, prefix: str, shard: Shard) -> MlpWeights:
-    """The MLP whose tensors' names start with a layer's prefix, as far as a rank holds it. Raises BadModel.
+    """Reads a rank's part of the MLP whose tensor names start with a layer's prefix. Raises BadModel.
 
     mlp: of the whole model
     """
@@ -218,7 +218,7 @@ def _read_stacked(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shar
 
 
 class _Router(NamedTuple):
-    """Of ExpertWeights."""
+    """The router's fields of ExpertWeights."""
 
     matrix: Tensor
     correction: Tensor | None
@@ -235,7 +235,7 @@ def _gate(reader: TensorReader, mlp: ExpertMlp, prefix: str) -> _Router:
 
 
 def _router_beside_dense(reader: TensorReader, prefix: str) -> _Router:
-    """Its input has a scale for each element, and one for all of them."""
+    """A router whose input has a scale for each element, and one for all of them."""
     matrix, scale = (reader.in_float32(Piece(f"{prefix}router.{name}")) for name in ("proj.weight", "scale"))
     scaled = matrix * scale * matrix.shape[1] ** -0.5
     return _Router(scaled.to(reader.dtype), None, reader.in_float32(Piece(f"{prefix}router.per_expert_scale")))

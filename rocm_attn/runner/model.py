@@ -1,9 +1,9 @@
 """Model: the forward pass of a decoder, in plain torch around an attention runtime.
 
-What an author of another model takes from here: forward() gets a Step whose tensors have padded sizes, hands every
-layer's q, k and v to the step's layers, never asks how long anything is and never waits for the device. So the same
-code runs eagerly, is captured, and runs the halves of a split step. Of tensor parallelism it knows the places where
-ranks sum, in its linear layers, and gather: the sizes of a rank's part are in its config and weights.
+It is an example for authors of other models: forward() gets a Step whose tensors have padded sizes, and passes the q, k
+and v of every layer to the step's layers. It never reads a length and never waits for the device. The same code
+therefore runs eagerly, is captured, and runs the halves of a split step. Tensor parallelism shows only where ranks sum,
+in its linear layers, and where they gather. The sizes of a rank's part are in its config and weights.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 
 
 class StepInputs(Protocol):
-    """What forward() reads of a step; T tokens and S sequences, pads included.
+    """The inputs of forward() for a step of T tokens and S sequences, pads included.
 
     token_ids:         int32 [T], pads 0
     positions:         int32 [T], pads 0
-    last_token_of_seq: int32 [S], 0 where there is no new token
+    last_token_of_seq: int32 [S], 0 if there is no new token
     layers:            attention of the step's tokens
     """
 
@@ -50,11 +50,11 @@ class StepInputs(Protocol):
 class Model:
     """A decoder.
 
-    config:       of a tensor-parallel rank's part, where ranks share the model; the weights are that part too
-    head_weights: the runtime's, which get what the weights hold of them
+    config:       of a tensor-parallel rank's part, if ranks share the model; the weights are that part too
+    head_weights: the runtime's; they get the weights of heads that the model has
     max_kv_len:   the longest sequence that positions are prepared for
     ranks:        that share the model
-    linears:      how linear layers are computed; not given: all rows in one product
+    linears:      how linear layers are computed; None: all rows in one product
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Model:
             for layer in config.layers
             if isinstance(layer.attention.indexer, Indexer)
         }
-        # rounded as the embeddings are: models with a scale were trained so
+        # rounded like the embeddings: models with a scale were trained so
         self._own_input_scale = torch.tensor(config.own_inputs.dim**0.5, dtype=dtype).item()
         self._embedding_scale = torch.tensor(config.multipliers.embedding, dtype=dtype).item()
         for layer, layer_weights in enumerate(weights.layers):
@@ -100,13 +100,13 @@ class Model:
         return self.logits(self.hidden(step).index_select(0, step.last_token_of_seq))
 
     def hidden(self, step: StepInputs) -> Tensor:
-        """[T, hidden]: what the last layer gives of each new token."""
+        """[T, hidden]: the last layer's output for each new token."""
         return self.hidden_and_inputs(step, ())[0]
 
     def hidden_and_inputs(self, step: StepInputs, layers: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        """hidden(), and what some layers get of each new token, [T, hidden] each, in the order of the layers.
+        """hidden(), and the inputs of some layers for each new token, [T, hidden] each, in the order of `layers`.
 
-        layers: one past the last layer stands for what that gives
+        layers: one past the last layer stands for the last layer's output
         """
         arithmetic, hidden = self._arithmetic, self.embed(step.token_ids)
         inputs: dict[int, Tensor] = {}
@@ -129,26 +129,26 @@ class Model:
         return hidden, [inputs[number] for number in layers]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, vocab] of tokens for which the last layer gives hidden [n, hidden]."""
+        """[n, vocab]: logits of tokens whose last layer's output is hidden [n, hidden]."""
         return self.logits_of_normed(self.normed(hidden))
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """[n, hidden]: what the output matrix gets of the last layer's rows."""
+        """[n, hidden]: the input of the output matrix for the last layer's rows."""
         return self._arithmetic.norm(hidden, self.weights.final_norm)
 
     def logits_of_normed(self, last: Tensor) -> Tensor:
-        """[n, vocab] of rows that normed() gave."""
+        """[n, vocab]: logits of rows returned by normed()."""
         factor, linears = self.config.multipliers.head, self._arithmetic.linears
         own = self._capped(linears.linear(last if factor == 1.0 else last * factor, self.weights.head))
         return self._ranks.gathered(own)[:, : self.config.vocab_size]  # all ranks pick from the same bits
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[T, hidden]: what the first layer gets. token_ids: integer [T]"""
+        """[T, hidden]: the input of the first layer. token_ids: integer [T]"""
         rows = F.embedding(token_ids, self.weights.embedding)
         return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
 
     def _own_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
-        """[T, layers, dim]: what each layer gets of a token beside the residual."""
+        """[T, layers, dim]: the inputs that each layer gets for a token in addition to the residual."""
         weights = self.weights.own_inputs
         if weights is None:
             return None

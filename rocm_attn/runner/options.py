@@ -1,7 +1,7 @@
 """EngineOptions: how a model is served.
 
-An option is one field here: its default, what it may be, and its help. `rocm-attn generate` makes its flags of the
-fields. Only the standard library is imported, because --help does not wait for torch.
+An option is one field here: its default, its allowed values, and its help. `rocm-attn generate` makes its flags from
+the fields. Only the standard library is imported, because --help does not wait for torch.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.machine.choices import AUTO, KV_DTYPES, KV_SCALES, POOLS, PROVIDERS
 from rocm_attn.runner.speculation.methods import NGRAM, OFF, require_method
 
-# Tokens of a step. A GPU reads all weights in each step, which few tokens do not keep busy.
+# Tokens of a step. A GPU reads all weights in each step, and few tokens do not keep it busy.
 CHUNK_ON_GPU, CHUNK_ON_CPU = 8192, 512
 
 
 @dataclass(frozen=True, slots=True)
 class OptionText:
-    """What an option is to its user.
+    """An option's help and allowed values.
 
-    help:         what it decides
-    kind:         of its values, as they are written on a command line
+    help:         the effect of the option
+    kind:         type of its values on a command line
     unit:         of a number
-    least:        the smallest number that it may be
+    least:        the smallest number allowed
     above:        a number that it must be above
-    most:         the largest number that it may be
-    choices:      the names that it may be; those of a number may stand in its place
-    default_is:   the default in words, where its value does not say it
+    most:         the largest number allowed
+    choices:      the names allowed; an option that is a number may have names too
+    default_is:   the default in words, if its value does not show it
     on_generate:  whether it is a flag of `rocm-attn generate`
     """
 
@@ -46,7 +46,7 @@ class OptionText:
     most: float | None = None
 
     def allows(self, number: float) -> bool:
-        """Whether a number is finite and within the bounds."""
+        """True if a number is finite and within the bounds."""
         return (
             math.isfinite(number)
             and (self.least is None or number >= self.least)
@@ -72,7 +72,7 @@ def option(
     default_is: str = "",
     on_generate: bool = True,
 ) -> Any:
-    """A field with an OptionText. kind: of its values; not given: that of the default"""
+    """A field with an OptionText. kind: of its values; None: that of the default"""
     text = OptionText(help, type(default) if kind is None else kind, unit, least, choices, default_is, on_generate)
     return field(default=default, metadata={"option": text})
 
@@ -91,7 +91,7 @@ def option_texts(options: type) -> dict[str, tuple[Any, OptionText]]:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a model is served. Nothing here changes what is generated, but for how rounding falls out.
+    """How a model is served. Options change the text only through rounding, and by sampled_drafts.
 
     Raises BadSetting.
     """
@@ -275,22 +275,22 @@ class EngineOptions:
 
     @property
     def speculates(self) -> bool:
-        """Whether tokens are guessed."""
+        """True if draft tokens are used."""
         return self.speculative != OFF
 
     @property
     def rows_of_each(self) -> int:
-        """Tokens of a sequence and step after which one may be picked."""
+        """Tokens of a sequence and step that a token may be picked after."""
         return 1 + self.draft_tokens if self.speculates else 1
 
     def chunk_on(self, device_type: str) -> int:
-        """chunk as it is, or as it is decided for a device."""
+        """chunk, or its default for a device."""
         if self.chunk is not None:
             return self.chunk
         return CHUNK_ON_CPU if device_type == "cpu" else CHUNK_ON_GPU
 
     def steps_ahead_on(self, device_type: str) -> int:
-        """steps_ahead as it is, or as it is decided for a device."""
+        """steps_ahead, or its default for a device."""
         if self.steps_ahead is not None:
             return self.steps_ahead
         return 0 if device_type == "cpu" else 1

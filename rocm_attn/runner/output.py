@@ -1,4 +1,4 @@
-"""Output: what a request has come to so far, as tokens, text and logprobs."""
+"""Output: the result of a request so far: tokens, text and logprobs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from rocm_attn.runner.request import AbortEvent, Completion, Event, FailureEvent
 from rocm_attn.runner.stop_texts import StopTexts
 from rocm_attn.runner.tokenizer import TextStream, Tokenizer
 
-# Of tokens without text a step brings hundreds; these are put together without a call of Python for each.
+# A step brings hundreds of tokens without text; map and zip make their events without a Python call for each.
 _event: Callable[[tuple[int, int, str, None, None]], TokenEvent] = partial(tuple.__new__, TokenEvent)
 _NO_TEXT, _NO_REASON, _NO_LOGPROBS = repeat(""), repeat(None), repeat(None)
 
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """What a request has come to so far. An interrupt leaves it as it was before a call, or as it is after it.
+    """The result of a request so far. An interrupt leaves it in its state before a call, or in its state after it.
 
     tokenizer:  None: there is no text, and nothing that could end it
-    num_tokens: of the sequence's new tokens, those that were told
+    num_tokens: new tokens of the sequence that were published
     reason:     why it has ended; None: it goes on
     error:      why it has failed
-    _is_whole:  whether _stream and _stops have seen the tokens that were told, and no others; an interrupt may leave
-                more in them
+    _is_whole:  whether _stream and _stops have seen exactly the tokens that were published; an interrupt may leave more
+                in them
     """
 
     sequence: Sequence
@@ -53,16 +53,16 @@ class Output:
         logprobs: Many[TokenLogprobs],
         events: list[Event | NewTokens],
     ) -> int:
-        """Take in the tokens of a step, at least one, and add their events to a list; how many there are.
+        """Takes in the tokens of a step, at least one, adds their events to a list, and returns their number.
 
-        The tokens after one that completes a text of Request.stop are dropped.
-        reason:   why it ends with the last token; None: it goes on as far as its tokens say
+        Tokens after one that completes a text of Request.stop are dropped.
+        reason:   why it ends with the last token; None: its tokens do not end it
         logprobs: of each of them, or none
         """
         end = len(events)
         if self.tokenizer is None and not logprobs:
             new = self._without_text(token_ids, reason)
-            # One statement, as below.
+            # One statement; see below.
             self.num_tokens, self.reason, events[end:] = self.num_tokens + len(new), reason, new
             return len(new)
         told, why = self._with_text(token_ids, reason, logprobs)
@@ -70,45 +70,45 @@ class Output:
         text = self.text + "".join([event.text for event in told])
         if logprobs:
             self.logprobs[self.num_tokens :] = logprobs[: len(told)]
-        # One statement: an interrupt comes before all of this or after it.
+        # One statement: an interrupt comes either before all of this or after it.
         self.num_tokens, self.text, self.reason, self._is_whole, events[end:] = num, text, why, True, told
         return len(told)
 
     def end_early(self, reason: FinishReason, error: str, events: list[Event | NewTokens]) -> None:
-        """Have it end with the tokens that were told, and add the event of that to a list; once.
+        """Ends it with the tokens published so far, and adds the event of that to a list, once.
 
-        error: why it has failed; empty where it was aborted
+        error: why it has failed; empty if it was aborted
         """
         if self.reason is not None:
             return
         self._go_on()
         number, end = self.sequence.number, len(events)
-        piece = self._rest(self.num_tokens)  # what was held back, of a character that will not be completed for one
+        piece = self._rest(self.num_tokens)  # held-back text, for example of an incomplete character
         event = FailureEvent(number, piece, error) if error else AbortEvent(number, piece)
-        # One statement, as in take().
+        # One statement; see take().
         self.text, self.reason, self.error, events[end:] = self.text + piece, reason, error, [event]
 
     @property
     def seconds(self) -> float:
-        """Since it was taken."""
+        """Seconds since the request was taken."""
         return time.perf_counter() - self.sequence.times.taken
 
     def completion(self) -> Completion:
-        """What it has come to in the end."""
+        """The completion of a request that has ended."""
         assert self.reason is not None, "it has ended"
         new = self.sequence.new_token_ids[: self.num_tokens]
         prompt = self.sequence.request.prompt_token_ids
         return Completion(prompt, new, self.text, self.reason, self.error, tuple(self.logprobs))
 
     def _begin(self) -> None:
-        """Have the stream and the stops of a text that begins."""
+        """Makes the stream and the stops of a text that begins."""
         request = self.sequence.request
         self._stream = self.tokenizer.stream() if self.tokenizer is not None else None
         self._stops = StopTexts(request.stop, request.include_stop)
         self._is_whole = True
 
     def _go_on(self) -> None:
-        """Have the stream and the stops where the text is, whatever an interrupt has left in them."""
+        """Brings the stream and the stops to the end of the text, whatever an interrupt has left in them."""
         if not self._is_whole:
             self._begin()
             for num, token in enumerate(self.sequence.new_token_ids[: self.num_tokens], 1):
@@ -118,7 +118,7 @@ class Output:
     def _with_text(
         self, token_ids: Many[int], reason: FinishReason | None, logprobs: Many[TokenLogprobs]
     ) -> tuple[list[TokenEvent], FinishReason | None]:
-        """The events of tokens, and why the request ends, if it does. Nothing is told by it yet."""
+        """The events of tokens, and the reason why the request ends, if it does. Publishes nothing."""
         self._go_on()
         events: list[TokenEvent] = []
         why: FinishReason | None = None
@@ -134,9 +134,9 @@ class Output:
         return events, why
 
     def _without_text(self, token_ids: Many[int], reason: FinishReason | None) -> list[TokenEvent]:
-        """The events of tokens that have no text, which could end it."""
+        """The events of tokens that have no text that could end the request."""
         number = self.sequence.number
-        if len(token_ids) == 1:  # of each plain step; what follows takes three times as long for it
+        if len(token_ids) == 1:  # the case of every plain step; the code below takes three times as long for it
             return [TokenEvent(number, token_ids[0], "", reason)]
         events = list(map(_event, zip(repeat(number), token_ids, _NO_TEXT, _NO_REASON, _NO_LOGPROBS, strict=False)))
         if reason is not None:
@@ -144,7 +144,7 @@ class Output:
         return events
 
     def _piece(self, token: int, why: FinishReason | None, num: int) -> str:
-        """The text that a token brings. why: the request ends with it; num: of the new tokens, with this one"""
+        """The text of a token. why: the request ends with it; num: of the new tokens, with this one"""
         if self._stream is None:
             return ""
         # a stop token need not be a special one; it is never part of the text
@@ -153,7 +153,7 @@ class Output:
         return piece + (self._rest(num) if why is not None else "")
 
     def _rest(self, num: int) -> str:
-        """What neither the stream nor the stops have let go. num: as of _piece"""
+        """The text that the stream and the stops still hold back. num: see _piece"""
         if self._stream is None:
             return ""
         counts = num > self.sequence.request.min_tokens

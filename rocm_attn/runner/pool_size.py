@@ -1,4 +1,4 @@
-"""How many pages the KV pool gets."""
+"""The number of pages of the KV pool."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 CPU_BYTES = 1 << 30
 # torch's allocator takes memory for a large tensor in multiples of this.
 _ALLOCATION_BYTES = 2 << 20
-# The pool is not cut, and nothing is measured, where it takes at most this part of what is free.
+# A pool that takes at most this part of the free memory is not reduced, and nothing is measured.
 _SMALL_PART = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a GPU's memory is needed for beside K and V, in bytes.
+    """The GPU memory that is needed in addition to K and V, in bytes.
 
     total: of the GPU
     free:  with the weights in place
-    step:  the most that a step takes, with what the runtime keeps for it and drawn drafts take
-    graph: what graphs of all sizes will take
+    step:  the most that a step takes, including the runtime's memory for it and drawn drafts
+    graph: expected memory of graphs of all sizes
     """
 
     total: int
@@ -33,7 +33,7 @@ class Measured:
     graph: int
 
     def kv_bytes(self, share: float, problems: Sequence[Problem]) -> int:
-        """Memory for K and V, so that `share` of the GPU's memory is in use at most. Raises NeverFits."""
+        """Memory for K and V that keeps at most `share` of the GPU's memory in use. Raises NeverFits."""
         num_tensors = sum(1 if problem.pool is PoolKind.LATENT else 2 for problem in problems)
         kept = self.total - int(share * self.total)
         left = self.free - kept - self.step - self.graph - num_tensors * _ALLOCATION_BYTES
@@ -50,7 +50,7 @@ NOT_MEASURED = Measured(0, 0, 0, 0)
 
 
 def is_small(wanted_bytes: int, free_bytes: int) -> bool:
-    """Whether a pool of all pages that sequences can use is so small that steps and graphs surely fit beside it."""
+    """True if a pool of all pages that sequences can use is so small that steps and graphs surely fit next to it."""
     return wanted_bytes <= free_bytes // _SMALL_PART
 
 
@@ -60,7 +60,7 @@ def _gib(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PoolPages:
-    """How many pages the pools get, the reserved ones included.
+    """The page counts of the pools, reserved pages included.
 
     full: of the full space
     swa:  of the SWA space, for layers with a window; 0: all layers live in the full space
@@ -71,7 +71,7 @@ class PoolPages:
 
 
 def most_kv_bytes(problems: Sequence[Problem], *, max_num_seqs: int, max_kv_len: int, chunk: int) -> int:
-    """Memory of a pool in which max_num_seqs sequences of max_kv_len tokens have room."""
+    """Memory of a pool with room for max_num_seqs sequences of max_kv_len tokens."""
     no_limit = (1 + max_num_seqs * num_pages(max_kv_len, problems[0].page_size)) * page_bytes(problems)
     pages = pool_pages(problems, max_num_seqs=max_num_seqs, max_kv_len=max_kv_len, chunk=chunk, kv_bytes=no_limit)
     windowed = page_bytes([problem for problem in problems if problem.window_left != UNLIMITED_WINDOW])
@@ -81,11 +81,11 @@ def most_kv_bytes(problems: Sequence[Problem], *, max_num_seqs: int, max_kv_len:
 def pool_pages(
     problems: Sequence[Problem], *, max_num_seqs: int, max_kv_len: int, chunk: int, kv_bytes: int
 ) -> PoolPages:
-    """Pages for max_num_seqs sequences of max_kv_len tokens, or as many as kv_bytes hold.
+    """Pages for max_num_seqs sequences of max_kv_len tokens, or as many as fit kv_bytes.
 
-    chunk: new tokens of a step, which lie in the SWA space beside the windows before them
-    Where memory is short the SWA space has at most as many pages as the full one: no sequence needs more there.
-    Raises NeverFits when not even one page for tokens fits.
+    chunk: new tokens of a step, which lie in the SWA space next to the windows before them
+    If memory is short the SWA space has at most as many pages as the full one: no sequence needs more there.
+    Raises NeverFits if not even one page for tokens fits.
     """
     windowed = [problem for problem in problems if problem.window_left != UNLIMITED_WINDOW]
     full_bytes, swa_bytes = page_bytes(problems) - page_bytes(windowed), page_bytes(windowed)
@@ -103,8 +103,8 @@ def pool_pages(
 
 
 def swa_pages_for(problems: Sequence[Problem], *, max_num_seqs: int, chunk: int) -> int:
-    """Pages that the windows of max_num_seqs sequences and the new tokens of a step never exceed."""
+    """Upper bound of the pages for the windows of max_num_seqs sequences and the new tokens of a step."""
     page_size = problems[0].page_size
     window_left = max(problem.window_left for problem in problems)
-    # A window and a new token begin and end within pages, and the chunk is cut over several sequences.
+    # A window and a new token begin and end within pages, and the chunk is divided over several sequences.
     return 1 + max_num_seqs * (num_pages(window_left + 1, page_size) + 2) + num_pages(chunk, page_size)

@@ -1,7 +1,7 @@
-"""Ranks: what those that share a model by tensor parallelism do together.
+"""Ranks: the joint operations of ranks that share a model by tensor parallelism.
 
-Each holds a Shard of the model and runs the same steps as all others, at the same time and in the same order. What
-they sum and gather is the same on all of them, bit by bit, so they pick the same tokens without asking each other.
+Each holds a Shard of the model and runs the same steps as all others, at the same time and in the same order. Sums and
+gathered values are the same on all of them, bit by bit, so they pick the same tokens without further exchange.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rocm_attn.runner.shards import WHOLE, Shard
 class Ranks(Protocol):
     """The ranks that share a model, as one of them sees them.
 
-    shard: which one it is
+    shard: this rank's part
     agree: how they agree on kernels, graphs and faults
     """
 
@@ -29,11 +29,11 @@ class Ranks(Protocol):
     def agree(self) -> Agreement: ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, in the place of x. The order of the sum may depend on the size of x."""
+        """The sum of every rank's x, in place. The order of the sum may depend on the size of x."""
         ...
 
     def sum_in_order(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, from rank 0 up: what an element comes to does not depend on those beside it."""
+        """The sum of every rank's x, from rank 0 up: an element's result does not depend on other elements."""
         ...
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -41,12 +41,12 @@ class Ranks(Protocol):
         ...
 
     def least(self, number: int) -> int:
-        """The smallest of every rank's number, of the host."""
+        """The smallest of every rank's number, on the host."""
         ...
 
 
 class OneRank:
-    """A model that is not shared."""
+    """The ranks of a model that is not shared."""
 
     shard = WHOLE
     agree: Agreement = alone
@@ -68,13 +68,13 @@ ONE_RANK = OneRank()
 
 
 class RanksOfGroup:
-    """The ranks of a process group of torch.distributed, all of which make one at the same time.
+    """The ranks of a process group of torch.distributed, all of which make a RanksOfGroup at the same time.
 
-    They agree by a group of their own, over Gloo, so that a rank that is left in a collective is not taken for one that
-    agrees.
+    They agree through a group of their own, over Gloo, so that a rank that is left in a collective does not look like
+    one that agrees.
     group:   of the ranks that share the model and no others, with a backend for the model's device: NCCL, which is RCCL
              on ROCm, or Gloo
-    on_wait: as of agreement.among
+    on_wait: see agreement.among
     """
 
     def __init__(self, group: dist.ProcessGroup, on_wait: OnWait = say_who_waits) -> None:

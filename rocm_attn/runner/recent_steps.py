@@ -1,4 +1,4 @@
-"""RecentSteps: which requests were in the steps that the device may still report a fault of."""
+"""RecentSteps: the requests of the steps that the device may still report a fault of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 
-# Twice as many steps as it takes until a fault is found, and two for the ranks that hear of it from another one.
+# Twice the number of steps until a fault is found, and two for ranks that hear of it from another rank.
 _KEPT = 2 * STEPS_UNTIL_ECHO + 2
 
 # Later than every round: for a step without rounds, or for a fault that no round has reported.
@@ -18,7 +18,7 @@ NO_ROUND = INT32_MAX
 
 @dataclass(slots=True)
 class _Run:
-    """One run of the step runner: steps before + 1 to last of the runtime, more than one where a graph was made.
+    """One run of the step runner: steps before + 1 to last of the runtime, more than one if a graph was made.
 
     ended: request that has ended in it, or in a round that followed from it -> the number of that round
     """
@@ -30,19 +30,19 @@ class _Run:
 
 
 class RecentSteps:
-    """Numbers of steps, as AttentionRuntime.step_number counts them -> numbers of the requests that were in them."""
+    """Step numbers, as counted by AttentionRuntime.step_number -> numbers of the requests in these steps."""
 
     def __init__(self) -> None:
         self._runs: deque[_Run] = deque(maxlen=_KEPT)
 
     def note(self, before: int, last: int, requests: Iterable[int]) -> None:
-        """Remember a run; before, last: the runtime's step number before and after it."""
+        """Records a run; before, last: the runtime's step number before and after it."""
         self._runs.append(_Run(before, last, set(requests)))
 
     def leave(self, request: int, last: int, round_number: int) -> None:
-        """A request has ended with the run up to step `last`: what goes wrong in a later one is not its own.
+        """Records that a request ended with the run up to step `last`: faults of later runs are not its own.
 
-        round_number: as StepPicks.round_number; what goes wrong in a later round is not its own either
+        round_number: see StepPicks.round_number; faults of later rounds are not its own either
         """
         for run in reversed(self._runs):
             if run.last == last:
@@ -51,7 +51,7 @@ class RecentSteps:
             run.requests.discard(request)
 
     def requests_in(self, step: int | None, first_round: int) -> frozenset[int] | None:
-        """The requests that a fault of a step may concern; None where the step, or what was in it, is not known.
+        """The requests that a fault of a step may concern; None if the step, or its requests, are not known.
 
         first_round: of the rounds that followed from it, the first one that may have had the fault
         """

@@ -1,4 +1,4 @@
-"""Report: what an engine ran on, and how it went."""
+"""Report: what an engine runs on, and its metrics."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from rocm_attn.step.metrics import Metrics
 class Report:
     """An engine's state at one moment.
 
-    provider:        whose attention kernels run
+    provider:        of the attention kernels
     kernels:         the kernel of each kind of step, then every kernel that was passed over and why
     page_size:       tokens in a page
     pools:           how layers keep K and V, in words
     num_pages:       pages of the KV pool, the reserved one included
     swa_pages:       likewise, of the pool of layers with a window; 0: they share the other layers' pool
     weights_bytes:   of the model
-    step_bytes:      what the largest steps take of a GPU's memory, where the pool was sized by it; 0: not measured
-    graph_bytes:     likewise, what graphs take
+    step_bytes:      GPU memory of the largest steps, if the pool was sized by it; 0: not measured
+    graph_bytes:     likewise, of graphs
     kv_bytes:        of the pools
     max_kv_len:      tokens of the longest sequence
     graphs:          "on", "off", or "off: " and why they were switched off
-    rounds:          how rounds of guessed tokens follow from each other, or why the host plans each; empty: none are
-                     guessed
-    deterministic:   whether a request's tokens are independent of those beside it
-    ranks:           that share the model by tensor parallelism; what the rest says is of rank 0
-    cost_of_ranks:   what the cut over them costs, in sentences
+    rounds:          how rounds of draft tokens follow from each other, or why the host plans each; empty: there are no
+                     draft tokens
+    deterministic:   whether a request's tokens are independent of other requests
+    ranks:           that share the model by tensor parallelism; the other fields are of rank 0
+    cost_of_ranks:   the cost of dividing the model over them, in sentences
     guards_off:      safeguards that are switched off, by id
-    metrics:         what steps have come to
+    metrics:         counts and durations of the steps so far
     """
 
     provider: str
@@ -58,7 +58,7 @@ class Report:
     metrics: Metrics
 
     def memory_line(self) -> str:
-        """What the memory is given to, in words."""
+        """The uses of the memory, in words."""
         parts = {
             "weights": self.weights_bytes,
             "a step": self.step_bytes,
@@ -68,6 +68,6 @@ class Report:
         return ", ".join(f"{what} {num_bytes / 2**30:.2f} GiB" for what, num_bytes in parts.items() if num_bytes)
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON, with the metrics beside the facts."""
+        """The report for JSON, with the metrics next to the other fields."""
         facts = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "metrics"}
         return {**facts, **self.metrics.as_dict()}

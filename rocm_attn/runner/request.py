@@ -1,4 +1,4 @@
-"""Request, what comes back for it, and its state while it is served."""
+"""Request, its results, and its state while it is served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length", "error", "abort"]
 
 ALL_READ = -1
 
-# Texts of Request.stop, and characters of each: all of them are looked for at each new token.
+# Texts of Request.stop, and characters of each: every new token is searched for all of them.
 MOST_STOPS = 64
 LONGEST_STOP = 1024
 
@@ -30,22 +30,23 @@ class Request:
     """A prompt to be continued.
 
     prompt_token_ids: at least one
-    max_new_tokens:   the text ends after so many, at the latest; at least 1
-    stop_token_ids:   tokens that end the text, on top of the model's own
-    ignore_eos:       whether the model's own end tokens are passed over
+    max_new_tokens:   the text ends after this number at the latest; at least 1
+    stop_token_ids:   tokens that end the text, in addition to the model's own
+    ignore_eos:       whether the model's own end tokens are ignored
     priority:         a request with a lower number is served first, and takes the pages and the place of running ones
                       with higher numbers; among equals the order of submission counts
-    cache_salt:       cached prefixes are shared by requests of one salt: give each tenant one of its own, so that none
-                      can tell by the time that it takes which prompts another one has sent
+    cache_salt:       cached prefixes are shared by requests of one salt: give each tenant its own, so that no tenant
+                      can find out from response times which prompts another one has sent
     prefix_caching:   whether this request may find cached prefixes and leave its own in the cache
     stop:             texts that end the text before they begin, at most 64, of 1 to 1,024 characters each; the first
-                      one that the text comes to counts, and of several that end together the longest
+                      one that the text reaches counts, and of several that end together the longest
     include_stop:     whether the text ends after such a text, and not before it
-    min_tokens:       so many new tokens come at least: before, no stop token is picked, and texts of `stop` count only
-                      where they end in a later token
-    logprobs:         how many of the likeliest tokens are told of each new token, 0 to 20, beside its own logprob;
+    min_tokens:       least number of new tokens: before it, no stop token is picked, and texts of `stop` count only if
+                      they end in a later token
+    logprobs:         number of likeliest tokens reported for each new token, 0 to 20, in addition to its own logprob;
                       NO_LOGPROBS (-1): neither
-    constraint:       what the new text must match from beginning to end; it needs a tokenizer and the extra [serve]
+    constraint:       the form that the new text must match from beginning to end; it needs a tokenizer and the extra
+                      [serve]
 
     Raises BadRequest.
     """
@@ -92,14 +93,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a request came to.
+    """The result of a request.
 
     token_ids:     the new tokens, the stop token included
     text:          of the new tokens, without the stop token and other special ones; empty without a tokenizer
-    finish_reason: "stop" after a stop token or a text of Request.stop, "length" at max_new_tokens or where the KV may
-                   not grow any more, "error" where the request failed, "abort" where Engine.abort() has ended it
-    error:         why it failed; empty where it did not. After a fault of the device the tokens may be wrong
-    logprobs:      of each new token where the request asks for them, else none
+    finish_reason: "stop" after a stop token or a text of Request.stop, "length" at max_new_tokens or if the KV may not
+                   grow any more, "error" if the request failed, "abort" if Engine.abort() has ended it
+    error:         why it failed; empty if it did not. After a fault of the device the tokens may be wrong
+    logprobs:      of each new token if the request asks for them, else none
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -110,15 +111,15 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-# A tuple: every token makes one, and these are made in a quarter of the time of a class with fields.
+# A tuple: every token makes one, and a tuple takes a quarter of the time of a class with fields.
 class TokenEvent(NamedTuple):
     """One new token.
 
     request:       number of the request, in the order of submission
-    text:          what can be printed now; a character that needs several tokens comes with the last of them, and what
-                   may begin a text of Request.stop with the token that decides it
+    text:          the text that can be printed now; a character that needs several tokens comes with the last of them,
+                   and text that may begin a text of Request.stop comes with the token that decides it
     finish_reason: None while there is more to come
-    logprobs:      where the request asks for them, else None
+    logprobs:      if the request asks for them, else None
     """
 
     request: int
@@ -130,10 +131,10 @@ class TokenEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FailureEvent:
-    """A request has failed, and no more tokens come. After a fault of the device that may be one that had ended.
+    """A request has failed, and no more tokens come. After a fault of the device it may have ended before.
 
     request: as in TokenEvent
-    text:    what was held back
+    text:    text that was held back
     error:   why, in a sentence
     """
 
@@ -147,7 +148,7 @@ class AbortEvent:
     """Engine.abort() has ended a request, and no more tokens come.
 
     request: as in TokenEvent
-    text:    what was held back
+    text:    text that was held back
     """
 
     request: int
@@ -160,7 +161,7 @@ Event = TokenEvent | FailureEvent | AbortEvent
 class RequestsFailed(RocmAttnError, RuntimeError):
     """Some requests of Engine.generate() failed; the others were served to their end.
 
-    completions: of all of them, in the order in which they were given; a failed one says why
+    completions: of all of them, in the order in which they were given; a failed one holds its error
     """
 
     def __init__(self, completions: Iterable[Completion], faults: Iterable[DeviceFault] = ()) -> None:
@@ -171,18 +172,18 @@ class RequestsFailed(RocmAttnError, RuntimeError):
 
 
 class RequestsFaulted(RequestsFailed, DeviceFault):
-    """RequestsFailed, because something went wrong on the device."""
+    """RequestsFailed, because of a fault of the device."""
 
 
 class Asking(Protocol):
-    """What a request asks for beyond a draw; see asks.Asks."""
+    """The demands of a request beyond a draw; see asks.Asks."""
 
     @property
     def needs_tokens(self) -> bool: ...
     @property
     def takes_drafts(self) -> bool: ...
     def stays_from(self, place: int) -> bool:
-        """Whether rows are shaped alike from new token number `place` on, whatever comes, and no more is asked for."""
+        """True if rows are shaped alike from new token number `place` on, and no logprobs are asked for."""
         ...
 
     def of(self, sequence: Sequence, place: int) -> RowAsk: ...
@@ -194,16 +195,16 @@ class Sequence:
 
     number:     in the order of submission
     stops:      tokens that end the text
-    token_ids:  the prompt and what was generated
+    token_ids:  the prompt and the tokens generated so far
     num_stored: tokens whose K and V are in the pool when all steps have run that were launched
-    cached_row: what the prefix cache knows of it
+    cached_row: its record in the prefix cache
     row:        of the request table; 0 while it waits
-    is_suspect: whether a step in which it was had a fault that may be its own; then it is computed again alone
+    is_suspect: whether a step that it was in had a fault that may be its own; then it is computed again alone
     times:      since the request was taken
     unread_at:  its place among the picks of the step that was launched last, whose token the host has not read yet;
-                ALL_READ where there is none
-    most_tokens: of prompt and text together: with so many the text ends
-    asks:       what its tokens are picked with beside draws; None: nothing
+                ALL_READ if there is none
+    most_tokens: of prompt and text together: at this number the text ends
+    asks:       demands of its picks in addition to draws; None: nothing
     is_plain:   whether each of its tokens is simply the likeliest one
     """
 
@@ -227,7 +228,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt, and what was generated: the one that was not read yet, too."""
+        """Tokens of the prompt and of the text, including the one that was not read yet."""
         return len(self.token_ids) + (self.unread_at != ALL_READ)
 
     @property
@@ -237,20 +238,20 @@ class Sequence:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Sequences are served in this order: by priority, then by age."""
+        """Sort key of sequences: they are served by priority, then by age."""
         return self.request.priority, self.number
 
     @property
     def num_new(self) -> int:
-        """Tokens that were generated so far, the one that was not read yet too."""
+        """Tokens generated so far, including the one that was not read yet."""
         return self.num_tokens - len(self.request.prompt_token_ids)
 
     @property
     def new_token_ids(self) -> tuple[int, ...]:
-        """What was generated and read so far."""
+        """The tokens that were generated and read so far."""
         return tuple(self.token_ids[len(self.request.prompt_token_ids) :])
 
     @property
     def num_read(self) -> int:
-        """How many these are."""
+        """Number of new_token_ids."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)

@@ -1,4 +1,4 @@
-"""RequestStream: a request that an AsyncEngine serves, as the task that has asked for it sees it."""
+"""RequestStream: a request that an AsyncEngine serves, as the task that submitted it sees it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rocm_attn.runner.request import Completion, FinishReason
 
 
 class RequestFailed(RocmAttnError, RuntimeError):
-    """A request has failed, and no other with it. Its message says why.
+    """A request has failed, and no other with it. Its message is the reason.
 
-    completion: what it had come to
+    completion: its result so far
     """
 
     def __init__(self, completion: Completion) -> None:
@@ -27,12 +27,12 @@ class RequestFailed(RocmAttnError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What came of a request since its last piece: a token, or several where the reader was late.
+    """The output of a request since its last piece: a token, or several if the reader was late.
 
-    token_ids:     the new tokens; none where a text is completed at the end
-    text:          what can be printed now
+    token_ids:     the new tokens; none if a text is completed at the end
+    text:          the text that can be printed now
     finish_reason: None while there is more to come
-    logprobs:      of the new tokens where the request asks for them, else none
+    logprobs:      of the new tokens if the request asks for them, else none
     """
 
     token_ids: tuple[int, ...]
@@ -43,11 +43,11 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Inbox:
-    """What has come of a request and was not read yet. Used in one event loop.
+    """The output of a request that was not read yet. Used in one event loop.
 
     completion: once it has ended
-    error:      what its reader gets after the pieces: that it has failed, or that the engine has ended
-    on_late:    called when a request goes on of which more than most_unread tokens were not read
+    error:      raised to its reader after the pieces: the request has failed, or the engine has ended
+    on_late:    called when a request goes on while more than most_unread of its tokens were not read
     """
 
     completion: Completion | None = None
@@ -62,16 +62,16 @@ class Inbox:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more comes."""
+        """True if nothing more comes."""
         return self.completion is not None or self.error is not None
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no piece to read. Where a request ends without an error, its last piece says so."""
+        """True if there is no piece to read. A request that ends without an error has a last piece with its reason."""
         return not (self._token_ids or self._text)
 
     def add(self, update: Update) -> None:
-        """The request has moved on."""
+        """Takes in an update of the request."""
         self._token_ids += update.token_ids
         self._logprobs += update.logprobs
         self._text += update.text
@@ -83,19 +83,19 @@ class Inbox:
             self.on_late()
 
     def fail(self, error: Exception) -> None:
-        """Nothing more comes, and this is why."""
+        """Ends the request with an error."""
         self.error = error
         self._wake()
 
     def take(self) -> Piece:
-        """All that there is to read."""
+        """Returns everything that can be read."""
         reason = self.completion.finish_reason if self.completion is not None and self.error is None else None
         piece = Piece(tuple(self._token_ids), self._text, reason, tuple(self._logprobs))
         self._token_ids, self._logprobs, self._text = [], [], ""
         return piece
 
     async def wait(self, *, end_only: bool) -> None:
-        """Until there is something to read; or until the end. Raises WrongState for a second reader."""
+        """Waits until there is something to read, or until the end. Raises WrongState for a second reader."""
         if self._reader is not None:
             raise WrongState("another task waits for this request; one task at a time may")
         self._reader, self._reads_end_only = asyncio.get_running_loop().create_future(), end_only
@@ -114,8 +114,8 @@ class RequestStream:
     """A request that is being served: iterate over its pieces, or wait for its completion.
 
     Leaving early ends the request and frees its pages: when a task that waits here is cancelled, when an `async with`
-    over the stream is left, on close(), and when nothing refers to the stream any more. A reader that is late finds
-    several tokens in one piece, and holds up no other.
+    over the stream is left, on close(), and when nothing refers to the stream any more. A late reader finds several
+    tokens in one piece, and delays no other.
 
     number: of the request, for AsyncEngine.abort
     forget: ends the request of a number; may be called in any thread, and more than once
@@ -144,7 +144,7 @@ class RequestStream:
         return piece
 
     async def completion(self) -> Completion:
-        """Wait for the end: what the request came to, with what was read of it before.
+        """Waits for the end; returns the request's completion, including pieces that were read before.
 
         Raises RequestFailed, EngineEnded.
         """
@@ -157,21 +157,21 @@ class RequestStream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more comes of it than what was not read yet."""
+        """True if nothing more comes except unread pieces."""
         return self._inbox.has_ended or self._is_over
 
     def bound(self, most_unread: int, on_late: Callable[[], None]) -> None:
-        """Call a function, in the event loop, whenever the request goes on and more tokens than that were not read."""
+        """Calls a function in the event loop whenever the request goes on with more than most_unread unread tokens."""
         self._inbox.most_unread, self._inbox.on_late = most_unread, on_late
 
     def give_up(self, error: Exception) -> None:
-        """End the request, unless it has ended; who reads it gets this error, after the pieces that have come."""
+        """Ends the request, unless it has ended; its reader gets this error after the pieces that have come."""
         if not self._inbox.has_ended:
             self._inbox.fail(error)
             self._forget(self.number)
 
     def close(self) -> None:
-        """End the request, unless it has ended; no piece comes any more. Never waits."""
+        """Ends the request, unless it has ended; no piece comes any more. Never waits."""
         self._is_over = True
         if not self._inbox.has_ended:
             self._forget(self.number)

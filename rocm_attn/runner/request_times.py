@@ -1,4 +1,4 @@
-"""When requests get how far, and the metrics that follow from it."""
+"""RequestTimes: when requests are taken, begin, and get tokens, and the metrics of these times."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rocm_attn.step.metrics import Durations, Metrics
 
 @dataclass(slots=True, eq=False)
 class RequestTimes:
-    """One request's, in seconds of time.perf_counter(); 0 for what has not come yet."""
+    """The times of one request, in seconds of time.perf_counter(); 0 for events that have not come yet."""
 
     taken: float = field(default_factory=time.perf_counter)
     first_step: float = 0.0
     last_token: float = 0.0
 
     def begin(self, queue_seconds: Durations) -> None:
-        """It is in the next step. A request that begins again, because it was preempted, has waited once."""
+        """Records that it is in the next step. A request that begins again after a preemption has waited once."""
         if not self.first_step:
             self.first_step = time.perf_counter()
             queue_seconds.note(self.first_step - self.taken)
 
 
 def note_tokens(times: Iterable[RequestTimes], now: float, metrics: Metrics) -> None:
-    """Each of these requests has got a token now. Those that got one in the same step before are noted together."""
+    """Records that each of these requests has got a token now. Those with the same last time are noted together."""
     num_since: dict[float, int] = {}
     for each in times:
         last = each.last_token

@@ -17,7 +17,7 @@ from rocm_attn.kernels.cache.row_work import RopeTable
 
 @dataclass(frozen=True, slots=True)
 class NoScaling:
-    """The frequencies as they were trained."""
+    """The frequencies of training, unchanged."""
 
     attention_factor: float = 1.0
 
@@ -39,7 +39,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class DivisorScaling:
-    """Each frequency divided by its own number: LongRoPE, and how a GGUF file writes Llama 3's scaling down.
+    """Each frequency divided by its own number: LongRoPE, and Llama 3's scaling in GGUF files.
 
     divisors:         [head_dim / 2]
     attention_factor: on cos and sin
@@ -77,9 +77,9 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class ProportionalScaling:
-    """The first `share` of the pairs turn, as slowly as they do beside the others; those stand still (Gemma 4).
+    """The first `share` of the pairs turn, at the frequencies they have if all turn; the others stand still (Gemma 4).
 
-    factor: that every frequency is divided by
+    factor: every frequency is divided by it
     """
 
     share: float
@@ -94,8 +94,10 @@ class ProportionalScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN: pairs that turn less than beta_slow times over the original context are divided by `factor`, pairs that
-    turn more than beta_fast times are kept, a ramp over the pair's number between.
+    """YaRN: divides the frequencies of slow pairs by `factor`, and keeps those of fast pairs.
+
+    A slow pair turns less than beta_slow times over the original context, a fast one more than beta_fast times. Between
+    them is a ramp over the pair's number.
 
     attention_factor: on cos and sin
     truncate:         whether the ends of the ramp are rounded outwards to whole pairs
@@ -129,7 +131,7 @@ Scaling = NoScaling | LinearScaling | ProportionalScaling | DivisorScaling | Lla
 
 
 def yarn_attention_factor(factor: float) -> float:
-    """What YaRN multiplies cos and sin by when the model does not say."""
+    """YaRN's factor on cos and sin if the model has none."""
     return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
 
 
@@ -153,7 +155,7 @@ class Rope:
     def table(self, num_positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[num_positions, 2, head_dim]: cosines, and sines whose first half is negated, as `rotate` takes them.
 
-        Computed in float32, as the models were trained, whatever dtype they are stored in.
+        Computed in float32, like in training, whatever dtype they are stored in.
         """
         angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * self.inv_freq()
         cos = angle.cos() * self.scaling.attention_factor
@@ -162,13 +164,13 @@ class Rope:
         return table.to(device=device, dtype=dtype)
 
     def turns(self, num_positions: int, device: torch.device) -> RopeTable:
-        """The same in float32, as a step's layers take it."""
+        """The same table in float32, as a step's layers take it."""
         table = RopeTable.of_frequencies(self.inv_freq(), num_positions, factor=self.scaling.attention_factor)
         return RopeTable(table.cos_sin.to(device))
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """x with every head turned to its token's position, or the first elements of each as far as the table goes.
+    """x with every head turned to its token's position, or only the first elements of each if the table is shorter.
 
     x:       [tokens, heads, head_dim]
     cos_sin: [tokens, 2, up to head_dim], rows of Rope.table

@@ -1,4 +1,4 @@
-"""Routing: which experts a token takes, and how much of each."""
+"""Routing: the experts that a token takes, and its share of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rocm_attn.errors import BadModel
 
 
 class ExpertScores(enum.Enum):
-    """What a router's logits [tokens, experts] become before experts are chosen."""
+    """How a router's logits [tokens, experts] are turned into scores."""
 
     SOFTMAX = "a token's scores sum to 1"
     SIGMOID = "each by itself"
@@ -22,13 +22,13 @@ class ExpertScores(enum.Enum):
 class Routing:
     """How the experts of a token are chosen, and its shares of them.
 
-    num_experts:       that there are
-    num_chosen:        of a token
+    num_experts:       of a layer
+    num_chosen:        per token
     normalised:        whether a token's shares sum to 1 before they are scaled
     scores:            of the logits
-    num_groups:        that neighbouring experts form, all equally many
-    num_groups_chosen: groups of a token, out of which it takes its experts
-    best_of_group:     experts whose scores add up to their group's
+    num_groups:        equal groups of neighbouring experts
+    num_groups_chosen: groups per token that its experts are chosen from
+    best_of_group:     experts whose scores are summed to their group's score
     scale:             factor on every share
     has_correction:    whether each expert has a learned number that counts for the choice, and not for the share
     in_float32:        whether the router's own product is computed in float32
@@ -64,7 +64,7 @@ class Routing:
         """The experts of every token, and their shares.
 
         logits:     [tokens, experts], the router's
-        correction: float32 [experts], where the model has one
+        correction: float32 [experts], if the model has one
         returns:    int64 [tokens, chosen] and float32 [tokens, chosen]
         """
         wide = logits.float()

@@ -20,9 +20,9 @@ _INDEX = "model.safetensors.index.json"
 class SafetensorsFiles:
     """A TensorSource over `model.safetensors`, or over the files that `model.safetensors.index.json` names.
 
-    The index says which file a tensor is read from; other tensors in the files are not part of the model.
-    Opening reads the headers of all files. Raises BadModel for a file that is missing, damaged or cut short, and for
-    one that lacks a tensor of the index.
+    The index names the file that a tensor is read from; other tensors in the files are not part of the model. Opening
+    reads the headers of all files. Raises BadModel for a file that is missing, damaged or cut short, and for one that
+    lacks a tensor of the index.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -45,7 +45,7 @@ class SafetensorsFiles:
         return self._shapes
 
     def read(self, name: str, *where: slice) -> Tensor:
-        """As TensorSource.read, in the dtype of its file; of a part, no more is read. Raises BadModel."""
+        """Like TensorSource.read, in the dtype of its file. Reads only the part. Raises BadModel."""
         tensor = self._read(name, *where)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise BadModel(
@@ -66,7 +66,7 @@ class SafetensorsFiles:
         return tensor
 
     def _take(self, file: Any, path: Path, names: Iterable[str]) -> None:
-        """Remember the tensors of an opened file, whose package has no types."""
+        """Records the tensors of an opened file, whose package has no types."""
         for name in names:
             self._shapes[name] = tuple(file.get_slice(name).get_shape())
             self._file_of[name] = path
@@ -80,7 +80,7 @@ def _opened(path: Path) -> safe_open:
 
 
 def _indexed(directory: Path) -> dict[Path, list[str]]:
-    """file -> the tensors that the index says are in it. Raises BadModel."""
+    """file -> the tensors that the index places in it. Raises BadModel."""
     index = directory / _INDEX
     if not index.is_file():
         raise BadModel(f"{directory} has neither {_SINGLE} nor {_INDEX}")
@@ -97,7 +97,7 @@ def _indexed(directory: Path) -> dict[Path, list[str]]:
 
 
 def _within(index: Path, file: object) -> str:
-    """A file's name in the index, which must not lead out of its folder. A link in the folder may: caches are made so.
+    """A file's name in the index, which must not lead out of its folder. Links in the folder may: caches use them.
 
     Raises BadModel.
     """

@@ -1,7 +1,7 @@
 """Sampling: from logits to token ids, on the device of the logits and without waiting for it.
 
-A request's draws depend on its own logits, its seed and the place of the token, never on the batch, nor on how often a
-step was run.
+A request's draws depend on its own logits, its seed and the place of the token. They do not depend on the batch, or on
+how often a step was run.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.prepared import RepeatedLauncher
 
-# Uniform numbers are made so many at a time.
+# Uniform numbers are made in batches of this size.
 _NUMBERS_AT_ONCE = 16
 # The largest number below 1 that float32 does not round up to it.
 _MOST_UNIFORM = 1 - 2**-24
-# Float32 holds these; what a temperature beyond them does is no other thing.
+# Float32 holds these; temperatures beyond them have the same effect.
 _COLDEST, _HOTTEST = 1e-30, 1e30
 
 
@@ -44,7 +44,7 @@ class Draw(NamedTuple):
     uniform: float
 
 
-# Of a row of which the likeliest token is taken.
+# The Draw of a row whose likeliest token is taken.
 GREEDY = Draw(0.0, 0.0, 0.0)
 
 
@@ -55,7 +55,7 @@ class _Uniforms:
 
     def __init__(self, seed: int | tuple[int, int]) -> None:
         self._seed = seed
-        self._random: np.random.Generator | None = None  # which takes longer to make than its first numbers
+        self._random: np.random.Generator | None = None  # takes longer to make than its first numbers
         self._numbers: list[float] = []
 
     def at(self, place: int) -> float:
@@ -74,9 +74,9 @@ class _Uniforms:
 
 
 class Sampler:
-    """One request's source of tokens: one uniform number for each, known before any token is picked.
+    """One request's source of randomness: one uniform number for each token, known before any token is picked.
 
-    Drafts of its tokens that are drawn have two more.
+    Draft tokens that are drawn have two more each.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -88,29 +88,29 @@ class Sampler:
         self._next = 0
 
     def next_draw(self) -> Draw:
-        """How the token is drawn that comes after the one of the call before, from the first one on."""
+        """The draw of the next token. The first call returns the first token's."""
         self._next += 1
         return self.draw(self._next - 1)
 
     def draw(self, place: int) -> Draw:
-        """How the request's new token number `place`, from 0 on, is drawn."""
+        """The draw of the request's new token number `place`, counted from 0."""
         return Draw(self.sampling.temperature, self.sampling.top_p, self._draws.at(place))
 
     def uniforms(self, first: int, end: int) -> npt.NDArray[np.float32]:
-        """float32 [end - first]: the numbers that decide draw() of these places, as terms_of() gives them."""
+        """float32 [end - first]: the numbers that decide draw() of these places, as terms_of() writes them."""
         return np.minimum(self._draws.between(first, end), _MOST_UNIFORM).astype(np.float32)
 
     def guess_at(self, place: int) -> float:
-        """A uniform number by which a draft of that token is drawn."""
+        """A uniform number that draws the draft token of that place."""
         return self._guesses.at(place)
 
     def accept_at(self, place: int) -> float:
-        """A uniform number that decides whether such a draft is accepted."""
+        """A uniform number that decides whether the draft token of that place is accepted."""
         return self._accepts.at(place)
 
 
 class Found(NamedTuple):
-    """What was found of each row, as the host reads it.
+    """The results per row, as the host reads them.
 
     token_ids: int32 [rows], or ALL_ZERO or NONE_LEFT
     best:      float32 [rows], the largest logit
@@ -121,15 +121,15 @@ class Found(NamedTuple):
 
     @classmethod
     def of(cls, found: Int32Array) -> Found:
-        """found: int32 [rows, 2], as of launch_pick_rows"""
+        """found: int32 [rows, 2]; see launch_pick_rows"""
         return cls(found[:, 0], found.view(np.float32)[:, 1])
 
 
 class PickedTokens:
     """The tokens of one step, on their way to the host.
 
-    found: what launch_pick_rows gives
-    done:  after which it is there
+    found: written by launch_pick_rows
+    done:  found is there after it
     """
 
     __slots__ = ("_done", "found")
@@ -138,11 +138,11 @@ class PickedTokens:
         self.found, self._done = found, done
 
     def read(self) -> list[int | BadLogits]:
-        """Wait for them. One token id for each row; for a row that none can be picked from, why."""
+        """Waits for them. Returns one token id per row, or the reason why no token can be picked from a row."""
         self._done.synchronize()
         found, best = self.found
         ids: list[int | BadLogits] = found.tolist()
-        # A row that holds NaN has NaN as its largest. A norm whose squares overflow gives 0, and so does all after it.
+        # The largest logit of a row with NaN is NaN. A norm whose squares overflow gives 0, and so do all later layers.
         if ALL_ZERO not in ids and np.logical_and.reduce(np.isfinite(best)):
             return ids
         return [
@@ -152,7 +152,7 @@ class PickedTokens:
 
 
 class _Rows(NamedTuple):
-    """What a launch for so many rows gets beside the logits, and what it has found, as the host reads it."""
+    """The tensors of a launch over a number of rows other than the logits, and its results as the host reads them."""
 
     terms: Tensor
     tokens: Tensor
@@ -161,7 +161,7 @@ class _Rows(NamedTuple):
 
 
 class _HostMemory:
-    """Memory that the device reads terms from and writes what it has found to, and the fence after that."""
+    """Memory that the device reads terms from and writes its results to, and the fence after that."""
 
     def __init__(self, tokens: Tensor) -> None:
         most_rows, pinned = tokens.shape[0], tokens.is_cuda
@@ -170,11 +170,11 @@ class _HostMemory:
         self._found = torch.empty(most_rows, 2, dtype=torch.int32, pin_memory=pinned)
         self._rows: dict[int, _Rows] = {}
         self.done: Fence = torch.Event(tokens.device) if pinned else NoFence()
-        # torch knows of no kernel that reads or writes pinned memory, and gives a dropped one's to the next who asks.
+        # torch knows of no kernel that reads or writes pinned memory, and gives freed pinned memory to the next caller.
         weakref.finalize(self, _hold_until, self.done, (self._terms, self._found)).atexit = False
 
     def rows(self, rows: int) -> _Rows:
-        """Its first rows."""
+        """The first rows."""
         found = self._rows.get(rows)
         if found is None:
             views = self._terms[:rows], self._tokens[:rows], self._found[:rows]
@@ -187,16 +187,16 @@ def _hold_until(done: Fence, tensors: tuple[Tensor, ...]) -> None:
 
 
 class TokenPicker:
-    """Picks the tokens of an engine's steps where the logits are, and sends them to the host.
+    """Picks the tokens of an engine's steps on the device of the logits, and sends them to the host.
 
-    A step that was picked from is read before the second step after it is.
+    The picks of a step are read before the second step after it is picked from.
 
     pick_rows: of the runtime's launches
-    tokens:    int32 [most_rows], row -> the token that was picked last: what a step reads whose tokens the host does
-               not know yet. A row that no token can be picked from has some token of the vocabulary
+    tokens:    int32 [most_rows], row -> the token that was picked last. A step reads it if the host does not know its
+               tokens yet. A row that no token can be picked from has some token of the vocabulary
     """
 
-    @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
+    @torch.inference_mode(False)  # memory made in inference mode cannot be written outside of it
     def __init__(self, device: torch.device, most_rows: int, pick_rows: PickRows) -> None:
         self.tokens = torch.zeros(most_rows, dtype=torch.int32, device=device)
         self._pick_rows = pick_rows
@@ -204,17 +204,17 @@ class TokenPicker:
         self._host = [_HostMemory(self.tokens) for _ in range(2)]
 
     def pick(self, logits: Tensor, draws: Mapping[int, Draw]) -> PickedTokens:
-        """Pick a token for each row.
+        """Picks a token for each row.
 
-        logits: [rows, vocab], most_rows at most; may change when the launches that were made here have run
-        draws:  row -> how its token is drawn; of the others the likeliest is taken
+        logits: [rows, vocab], at most most_rows; may change when the launches that were made here have run
+        draws:  row -> how its token is drawn; the other rows take the likeliest token
         """
         rows = logits.shape[0]
         host, self._next = self._host[self._next], 1 - self._next
         terms, tokens, found, on_host = host.rows(rows)
         if rows:
             if draws:
-                host.done.synchronize()  # a step that was never read may not have read its terms
+                host.done.synchronize()  # an unread step may not have read its terms yet
                 _put_terms(terms, draws)
             self._pick_rows(logits, terms, tokens, found, num_drawing=len(draws))
             host.done.record()
@@ -223,11 +223,11 @@ class TokenPicker:
     def picking(
         self, logits: Tensor, terms: Tensor, found: Tensor, stream: Callable[[], int] | None, *, draws: bool
     ) -> RepeatedLauncher:
-        """As pick(), by terms of the caller, who reads what is found; over and over from the same place.
+        """Like pick(), with terms and results of the caller, launched repeatedly from the same place.
 
-        terms:  float32 [rows, 3], as of launch_pick_rows
+        terms:  float32 [rows, 3]; see launch_pick_rows
         found:  int32 [rows, 2], likewise
-        stream: as of RepeatedLauncher
+        stream: see RepeatedLauncher
         draws:  whether any row draws
         """
         tokens = self._host[0].rows(logits.shape[0]).tokens
@@ -235,16 +235,16 @@ class TokenPicker:
 
 
 def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:
-    """One token id for each row, by its sampler's next draw; for a row that none can be picked from, why.
+    """Returns one token id per row, by its sampler's next draw, or the reason why no token can be picked from it.
 
-    logits: [rows, vocab]. It is waited for
+    logits: [rows, vocab]. The host waits for them
     """
     draws = [sampler.next_draw() for sampler in samplers]
     return _found(logits, {row: draw for row, draw in enumerate(draws) if draw.temperature > 0}, TORCH.ops().pick_rows)
 
 
 def draw_all(logits: Tensor, pick_rows: PickRows) -> None:
-    """Draw a token for every row, beside what AskingPicker takes of a device where every row asks for all there is."""
+    """Draws a token for every row, with the device memory that AskingPicker needs if every row has every option."""
     rows, vocab = logits.shape
     asked = [torch.empty(rows, vocab, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32)]
     _found(logits, dict.fromkeys(range(logits.shape[0]), Draw(1.0, 0.5, 0.5)), pick_rows)
@@ -252,7 +252,7 @@ def draw_all(logits: Tensor, pick_rows: PickRows) -> None:
 
 
 def _found(logits: Tensor, draws: Mapping[int, Draw], pick_rows: PickRows) -> list[int | BadLogits]:
-    """draws: as of TokenPicker.pick"""
+    """draws: see TokenPicker.pick"""
     rows = logits.shape[0]
     terms = torch.empty(rows, 3)
     _put_terms(terms, draws)
@@ -262,12 +262,12 @@ def _found(logits: Tensor, draws: Mapping[int, Draw], pick_rows: PickRows) -> li
 
 
 def _put_terms(terms: Tensor, draws: Mapping[int, Draw]) -> None:
-    """terms: float32 [rows, 3] of the host, as of launch_pick_rows"""
+    """terms: float32 [rows, 3] of the host; see launch_pick_rows"""
     terms.numpy()[:] = terms_of([draws.get(row, GREEDY) for row in range(terms.shape[0])])
 
 
 def terms_of(draws: Sequence[Draw]) -> npt.NDArray[np.float32]:
-    """float32 [rows, 3], as of launch_pick_rows."""
+    """float32 [rows, 3]; see launch_pick_rows."""
     return np.array(
         [
             (min(max(draw.temperature, _COLDEST), _HOTTEST), draw.top_p, min(draw.uniform, _MOST_UNIFORM))
@@ -286,7 +286,7 @@ NOTHING_LEFT = (
 
 
 def _bad_logits(token: int, best: float) -> BadLogits:
-    """Why no token is picked from a row. token, best: as of Found"""
+    """Why no token is picked from a row. token, best: see Found"""
     if token == NONE_LEFT:
         return BadLogits(NOTHING_LEFT)
     what = f"the largest logit of the next token is {best}" if best else "every logit of the next token is 0"

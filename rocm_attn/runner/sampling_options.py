@@ -1,4 +1,4 @@
-"""Sampling: how a request picks its tokens. `rocm-attn generate` makes its flags of the fields, the server its bounds.
+"""Sampling: how a request picks its tokens. The flags of `rocm-attn generate` and the server's bounds come from it.
 
 Only the standard library is imported, because --help does not wait for torch.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rocm_attn.errors import BadRequest
 from rocm_attn.runner.options import bounded, option, option_texts
 
-# Tokens of one request that have a bias, and how large one may be.
+# Most tokens of one request that have a bias, and the largest size of one.
 MOST_BIASES, LARGEST_BIAS = 1024, 100
 
 
@@ -18,24 +18,24 @@ MOST_BIASES, LARGEST_BIAS = 1024, 100
 class Sampling:
     """How a request picks its tokens.
 
-    logits[t] of token t, of which the text so far has n[t], become one after the other
+    For token t, of which the text so far has n[t], logits[t] is replaced by each of these in turn:
 
-        logits[t] / repetition_penalty         where the prompt or the text has t, and logits[t] > 0; else * it
-        logits[t] - presence_penalty           where n[t] > 0
+        logits[t] / repetition_penalty         if the prompt or the text has t, and logits[t] > 0; else * it
+        logits[t] - presence_penalty           if n[t] > 0
         logits[t] - frequency_penalty * n[t]
         logits[t] + logit_bias[t]
 
-    and then the tokens are kept that top_k, min_p and top_p all keep, one after the other, each among those that the
-    one before it has kept. What the prompt holds counts for repetition_penalty alone.
+    Then top_k, min_p and top_p are applied in turn, each to the tokens that the one before it has kept. Tokens of the
+    prompt count only for repetition_penalty.
 
     temperature: 0 takes the likeliest token; above, logits are divided by it before a token is drawn
     top_p:       tokens are drawn among the likeliest whose probabilities reach this sum, (0, 1]
     seed:        of this request's draws
-    top_k:       so many of the likeliest tokens are kept, of equal ones the first; 0: all
-    min_p:       tokens are kept that are at least so likely, as a share of the likeliest one's probability, [0, 1]
+    top_k:       number of likeliest tokens that are kept, of equal ones the first; 0: all
+    min_p:       least probability of a token that is kept, as a share of the likeliest one's, [0, 1]
     presence_penalty, frequency_penalty: [-2, 2]
     repetition_penalty: [0.01, 100]; 1 changes nothing
-    logit_bias:  (token id, what is added to its logit), each token once, at most 1,024 of them, each [-100, 100]
+    logit_bias:  (token id, value added to its logit), each token once, at most 1,024 of them, each [-100, 100]
 
     Raises BadRequest.
     """
@@ -93,12 +93,12 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """True if the likeliest token is taken."""
         return self.temperature == 0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits depend on the tokens that came before."""
+        """True if logits depend on the tokens that came before."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 

@@ -1,25 +1,25 @@
-"""Scheduler: which sequences run in the next step, with how many tokens. Host values only.
+"""Scheduler: chooses the sequences of the next step, and their numbers of tokens. Host values only.
 
 Every step holds all sequences that decode, one token each, and fills up to `chunk` tokens with prompts, in the order of
-their requests' priorities and then of their age. What prompts leave of the chunk goes to drafts: tokens that were
-guessed for sequences that decode, which the step verifies. They are stored after their sequence's last token; those
-that are rejected are stored over. Drafts take pages that are free, and never those of another sequence.
+their requests' priorities and then of their age. The rest of the chunk goes to draft tokens of sequences that decode,
+which the step verifies. They are stored after their sequence's last token; rejected ones are overwritten. Drafts take
+free pages, and never those of another sequence.
 
-A sequence is admitted when there are pages for all of its tokens, and in the SWA space those for its window and a
-chunk; it begins with the pages that the prefix cache has of it, and takes the others chunk by chunk. When pages run
-out, those that only the cache holds are given back; then the sequence that is the last in order gives its own back and
-waits. It is computed again later from its prompt and the tokens it has generated, so it goes on with the token that it
-would have had. So is a suspect one, which a fault of the device may be due to: alone, in steps of its own, up to its
-next token, and without pages of the cache.
+A sequence is admitted when there are pages for all of its tokens, and in the SWA space for its window and a chunk. It
+begins with the pages that the prefix cache has of it, and takes the others chunk by chunk. When pages run out, those
+that only the cache holds are given back first. Then the last sequence in order gives its own back and waits. It is
+computed again later from its prompt and the tokens it has generated, so it continues with the same token. A suspect,
+which a fault of the device may be due to, is computed again too: alone, in steps of its own, up to its next token, and
+without pages of the cache.
 
-A sequence that waits and has a better priority than some that run takes their places and pages, where that lets it in.
-No sequence ever gives way to one that comes after it in order, so the first of all always moves on, and all come to
-their end unless better ones keep coming.
+A sequence that waits and has a better priority than some that run takes their places and pages, if that admits it. No
+sequence ever gives way to one that comes after it in order, so the first of all always moves on, and all come to their
+end unless better ones keep coming.
 
-A step may be scheduled while the one before it runs, whose tokens are on the device alone. A sequence that has one of
-these goes on with it unread. Where that one is its last whatever it is, it gets no more; where it turns out to end the
-sequence, which then was in one step too many, what that step brings it is dropped. Before anything is decided for which
-the tokens must be known, they are read: before a sequence is preempted, and before a suspect runs.
+A step may be scheduled while the one before it runs, whose tokens are only on the device. A sequence with such a token
+goes on with it unread. If that token is its last one in any case, it gets no more. If the token turns out to end the
+sequence, the sequence was in one step too many, and its tokens of that step are dropped. A decision that needs known
+tokens is made after they are read: before a sequence is preempted, and before a suspect runs.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from rocm_attn.step.metrics import Metrics
 
 _by_urgency = attrgetter("urgency")
 
-# Of a step without drafts.
+# The drafts of a step without any.
 NO_SEQUENCE: Mapping[int, Drafts] = MappingProxyType({})
 
-# A row that needs a page gets room for so many tokens more, and the others of its step with it, where there are plenty:
-# most steps then change nothing in the table.
+# A row that needs a page gets room for this number of tokens more if there are plenty of pages, and so do the other
+# rows of its step: most steps then change nothing in the table.
 _TOKENS_AHEAD = 64
 
-# A space of so many pages has one more given back each time that idle ones are: these calls are fewer then, and there
-# is some room for the probe requests on which a fresh graph is checked.
+# Each time that idle pages are given back, a space gives back one more per this number of its pages. Such calls are
+# then rarer, and there is some room for the probe requests on which a fresh graph is checked.
 _PAGES_PER_SPARE_ONE = 64
 
 
 class _UnreadTokens(Exception):
-    """What is to be decided depends on tokens that were not read yet."""
+    """A decision depends on tokens that were not read yet."""
 
 
 # Not frozen: setting the fields of a frozen class takes three times as long.
@@ -72,7 +72,7 @@ class ScheduledStep:
     sequences: seq -> the sequence
     picking:   those that pick a token after this step: all, or all but the last, whose prompt goes on in the next step
     batch:     the token ids include unread(place), for the token in this place among the picks of the step before
-    drafts:    seq -> the drafts that its new tokens end with, of those that have any
+    drafts:    seq -> the drafts that its new tokens end with, if it has any
     has_trees: whether drafts have branches
     asking:    the places among `picking` of those that do not simply take the likeliest token
     """
@@ -86,17 +86,17 @@ class ScheduledStep:
 
     @property
     def num_picks(self) -> int:
-        """How many pick a token."""
+        """Number of sequences that pick a token."""
         return len(self.picking)
 
     @property
     def is_of_a_suspect(self) -> bool:
-        """Whether its one sequence is served alone, because a fault may be due to it."""
+        """True if its one sequence is served alone, because a fault may be due to it."""
         return self.sequences[0].is_suspect
 
 
 class _Lengths(NamedTuple):
-    """Of the sequences of a step: rows, tokens that are stored before it, and new tokens. int32 [num_seqs] each"""
+    """Rows, stored tokens and new tokens of the sequences of a step. int32 [num_seqs] each"""
 
     rows: Int32Array
     stored: Int32Array
@@ -108,19 +108,19 @@ class _Lengths(NamedTuple):
         return cls(*np.array((*of_each, [q_len for _, q_len in scheduled]), np.int32))
 
 
-# Place in a step -> the drafts that its sequence's last token is followed by, at least one.
+# Place in a step -> the drafts that follow its sequence's last token, at least one.
 Verified = Mapping[int, Drafts]
 
 
 class Scheduler:
     """The sequences that wait and those that run.
 
-    What it decides follows from the calls and their arguments alone: schedulers of several ranks that get the same ones
+    Its decisions depend only on the calls and their arguments: schedulers of several ranks that get the same calls
     decide the same.
 
-    metrics:           in which preemptions and the use of the prefix cache are counted
+    metrics:           receive counts of preemptions and of the use of the prefix cache
     max_batch_size:    sequences that run at a time
-    chunk:             tokens of a step, at least 1; decodes always run, and a prompt gets at least one token a step
+    chunk:             tokens of a step, at least 1; decodes always run, and a prompt gets at least one token per step
     max_kv_len:        tokens of a sequence's KV; one that is full picks its last token
     steps_until_known: FaultReports.steps_until_known
 
@@ -147,11 +147,11 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._suspects: list[Sequence] = []
-        self._moving: tuple[Sequence, int] | None = None  # one that begins to run or to wait, and its row
+        self._moving: tuple[Sequence, int] | None = None  # the sequence that begins to run or to wait, and its row
         self._has_ahead = False  # whether rows may hold pages that were taken ahead
         self._num_unread = 0  # steps that were launched and not finished
-        self._finishing: tuple[Picks, list[Taken]] = ([], [])  # the picks that were taken last, and what of them
-        self.num_changes = 0  # how often a sequence has come or has given its row back
+        self._finishing: tuple[Picks, list[Taken]] = ([], [])  # the picks that were last taken, and the result
+        self.num_changes = 0  # how often a sequence was added or has given its row back
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
             if needed > pages.num_usable_pages:
@@ -163,21 +163,21 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence runs or waits."""
+        """True if any sequence runs or waits."""
         return bool(self._running or self._waiting or self._moving)
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a row."""
+        """Number of sequences that hold a row."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that hold none."""
+        """Number of sequences that hold no row."""
         return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence whose prompt fits max_kv_len and the pool."""
+        """Queues a sequence whose prompt fits max_kv_len and the pool."""
         request = sequence.request
         # the token that is picked last is never stored
         sequence.most_tokens = min(len(request.prompt_token_ids) + request.max_new_tokens, self._max_kv_len + 1)
@@ -185,9 +185,9 @@ class Scheduler:
         self.num_changes += 1
 
     def decoding(self, limit: int = INT32_MAX) -> list[tuple[Sequence, int]]:
-        """The sequences for which the next step has use of drafts, and of how many each has at most.
+        """The sequences that can use drafts in the next step, with the most drafts of each.
 
-        More would be beyond what the sequence may come to. None where a suspect is served alone.
+        More would go beyond the most tokens of the sequence. Empty if a suspect is served alone.
         limit: of drafts of a sequence
         """
         if self._suspects:
@@ -202,11 +202,11 @@ class Scheduler:
         return found
 
     def next_step(self, drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep | None:
-        """The next step; None: it depends on tokens of a step that was launched and is to be finished first.
+        """The next step; None if it depends on tokens of a launched step, which is to be finished first.
 
         There must be work. At most one step is not finished.
-        drafts: of some that decoding() has named, by their requests' numbers, no more than it allows. As many of each
-                are in the step as there is room for, from the first one on
+        drafts: for some sequences of decoding(), by their requests' numbers, no more than it allows. The step takes the
+                first ones of each, as many as there is room for
         """
         assert self._num_unread <= 1
         try:
@@ -215,7 +215,7 @@ class Scheduler:
             return None
 
     def _next_step(self, drafts: Mapping[int, Drafts]) -> ScheduledStep:
-        """Raises _UnreadTokens."""
+        """Does the work of next_step(). Raises _UnreadTokens."""
         self._end_move()
         if self._suspects:
             self._require_all_read()
@@ -240,7 +240,7 @@ class Scheduler:
         return _step_of(scheduled, verified, lengths)
 
     def launched(self, step: ScheduledStep) -> None:
-        """A step will run, on which next_step() can go on. All steps before it are finished."""
+        """Notes that a step will run, so that next_step() can go on. All steps before it are finished."""
         assert self._num_unread == 0
         self._num_unread = 1
         stored, num_picks = step.batch.kv_len.tolist(), step.num_picks
@@ -253,9 +253,9 @@ class Scheduler:
         self._enter_pages(step)
 
     def launched_again(self, step: ScheduledStep) -> None:
-        """The sequences of a step go on by a round that will run: it stores what is known, and all before is read.
+        """Notes that the sequences of a step go on with a round that stores their known tokens. All before it is read.
 
-        It is launched, or has been for a while, and the one before it is finished now.
+        The round is launched now, or was launched earlier and the one before it is finished now.
         """
         self._num_unread = 1
         for place, sequence in enumerate(step.sequences):
@@ -263,9 +263,9 @@ class Scheduler:
                 sequence.num_stored, sequence.unread_at = len(sequence.token_ids), place
 
     def reserve_ahead(self, rows: Int32Array, kv_len: Int32Array) -> bool:
-        """Make room for so many tokens, if there are pages and none waits; whether there is.
+        """Makes room for kv_len tokens if there are pages and no sequence waits; returns whether there is room.
 
-        It is given back before a sequence gives way, or one that comes is not let in.
+        The room is given back before a sequence gives way, or a new one is refused.
         rows, kv_len: int32 [n]; of sequences that run
         """
         table = self._table
@@ -280,13 +280,13 @@ class Scheduler:
         return True
 
     def finish_step(self, step: ScheduledStep, picks: Picks) -> list[Taken]:
-        """Take in what each of step.picking got: how many of the tokens it took, and why it ends, if it does.
+        """Takes in the picks of each of step.picking: returns the tokens it took, and why it ends, if it does.
 
-        picks: for each the drafts that were accepted, in order, and then one token more. The K and V of these drafts
-               lie in the places of their tokens: in a tree, the engine has moved them there
-        A token that ends a sequence is its last one, whatever comes after it. Ended ones leave their pages. A sequence
-        that has ended since the step was scheduled takes nothing.
-        After an interrupt it is called again with the same picks: what was taken before is taken once.
+        picks: for each the accepted drafts, in order, and then one token more. The K and V of these drafts lie in the
+               places of their tokens: those of a tree were moved there by the engine
+        A token that ends a sequence is its last one, whatever comes after it. Ended sequences leave their pages. A
+        sequence that has ended since the step was scheduled takes nothing. After an interrupt it is called again with
+        the same picks, and takes nothing twice.
         """
         if self._finishing[0] is not picks:
             self._finishing = picks, [taken_of(*each) for each in zip(step.picking, picks, strict=True)]
@@ -312,11 +312,11 @@ class Scheduler:
     def take_together(
         self, step: ScheduledStep, first: Many[int], token_ids: Many[list[int]], *, all_read: bool
     ) -> None:
-        """As finish_step() of all rounds that were read together, and then launched_again() of those that were not.
+        """Like finish_step() for all rounds that were read together, and then launched_again() for the others.
 
-        After an interrupt it is called again: what was taken before is taken once.
-        first, token_ids: of each of step.picking, as of Together. None of them ends with these, or has ended before
-        all_read:         whether no round is left
+        After an interrupt it is called again, and takes nothing twice.
+        first, token_ids: per sequence of step.picking; see Together. None of them ends with these, or has ended before
+        all_read:         whether no unread round is left
         """
         for sequence, place, tokens in zip(step.picking, first, token_ids, strict=True):
             sequence.token_ids[place:] = tokens
@@ -326,14 +326,14 @@ class Scheduler:
         self._num_unread = int(not all_read)
 
     def enter_rounds(self, step: ScheduledStep) -> None:
-        """Let the pages be found that rounds have completed which were read together."""
+        """Makes pages available to prompts that were completed by rounds read together."""
         living = [(each, len(each.token_ids) - 1) for each in step.picking if each.row != RESERVED_ROW]
         if living and self._cache.has_rows:
             self._table.mark_stored([each.row for each, _ in living], [num for _, num in living])
             self._cache.enter((each.cached_row, each.row, each.token_ids, num) for each, num in living)
 
     def suspect(self, sequence: Sequence) -> None:
-        """Compute a sequence again, alone, from the tokens that are known. What it has stored is given up."""
+        """Computes a sequence again, alone, from the known tokens. Its stored K and V are given up."""
         self._end_move()
         if not sequence.is_suspect:
             sequence.is_suspect = True
@@ -343,9 +343,9 @@ class Scheduler:
         self._count_cached_pages()
 
     def drop(self, sequence: Sequence) -> None:
-        """Give up a sequence that waits or runs; it leaves its pages, which may be found by others.
+        """Gives up a sequence that waits or runs; its pages may be found by others.
 
-        After an interrupt it is called again: nothing is done to one that does neither.
+        After an interrupt it is called again: a sequence that neither waits nor runs is left unchanged.
         """
         self._end_move()
         self._clear_of_suspicion(sequence)
@@ -356,33 +356,33 @@ class Scheduler:
         self._count_cached_pages()
 
     def fail(self, sequence: Sequence) -> None:
-        """Give up a sequence that waits or runs and has failed: none of its pages is found by others."""
+        """Gives up a sequence that waits or runs and has failed: others find none of its pages."""
         self._cache.forget_row(sequence.cached_row)
         self.drop(sequence)
 
     def forget_unknown_pages(self) -> None:
-        """A step has gone wrong: no page is found that was stored since the last one that is known to be right."""
+        """Forgets the pages stored since the last step that is known to be free of faults, because a step had one."""
         self._cache.forget_unknown()
         self._count_cached_pages()
 
     def forget_pages(self) -> None:
-        """No page that was stored so far is found by a request that comes later."""
+        """Forgets all cached pages: no later request finds one."""
         self._cache.clear()
         self._count_cached_pages()
 
     def all_is_right(self) -> None:
-        """The device was waited for: no step has gone wrong that was not reported."""
+        """Notes that the device was waited for, so that no fault of a step is unreported."""
         self._cache.all_is_right()
 
     def _enter_pages(self, step: ScheduledStep) -> None:
-        """Let the pages be found that a step completes, with tokens of their sequences that are known.
+        """Makes the pages available that a step completes, with known tokens of their sequences.
 
-        At once, before the next step's windows have moved on.
+        This happens at once, before the next step's windows have moved on.
         """
         if not self._cache.has_rows:
             return
         completed = step.batch.kv_len % self._table.page_size < step.batch.q_len
-        # Of these, rejected drafts may have completed some; num_stored does not count them.
+        # Rejected drafts may have completed some of these; num_stored does not count them.
         sequences = [step.sequences[seq] for seq in completed.nonzero()[0].tolist()]
         self._cache.enter(
             (each.cached_row, each.row, each.token_ids, each.num_stored)
@@ -391,7 +391,7 @@ class Scheduler:
         )
 
     def _enter_accepted(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """Likewise, with tokens of which a step has told only now how many are right. taken: of each of step.picking"""
+        """Likewise, after a step has verified drafts of these sequences. taken: per sequence of step.picking"""
         if not self._cache.has_rows:
             return
         page_size = self._table.page_size
@@ -405,7 +405,7 @@ class Scheduler:
             self._cache.enter((each.cached_row, each.row, each.token_ids, each.num_stored) for each in completed)
 
     def _end(self, sequence: Sequence) -> None:
-        """Have a sequence run no more. After an interrupt it is called again: it runs until it has no row."""
+        """Stops running a sequence. After an interrupt it is called again: the sequence runs until it has no row."""
         self.num_changes += 1
         self._cache.leave(sequence.cached_row)
         if self._table.is_admitted(sequence.row):
@@ -421,10 +421,10 @@ class Scheduler:
     def _continue(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
     ) -> tuple[list[tuple[Sequence, int]], Verified, _Lengths, int]:
-        """What some that run do next, with room for it, and how many more tokens the step takes.
+        """The new tokens of some running sequences, with room for them, and how many more tokens the step takes.
 
-        Where pages run out, drafts are left out, then room that was taken ahead or for rejected ones is given back, and
-        then the last one that is not a suspect gives up its pages. A lone sequence has the pools to itself.
+        If pages run out, drafts are left out, then room that was taken ahead or for rejected drafts is given back, and
+        then the last sequence that is not a suspect gives up its pages. A lone sequence has the pools to itself.
         running: all that run, or one of them
         """
         while True:
@@ -435,7 +435,7 @@ class Scheduler:
             kv_len, page_size = stored + new, self._table.page_size
             if self._table.is_reserved(rows, kv_len):
                 return scheduled, verified, lengths, budget
-            # At most: mostly as many are free, and there is nothing to be counted.
+            # An upper bound: usually as many are free, and nothing has to be counted.
             if sum([q_len for _, q_len in scheduled]) // page_size + len(scheduled) > self._table.fewest_free_pages:
                 self._make_room(int((num_pages(kv_len, page_size) - num_pages(stored, page_size)).sum()))
             try:
@@ -449,10 +449,10 @@ class Scheduler:
                 return scheduled, verified, lengths, budget
 
     def _reserve(self, rows: Int32Array, stored: Int32Array, kv_len: Int32Array) -> None:
-        """Make room for the tokens of a step, and for some after them while there are plenty of pages and none waits.
+        """Makes room for the tokens of a step, and for some after them if pages are plentiful and no sequence waits.
 
-        What is taken ahead is given back before a sequence gives way, or one that waits is not let in.
-        Raises OutOfPages where there is no room for the tokens of the step.
+        Room taken ahead is given back before a sequence gives way, or a waiting one is refused.
+        Raises OutOfPages if there is no room for the tokens of the step.
         """
         table, page_size = self._table, self._table.page_size
         if not (self._waiting or self._cache.has_windows):
@@ -465,7 +465,7 @@ class Scheduler:
     def _assigned(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
     ) -> tuple[list[tuple[Sequence, int]], Verified, int]:
-        """The new tokens of some that run, those that decode first; and how many more the step takes."""
+        """The new tokens of some running sequences, those that decode first, and how many more the step takes."""
         scheduled: list[tuple[Sequence, int]] = []
         verified: dict[int, Drafts] = {}
         prompts: list[Sequence] = []
@@ -473,7 +473,7 @@ class Scheduler:
             num_read, is_read = len(sequence.token_ids), sequence.unread_at == ALL_READ
             if num_read + (not is_read) - sequence.num_stored > 1:
                 prompts.append(sequence)
-            # else it ends with the token that it has unread, whatever that one is
+            # else it ends with its unread token, whatever that one is
             elif is_read or num_read + 1 < sequence.most_tokens:
                 scheduled.append((sequence, 1))
         num_decoding = len(scheduled)
@@ -482,7 +482,7 @@ class Scheduler:
             if budget > 0:
                 budget -= self._add_prompt(scheduled, sequence, budget)
         if drafts and num_decoding < self._chunk:
-            # Those that wait get their share: drafts only make faster what goes on without them.
+            # Waiting sequences get their share: drafts only speed up sequences that go on without them.
             room = budget // 2 if self._waiting else budget
             for seq, (sequence, q_len) in enumerate(scheduled[:num_decoding]):
                 of_it = drafts.get(sequence.number)
@@ -494,7 +494,7 @@ class Scheduler:
         return scheduled, verified, budget
 
     def _give_back_room(self) -> bool:
-        """Give back pages that were taken ahead or hold nothing but rejected drafts; whether there were any."""
+        """Gives back pages that were taken ahead or hold nothing but rejected drafts; True if there were any."""
         given = self._has_ahead = False
         for sequence in self._running:
             kv_len = sequence.num_tokens
@@ -505,22 +505,23 @@ class Scheduler:
         return given
 
     def _evict(self, scheduled: list[tuple[Sequence, int]], rows: Int32Array, stored: Int32Array) -> None:
-        """Give back the pages that have left the windows of some rows, before others are taken."""
+        """Gives back the pages that have left the windows of some rows, before others are taken."""
         self._table.evict(rows, stored)
         for sequence, _ in scheduled:
             if sequence.num_stored >= sequence.cached_row.moves_at:
                 self._cache.move_windows(sequence.cached_row, sequence.num_stored)
 
     def _make_room(self, needed: int) -> None:
-        """Have so many pages free in every space, if enough of them are held by the cache alone."""
+        """Frees pages until `needed` are free in every space, if the cache alone holds enough of them."""
         for space, pages in enumerate(self._table.spaces):
             if pages.num_free_pages < needed:
                 self._cache.make_room(space, needed + pages.num_usable_pages // _PAGES_PER_SPARE_ONE)
 
     def _admit_urgent(self) -> None:
-        """Let in what waits and has a better priority than what runs, which gives way where that is of use.
+        """Admits waiting sequences with a better priority than running ones, which give way if that helps.
 
-        As many as get tokens in the next step. What comes after that step's other sequences is admitted later.
+        It admits those that get tokens in the next step. Sequences after that step's others in order are admitted
+        later.
         """
         while self._waiting and self._running:
             newcomer = self._waiting[0]
@@ -535,13 +536,13 @@ class Scheduler:
                 return
 
     def _gets_tokens(self, newcomer: Sequence) -> bool:
-        """Whether those that come before a sequence leave it any of the next step's tokens."""
+        """True if the sequences before a new one leave it any of the next step's tokens."""
         decodes = sum(sequence.num_left == 1 for sequence in self._running)
         before = (sequence.num_left for sequence in self._running if sequence.urgency < newcomer.urgency)
         return sum(num_left for num_left in before if num_left > 1) < max(self._chunk - decodes, 1)
 
     def _fits_beside_better(self, newcomer: Sequence) -> bool:
-        """Whether a sequence has room once all that run with a worse priority have given way."""
+        """True if a sequence has room once all running ones with a worse priority have given way."""
         staying = [held for held in self._running if held.request.priority <= newcomer.request.priority]
         if len(staying) >= self._max_batch_size:
             return False
@@ -556,7 +557,7 @@ class Scheduler:
         return True
 
     def _admit_alone(self, suspect: Sequence) -> None:
-        """Let a suspect run, whatever others have to wait for it."""
+        """Admits a suspect, however many others have to wait for it."""
         if suspect.row != RESERVED_ROW:
             return
         self._give_back_room()
@@ -565,22 +566,22 @@ class Scheduler:
         self._admit(suspect, [], self._chunk)
 
     def _require_all_read(self) -> None:
-        """Raise _UnreadTokens while a step is not finished."""
+        """Raises _UnreadTokens while a step is not finished."""
         if self._num_unread:
             raise _UnreadTokens
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Raises _UnreadTokens: what a sequence has unread would be lost with its row."""
+        """Preempts a sequence. Raises _UnreadTokens: its unread tokens would be lost with its row."""
         self._require_all_read()
         self._moving = sequence, sequence.row
         self._end_move()
         self._metrics.preemptions += 1
 
     def _end_move(self) -> None:
-        """Have the sequence wait, without a row, that is on its way: it is preempted, or an interrupt has left it."""
+        """Makes the sequence in _moving wait, without a row: it is preempted, or an interrupt has left it there."""
         if self._moving is not None:
             sequence, row = self._moving
-            sequence.row = row  # which an interrupt may have let the table admit, and the sequence not know
+            sequence.row = row  # an interrupt may have come between the table's admission and this field
             self._end(sequence)
             sequence.num_stored = 0
             _remove(self._waiting, sequence)
@@ -588,9 +589,9 @@ class Scheduler:
             self._moving = None
 
     def _give_back_ahead(self) -> None:
-        """Give back pages that were taken ahead where the first that waits lacks some, and not a place alone.
+        """Gives back pages that were taken ahead, if the first waiting sequence lacks pages and not only a place.
 
-        Before the step's own tokens get their room, which is given back with them.
+        This comes before the step's own tokens get their room, which would be given back too.
         """
         if self._has_ahead and self._waiting and self._running:
             newcomer = self._waiting[0]
@@ -602,20 +603,20 @@ class Scheduler:
                 self._give_back_room()
 
     def _has_room(self, newcomer: Sequence, found: Many[CachedPage]) -> bool:
-        """Whether there are pages for a sequence that begins with what was found, beside those that run."""
+        """True if there are pages for a sequence that begins with the found ones, next to those of running ones."""
         for space, pages in enumerate(self._table.spaces):
             needed = self._most_pages(len(newcomer.token_ids), self._chunk, pages)
             if pages.window_left == ALL_KEYS:
-                needed -= sum(page.num_rows[space] > 0 for page in found)  # other rows hold these already
+                needed -= sum(page.num_rows[space] > 0 for page in found)  # other rows already hold these
             claimed = sum(self._pages_to_come(held, pages) for held in self._running)
             if needed + claimed > pages.num_free_pages + self._cache.num_idle(space):
                 return False
         return True
 
     def _pages_to_come(self, held: Sequence, pages: PageTable) -> int:
-        """What a running sequence has a claim on: the rest of its prompt, and a page if it will want one.
+        """Pages that a running sequence has a claim on: for the rest of its prompt, and one more if it will need it.
 
-        Without that page a newcomer would soon be preempted again.
+        Without that page a new sequence would soon be preempted again.
         """
         num_held = self._table.num_held(held.row, pages.space)
         prompt = self._most_pages(held.num_tokens, self._chunk if held.num_left > 1 else 1, pages)
@@ -627,7 +628,7 @@ class Scheduler:
         return pages.pages.most_held(kv_len, q_len, self._table.page_size)
 
     def _admit(self, sequence: Sequence, found: Many[CachedPage], budget: int) -> None:
-        """Let a sequence that waits run.
+        """Makes a waiting sequence run.
 
         found:  the cached pages that it begins with
         budget: tokens of its next step
@@ -658,18 +659,18 @@ class Scheduler:
 
 
 def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Take a sequence out of a list that it may be in."""
+    """Removes a sequence from a list that may hold it."""
     if sequence in sequences:
         sequences.remove(sequence)
 
 
 def unread(place: int) -> int:
-    """The id that stands for a token: the one in this place among the picks of the step before."""
+    """The id that stands for an unread token: the one in this place among the picks of the step before."""
     return -1 - place
 
 
 def _step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths: _Lengths) -> ScheduledStep:
-    """verified, lengths: of scheduled"""
+    """Makes the step. verified, lengths: of scheduled"""
     token_ids: list[int] = []
     for seq, (sequence, q_len) in enumerate(scheduled):
         drafts = verified.get(seq)
@@ -684,7 +685,7 @@ def _step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths:
     rows, num_stored, new = lengths
     batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
     sequences = tuple([sequence for sequence, _ in scheduled])
-    # a prompt that is not through took all that was left of the chunk, so nothing comes after it
+    # an unfinished prompt took the rest of the chunk, so nothing comes after it
     last, last_q_len = scheduled[-1]
     picking = sequences[:-1] if last_q_len < last.num_left else sequences
     asking = [seq for seq, each in enumerate(picking) if not each.is_plain]

@@ -1,4 +1,4 @@
-"""Which JSON schemas are refused before they are compiled: those that no finite value matches, and those too dear."""
+"""Refuses JSON schemas before they are compiled: those that no finite value matches, and those too expensive."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from urllib.parse import unquote
 
 from rocm_attn.errors import BadRequest
 
-# What all multipleOf of a schema are a divisor of, in units of their common divisor: a digit's place has a state for
-# each remainder, and 10,000 of them take a third of a second to compile, 1,000,000 more than a minute.
+# Most remainders of a schema: the least common multiple of all its multipleOf, in units of their common divisor. A
+# digit's place has a state for each remainder. 10,000 take a third of a second to compile, 1,000,000 more than a
+# minute.
 MOST_REMAINDERS = 10_000
 _LONGEST_PLACE = 100
-# Larger numbers are not told whole: Python refuses to write one of thousands of digits.
+# Larger numbers are not written in full: Python refuses to write one of thousands of digits.
 _PRINTED = 10**18
 
 
 def require_ends(schema: Any) -> None:
-    """Raise BadRequest for a schema that refers to itself without an end, or whose multipleOf are too large.
+    """Raises BadRequest for a schema that refers to itself without an end, or whose multipleOf are too large.
 
-    schema: as JSON has it. What else is wrong with it the library says.
+    schema: as parsed JSON. The library reports its other errors.
     """
     parts = _Parts(schema)
     endless = parts.endless()
@@ -36,7 +37,7 @@ def require_ends(schema: Any) -> None:
 
 
 def _require_few_remainders(steps: list[int | float]) -> None:
-    """steps: the values of multipleOf"""
+    """Raises BadRequest for too many remainders. steps: the values of multipleOf"""
     # A whole number may be too large for a float.
     exact = [
         Fraction(step) if isinstance(step, int) else Fraction(Decimal(str(step)))
@@ -55,7 +56,7 @@ def _require_few_remainders(steps: list[int | float]) -> None:
 
 @dataclass(slots=True)
 class _Parts:
-    """The schemas within a schema that a value may have to match. Numbers stand for them, 0 for the whole.
+    """The schemas within a schema that a value may have to match. They are numbered; 0 is the whole.
 
     places: where each is, as a JSON pointer
     steps:  the values of multipleOf
@@ -68,11 +69,11 @@ class _Parts:
     _schemas: list[dict[str, Any]] = field(default_factory=list)
 
     def endless(self) -> str:
-        """The place of a schema that no finite value matches; "" where there is none."""
+        """The place of a schema that no finite value matches; "" if there is none."""
         if self._number(self.root, "#") is None:
             return ""
         needs: list[list[list[int]]] = []
-        for number, schema in enumerate(self._schemas):  # which grows
+        for number, schema in enumerate(self._schemas):  # it grows
             needs.append(self._needs(schema, self.places[number]))
         unmet, waiting = [len(groups) for groups in needs], dict[int, list[tuple[int, int]]]()
         for number, groups in enumerate(needs):
@@ -80,7 +81,7 @@ class _Parts:
                 for other in group:
                     waiting.setdefault(other, []).append((number, place))
         finite, met = [number for number, left in enumerate(unmet) if not left], set[tuple[int, int]]()
-        for number in finite:  # which grows
+        for number in finite:  # it grows
             for need in waiting.get(number, ()):
                 if need not in met:
                     met.add(need)
@@ -90,7 +91,7 @@ class _Parts:
         return next((self.places[number] for number, left in enumerate(unmet) if left), "")
 
     def _needs(self, schema: dict[str, Any], place: str) -> list[list[int]]:
-        """Of each list one schema must have a finite value, so that this one has."""
+        """The lists of schemas of which one each must have a finite value, so that this schema has one."""
         step = schema.get("multipleOf")
         if isinstance(step, int | float) and not isinstance(step, bool):
             self.steps.append(step)
@@ -107,7 +108,7 @@ class _Parts:
             for key in reference.split("/")[1:]:
                 name = unquote(key).replace("~1", "/").replace("~0", "~")
                 if isinstance(found, list):
-                    # No list has as many places as a number of ten digits, and Python reads none of thousands.
+                    # No list has as many places as a number of ten digits, and Python refuses to read one of thousands.
                     place = int(name) if name.isdecimal() and len(name) < 10 else len(found)
                     found = found[place] if place < len(found) else None
                 else:
@@ -142,7 +143,7 @@ class _Parts:
         return [[number] for number in needed if number is not None]
 
     def _numbers(self, schemas: Any, place: str) -> Iterator[int]:
-        """Of a list; a schema that everything or nothing matches has no number."""
+        """The numbers of a list's schemas; a schema that everything or nothing matches has none."""
         for index, each in enumerate(schemas if isinstance(schemas, list) else ()):
             number = self._number(each, f"{place}/{index}")
             if number is not None:

@@ -1,4 +1,4 @@
-"""Host values on their way to a device, without a wait."""
+"""Copies of values between host and device that do not wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def sent(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The values on the device, when what was launched before has run. They are copied at once."""
+    """The values on the device, once earlier launches have run. The host array is copied at once."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor.clone()
@@ -18,7 +18,7 @@ def sent(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def coming(tensor: Tensor) -> Tensor:
-    """The tensor's values in memory of the host, when what was launched before has run."""
+    """The tensor's values in host memory, once earlier launches have run."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""serve_all: requests served to their end, by whatever serves them step by step."""
+"""serve_all: serves requests to their end, with any engine that serves them step by step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rocm_attn.runner.request import Completion, Event, Request, RequestsFailed,
 
 
 class Serves(Protocol):
-    """What Engine and RankedEngine have in common."""
+    """The methods that Engine and RankedEngine have in common."""
 
     @property
     def has_work(self) -> bool: ...
@@ -24,7 +24,7 @@ class Serves(Protocol):
 def serve_all(
     engine: Serves, requests: Sequence[Request], on_event: Callable[[Event], None] | None
 ) -> list[Completion]:
-    """Engine.generate of any engine."""
+    """Engine.generate for any engine."""
     for request in requests:
         engine.check(request)
     numbers = [engine.submit(request) for request in requests]
@@ -43,7 +43,7 @@ def serve_all(
 
 
 def _served(engine: Serves, on_event: Callable[[Event], None] | None) -> list[DeviceFault]:
-    """Step until there is no work; the faults that the device reported meanwhile."""
+    """Steps until there is no work; returns the faults that the device reported meanwhile."""
     faults = []
     while engine.has_work:
         try:

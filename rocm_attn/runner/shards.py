@@ -1,20 +1,21 @@
-"""How a model is cut over tensor-parallel ranks: which elements of its matrices each of them holds.
+"""Shards: how a model is divided over tensor-parallel ranks: the elements of its matrices that each rank holds.
 
-Every model is cut over any number of ranks. Where heads or an MLP do not divide, the last ranks hold zeros in the place
-of what is missing: a head of zeros gives zeros, and so does an element of an MLP. runner/cut.py says what they cost.
+Every model can be divided over any number of ranks. If heads or an MLP do not divide, the last ranks hold zeros in the
+place of the missing elements: a head of zeros gives zeros, and so does an element of an MLP. runner/cut.py reports
+their cost.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Matrix units take rows and columns of bf16 by 16 bytes; what divides evenly is left as the model has it.
+# Matrix units take rows and columns of bf16 in units of 16 bytes; sizes that divide evenly are left unchanged.
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a rank holds of one dimension: elements start to stop - 1 of the whole, then zeros up to size."""
+    """A rank's part of one dimension: elements start to stop - 1 of the whole, then zeros up to size."""
 
     start: int
     stop: int
@@ -31,17 +32,17 @@ class Span:
         return self.stop - self.start
 
     def after(self, first: int) -> Span:
-        """The same of what begins `first` elements later."""
+        """The same span, moved by `first` elements."""
         return Span(first + self.start, first + self.stop, self.size)
 
     def of_elements(self, per_unit: int) -> Span:
-        """The same span counted in elements, of which a unit (a head, an expert's row) has so many."""
+        """The same span counted in elements, of which a unit (a head, an expert's row) has per_unit."""
         return Span(self.start * per_unit, self.stop * per_unit, self.size * per_unit)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSpans:
-    """The heads of one rank. Query head i reads KV head i // (q.size // kv.size), as on one rank."""
+    """The heads of one rank. Query head i reads KV head i // (q.size // kv.size), like on one rank."""
 
     q: Span
     kv: Span
@@ -49,13 +50,13 @@ class HeadSpans:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of the ranks that share a model: rank, of 0 to num_ranks - 1."""
+    """One of the ranks that share a model: rank, from 0 to num_ranks - 1."""
 
     rank: int
     num_ranks: int
 
     def span(self, size: int) -> Span:
-        """The rank's part of a dimension of `size` elements that are cut in order, as even as they go."""
+        """The rank's part of a dimension of `size` elements that is cut in order, as evenly as possible."""
         per_rank = -(-size // self.num_ranks)
         if size % self.num_ranks:
             per_rank = -(-per_rank // _ALIGNMENT) * _ALIGNMENT
@@ -64,9 +65,10 @@ class Shard:
     def heads(self, num_q_heads: int, num_kv_heads: int) -> HeadSpans:
         """The rank's query heads, with the KV heads that they read.
 
-        A KV head is never cut. Where there are fewer of them than ranks, each is held by as many ranks as share its
-        query heads out, all equally many. For that the KV heads are filled up to the next number that divides the
-        ranks or is a multiple of them, and the query heads of each to a multiple of the ranks that hold it.
+        A KV head is never cut. If there are fewer of them than ranks, each is held by several ranks, which share its
+        query heads; every KV head has the same number of ranks. For that the KV heads are padded to the next number
+        that divides the number of ranks or is a multiple of it, and the query heads of each to a multiple of the ranks
+        that hold it.
         """
         group = num_q_heads // num_kv_heads
         filled = self._filled_kv_heads(num_kv_heads)

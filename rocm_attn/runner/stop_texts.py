@@ -1,4 +1,4 @@
-"""StopTexts: where a text ends that some texts end, and what of it may be printed before that is known."""
+"""StopTexts: finds where a stop text ends a text, and the part that may be printed before that is known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StopTexts:
 
     stops:   of at least one character each
     include: whether the text that ends it is part of it
-    has_stopped: whether one was found; nothing of the text comes any more
+    has_stopped: whether one was found; then nothing more of the text comes
     """
 
     stops: Sequence[str]
@@ -27,7 +27,7 @@ class StopTexts:
         self._longest = max(map(len, self.stops), default=0)
 
     def push(self, piece: str, *, counts: bool = True) -> str:
-        """What can be printed now that the text goes on with a piece.
+        """The text that can be printed now that the text goes on with a piece.
 
         counts: whether the text may end in this piece
         """
@@ -37,7 +37,7 @@ class StopTexts:
             return piece
         text, known = self._held + piece, len(self._held)
         if counts and piece:
-            # Each ends in the piece: what has ended before was found, or did not count.
+            # Each ends in the piece: an earlier end was found before, or did not count.
             found = [(at + len(stop), -len(stop)) for stop in self.stops if (at := _first(text, stop, known)) >= 0]
             if found:
                 end, length = min(found)
@@ -48,7 +48,7 @@ class StopTexts:
         return text[:begins]
 
     def finish(self) -> str:
-        """What was held back: nothing comes after it."""
+        """The text that was held back; no more text comes."""
         held, self._held = self._held, ""
         return held
 
@@ -61,5 +61,5 @@ class StopTexts:
 
 
 def _first(text: str, stop: str, known: int) -> int:
-    """Where `stop` begins that ends first, after the first `known` characters; -1: nowhere."""
+    """The place of the first end of `stop` after `known` characters, given as its beginning; -1: nowhere."""
     return text.find(stop, max(0, known - len(stop) + 1))

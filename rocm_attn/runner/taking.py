@@ -1,7 +1,7 @@
-"""What sequences take of a step: how many of the tokens that were picked for them, and whether they end with these.
+"""The tokens that sequences take of a step's picks, and whether they end with these.
 
-It is found before any of it is taken, with the places that the tokens come to. So it can be taken again where an
-interrupt has come in between, and each token is taken once.
+They are found before any of them is taken, together with their places. So they can be taken again after an interrupt,
+and each token is taken once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rocm_attn.errors import BadLogits
 from rocm_attn.runner.request import ALL_READ, FinishReason, Sequence
 
-# Of each sequence that picks, as of StepPicks.read.
+# The picks of each sequence that picks; see StepPicks.read.
 Picks = Many[Many[int] | BadLogits]
 
 # Taken.first of a sequence that takes nothing at all.
@@ -20,9 +20,9 @@ NOWHERE = -1
 
 
 class Taken(NamedTuple):
-    """What a sequence got of a step.
+    """The result of a step for a sequence.
 
-    token_ids: at least one, or none where it has failed, or where its round went on from what it has not taken
+    token_ids: at least one, or none if it has failed, or if its round went on from tokens that it has not taken
     reason:    why it has ended; None: it goes on
     first:     the place of the first of them in its text, its prompt included; NOWHERE: it has ended before
     """
@@ -36,7 +36,7 @@ _NOTHING = Taken((), None, NOWHERE)
 
 
 def taken_of(sequence: Sequence, pick: Many[int] | BadLogits) -> Taken:
-    """What a sequence takes of a pick. A token that ends it is its last one, whatever comes after it."""
+    """The tokens that a sequence takes of a pick. A token that ends it is its last one, whatever comes after it."""
     if sequence.unread_at == ALL_READ:
         return _NOTHING
     first = len(sequence.token_ids)

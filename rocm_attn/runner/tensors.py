@@ -1,4 +1,4 @@
-"""TensorSource: the tensors of a model file. TensorReader: how they become the weights of a dtype on a device."""
+"""TensorSource: the tensors of a model file. TensorReader: makes them weights of a dtype on a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TensorSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What a message calls the file."""
+        """The name of the file in messages."""
 
     def shapes(self) -> Mapping[str, Shape]:
         """name -> shape of every tensor in the file."""
@@ -36,7 +36,7 @@ class TensorSource(Protocol):
 class Piece:
     """A named tensor, or a part of it.
 
-    cut: what is taken of its first dimensions; the others, and all where there is none, are whole
+    cut: the spans of its first dimensions; the other dimensions are whole, and all are if there is none
     """
 
     name: str
@@ -51,8 +51,8 @@ class Piece:
 class TensorReader:
     """Reads pieces of tensors into joined ones, so that no more than one piece exists twice.
 
-    shapes: name -> shape of every tensor that may be asked for
-    dtype:  of what is read, but where a method says otherwise
+    shapes: name -> shape of every tensor that may be read
+    dtype:  of the results, unless a method says otherwise
     """
 
     source: TensorSource
@@ -61,7 +61,7 @@ class TensorReader:
     device: torch.device
 
     def join(self, *pieces: Piece) -> Tensor:
-        """The pieces below each other. Raises BadModel where one is not finite."""
+        """The pieces joined along the first dimension. Raises BadModel if one is not finite."""
         shapes = [piece.shape(self.shapes[piece.name]) for piece in pieces]
         num_rows = sum(shape[0] for shape in shapes)
         joined = torch.empty((num_rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
@@ -71,7 +71,7 @@ class TensorReader:
         return joined
 
     def in_float32(self, piece: Piece) -> Tensor:
-        """One piece in float32. Raises BadModel where it is not finite."""
+        """One piece in float32. Raises BadModel if it is not finite."""
         shape = piece.shape(self.shapes[piece.name])
         tensor = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._copy(tensor, piece)
@@ -79,7 +79,7 @@ class TensorReader:
         return tensor
 
     def copy_into(self, target: Tensor, piece: Piece) -> None:
-        """Read a piece to its place in a larger tensor. Raises BadModel where it is not finite."""
+        """Reads a piece to its place in a larger tensor. Raises BadModel if it is not finite."""
         self._copy(target, piece)
         self._check(target, piece)
 

@@ -1,4 +1,4 @@
-"""TextPart: the decoder of a model that also takes images, as if it were a model of its own."""
+"""TextPart: the decoder of a model that also takes images, as a model of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rocm_attn.runner.tensors import Shape, TensorSource
 
-# what transformers has called the decoder's part of such a file, by release, and what it is called by itself
+# transformers' prefixes of the decoder's part of such a file, by release, and its prefix in a text model
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -18,7 +18,7 @@ _PREFIXES = {
 
 
 class TextPart:
-    """A TensorSource over another: only the decoder's tensors, under the names that a text model's file has."""
+    """A TensorSource over another: only the decoder's tensors, under their names in a text model's file."""
 
     def __init__(self, whole: TensorSource) -> None:
         self.name = whole.name
@@ -31,12 +31,12 @@ class TextPart:
         return {text_name: shapes[name] for text_name, name in self._names.items()}
 
     def read(self, name: str, *where: slice) -> Tensor:
-        """As TensorSource.read. Raises BadModel."""
+        """Like TensorSource.read. Raises BadModel."""
         return self._whole.read(self._names[name], *where)
 
 
 def _text_name(name: str) -> str:
-    """The name in a text model's file; "" where the tensor belongs to another part."""
+    """The name in a text model's file; "" if the tensor belongs to another part."""
     for prefix, text_prefix in _PREFIXES.items():
         if name.startswith(prefix):
             return text_prefix + name.removeprefix(prefix)

@@ -1,7 +1,7 @@
 """TokenCounts: how often each text of a step has each token, in a table on the device.
 
-A text's row of the table is brought up to date before a token is picked: with the tokens that were picked since, of
-which the host need not know the last one. What was counted and then lost, in a step that went wrong, is counted anew.
+A text's row of the table is updated before a token is picked, with the tokens that were picked since. The host need not
+know the last one of them. Counts that were lost in a step with a fault are counted again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CountedText(NamedTuple):
     number:     of its request
     token_ids:  of the prompt and the text, as far as the host knows them
     num_prompt: of these, those of the prompt
-    unread_at:  place among the tokens that were picked last of the one that comes after them; -1: there is none
+    unread_at:  place of the next token among the tokens that were picked last; -1: there is none
     """
 
     number: int
@@ -43,15 +43,15 @@ class _Row:
 
 
 class TokenCounts:
-    """A row for each of up to `most` texts. Of texts that were not asked for lately the rows are used again."""
+    """A row for each of up to `most` texts. The rows of texts that were not used lately are reused."""
 
     def __init__(self, device: torch.device, vocab: int, most: int) -> None:
         self._device, self._vocab, self._most = device, vocab, most
-        self._rows: dict[int, _Row] = {}  # by the texts' numbers, the one that was asked for last at the end
+        self._rows: dict[int, _Row] = {}  # by the texts' numbers, the least recently used first
         self.table = self._new_table(0)
 
     def rows(self, texts: Sequence[CountedText], picked: Tensor) -> list[int]:
-        """The row of each text, in which all of its tokens are counted when the launches that are made here have run.
+        """The row of each text. All of its tokens are counted there when the launches made here have run.
 
         picked: int32 [any], place -> the token that was picked last
         """
@@ -60,14 +60,14 @@ class TokenCounts:
             self.table = self._new_table(min(self._most, 1 << (len(texts) - 1).bit_length()))
         for text in texts:
             row = self._rows.pop(text.number, None)
-            if row is not None:  # now it is the last one
+            if row is not None:  # makes it the last one
                 self._rows[text.number] = row
         new = [text for text in texts if not self._continues(text)]
         self._begin(new)
         self._count(texts, picked)
         return [self._rows[text.number].row for text in texts]
 
-    # Memory that is made in inference mode cannot be written outside of it.
+    # Memory made in inference mode cannot be written outside of it.
     @torch.inference_mode(False)
     def _new_table(self, rows: int) -> Tensor:
         return torch.zeros(rows, self._vocab, dtype=torch.int32, device=self._device)
@@ -77,7 +77,7 @@ class TokenCounts:
         return row is not None and row.num_counted <= _num_tokens(text)
 
     def _begin(self, texts: Sequence[CountedText]) -> None:
-        """Give texts rows in which their prompts are noted, and nothing else."""
+        """Gives texts rows in which their prompts are noted, and nothing else."""
         if not texts:
             return
         prompts: list[npt.NDArray[np.int64]] = []
@@ -91,14 +91,14 @@ class TokenCounts:
         self.table.view(-1).index_fill_(0, sent(np.concatenate(prompts), self._device), IN_PROMPT)
 
     def _free_row(self) -> int:
-        """A row that no text has, or that of the text which was not asked for the longest."""
+        """A row that no text has, or that of the least recently used text."""
         if len(self._rows) == len(self.table):
             return self._rows.pop(next(iter(self._rows))).row
         taken = {held.row for held in self._rows.values()}
         return next(row for row in range(len(self.table)) if row not in taken)
 
     def _count(self, texts: Sequence[CountedText], picked: Tensor) -> None:
-        """Count the tokens that were not counted yet."""
+        """Counts the tokens that were not counted yet."""
         rows: list[int] = []
         ids: list[int] = []
         for text in texts:

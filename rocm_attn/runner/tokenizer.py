@@ -12,7 +12,7 @@ from rocm_attn.errors import BadRequest
 from rocm_attn.runner.chat_template import ChatTemplate
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Around calls of functions: a part of what a model says, though the files of some models call them special.
+# Marks around function calls: part of a model's text, although the files of some models call them special.
 CALL_MARKS = ("<tool_call>", "</tool_call>")
 
 
@@ -21,8 +21,8 @@ class Tokenizer:
     """A model's tokenizer.
 
     backend:       splits and joins
-    bos_token_id:  put before a plain text; None where the model wants none, or the backend does it itself
-    chat_template: None where the model came without one
+    bos_token_id:  put before a plain text; None if the model needs none, or the backend adds it
+    chat_template: None if the model came without one
     """
 
     backend: tokenizers.Tokenizer
@@ -36,29 +36,29 @@ class Tokenizer:
         object.__setattr__(self, "_silent", frozenset(silent))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain text, with the token that the model wants before it, if any. Raises BadRequest."""
+        """Token ids of a plain text, with the model's BOS token before it, if it needs one. Raises BadRequest."""
         before = [] if self.bos_token_id is None else [self.bos_token_id]
         return before + _ids(self.backend, text, add_special_tokens=True)
 
     def encode_chat(self, user: str) -> list[int]:
-        """Token ids of a conversation that starts with the user's words, up to where the model is to go on.
+        """Token ids of a conversation that starts with the user's text, up to where the model continues.
 
-        Raises BadRequest where the model has no chat template, or for a text that is not Unicode; BadModel for a
-        template that is damaged.
+        Raises BadRequest if the model has no chat template, or for a text that is not Unicode; BadModel for a template
+        that is damaged.
         """
         return self.encode_messages([{"role": "user", "content": user}])
 
     def encode_messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Likewise, of a conversation; messages and tools as of ChatTemplate.render. Raises as encode_chat."""
+        """Likewise, for a conversation; messages and tools: see ChatTemplate.render. Raises like encode_chat."""
         if self.chat_template is None:
             raise BadRequest("the model has no chat template; pass the prompt as it stands (--raw)")
         # the template writes every special token itself
         return _ids(self.backend, self.chat_template.render(messages, tools), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the tokens, without special ones but CALL_MARKS; bytes that are no UTF-8 become U+FFFD."""
+        """The text of the tokens, without special ones except CALL_MARKS; bytes that are not UTF-8 become U+FFFD."""
         said = [token for token in token_ids if token not in self._silent]
         return str(self.backend.decode(said, skip_special_tokens=False))
 
@@ -68,9 +68,9 @@ class Tokenizer:
 
 @dataclass(slots=True)
 class TextStream:
-    """Decodes token by token. The pieces put together are the text of the tokens, and no piece ends inside a character.
+    """Decodes token by token. The pieces joined are the text of the tokens, and no piece ends inside a character.
 
-    _context: tokens whose text is out already; some tokenizers write a token differently at a text's start
+    _context: tokens whose text was returned already; some tokenizers write a token differently at a text's start
     _held:    tokens whose text still ends inside a character
     """
 
@@ -79,7 +79,7 @@ class TextStream:
     _held: list[int] = field(default_factory=list)
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, perhaps none."""
+        """The text that this token completes; may be empty."""
         self._held.append(token_id)
         text = self._text_of_held()
         if not text or text.endswith(_REPLACEMENT):
@@ -88,7 +88,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What is left at the end: a character that was never completed comes out as U+FFFD."""
+        """The rest of the text: a character that was never completed becomes U+FFFD."""
         text = self._text_of_held()
         self._held = []
         return text
@@ -106,6 +106,6 @@ def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) 
             f"character {error.start + 1} of the text is the surrogate U+{ord(text[error.start]):04X}, which is half "
             "of a character; give whole ones"
         ) from error
-    # encode() would hold Python's lock all the while: for seconds, where a text has megabytes, no other thread ran.
+    # encode() would hold Python's lock throughout: with megabytes of text, no other thread would run for seconds.
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return [int(token) for token in encoding.ids]

@@ -24,7 +24,7 @@ class UnreadStep:
 
     number:   the runtime's
     picks:    of each of step.picking
-    started:  when it began to be scheduled, in seconds of time.perf_counter()
+    started:  when scheduling it began, in seconds of time.perf_counter()
     launched: when its launches were made
     """
 
@@ -51,7 +51,7 @@ class ReadStep(NamedTuple):
     """A step whose tokens its sequences have taken.
 
     taken:    of each of step.picking
-    logprobs: as of StepPicks.logprobs
+    logprobs: see StepPicks.logprobs
     """
 
     found: FoundPicks
@@ -60,9 +60,9 @@ class ReadStep(NamedTuple):
 
 
 class ReadRounds(NamedTuple):
-    """Rounds that were read together, oldest first: sequences take their tokens as these are published.
+    """Rounds that were read together, oldest first: sequences take their tokens when these are published.
 
-    read_at: as of FoundPicks
+    read_at: see FoundPicks
     """
 
     rounds: Many[UnreadStep]
@@ -71,10 +71,10 @@ class ReadRounds(NamedTuple):
 
 
 def with_unread_tokens(forward: Forward, picked: Tensor) -> Forward:
-    """The forward, given token ids that scheduler.unread() stands in for: they are looked up.
+    """The forward with token ids in the place of the ids of scheduler.unread(): it looks them up on the device.
 
     It may run any number of times for a step, until the step's own tokens are picked.
-    picked: int32 [most_seqs], place among the picks of the step before -> token id; a graph reads it where it lies
+    picked: int32 [most_seqs], place among the picks of the step before -> token id; a graph reads it in place
     """
 
     def looked_up(ids: Tensor) -> Tensor:

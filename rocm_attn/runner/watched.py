@@ -1,4 +1,4 @@
-"""What looks on while an engine runs its steps, put around its forward and its runner as the options ask for."""
+"""The observers of an engine's steps, put around its forward and its runner as the options request."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def watched_steps(
     flight: Flight,
     new_runner: Callable[[Forward], StepRunner],
 ) -> tuple[StepRunner, Steps, Watchdog]:
-    """A runner of the forward, and what the engine runs its steps by: the runner, with what the options put around it.
+    """A runner of the forward, the object that runs the engine's steps, and the watchdog.
 
-    The last one looks on where the engine waits for a step's tokens.
+    The steps are run by the runner, wrapped as the options request. The watchdog also watches while the engine waits
+    for a step's tokens.
 
     new_runner: makes the runner of a forward
-    Raises BadSetting where profiler ranges are asked for and this torch has none.
+    Raises BadSetting if profiler ranges are requested and this torch has none.
     """
     tap = LayerTap()
     if options.check_every:
@@ -52,14 +53,14 @@ def watched_steps(
 
 
 def around_layers(forward: Forward, wrap: Callable[[LayerCalls], LayerCalls]) -> Forward:
-    """The forward, whose steps have their layers wrapped."""
+    """The forward, with the layers of its steps wrapped."""
     return lambda step: forward(replace(step, layers=wrap(step.layers)))
 
 
 def _dump(flight: Flight, sentence: str) -> None:
-    """Write the flight record of a step that hangs, if one is kept."""
+    """Writes the flight record of a step that hangs, if one is kept."""
     if isinstance(flight, FlightRecorder):
         try:
             flight.dump(sentence)
-        except OSError as failure:  # in a thread of the watchdog's, which nothing waits for
+        except OSError as failure:  # in a thread of the watchdog, which nothing waits for
             logging.getLogger(__name__).warning("the last steps could not be written (%s)", failure)

@@ -1,8 +1,9 @@
-"""A model's weights as the forward pass wants them, and how they are put together from a file's tensors.
+"""A model's weights in the form that the forward pass uses, and how they are assembled from a file's tensors.
 
-Files name and split the matrices in many ways. A TensorSource gives them Hugging Face's names and shapes; here the
-matrices that meet the same input are joined, so that a layer makes four matrix products. A tensor-parallel rank reads
-its part alone: rows of what a token's elements go into, columns of what they come out of, rows of the output matrix.
+Files name and split the matrices in many ways. A TensorSource gives them Hugging Face's names and shapes. Here the
+matrices that have the same input are joined, so that a layer makes four matrix products. A tensor-parallel rank reads
+only its part: rows of matrices whose output it has a part of, columns of those whose input it has a part of, and rows
+of the output matrix.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from rocm_attn.runner.mlp_weights import MlpWeights, mlp_shapes, read_mlp
 from rocm_attn.runner.shards import WHOLE, Shard, Span
 from rocm_attn.runner.tensors import Piece, Shape, TensorReader, TensorSource
 
-# Six times those of 61 layers with 256 experts; their names alone take a hundred megabytes.
+# Six times the tensors of 61 layers with 256 experts; their names alone take a hundred megabytes.
 _MOST_TENSORS = 300_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnInput:
-    """What a layer does with what it gets of a token beside the residual.
+    """Weights with which a layer uses its own input of a token.
 
     gate:     [per_layer_dim, hidden]
     out:      [hidden, per_layer_dim]
@@ -50,7 +51,7 @@ class OwnInput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnInputWeights:
-    """What makes the layers' inputs beside the residual.
+    """Weights that compute the layers' inputs in addition to the residual.
 
     embedding:  [vocab, layers * per_layer_dim]
     projection: [layers * per_layer_dim, hidden]
@@ -64,12 +65,12 @@ class OwnInputWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer, or a rank's part of it; what the model has not is None.
+    """One layer, or a rank's part of it. A weight that the model lacks is None.
 
-    attention_norm, mlp_norm: [hidden]; on what attention and MLP get
-    attention_out_norm, mlp_out_norm: [hidden]; on what is added to the residual
+    attention_norm, mlp_norm: [hidden]; on the input of attention and MLP
+    attention_out_norm, mlp_out_norm: [hidden]; on terms added to the residual
     factor: [1]; on the layer's sum
-    kv_factors: of K and of V in E4M3FN, as they were found for the model
+    kv_factors: scales of K and of V in E4M3FN, from the model's file
     """
 
     attention_norm: Tensor
@@ -85,10 +86,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelWeights:
-    """All weights of a model on one device, or a rank's part of them, of one dtype but for what load_weights() says.
+    """All weights of a model on one device, or a rank's part, of one dtype except as load_weights() says.
 
     embedding: [vocab, hidden]; with a row of zeros for each element that pads the vocabulary, if it is the head too
-    head:      [vocab, hidden]; a rank's rows of it; those of the embedding itself where the model ties them
+    head:      [vocab, hidden]; a rank's rows of it; those of the embedding itself if the model ties them
     """
 
     embedding: Tensor
@@ -99,17 +100,17 @@ class ModelWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrices, and of the arithmetic."""
+        """The dtype of the matrices, and of the arithmetic."""
         return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where every weight lies."""
+        """The device of every weight."""
         return self.embedding.device
 
     @property
     def num_bytes(self) -> int:
-        """Of all weights; what shares memory is counted once."""
+        """Bytes of all weights; shared memory is counted once."""
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in _tensors(self)}
         return sum(storages.values())
 
@@ -127,7 +128,7 @@ def _tensors(weights: object) -> Iterator[Tensor]:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Hugging Face's name -> shape of every tensor that the model needs. Raises BadModel for more than could be."""
+    """Hugging Face's name -> shape of every tensor that the model needs. Raises BadModel for too many."""
     shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
@@ -169,7 +170,7 @@ def _layer_shapes(config: ModelConfig, number: int) -> Iterator[tuple[str, Shape
 
 
 def _norm_names(config: ModelConfig) -> dict[str, str]:
-    """Field of LayerWeights -> what files call the norm. With norms after attention, one name means another norm."""
+    """Field of LayerWeights -> name of the norm in files. With norms after attention, one name means another norm."""
     names = {"attention_norm": "input_layernorm"}
     if not config.out_norms:
         return names | {"mlp_norm": "post_attention_layernorm"}
@@ -183,11 +184,11 @@ def _norm_names(config: ModelConfig) -> dict[str, str]:
 def load_weights(
     source: TensorSource, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, shard: Shard = WHOLE
 ) -> ModelWeights:
-    """A rank's part of the weights of the model, read one tensor at a time.
+    """Reads a rank's part of the weights of the model, one tensor at a time.
 
     config: of the whole model
-    dtype:  of all weights but sinks and norms with an offset, which are float32: 1 + w needs more digits than w
-    shard:  which part; each rank holds the whole embedding
+    dtype:  of all weights except sinks and norms with an offset, which are float32: 1 + w needs more digits than w
+    shard:  the part; each rank holds the whole embedding
     Raises BadModel for a tensor that is missing, not expected, of another shape, or not finite.
     """
     _check_shapes(source, config)
@@ -226,7 +227,7 @@ def _may_be_ignored(config: ModelConfig, name: str) -> bool:
     layer = name.removeprefix("model.layers.").partition(".")[0]
     is_extra = layer.isdecimal() and len(layer) < 10 and 0 <= int(layer) - config.num_layers < config.num_extra_layers
     if layer.isdecimal() and len(layer) < 10 and int(layer) < config.num_layers:
-        # layers that read K and V of another one may keep what they would need for their own
+        # layers that read K and V of another one may hold weights for K and V of their own
         part = name.removeprefix(f"model.layers.{layer}.self_attn.").partition(".")[0]
         if part in ("k_proj", "v_proj", "k_norm", "v_norm") and not config.attention.keeps_kv(int(layer)):
             return True

@@ -1,4 +1,4 @@
-"""What the process in front and the ranks' processes send each other."""
+"""The messages between the front process and the ranks' processes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rocm_attn.runner.ranks import Ranks
 
 
 class Loader(Protocol):
-    """Loads a rank's part of a model, in its process: load_model with a path and dtype, or a function of a module."""
+    """Loads a rank's part of a model in its process: load_model with a path and dtype, or a function of a module."""
 
     def __call__(self, *, device: torch.device, ranks: Ranks) -> LoadedModel: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """What a rank begins with.
+    """The setup of a rank.
 
-    store:       a file by which the ranks find each other
+    store:       a file through which the ranks find each other
     device_type: "cpu", or "cuda" for the GPU with the rank's number
     num_threads: of torch's operations on a CPU
     """
@@ -49,24 +49,24 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """What a method tells its progress callback."""
+    """The arguments of a method's call of its progress callback."""
 
     arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """A rank waits for the others although something went wrong on it; reason: what, empty: it waits no more."""
+    """A rank waits for the others although it had an error; reason: the error, empty: it waits no more."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A method has ended well.
+    """A method has returned.
 
-    value:    what it returned; None on all ranks but rank 0
-    has_work: the engine's, afterwards
+    value:    its result; None on all ranks except rank 0, unless it is a bool
+    has_work: of the engine, afterwards
     """
 
     value: Any
@@ -82,14 +82,14 @@ class Raised:
 
 
 class RankError(RocmAttnError, RuntimeError):
-    """An exception of a rank that cannot be sent as it is; in words."""
+    """An exception of a rank that does not survive pickling, in words."""
 
 
 def sendable(error: BaseException) -> BaseException:
-    """The error, or its words where it does not survive being pickled."""
+    """Returns the error, or its words in a RankError if it does not survive pickling."""
     try:
         copy = pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a library's exception does there
+    except Exception:  # a library's exception may raise anything there
         copy = None
     if type(copy) is type(error) and str(copy) == str(error):
         return error
@@ -102,5 +102,5 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-# Called with what a rank says of its progress.
+# Called with the arguments of a Progressed.
 OnProgress = Callable[..., None]

@@ -1,7 +1,7 @@
-"""RankProcesses: the processes of the ranks, as the process in front sees them.
+"""RankProcesses: the processes of the ranks, as the front process sees them.
 
-A rank that dies, and one that raises what others do not, leaves the others in a collective that never ends. So the
-front, which takes part in none, watches them all: it ends every rank and raises RankFailed.
+A rank that dies, or that raises an error the others do not, leaves the others in a collective that never ends. The
+front takes part in no collective, so it watches all ranks: it ends every rank and raises RankFailed.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.parallel.messages import Command, Done, OnProgress, Progressed, Raised, RankSetup, Waits, in_words
 from rocm_attn.runner.parallel.rank_process import CLOSE, run_rank
 
-# How long the ranks have to raise what one of them has raised, before those that have not count as stuck.
+# Seconds until a rank that has not raised another rank's error counts as stuck.
 GRACE_SECONDS = 5.0
-# Likewise until they agree with one that could not make a graph. They may have kernels to compile before.
+# Likewise until they agree with a rank that could not make a graph. They may have kernels to compile before.
 AGREE_SECONDS = 20.0
-# How long a rank has to end when it is asked to, and its last words to arrive when it is dead.
+# Seconds for a rank to end after CLOSE, and for the last output of a dead rank to arrive.
 _END_SECONDS = 10.0
 _WORDS_SECONDS = 1.0
 _KEPT_LINES = 20
 
 
 class RankFailed(RocmAttnError, RuntimeError):
-    """A rank of a model has died, or has raised what other ranks have not; all ranks were ended.
+    """A rank of a model has died, or has raised an error that other ranks have not; all ranks were ended.
 
-    rank: which one
+    rank: its number
     """
 
     def __init__(self, sentence: str, rank: int) -> None:
@@ -55,7 +55,7 @@ Message = Progressed | Waits | Done | Raised
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rank:
-    """One rank. last_lines: of what it wrote to stdout and stderr"""
+    """One rank. last_lines: of its stdout and stderr"""
 
     number: int
     process: BaseProcess
@@ -65,10 +65,10 @@ class _Rank:
 
 
 class RankProcesses:
-    """Ranks that run, each in a process of its own.
+    """Running ranks, each in a process of its own.
 
-    has_work: the engines', after their last answer
-    unheard:  what rank 0 returned from a method whose caller was interrupted, and the method's name
+    has_work: of the engines, after their last answer
+    unheard:  results of rank 0 whose caller was interrupted, with the awaited method
     """
 
     def __init__(self) -> None:
@@ -77,25 +77,25 @@ class RankProcesses:
         self._folder = tempfile.mkdtemp(prefix="rocm_attn_ranks_")
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
-        # Who waits for the lock holds the next turn. A thread that steps would else take the lock again and again
-        # before another one that wants a report is awake.
+        # The thread that waits for the lock holds the next turn. Otherwise a thread that steps would take the lock
+        # again and again before another one that wants a report is awake.
         self._next_turn, self._lock = threading.Lock(), threading.Lock()
         self._awaited = ""  # the method whose answers are still to come
-        self._is_torn = False  # a message is on its way, which an interrupt may cut
+        self._is_torn = False  # a message is being sent or received, and an interrupt may cut it
         self._answers: dict[int, Done | Raised] = {}
-        self._troubled: dict[int, tuple[str, float]] = {}  # rank -> what went wrong there, and until when others may be
+        self._troubled: dict[int, tuple[str, float]] = {}  # rank -> its error, and until when others may raise
 
     @property
     def store(self) -> str:
-        """The file by which the ranks find each other."""
+        """The file through which the ranks find each other."""
         return str(Path(self._folder) / "store")
 
     def start(self, setups: Sequence[RankSetup]) -> RequestLimits:
-        """Begin the ranks, one for each setup, and wait until all of them have built their engines.
+        """Starts the ranks, one for each setup, and waits until all of them have built their engines.
 
-        Returns what the engines serve.
+        Returns the limits of the engines.
 
-        Raises RankFailed, and what all ranks raise when they load their parts; there are none then.
+        Raises RankFailed, and the exception that all ranks raise while they load their parts; then there are no ranks.
         """
         atexit.register(self.kill)  # before multiprocessing waits for its children
         try:
@@ -110,19 +110,19 @@ class RankProcesses:
 
     @property
     def is_alive(self) -> bool:
-        """Whether there are ranks."""
+        """True if there are ranks."""
         return bool(self._ranks)
 
     def call(self, method: str, *arguments: Any, on_progress: OnProgress | None = None) -> Any:
-        """call_all(); what rank 0 returns."""
+        """Does the same as call_all(), and returns rank 0's result."""
         return self.call_all(method, *arguments, on_progress=on_progress)[0]
 
     def call_all(self, method: str, *arguments: Any, on_progress: OnProgress | None = None) -> list[Any]:
-        """Call a method of every rank's engine; what each returns. Of others than rank 0 truth values come alone.
+        """Calls a method of every rank's engine, and returns all results. Ranks other than 0 return only booleans.
 
         A call of another thread waits until this one has ended, and comes before the next one of this thread. An
-        interrupt leaves the method running: the next call waits for its end, and raises what it raises.
-        Raises what all ranks raise, and RankFailed, after which there are no ranks.
+        interrupt leaves the method running: the next call waits for its end, and raises its exception.
+        Raises the exception that all ranks raise, and RankFailed, after which there are no ranks.
         """
         with ExitStack() as turn:
             with self._next_turn:
@@ -141,7 +141,7 @@ class RankProcesses:
             return self._collect(on_progress if on_progress is not None else _no_progress)
 
     def close(self) -> None:
-        """End the ranks; those that are busy, or do not end by themselves, are killed."""
+        """Ends the ranks; those that are busy, or do not end by themselves, are killed."""
         if not self._awaited and not self._is_torn:
             for rank in self._ranks:
                 with suppress(OSError):
@@ -151,7 +151,7 @@ class RankProcesses:
         self.kill()
 
     def kill(self) -> None:
-        """End the ranks at once. Does nothing where there are none."""
+        """Ends the ranks at once. Does nothing if there are none."""
         atexit.unregister(self.kill)
         ranks, self._ranks, self.has_work = self._ranks, [], False
         for rank in ranks:
@@ -180,7 +180,7 @@ class RankProcesses:
         self._selector.register(process.sentinel, selectors.EVENT_READ, rank)
 
     def _collect(self, on_progress: OnProgress) -> list[Any]:
-        """What the ranks answer, in their order, when all have. Raises as call_all()."""
+        """The answers of all ranks, in the order of ranks. Raises as call_all() does."""
         while len(self._answers) < len(self._ranks):
             deadline = min((when for _, when in self._troubled.values()), default=None)
             for key, _ in self._selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
@@ -199,7 +199,7 @@ class RankProcesses:
         return [answer.value for answer in values if isinstance(answer, Done)]
 
     def _hear(self, rank: _Rank, source: object) -> Message:
-        """The message of a rank that has sent one; answers are kept. Raises RankFailed for one that is dead."""
+        """Receives a rank's message, and keeps it if it is an answer. Raises RankFailed if the rank is dead."""
         try:
             if source is not rank.commands and not rank.commands.poll():
                 raise EOFError
@@ -219,7 +219,7 @@ class RankProcesses:
         return message
 
     def _require_whole(self) -> None:
-        """Raise RankFailed where there are no ranks, or none that can be talked to."""
+        """Raises RankFailed if there are no ranks, or none that can be reached."""
         if self._is_torn and self._ranks:
             self.kill()
             raise RankFailed("an interrupt cut a message to or from a rank, and all ranks were ended", 0)
@@ -239,7 +239,7 @@ class RankProcesses:
         raise RankFailed(f"rank {rank.number} {how} {awaited}, and all ranks were ended{last}", rank.number)
 
     def _fail_of_trouble(self) -> NoReturn:
-        """Of the lowest rank that has raised, or that waits in vain."""
+        """Raises RankFailed for the lowest rank that has raised, or that waits in vain."""
         number, (reason, _) = min(self._troubled.items())
         awaited, answer = self._awaited, self._answers.get(number)
         self.kill()
@@ -257,11 +257,11 @@ class RankProcesses:
 
 
 def _no_progress(*arguments: Any) -> None:
-    """Nothing is shown."""
+    """Shows no progress."""
 
 
 def _listen(words: Connection, rank: int, last_lines: deque[str]) -> None:
-    """Pass on what a rank writes, line by line, until it ends."""
+    """Passes on the output of a rank, line by line, until it ends."""
     with words, open(words.fileno(), encoding="utf-8", errors="replace", closefd=False) as lines:
         for line in lines:
             last_lines.append(line.rstrip("\n"))

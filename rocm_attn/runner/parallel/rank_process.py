@@ -1,8 +1,7 @@
-"""What a rank's process runs: an engine over its part of the model, one command after the other.
+"""The process of a rank: an engine over its part of the model, which runs one command after another.
 
-The process in front commands all ranks alike. Rank 0 answers with results, the others with truth values, and else that
-they are done. A rank ends when it is told so, when its pipe ends, or when the process in front is gone, in whatever
-collective it may be then.
+The front process sends all ranks the same commands. Rank 0 answers with results, the others with booleans or None. A
+rank ends when it gets CLOSE, when its pipe ends, or when the front process is gone, whatever collective it is in then.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 
 CLOSE = Command("close")
 
-# What torch's own watch of NCCL would do, the process in front does; and does sooner. Set unless it is set already.
+# The front process replaces torch's own watch of NCCL, and is faster. Values that are set already are kept.
 _ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # it ends a process that compiles kernels for long
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -45,9 +44,9 @@ _ENVIRONMENT = {
 
 
 def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
-    """Serve commands until there are no more; does not return.
+    """Serves commands until there are no more; does not return.
 
-    words: takes what the process writes to stdout and stderr
+    words: takes the process's stdout and stderr
     """
     threading.Thread(target=_end_with_the_front, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the front ends us
@@ -82,7 +81,7 @@ def _end_with_the_front() -> None:
 
 
 def _answer(commands: Connection, rank: int, method: Callable[[], Any], engine: list[Engine]) -> None:
-    """Call a method and send what came of it."""
+    """Calls a method and sends its result or error."""
     try:
         value = method()
     except BaseException as error:  # the front decides what it means
@@ -127,7 +126,7 @@ def _engine(setup: RankSetup, on_wait: OnWait) -> Engine:
 
 
 def options_of_rank(options: EngineOptions, rank: int) -> EngineOptions:
-    """The options, with a file of its own for each rank's last steps."""
+    """The options, with a flight record file of its own for each rank."""
     if options.flight_record is None:
         return options
     path = Path(options.flight_record)

@@ -19,18 +19,18 @@ from rocm_attn.runner.serving import serve_all
 
 
 class RankedEngine:
-    """Serves requests as Engine does, by ranks that share the model.
+    """Serves requests as Engine does, with ranks that share the model.
 
-    The caller's process holds no part of the model and uses no GPU: it commands the ranks and watches them. What goes
-    wrong with a request, or on a device, ends what it ends in an Engine. A rank that dies, or that raises what the
-    others do not, ends all of them within seconds: RankFailed names it, and the engine is of no use any more. The ranks
-    end with the caller's process, however that ends. Used as a context, or until close().
+    The caller's process holds no part of the model and uses no GPU: it commands the ranks and watches them. A fault of
+    a request, or of a device, ends the same requests as in an Engine. A rank that dies, or that raises an error the
+    others do not, ends all of them within seconds: RankFailed names it, and the engine is then unusable. The ranks end
+    with the caller's process, however that ends. Use it as a context, or call close().
 
     load:        loads a rank's part in its process: partial(load_model, path, dtype=...), or a function of a module.
-                 As always with processes that are spawned, a script that makes one keeps its own work under
+                 Processes are spawned, so a script that makes a RankedEngine keeps its own work under
                  `if __name__ == "__main__":`
     num_ranks:   processes on this host
-    device_type: "cuda" for one GPU each, the first ones that there are; "cpu"
+    device_type: "cuda" for one GPU each, the first ones available; "cpu"
 
     Raises what Engine raises, BadSetting for more ranks than GPUs, and RankFailed.
     """
@@ -57,80 +57,80 @@ class RankedEngine:
         self.close()
 
     def close(self) -> None:
-        """End the ranks."""
+        """Ends the ranks."""
         self._end.detach()
         self._processes.close()
 
     @property
     def has_work(self) -> bool:
-        """As Engine.has_work."""
+        """Like Engine.has_work."""
         return self._processes.has_work or bool(self._processes.unheard)
 
     def capture_all(self, progress: Progress) -> CaptureReport:
-        """As Engine.capture_all."""
+        """Like Engine.capture_all."""
         report: CaptureReport = self._processes.call("capture_all", on_progress=progress)
         return report
 
     def check(self, request: Request) -> None:
-        """As Engine.check."""
+        """Like Engine.check."""
         self.limits.check(request)
 
     def can_prepare(self, request: Request) -> bool:
-        """As Engine.can_prepare, on every rank."""
+        """Like Engine.can_prepare, on every rank."""
         if request.constraint is None:
             return True  # the ranks need not be asked
         return all(self._processes.call_all("can_prepare", request))
 
     def is_prepared(self, request: Request) -> bool:
-        """As Engine.is_prepared: whether no rank would have to wait, and the others with it."""
+        """Like Engine.is_prepared: True if no rank would wait and delay the others."""
         if request.constraint is None:
             return True  # the ranks need not be asked
         return all(self._processes.call_all("is_prepared", request))
 
     def prepare_constraints(self) -> None:
-        """As Engine.prepare_constraints."""
+        """Like Engine.prepare_constraints."""
         self._processes.call("prepare_constraints")
 
     def submit(self, request: Request) -> int:
-        """As Engine.submit."""
+        """Like Engine.submit."""
         self.check(request)
         number: int = self._processes.call("submit", request)
         return number
 
     def abort(self, number: int) -> None:
-        """As Engine.abort."""
+        """Like Engine.abort."""
         self._processes.call("abort", number)
 
     def forget_prefixes(self) -> None:
-        """As Engine.forget_prefixes."""
+        """Like Engine.forget_prefixes."""
         self._processes.call("forget_prefixes")
 
     def settle(self) -> None:
-        """As Engine.settle."""
+        """Like Engine.settle."""
         self._processes.call("settle")
 
     def cancel(self, number: int) -> None:
-        """As Engine.cancel. Does nothing where a rank has failed: then nothing is left of any request."""
+        """Like Engine.cancel. Does nothing if a rank has failed: then no request is left."""
         if self._processes.is_alive:
             self._processes.call("cancel", number)
 
     def step(self) -> list[Event]:
-        """As Engine.step."""
+        """Like Engine.step."""
         events: list[Event] = self._processes.call("step") if self._processes.has_work else []
         unheard, self._processes.unheard = self._processes.unheard, []
         return [*(event for method, value in unheard if method == "in step()" for event in value), *events]
 
     def completion(self, number: int) -> Completion:
-        """As Engine.completion."""
+        """Like Engine.completion."""
         completion: Completion = self._processes.call("completion", number)
         return completion
 
     def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:
-        """As Engine.generate."""
+        """Like Engine.generate."""
         return serve_all(self, requests, on_event)
 
     def report(self) -> Report:
-        """As Engine.report, of rank 0."""
+        """Like Engine.report, for rank 0."""
         report: Report = self._processes.call("report")
         return report
 

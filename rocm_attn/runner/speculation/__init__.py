@@ -1,1 +1,1 @@
-"""Speculative decoding: tokens are guessed, and several of them are verified in one step."""
+"""Speculative decoding: draft tokens are made, and several of them are verified in one step."""

@@ -1,9 +1,9 @@
-"""A small model drafts for a large one: it decodes a few tokens further, over K and V of its own.
+"""A small model that drafts for a large one: it decodes a few tokens further, over K and V of its own.
 
-Its rows follow the sequences. Before it drafts it stores what a sequence has got since, from the first token on that it
-has not stored or has guessed wrong; what comes after the last token are the first drafts. All other drafts are one
-round: one publication and one graph (batch/drafts.py), in which the device picks what each draft step goes on from. The
-host reads the drafts of all sequences at once, at the end.
+Its rows follow the sequences. Before it drafts it stores a sequence's new tokens, from the first one on that it has not
+stored or has drafted wrongly. The continuations of the last token are the first drafts. All other drafts are one round:
+one publication and one graph (batch/drafts.py), in which the device picks the token that each draft step continues
+from. The host reads the drafts of all sequences at once, at the end.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from rocm_attn.runner.taking import Taken
 class _Follower:
     """The model's row of a sequence.
 
-    token_ids: whose K and V it holds, drafts included
-    num_right: of them, those that were not guessed
+    token_ids: tokens whose K and V it holds, drafts included
+    num_right: the first ones of them that were not drafted
     """
 
     row: int
@@ -42,7 +42,7 @@ class _Follower:
     num_right: int = 0
 
     def go_back(self, token_ids: Many[int]) -> None:
-        """Forget what is no longer right, and the last token, which the next step takes."""
+        """Forgets tokens that are no longer right, and the last token, which the next step takes."""
         most = min(len(self.token_ids), len(token_ids) - 1)
         guessed = range(min(self.num_right, most), most)
         self.num_right = next((at for at in guessed if self.token_ids[at] != token_ids[at]), most)
@@ -54,8 +54,8 @@ class ModelDrafter:
 
     runners: of the small model
     table:   its rows, with room for a row for each sequence that decodes
-    chunk:   tokens of a step, at most, while it stores what it has not seen
-    few:     new tokens of a sequence, at most, in the steps of the model that are captured
+    chunk:   most tokens of a step while it stores new tokens
+    few:     most new tokens of a sequence in the steps of the model that are captured
     """
 
     def __init__(self, runners: DraftRunners, table: RequestTable, *, chunk: int, few: int) -> None:
@@ -67,9 +67,9 @@ class ModelDrafter:
         self._ahead = DraftsAhead()
 
     def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
-        """As Drafter.draft. A sequence that the model has no room for, or that is too long for it, gets none.
+        """Like Drafter.draft. A sequence that the model has no room for, or that is too long for it, gets no drafts.
 
-        After a fault of the device there are none either, and the model begins anew: drafts are but guesses.
+        After a fault of the device there are none either, and the model starts anew: no request needs drafts.
         """
         ahead = self._ahead.take(decoding)
         try:
@@ -81,45 +81,45 @@ class ModelDrafter:
 
     @property
     def looks_up(self) -> bool:
-        """As Drafter.looks_up."""
+        """Like Drafter.looks_up."""
         return False
 
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """As Drafter.follow: what is known of a sequence is enough."""
+        """Like Drafter.follow: draft() finds new tokens by itself."""
 
     @property
     def probabilities(self) -> Tensor:
-        """As of DraftRunners."""
+        """See DraftRunners."""
         return self.runners.probabilities
 
     def capture_all(self, progress: Progress) -> None:
-        """As Drafter.capture_all."""
+        """Like Drafter.capture_all."""
         self.runners.capture_all(progress)
 
     def place_of(self, sequence: Sequence) -> Place | None:
-        """As Following.place_of."""
+        """Like Following.place_of."""
         follower = self._followers.get(sequence.number)
         if follower is None or follower.num_right < len(sequence.token_ids):
             return None
         return Place(follower.row, 0)
 
     def hand_over(self, guessed: Guessed) -> None:
-        """As Following.hand_over: the model reads tokens alone."""
+        """Like Following.hand_over: the model reads only tokens."""
 
     def went_on(self, sequence: Sequence, drafts: Drafts) -> None:
-        """As Following.went_on."""
+        """Like Following.went_on."""
         follower = self._followers[sequence.number]
         follower.token_ids, follower.num_right = list(sequence.token_ids), len(sequence.token_ids)
         self._ahead.put(sequence, drafts)
 
     def leave(self, number: int) -> None:
-        """As Following.leave."""
+        """Like Following.leave."""
         follower = self._followers.pop(number, None)
         if follower is not None:
             self.table.free(follower.row)
 
     def _draft(self, decoding: Many[tuple[Sequence, int]], ahead: Set[int]) -> dict[int, Drafts]:
-        """ahead: numbers of those that have drafts"""
+        """ahead: numbers of sequences that have drafts"""
         decode = {sequence.number for sequence, _ in decoding}
         for number in self._followers.keys() - decode:
             self.leave(number)
@@ -133,7 +133,7 @@ class ModelDrafter:
         return {sequence.number: found.drafts(seq, most, places[seq]) for seq, (sequence, most) in enumerate(drafting)}
 
     def _follows(self, sequence: Sequence) -> bool:
-        """Bring a sequence's row up to what is known; False where there is none, or it is too long."""
+        """Brings a sequence's row up to the known tokens; False if there is no row for it, or it is too long."""
         follower = self._followers.get(sequence.number)
         if len(sequence.token_ids) + self.runners.room > self.table.max_kv_len:
             self.leave(sequence.number)
@@ -147,7 +147,7 @@ class ModelDrafter:
         return True
 
     def _with_room(self, decoding: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Those for whose drafts there is room in their rows, which is made. The others leave."""
+        """The sequences with room for drafts in their rows. Makes the room; the other sequences leave."""
         room = self.runners.room
         rows = np.array([self._followers[sequence.number].row for sequence, _ in decoding], np.int32)
         try:
@@ -165,7 +165,7 @@ class ModelDrafter:
         return True
 
     def _found(self, drafting: list[Sequence]) -> Found:
-        """What the model drafts for some sequences."""
+        """The model's drafts for some sequences."""
         self._catch_up(drafting)
         followers = [self._followers[sequence.number] for sequence in drafting]
         rows = np.array([follower.row for follower in followers], np.int32)
@@ -177,9 +177,9 @@ class ModelDrafter:
         return found
 
     def _catch_up(self, drafting: list[Sequence]) -> None:
-        """Store what was not stored, and have the first drafts of each sequence.
+        """Stores unstored tokens, and makes the first drafts of each sequence.
 
-        Those that have as few new tokens as a verification brings come first, so that their step has a graph.
+        Sequences with at most as many new tokens as a verification brings come first, so that their step has a graph.
         """
         few = [seq for seq, each in enumerate(drafting) if self._num_unseen(each) <= self._few]
         many = [seq for seq, each in enumerate(drafting) if self._num_unseen(each) > self._few]
@@ -202,7 +202,7 @@ class ModelDrafter:
         return len(sequence.token_ids) - len(self._followers[sequence.number].token_ids)
 
     def _batch(self, sequences: list[Sequence], q_len: list[int]) -> StepBatch:
-        """A step over the next tokens of some sequences, which will have been stored."""
+        """A step over the next tokens of some sequences, which count as stored from now on."""
         followers, token_ids = [self._followers[sequence.number] for sequence in sequences], list[int]()
         for sequence, follower, num in zip(sequences, followers, q_len, strict=True):
             new = sequence.token_ids[len(follower.token_ids) : len(follower.token_ids) + num]

@@ -1,4 +1,4 @@
-"""The two forwards of a model that drafts: one takes in what is new and gives the first drafts, one runs a round."""
+"""The two forwards of a draft model: one takes in new tokens and returns the first drafts, one runs a round."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from rocm_attn.step.step import Part, Series
 
 
 class DraftingModel(Protocol):
-    """What drafts: a model that gives logits, and may hand a row on from each token to the one after it."""
+    """A draft model: it returns logits, and may hand a row on from each token to the one after it."""
 
     @property
     def nothing_carried(self) -> Tensor:
-        """[0, width]: of the dtype, width and device of these rows."""
+        """[0, width]: with the dtype, width and device of these rows."""
         ...
 
     def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
@@ -46,15 +46,15 @@ class DraftingModel(Protocol):
         ...
 
     def tokens(self, drafted: Tensor) -> Tensor:
-        """int32, of any shape: the tokens of places in the logits, which may be of some tokens alone.
+        """int32, of any shape: the tokens at places in the logits, which may cover only some tokens.
 
-        What it is given, and no copy, where each place is that token's.
+        Returns its argument, without a copy, if each place is that token's id.
         """
         ...
 
 
 def num_levels(options: EngineOptions) -> int:
-    """Levels of drafts. Where they branch, there are more drafts than are verified: the likeliest are."""
+    """Levels of drafts. With branches there are more drafts than are verified: the likeliest ones are."""
     if options.topk == 1:
         return options.draft_tokens
     return min(options.draft_tokens, -(-options.draft_tokens // options.topk) + 1)
@@ -66,15 +66,16 @@ def drafts_of(options: EngineOptions) -> AnyDrafts:
 
 
 def num_rows_drawn(options: EngineOptions) -> int:
-    """Rows of probabilities by which the drafts of a sequence are drawn."""
+    """Rows of probabilities that the drafts of a sequence are drawn by."""
     return 1 + (num_levels(options) - 1) * options.topk
 
 
 def drawn_bytes(options: EngineOptions, vocabulary: int) -> int:
-    """Memory that drafts which are drawn take beside K and V: what is kept, and most of a round and of its acceptance.
+    """Memory of drawn drafts next to K and V: kept rows, and most of a round and of its acceptance.
 
-    Of each sequence, in rows of float32 of the vocabulary: those by which its drafts were drawn, and its first level's;
-    in a round those of all levels, and that copied; in acceptance p, q and the weights of p of each node.
+    Counted per sequence in float32 rows of the vocabulary. Kept: the rows that its drafts were drawn by, and its first
+    level's. In a round: the rows of all levels, and a copy of them. In acceptance: p, q and the weights of p of each
+    node.
     """
     if not options.sampled_drafts:
         return 0
@@ -83,9 +84,9 @@ def drawn_bytes(options: EngineOptions, vocabulary: int) -> int:
 
 
 class DraftRunners:
-    """Runs a model that drafts.
+    """Runs a draft model.
 
-    runtime:    over whose pages it runs, with the round of drafts_of(options)
+    runtime:    its runtime, with the round of drafts_of(options)
     vocabulary: of the model
     """
 
@@ -95,22 +96,22 @@ class DraftRunners:
         self._model, self._drafts, self._draws = model, drafts_of(options), options.sampled_drafts
         self.num_levels, branches, most = num_levels(options), options.topk, runtime.padding.seqs.largest
         vocab, device = vocabulary if self._draws else 0, runtime.device
-        # torch refuses writes to memory that was made in inference mode.
+        # torch refuses writes to memory made in inference mode.
         with torch.inference_mode(False):
             self._first_level = Level.empty(most, branches, model.nothing_carried, vocab)
             self.faults = torch.zeros(1, dtype=torch.int32, device=device)
             self._terms = torch.zeros(most, 1 + self.num_levels * branches, device=device)
-            # int32 [S]: of each sequence of a step the new tokens that count, if those are not all of them.
+            # int32 [S]: the number of new tokens that count of each sequence of a step, if not all do.
             self._all_count = True
             self.taken = torch.full((most,), INT32_MAX, dtype=torch.int32, device=device)
-            # float32 [S, 1 + (levels - 1) * K, vocab]: of each sequence in its place, by which its first drafts were
-            # drawn, and by which those after each draft, level by level.
+            # float32 [S, 1 + (levels - 1) * K, vocab], by place of the sequence: the probabilities that its first
+            # drafts were drawn by, and those that the drafts after each draft were drawn by, level by level.
             self.probabilities = torch.zeros(most, num_rows_drawn(options), vocab, device=device)
         after = options.capture_after
         made_by = recorder_for(runtime.device) if options.graphs else None
         eager_first = eager_steps_before_capture(runtime.device) if after is None else after
         check = CaptureCheck(vocabulary=vocabulary)
-        # A step of what is new gives the first level, and a round int32 [S, levels, 3, K].
+        # A step over new tokens returns the first level, and a round int32 [S, levels, 3, K].
         self._runner: StepRunner[Level | Tensor] = StepRunner(
             runtime, self._taken_in, made_by, draft=self._all_levels, check=check, capture_after=eager_first
         )
@@ -120,12 +121,12 @@ class DraftRunners:
 
     @property
     def runtime(self) -> AttentionRuntime:
-        """Over whose pages it runs."""
+        """The runtime that it runs on."""
         return self._runtime
 
     @property
     def device(self) -> torch.device:
-        """That it runs on."""
+        """The device that it runs on."""
         return self._runtime.device
 
     @property
@@ -135,26 +136,26 @@ class DraftRunners:
 
     @property
     def num_branches(self) -> int:
-        """Drafts of each level."""
+        """Number of drafts of each level."""
         return self._first_level.token_ids.shape[1]
 
     def terms(self, sequences: Sequence[DraftedFor]) -> npt.NDArray[np.float32]:
-        """As of terms_of_drafts."""
+        """See terms_of_drafts."""
         return terms_of_drafts(sequences, self.num_levels, self.num_branches)
 
     def places(self, sequences: Sequence[DraftedFor]) -> list[int]:
-        """Drafts.place of each of a round's sequences."""
+        """Drafts.place for each of a round's sequences."""
         return [place if self._draws and samples(each) else NOT_DRAWN for place, each in enumerate(sequences)]
 
     def capture_all(self, progress: Progress) -> None:
-        """As Drafter.capture_all."""
+        """Like Drafter.capture_all."""
         self._runner.capture_all(progress)
 
     def take_in(self, batch: StepBatch, whole: Sequence[int], terms: npt.NDArray[np.float32]) -> None:
-        """A step over tokens that are new.
+        """Runs a step over new tokens.
 
-        whole: the places of its first sequences, to which their first drafts go
-        terms: of its sequences, as of terms_of_drafts; not looked at where no drafts are drawn
+        whole: the places for the first drafts of its first sequences
+        terms: of its sequences, see terms_of_drafts; not used if no drafts are drawn
         """
         self._put_terms(terms)
         if not self._all_count:
@@ -175,7 +176,7 @@ class DraftRunners:
 
         rows:       int32 [num_seqs], of the request table, with room for the round
         num_stored: int32 [num_seqs], tokens before the drafts
-        terms:      of these sequences, as of take_in()
+        terms:      of these sequences, see take_in()
         """
         self._put_terms(terms)
         first = self._first_level.of(len(rows))
@@ -186,15 +187,15 @@ class DraftRunners:
         return Found(cast(Tensor, self._runner.run(draft_batch(rows, num_stored, self._drafts, inputs=inputs))))
 
     def go_on(self, rows: Int32Array, bounds: Int32Array, width: int, token_ids: Tensor, stored: Tensor) -> Tensor:
-        """Take in tokens of which `taken` of each sequence count, and draft; int32 [num_seqs, levels, 3, K].
+        """Takes in the first `taken` new tokens of each sequence, and drafts; int32 [num_seqs, levels, 3, K].
 
-        The host knows bounds of lengths alone. Where no drafts are drawn.
+        The host knows only bounds of lengths. For rounds without drawn drafts.
 
-        rows:      int32 [num_seqs], as of found()
-        bounds:    int32 [num_seqs], that no length in stored is beyond
+        rows:      int32 [num_seqs], see found()
+        bounds:    int32 [num_seqs], upper bounds of stored
         width:     new tokens of each sequence
         token_ids: int32 [num_seqs * width], on the device
-        stored:    int32 [num_seqs], on the device: tokens before these; afterwards with those that count
+        stored:    int32 [num_seqs], on the device: tokens before these; afterwards including those that count
         """
         self._all_count = False
         ends, q_len = bounds + np.int32(width), as_many(len(rows), width)
@@ -210,9 +211,9 @@ class DraftRunners:
         return cast(Tensor, self._runner.run(draft_batch(rows, ends, self._drafts, inputs=drafting)))
 
     def around(self, stored: Tensor, few: int) -> Around | None:
-        """What repeats the round that go_on() has just run; None where it has run without graphs, or is one level.
+        """The parts that repeat the round which go_on() has just run; None if it ran without graphs, or is one level.
 
-        stored: as of go_on(); few: its width
+        stored: see go_on(); few: its width
         """
         first, drafts = self._taken_in_last, self._drafts
         of_first = self._runner.graph_of(first.plan) if first is not None else None
@@ -249,7 +250,7 @@ class DraftRunners:
         )
 
     def ran_again(self) -> None:
-        """Count a round that was made by graphs alone."""
+        """Counts a round that was made by graphs alone."""
         self._runner.metrics.steps += 2
         self._runner.metrics.replays += 2
 
@@ -259,12 +260,12 @@ class DraftRunners:
         return self._chosen(Level.first(logits, carried, self.num_branches), logits, carried, 0)
 
     def _chosen(self, level: Level, logits: Tensor, carried: Tensor, number: int) -> Level:
-        """A level as it is handed on: drawn, where drafts are, and with ids of tokens. Others as of drawn_level()."""
+        """A level with its drafts drawn, if drafts are, and with ids of tokens. Other arguments: see drawn_level()."""
         if self._draws:
             level = drawn_level(level, logits, carried, self._terms, number)
             places = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
             tokens = self._model.tokens(places)
-            # Of some tokens alone, or of all of them in another order.
+            # The places cover some tokens, or all of them in another order.
             if tokens is not places:
                 of_all = level.drawn_by.new_zeros(*level.drawn_by.shape[:2], self.probabilities.shape[2])
                 level = level._replace(drawn_by=of_all.index_copy_(2, tokens.long(), level.drawn_by))

@@ -1,4 +1,4 @@
-"""Drafts: tokens that may come next in a sequence, as they were guessed."""
+"""Drafts: draft tokens that may come next in a sequence."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from functools import cache
 
 # The parent of a draft that comes right after the sequence's last token.
 LAST_TOKEN = -1
-# Drafts that were chosen, as the likeliest are, or what came before in the text.
+# The place of drafts that were not drawn: the likeliest ones, or those found in the text.
 NOT_DRAWN = -1
 
 
-# Not frozen: each text has some in each step, and setting the fields of a frozen class takes three times as long.
+# Not frozen: each text has drafts in each step, and setting the fields of a frozen class takes three times as long.
 @dataclass(slots=True, unsafe_hash=True)
 class Drafts:
     """A tree of tokens after a sequence's last one. A chain is a tree without branches. Not to be changed.
 
     token_ids: of the drafts
     parents:   draft -> the draft that it comes after, which stands before it, or LAST_TOKEN
-    place:     of drafts that were drawn, their sequence's among those of the round; else NOT_DRAWN
+    place:     of drawn drafts, their sequence's place in the round; else NOT_DRAWN
     is_chain:  whether each comes after the one before it
     """
 
@@ -37,8 +37,8 @@ class Drafts:
 
     @classmethod
     def chain(cls, token_ids: tuple[int, ...]) -> Drafts:
-        """Each comes after the one before it."""
-        made = cls.__new__(cls)  # what there is to be checked of parents holds for these
+        """Drafts of which each comes after the one before it."""
+        made = cls.__new__(cls)  # the checks of parents hold for these
         made.token_ids, made.parents, made.place = token_ids, _one_after_another(len(token_ids)), NOT_DRAWN
         made.is_chain = True
         return made
@@ -47,14 +47,14 @@ class Drafts:
         return len(self.token_ids)
 
     def depths(self) -> list[int]:
-        """draft -> how many tokens come between it and the sequence's last one, plus 1."""
+        """draft -> the number of tokens between it and the sequence's last one, plus 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == LAST_TOKEN else depths[parent] + 1)
         return depths
 
     def first_branches(self) -> list[int]:
-        """draft -> how many drafts that come after the last token stand before the one that it descends from."""
+        """draft -> the number of drafts after the last token that stand before the one that it descends from."""
         branches, num = list[int](), 0
         for parent in self.parents:
             branches.append(num if parent == LAST_TOKEN else branches[parent])
@@ -62,11 +62,11 @@ class Drafts:
         return branches
 
     def first(self, num: int) -> Drafts:
-        """The first so many of them, which are a tree too."""
+        """The first `num` of them, which are a tree too."""
         return self if num == len(self.token_ids) else Drafts(self.token_ids[:num], self.parents[:num], self.place)
 
     def after(self, draft: int, token_id: int) -> int | None:
-        """The first draft of this token that comes after a draft, or after LAST_TOKEN; None where there is none."""
+        """The first draft of this token that comes after a draft, or after LAST_TOKEN; None if there is none."""
         for number in range(draft + 1, len(self.token_ids)):
             if self.parents[number] == draft and self.token_ids[number] == token_id:
                 return number
@@ -74,9 +74,9 @@ class Drafts:
 
     @classmethod
     def tree(cls, branches: Sequence[Sequence[int]], most: int) -> Drafts:
-        """At most so many drafts of branches that all begin after the last token; where they are alike they are one.
+        """At most `most` drafts of branches that all begin after the last token; equal beginnings are merged.
 
-        The first branch is whole, as far as `most` allows, and comes first; so the likeliest one belongs there.
+        The first branch is whole, as far as `most` allows, and comes first; the likeliest one belongs there.
         """
         token_ids: list[int] = []
         parents: list[int] = []
@@ -97,7 +97,7 @@ class Drafts:
 
 @cache
 def _one_after_another(num: int) -> tuple[int, ...]:
-    """The parents of so many drafts that are a chain."""
+    """The parents of a chain of `num` drafts."""
     return tuple(range(LAST_TOKEN, num - 1))
 
 

@@ -1,10 +1,11 @@
-"""The drafts of a round once more: what a series repeats in each of its rounds, launched as one graph of five.
+"""Repeats the drafts of a round: the launches of a series that are the same in each round, as one graph of five.
 
-A model that drafts has two graphs for a round: of the step that takes in what is new, and of all levels that it drafts.
-Around them stand three small ones, which are made of one step's rounds: what that step has left is handed over and the
-first graph's inputs are made, those of the second one are made of what came of the first, and the drafts become the
-guesses of the next round. All five are joined. Nothing is planned or published in between. Inputs are published on the
-device, from slots that hold what the host has reserved: a length beyond that is cut, as in steps of the host.
+A draft model has two graphs for a round: one of the step that takes in new tokens, and one of all levels that it
+drafts. Three small graphs, made once per step's rounds, stand around them. The first hands over the step's results and
+makes the inputs of the first large graph. The second makes the inputs of the second large graph from the results of the
+first. The third puts the drafts into the next round. All five are joined. Nothing is planned or published in between.
+Inputs are published on the device, from slots that hold the host's reservations: a length beyond them is cut, like in
+steps of the host.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from rocm_attn.step.gate import RanStep
 
 
 class DeviceSlot:
-    """A ring slot of the device's own, from which a step is published again and again.
+    """A ring slot on the device, from which a step is published again and again.
 
     num_seqs: of the step
     q_len:    new tokens of each of its sequences
@@ -47,18 +48,18 @@ class DeviceSlot:
             self.words = torch.zeros(self._parts.stored.stop, dtype=torch.int32, device=runtime.device)
 
     def write(self, rows: Int32Array, most: Int32Array) -> None:
-        """Take over the rows of a step, and the most tokens that each may have. int32 [num_seqs]"""
+        """Writes the rows of a step, and the most tokens that each may have. int32 [num_seqs]"""
         words, parts, number = np.zeros(len(self.words), np.int32), self._parts, self._runtime.faults.step_number
         header = slot_header(self._num_seqs, self._num_seqs * self._q_len, number, False, number)
         words[: parts.rows.start] = np.frombuffer(header, np.int32)
         words[parts.rows], words[parts.kv_len], words[parts.q_len] = rows, most, self._q_len
         words[parts.floor] = self._runtime.table.checks.floors(rows)
-        # The step's lengths are made of what is stored: no gap can be between.
+        # The step's lengths are computed from the stored tokens, so there can be no gap.
         words[parts.stored] = most
         self.words.copy_(sent(words, self._runtime.device))
 
     def publish(self, before: StepTensors, stored: Tensor, token_ids: Tensor, faults: Tensor) -> None:
-        """Make the step's inputs. May be captured.
+        """Makes the step's inputs. May be captured.
 
         before:    of the step before it
         stored:    int32 [num_seqs], tokens before its own
@@ -75,22 +76,22 @@ class DeviceSlot:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What the small graphs are made of, and what stands between them. n sequences
+    """The parts that the small graphs are made of, and the code between them. n sequences
 
-    first:       the step that took in what is new
+    first:       the step that took in new tokens
     first_graph: its graph
     few:         new tokens of a sequence in it
-    between:     puts what came of it where the next graph reads it, and counts in `stored` what was stored; gives the
-                 ids of the first drafts
+    between:     copies its results to where the next graph reads them, and adds the stored tokens to `stored`; returns
+                 the ids of the first drafts
     drafts:      inputs of the round's first draft step
-    num_drafts:  tokens of that step, of each sequence
+    num_drafts:  tokens of that step, per sequence
     drafts_graph: the round's
-    words:       int32 [n, levels, 3, K], of all levels, as that graph gives them
-    most_tokens: that sequences may have in either of them
+    words:       int32 [n, levels, 3, K], of all levels, written by that graph
+    most_tokens: the most that sequences may have in either of them
     tokens:      that a round stores after the sequence's own
     stored:      int32 [n], tokens that are stored
     faults:      int32 [1], error bits of steps that ran again
-    are_there:   whether both graphs are those of the last round, and may run
+    are_there:   True if both graphs are those of the last round, and may run
     """
 
     first: RanStep
@@ -109,10 +110,10 @@ class Around:
 
 
 class DraftsAgain:
-    """The drafts of the rounds that follow from one step, the first of which have just been made.
+    """The drafts of the rounds that follow from one step. The host has just made the first of them.
 
-    around:    what they are made of
-    hand_over: has the model find what a round has left for it
+    around:    the parts that they are made of
+    hand_over: makes the model read the rows that a round has left for it
     guessed:   of these rounds
     rows:      int32 [n], of the request table
     most:      int32 [n], tokens that these have room for
@@ -146,7 +147,7 @@ class DraftsAgain:
         def after() -> None:
             guessed.put(around.words)
 
-        # Nothing that is recorded reads pages: slots without sequences serve.
+        # The recorded launches read no pages, so slots without sequences are enough.
         runtime.faults.report()
         changed = (around.stored, *guessed.changed())
         held = [tensor.clone() for tensor in changed]
@@ -163,21 +164,21 @@ class DraftsAgain:
         self._whole = recorder_for(runtime.device).join([made[0], first, made[1], last, made[2]])
 
     def are_there(self) -> bool:
-        """Whether the graphs are those that the drafting model's last steps have run by."""
+        """True if the graphs are those of the draft model's last steps."""
         return self._around.are_there()
 
     def is_next(self, guessed: Guessed) -> bool:
-        """Whether these are the drafts of a round's guesses, made after those that were made last."""
+        """True if these are the drafts for a round's `guessed`, made after those that were made last."""
         if guessed is not self.guessed or self._seal_number != self._runtime.seals.number:
             return False
         return self._followed is not None and self._runtime.gate.may_go_again is self._followed and self.are_there()
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether texts may have as many tokens, those included that are taken in."""
+        """True if texts may have num_tokens tokens, including those that are taken in."""
         return num_tokens + self._around.tokens <= self._around.most_tokens
 
     def follow(self, rows: Int32Array, most: Int32Array) -> None:
-        """The drafts of these rows were made by the host's steps: those after them may run.
+        """Allows the next drafts of these rows after the host's steps have made the last ones.
 
         rows, most: int32 [n], of the request table, and tokens that these have room for
         """
@@ -185,14 +186,14 @@ class DraftsAgain:
         self._followed = self._runtime.gate.resume(self._around.first)
 
     def reserve(self, rows: Int32Array, most: Int32Array) -> None:
-        """The rows have room for so many tokens. As of follow()"""
+        """Writes the room of the rows. Parameters: see follow()"""
         most = np.minimum(most, np.int32(self._around.most_tokens))
         first, drafts = self._slots
         first.write(rows, most)
         drafts.write(rows, most)
 
     def run(self) -> Tensor:
-        """Make the guesses of the next round, where that is_next(), and give their words. Raises GraphStale."""
+        """Makes the drafts of the next round if is_next(), and returns their words. Raises GraphStale."""
         try:
             self._runtime.gate.replay_again(self._whole.replay)
         except StaleRecording as stale:

@@ -1,15 +1,15 @@
-"""Drafts that are drawn: by probabilities of their own, and accepted by rejection sampling.
+"""Drawn drafts: drawn by probabilities of their own, and accepted by rejection sampling.
 
-Where a request samples, its drafts may be drawn as its tokens are: q, the softmax of the drafting model's logits over
-the request's temperature. The model that verifies gives p, and kernels/speculative/accept_sampled.py accepts a draft x
-with the probability min(1, p(x) / q(x)), and draws from what is left of p where it does not. So tokens come by p, as
-without drafts, and more drafts are right than where each must be the one token that p draws by itself. They are other
-tokens than without drafts: of the same distribution, and the same for the same seed and drafts.
+If a request samples, its drafts may be drawn like its tokens: q is the softmax of the draft model's logits over the
+request's temperature. The model that verifies gives p. kernels/speculative/accept_sampled.py accepts a draft x with the
+probability min(1, p(x) / q(x)), and otherwise draws from the rest of p. So tokens are distributed by p, as without
+drafts, and more drafts are accepted than if each had to be the one token that p draws by itself. The tokens differ from
+those without drafts, but have the same distribution, and are the same for the same seed and drafts.
 
-A tree of K branches has K first drafts, drawn without replacement, and each of them is gone on from by one draft a
-level. Which of these are verified follows from their places alone: were the likeliest chosen, as of trees that are not
-drawn, they would no longer be drawn by q. Numbers that decide belong to a place in the text and a branch, so none
-decides twice.
+A tree of K branches has K first drafts, drawn without replacement, and each of them is continued by one draft per
+level. The places alone decide which of these are verified: if the likeliest were chosen, as in trees that are not
+drawn, they would no longer be drawn by q. Random numbers belong to a place in the text and a branch, so none is used
+twice.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from rocm_attn.step.accepting import accept_sampled
 from rocm_attn.step.host_ring import Fence, NoFence
 
 _COLDEST = 1e-30
-# A uniform number that a sum times it stays below the sum.
+# The largest uniform number used: a sum times it stays below the sum.
 _MOST_UNIFORM = 1 - 2**-23
-# Of q, what must be left by the drafts before for one more to be drawn: less is rounding.
+# Another draft is drawn only if the drafts before it leave at least this part of q: less is rounding.
 _LEAST_LEFT = 2**-16
 
 
 def samples(sequence: Sequence) -> bool:
-    """Whether a sequence's drafts may be drawn: its tokens are, and it asks for nothing else."""
+    """True if a sequence's drafts may be drawn: its tokens are, and it asks for nothing else."""
     return not sequence.sampler.is_greedy and sequence.asks is None
 
 
 def terms_of_drafts(sequences: Many[Sequence], num_levels: int, num_branches: int) -> npt.NDArray[np.float32]:
-    """float32 [sequences, 1 + num_levels * num_branches]: a temperature, 0 where the likeliest are taken; a number for
-    each level and branch, those of a level beside each other.
+    """float32 [sequences, 1 + num_levels * num_branches]: a temperature, and a number per level and branch.
+
+    The temperature is 0 if the likeliest drafts are taken. The numbers of a level are adjacent.
     """
     num_terms = num_levels * num_branches
     terms = np.zeros((len(sequences), 1 + num_terms), np.float32)
@@ -60,15 +61,15 @@ def terms_of_drafts(sequences: Many[Sequence], num_levels: int, num_branches: in
 
 
 def drawn_level(level: Level, logits: Tensor, carried: Tensor, terms: Tensor, number: int) -> Level:
-    """A level with the drafts of sequences that draw in the place of their likeliest. May be captured.
+    """A level with drawn drafts in the place of the likeliest, for sequences that draw. May be captured.
 
     level:   [S, K] of the likeliest
     logits:  [S * B, vocab], after each of the B drafts before: one in the first level, else K
     carried: [S * B, width], of those
-    terms:   float32 [S or more, 1 + levels * K], as of terms_of_drafts
+    terms:   float32 [S or more, 1 + levels * K]; see terms_of_drafts
     number:  of the level, from 0 on
 
-    Branch b goes on from branch b. Where q has fewer tokens than there are branches, scores of the others are -inf.
+    Branch b continues branch b. If q has fewer tokens than there are branches, scores of the others are -inf.
     """
     num_seqs, num_branches = level.token_ids.shape
     terms, first = terms[:num_seqs], 1 + number * num_branches
@@ -76,7 +77,7 @@ def drawn_level(level: Level, logits: Tensor, carried: Tensor, terms: Tensor, nu
     temperature = terms[:, :1, None]
     x = logits.float().view(num_seqs, -1, logits.shape[-1])
     q = ((x - x.amax(-1, keepdim=True)) / temperature.clamp(min=_COLDEST)).softmax(-1)
-    # Of a row that holds no numbers the likeliest is taken too, whatever that is.
+    # The likeliest token is also taken of a row with NaN, whatever that token is.
     is_drawn = (temperature > 0) & q.sum(-1, keepdim=True).isfinite()
     q = torch.where(is_drawn, q, torch.zeros_like(q).scatter_(2, x.argmax(-1, keepdim=True), 1.0))
     own = carried.view(num_seqs, x.shape[1], carried.shape[1]).expand(-1, num_branches, -1)
@@ -103,7 +104,7 @@ def _drawn_ids(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _siblings(q: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Drawn without replacement: int32 [S, K], and bool [S, K], whether there was anything left to draw.
+    """Drawn without replacement: int32 [S, K], and bool [S, K], True if there was anything left to draw.
 
     q: [S, vocab]; uniform: [S, K]
     """
@@ -120,32 +121,32 @@ def _siblings(q: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class AcceptedDrafts(NamedTuple):
-    """Of a sequence, the tokens of its accepted drafts and the one after them, -1 where there is none; the drafts."""
+    """A sequence's accepted drafts: their tokens and the one after them, -1 if there is none; their numbers."""
 
     token_ids: Many[int]
     drafts: list[int]
 
 
 class NothingDrawn:
-    """Steps none of whose drafts were drawn."""
+    """The result of steps without drawn drafts."""
 
     def pick(self, step: ScheduledStep, logits: Tensor) -> NothingDrawn:
-        """As Rejection.pick."""
+        """Like Rejection.pick."""
         return self
 
     def read(self) -> Mapping[int, AcceptedDrafts]:
-        """As Accepted.read."""
+        """Like Accepted.read."""
         return {}
 
 
 class Accepted:
-    """What became of drawn drafts, on its way to the host. words: int32 [trees, 1 + 2 W]; seqs: tree -> sequence"""
+    """The accepted drafts, on their way to the host. words: int32 [trees, 1 + 2 W]; seqs: tree -> sequence"""
 
     def __init__(self, seqs: Many[int], words: Tensor, done: Fence) -> None:
         self._seqs, self._words, self._done = seqs, words, done
 
     def read(self) -> Mapping[int, AcceptedDrafts]:
-        """Wait for it. What became of the drafts of each sequence that has drawn ones."""
+        """Waits for them. Returns the accepted drafts of each sequence that has drawn ones."""
         self._done.synchronize()
         found, width = self._words.tolist(), self._words.shape[1] // 2
         return {
@@ -155,7 +156,7 @@ class Accepted:
 
 
 class _Nodes(NamedTuple):
-    """Of the nodes of trees, T together: int32 [4, T], float32 [4, T]; of trees, nodes [trees], parents [trees, W]."""
+    """Nodes of trees, T in all: int32 [4, T] and float32 [4, T]. Per tree: nodes [trees], parents [trees, W]."""
 
     ints: npt.NDArray[np.int32]
     floats: npt.NDArray[np.float32]
@@ -166,15 +167,15 @@ class _Nodes(NamedTuple):
 class Rejection:
     """Accepts drawn drafts.
 
-    probabilities: as of DraftRunners, of the round
-    num_branches:  of it
+    probabilities: of the round, see DraftRunners
+    num_branches:  of the round
     """
 
     def __init__(self, probabilities: Tensor, num_branches: int) -> None:
         self._probabilities, self._num_branches = probabilities, num_branches
 
     def pick(self, step: ScheduledStep, logits: Tensor) -> Accepted | NothingDrawn:
-        """Accept what the sequences of a step have drawn. logits: [num_seqs, rows, vocab], as of Speculation.pick"""
+        """Accepts drawn drafts of a step's sequences. logits: [num_seqs, rows, vocab]; see Speculation.pick"""
         seqs = [seq for seq in range(step.num_picks) if step.drafts.get(seq, NO_DRAFTS).place != NOT_DRAWN]
         if not seqs:
             return NothingDrawn()
@@ -200,7 +201,7 @@ class Rejection:
 
 
 def _nodes_of(step: ScheduledStep, seqs: Many[int], num_rows: int, num_branches: int) -> _Nodes:
-    """Rows of logits, ids, places and what drew their children; temperature, top_p and the numbers that decide."""
+    """Rows of logits, ids, places and the rows their children were drawn by; temperature, top_p and random numbers."""
     ints, floats = list[tuple[int, int, int, int]](), list[tuple[float, float, float, float]]()
     lens = np.array([1 + len(step.drafts[seq]) for seq in seqs], np.int32)
     parents = np.full((len(seqs), int(lens.max())), NO_PARENT, np.int32)
@@ -215,7 +216,7 @@ def _nodes_of(step: ScheduledStep, seqs: Many[int], num_rows: int, num_branches:
         for node, (token, depth, branch) in enumerate(
             zip(drafts.token_ids, drafts.depths(), drafts.first_branches(), strict=True), 1
         ):
-            # No draft comes after one of the last level, so what would have drawn it is not looked at.
+            # No draft comes after one of the last level, so its row of probabilities is not used.
             ints.append((row + node, token, drafts.place, 1 + (depth - 1) * num_branches + branch))
             accept = sampler.accept_at((first + depth - 1) * num_branches + branch)
             floats.append((temperature, root.top_p, accept, sampler.draw(first + depth).uniform))
@@ -228,7 +229,7 @@ def _nodes_of(step: ScheduledStep, seqs: Many[int], num_rows: int, num_branches:
 
 
 def _probabilities(logits: Tensor, temperature: Tensor, top_p: Tensor, *, cut: bool) -> Tensor:
-    """float32 [T, vocab], contiguous: by which plain sampling draws. cut: whether any top_p is below 1"""
+    """float32 [T, vocab], contiguous: the probabilities of plain sampling. cut: whether any top_p is below 1"""
     x = logits.float()
     weights = ((x - x.amax(-1, keepdim=True)) / temperature[:, None]).softmax(-1)
     if cut:

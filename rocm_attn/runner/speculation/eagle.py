@@ -1,11 +1,11 @@
-"""An EAGLE head drafts: it goes on from the rows that the large model handed over, which never leave the device.
+"""An EAGLE head that drafts: it continues from rows that the large model hands over, which never leave the device.
 
-After each step of the large model, and before the next one, the head takes in its new tokens, those of prompts too:
-for each of them the row that the large model had for it, and the id of the token after it. What is rejected is left
-out. After the last one come the first drafts, and all others are one round (draft_runners.py).
+After each step of the large model, and before the next one, the head takes in its new tokens, including those of
+prompts: for each of them the row that the large model had for it, and the id of the token after it. Rejected drafts are
+left out. The continuations of the last one are the first drafts, and all others are one round (draft_runners.py).
 
 The head has rows and K and V of its own. A sequence that begins with pages of the prefix cache, or that was preempted,
-has no rows of the large model for the tokens before: its row of the head begins after them. Drafts may be worse then.
+has no rows of the large model for the tokens before: its row of the head begins after them. Its drafts may be worse.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rocm_attn.runner.taking import Taken
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """The head's row of a sequence. first, end: the tokens of the sequence, half open, that it has taken in"""
+    """The head's row of a sequence. first, end: the half-open range of the sequence's tokens that it has taken in"""
 
     row: int
     first: int
@@ -44,14 +44,14 @@ class _Row:
 
     @property
     def num_stored(self) -> int:
-        """Tokens in the row."""
+        """Number of tokens in the row."""
         return self.end - self.first
 
 
 class _New(NamedTuple):
-    """What a step has brought a sequence.
+    """The new tokens of a sequence in a step.
 
-    first:  its first new token, by place
+    first:  place of the first one in the text
     places: of the tokens that stay, in order, among the rows of the step
     """
 
@@ -61,13 +61,13 @@ class _New(NamedTuple):
 
 
 class EagleDrafter:
-    """Drafts by a head.
+    """Drafts with a head.
 
     runners:  of the head
     table:    its rows, with room for a row for each sequence that runs
     handed:   [most_tokens, hidden], a row for each token of the large model's last step
-    features: likewise, what the head reads
-    few:      new tokens of a sequence, at most, in steps of the head that are captured
+    features: likewise, the input of the head
+    few:      most new tokens of a sequence in steps of the head that are captured
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class EagleDrafter:
 
     @property
     def looks_up(self) -> bool:
-        """As Drafter.looks_up."""
+        """Like Drafter.looks_up."""
         return False
 
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """As Drafter.follow."""
+        """Like Drafter.follow."""
         first = 0
         kv_len, q_len = step.batch.kv_len.tolist(), step.batch.q_len.tolist()
         for seq, sequence in enumerate(step.sequences):
@@ -102,9 +102,9 @@ class EagleDrafter:
             first += q_len[seq]
 
     def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
-        """As Drafter.draft: of the sequences that were in the last step.
+        """Like Drafter.draft, for the sequences of the last step.
 
-        After a fault of the device there are none, and the head begins anew: drafts are but guesses.
+        After a fault of the device there are none, and the head starts anew: no request needs drafts.
         """
         new, self._new = self._new, {}
         for number in self._rows.keys() - alive:
@@ -119,31 +119,31 @@ class EagleDrafter:
 
     @property
     def probabilities(self) -> Tensor:
-        """As of DraftRunners."""
+        """See DraftRunners."""
         return self.runners.probabilities
 
     def capture_all(self, progress: Progress) -> None:
-        """As Drafter.capture_all."""
+        """Like Drafter.capture_all."""
         self.runners.capture_all(progress)
 
     def place_of(self, sequence: Sequence) -> Place | None:
-        """As Following.place_of."""
+        """Like Following.place_of."""
         held = self._rows.get(sequence.number)
         if held is None or held.end < len(sequence.token_ids) - 1:
             return None
         return Place(held.row, held.first + 1)
 
     def hand_over(self, guessed: Guessed) -> None:
-        """As Following.hand_over."""
+        """Like Following.hand_over."""
         guessed.hand_over(self._handed, self._features)
 
     def went_on(self, sequence: Sequence, drafts: Drafts) -> None:
-        """As Following.went_on."""
+        """Like Following.went_on."""
         self._rows[sequence.number].end = len(sequence.token_ids) - 1
         self._ahead.put(sequence, drafts)
 
     def leave(self, number: int) -> None:
-        """As Following.leave."""
+        """Like Following.leave."""
         held = self._rows.pop(number, None)
         if held is not None:
             self.table.free(held.row)
@@ -176,7 +176,7 @@ class EagleDrafter:
         return {number: found.drafts(seq, wanted[number], places[seq]) for seq, number in enumerate(numbers)}
 
     def _has_room(self, new: _New, drafts: bool) -> bool:
-        """Whether the head has a row for what is new, and for drafts of it."""
+        """True if the head has a row for new tokens, and for drafts after them."""
         sequence, end = new.sequence, new.first + len(new.places)
         number = sequence.number
         if sequence.row == RESERVED_ROW or end >= len(sequence.token_ids):
@@ -197,7 +197,7 @@ class EagleDrafter:
         return True
 
     def _batch(self, part: list[_New]) -> StepBatch:
-        """A step of the head over what is new of some sequences; the rows that it reads are put in their places."""
+        """A step of the head over the new tokens of some sequences. Copies the rows that it reads into place."""
         rows, kv_len, q_len, token_ids, places = [], [], [], list[int](), list[int]()
         for each in part:
             held, num = self._rows[each.sequence.number], len(each.places)

@@ -1,13 +1,13 @@
-"""The head of EAGLE-3: a layer that goes on from what three layers of the large model get, joined and projected.
+"""The head of EAGLE-3: a layer that continues from the inputs of three layers of the large model, joined and projected.
 
 For token i, with rows a[i], b[i], c[i] of the large model's layers, and the token after it:
 
     f[i] = [a[i], b[i], c[i]] @ fc.T
     x = [norm(embedding[token[i + 1]]), norm(f[i])]     g = f[i] + attention(x)     f'[i + 1] = g + mlp(norm(g))
 
-and norm(f') @ head.T are logits of token i + 2, of the tokens that the head knows: those are fewer than the large
-model's, and `d2t` says by how much the number of each differs from its id. In a draft step f' takes the place of f.
-Files are those of SpecForge and SGLang (LlamaForCausalLMEagle3): a config.json, and one layer, called `midlayer` or
+and norm(f') @ head.T are logits of token i + 2 over the tokens that the head knows. Those are fewer than the large
+model's: `d2t` is the difference between each one's id and its number. In a draft step f' takes the place of f. Files
+are those of SpecForge and SGLang (LlamaForCausalLMEagle3): a config.json, and one layer, called `midlayer` or
 `layers.0`.
 """
 
@@ -55,9 +55,9 @@ class Eagle3Weights:
 
     model:       its one layer, norm, output matrix and embedding, as a model; the last may be the large model's
     fc:          [hidden, 3 * the large model's hidden]
-    feature_norm: [hidden], of what goes beside the embedding
+    feature_norm: [hidden], on the features next to the embedding
     token_of:    int32 [draft vocabulary], the tokens that the head knows
-    layers:      of the large model, whose inputs are joined; one past its last layer stands for what that gives
+    layers:      of the large model, whose inputs are joined; one past its last layer stands for that layer's output
     """
 
     model: LoadedModel
@@ -68,7 +68,7 @@ class Eagle3Weights:
 
 
 def is_eagle3(path: str) -> bool:
-    """Whether the head in a directory says that it is one of EAGLE-3. Raises BadModel for a config that is none."""
+    """True if the head in a directory is one of EAGLE-3 by its config. Raises BadModel for an invalid config."""
     config = Path(path) / "config.json"
     if not config.is_file():
         return False
@@ -77,7 +77,7 @@ def is_eagle3(path: str) -> bool:
 
 
 def load_head3(path: str, large: LoadedModel) -> Eagle3Weights:
-    """The head in a directory with config.json and model.safetensors. Raises BadModel for one of another model."""
+    """Reads a head directory with config.json and model.safetensors. Raises BadModel if it is of another model."""
     directory = Path(path)
     fields = Fields(read_json(directory / "config.json"), str(directory / "config.json"))
     config = _config(fields, large.config)
@@ -87,7 +87,7 @@ def load_head3(path: str, large: LoadedModel) -> Eagle3Weights:
 
 
 def seeded_head3(large: LoadedModel) -> Eagle3Weights:
-    """A head of random weights, the same each time, that knows every second token of the large model."""
+    """A head of random weights, always the same ones, that knows every second token of the large model."""
     layer = large.config.layers[-1]
     layer = replace(
         layer,
@@ -102,14 +102,14 @@ def seeded_head3(large: LoadedModel) -> Eagle3Weights:
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
-    """Layers whose inputs a head gets that names none: near the beginning, in the middle, near the end."""
+    """The layers whose inputs a head gets if it names none: near the beginning, in the middle, near the end."""
     return min(2, num_layers), num_layers // 2, max(0, num_layers - 3)
 
 
 class Eagle3Head:
-    """As DraftingModel. large: the model that it drafts for; runtime: of the head's own layer
+    """Like DraftingModel. large: the model that it drafts for; runtime: of the head's own layer
 
-    features: [most_tokens, 3 * the large model's hidden]: what taken_in() reads, one row for each token of its step
+    features: [most_tokens, 3 * the large model's hidden]: input of taken_in(), one row for each token of its step
     """
 
     def __init__(self, weights: Eagle3Weights, large: Model, runtime: AttentionRuntime, most_tokens: int) -> None:
@@ -127,18 +127,18 @@ class Eagle3Head:
         self.nothing_carried = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
 
     def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
-        """As of DraftingModel; carried are the features of the next tokens."""
+        """Like DraftingModel.taken_in; the carried rows are the features of the next tokens."""
         rows = self._arithmetic.linears.linear(self.features[: step.token_ids.shape[0]], self._weights.fc)
         last = self._next_features(step, rows).index_select(0, step.last_token_of_seq)
         return self._logits(last), last
 
     def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """As of DraftingModel."""
+        """Like DraftingModel.drafted."""
         features = self._next_features(step, carried)
         return self._logits(features), features
 
     def tokens(self, drafted: Tensor) -> Tensor:
-        """As of DraftingModel."""
+        """Like DraftingModel.tokens."""
         return self._weights.token_of[drafted.long()]
 
     def _next_features(self, step: Part, features: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def _alone(config: ModelConfig) -> ModelConfig:
 
 
 def _config(fields: Fields, large: ModelConfig) -> ModelConfig:
-    """Of a file, which describes its layer as Llama's files do."""
+    """The config of a file, which describes its layer in the form of Llama's files."""
     if fields.whole("num_hidden_layers", 1) != 1:
         raise BadModel(f"{fields.source}: a head of EAGLE-3 has one layer; heads of more are not read")
     config = config_from_json({**fields.values, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1})
@@ -195,7 +195,7 @@ def _config(fields: Fields, large: ModelConfig) -> ModelConfig:
 
 
 def _layers(fields: Fields, num_layers: int) -> tuple[int, int, int]:
-    """A file names the layers that give the rows; what they give is what the layers after them get."""
+    """The layers that take the rows as input. A file names the layers before them, whose outputs the rows are."""
     if not fields.has("eagle_config") or not fields.inner("eagle_config").has("eagle_aux_hidden_state_layer_ids"):
         return default_layers(num_layers)
     named = fields.inner("eagle_config").ids("eagle_aux_hidden_state_layer_ids")
@@ -209,7 +209,7 @@ def _layers(fields: Fields, num_layers: int) -> tuple[int, int, int]:
 
 
 def _shapes(config: ModelConfig, large_hidden: int, num_known: int, *, own_embedding: bool) -> dict[str, Shape]:
-    """Name -> shape of every tensor of a head but for d2t."""
+    """Name -> shape of every tensor of a head except d2t."""
     hidden, layer = config.hidden_size, config.layers[0]
     assert isinstance(layer.projections, HeadProjections)
     shapes: dict[str, Shape] = {FC: (hidden, _NUM_ROWS * large_hidden), "norm.weight": (hidden,)}
@@ -234,7 +234,7 @@ def _weights(
     layers: tuple[int, int, int],
     differences: Tensor,
 ) -> Eagle3Weights:
-    """differences: integer [num_known], by how much tokens' ids differ from the head's numbers. Raises BadModel."""
+    """differences: integer [num_known], token ids minus the head's numbers. Raises BadModel."""
     found, of_large = source.shapes(), large.weights
     own_embedding = "embed_tokens.weight" in found
     if not own_embedding and config.hidden_size != large.config.hidden_size:
@@ -288,30 +288,30 @@ def _tokens_known(differences: Tensor, num_known: int, vocab_size: int, name: st
     """Eagle3Weights.token_of, as int64 on the host. Raises BadModel."""
     if differences.shape == (num_known,):
         token_of = torch.arange(num_known) + differences
-        # Of a token with two numbers only one's probability would count where drafts are drawn.
+        # If a token had two numbers, only one's probability would count when drafts are drawn.
         if bool(((token_of >= 0) & (token_of < vocab_size)).all()) and len(set(token_of.tolist())) == num_known:
             return token_of
     raise BadModel(f"{name}: d2t does not lead from {num_known} tokens to as many of the model's {vocab_size}")
 
 
 class _Eagle3Files:
-    """A TensorSource over a head's files, whose layer goes by several names, and which may begin with `model.`."""
+    """A TensorSource over a head's files. Its layer has several names in them, and names may begin with `model.`."""
 
     def __init__(self, directory: Path) -> None:
         self._files, self.name = SafetensorsFiles(directory), str(directory)
         self._theirs = {_ours(name): name for name in self._files.shapes()}
 
     def shapes(self) -> Mapping[str, Shape]:
-        """As TensorSource.shapes."""
+        """Like TensorSource.shapes."""
         theirs = self._files.shapes()
         return {name: theirs[their] for name, their in self._theirs.items()}
 
     def read(self, name: str, *where: slice) -> Tensor:
-        """As TensorSource.read."""
+        """Like TensorSource.read."""
         return self._files.read(self._theirs[name], *where)
 
     def differences(self) -> Tensor:
-        """int64 [draft vocabulary]: d2t; zeros where the head knows all tokens."""
+        """int64 [draft vocabulary]: d2t; zeros if the head knows all tokens."""
         name = self._theirs.get("d2t")
         if name is None:
             return torch.zeros(self.shapes()["lm_head.weight"][0], dtype=torch.int64)

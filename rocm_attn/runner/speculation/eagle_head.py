@@ -1,6 +1,6 @@
-"""The head of EAGLE-1: a layer that goes on from the rows that the large model hands over.
+"""The head of EAGLE-1: a layer that continues from the rows that the large model hands over.
 
-For token i, with feature f[i], which is what the large model gives to its output matrix, and the token after it:
+For token i, with feature f[i], which is the large model's input of its output matrix, and the token after it:
 
     x = [embedding[token[i + 1]], f[i]] @ fc.T        f'[i + 1] = x + attention(x), and that + mlp(norm(...))
 
@@ -50,12 +50,12 @@ class EagleWeights:
 
 
 def load_head(path: str, large: LoadedModel) -> EagleWeights:
-    """The head in a directory with model.safetensors, under EAGLE-1's names, or one of seeded random weights.
+    """Reads the head in a directory with model.safetensors, under EAGLE-1's names, or makes a seeded random one.
 
     Raises BadModel for a head that is not made for this model.
     """
     layer, weights = _layer_like(large.config), large.weights
-    # Its own matrices would be the large model's: one row stands for them until it gets those.
+    # Its matrices will be the large model's: one row stands for them until they are put in.
     config = replace(
         large.config,
         layers=(layer,),
@@ -85,9 +85,9 @@ def load_head(path: str, large: LoadedModel) -> EagleWeights:
 
 
 class EagleHead:
-    """As DraftingModel. large: the model that it drafts for; runtime: of the head's own layer
+    """Like DraftingModel. large: the model that it drafts for; runtime: of the head's own layer
 
-    features: [most_tokens, hidden]: what taken_in() reads, one row for each token of its step; the caller writes them
+    features: [most_tokens, hidden]: input of taken_in(), one row for each token of its step; the caller writes them
     """
 
     def __init__(self, weights: EagleWeights, large: Model, runtime: AttentionRuntime, most_tokens: int) -> None:
@@ -106,18 +106,18 @@ class EagleHead:
         self.nothing_carried = self.features[:0]
 
     def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
-        """As of DraftingModel; carried are the features of the next tokens."""
+        """Like DraftingModel.taken_in; the carried rows are the features of the next tokens."""
         features = self._next_features(step, self.features[: step.token_ids.shape[0]])
         last = features.index_select(0, step.last_token_of_seq)
         return self._large.logits_of_normed(last), last
 
     def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """As of DraftingModel."""
+        """Like DraftingModel.drafted."""
         features = self._next_features(step, carried)
         return self._large.logits_of_normed(features), features
 
     def tokens(self, drafted: Tensor) -> Tensor:
-        """As of DraftingModel."""
+        """Like DraftingModel.tokens."""
         return drafted
 
     def _next_features(self, step: Part, features: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class EagleHead:
 
 
 def _layer_like(config: ModelConfig) -> LayerConfig:
-    """The last layer that attends to all keys, without a window, by K and V of its own."""
+    """The last layer that attends to all keys, without a window, with K and V of its own."""
     for layer in reversed(config.layers):
         if isinstance(layer.attention.indexer, AllKeys) and not layer.attention.has_sinks:
             return replace(layer, attention=replace(layer.attention, window_left=UNLIMITED_WINDOW))
@@ -142,7 +142,7 @@ def _layer_like(config: ModelConfig) -> LayerConfig:
 
 
 class _EagleFiles:
-    """A TensorSource over a head's files: its names begin with `layers.0`, and it lacks what the large model has."""
+    """A TensorSource over a head's files: names begin with `layers.0`, and tensors of the large model are absent."""
 
     def __init__(self, directory: Path, config: ModelConfig, fc: Shape) -> None:
         if not directory.is_dir():
@@ -161,17 +161,17 @@ class _EagleFiles:
         self._shapes = {**found, **self._lacking}
 
     def shapes(self) -> Mapping[str, Shape]:
-        """As TensorSource.shapes."""
+        """Like TensorSource.shapes."""
         return self._shapes
 
     def read(self, name: str, *where: slice) -> Tensor:
-        """As TensorSource.read."""
+        """Like TensorSource.read."""
         if name in self._lacking:
             return torch.ones(self._lacking[name])[where]
         return self._files.read(name if name == FC else name.removeprefix("model."), *where)
 
 
-# What a head need not have: what it shares with the large model, and a norm that none has.
+# Tensors that a head may lack: those it shares with the large model, and a norm that no head has.
 _OF_LARGE = frozenset({"model.embed_tokens.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight"})
 
 
@@ -180,15 +180,15 @@ def _ours(name: str) -> str:
 
 
 class _WithoutFc:
-    """A head's tensors but for fc."""
+    """A head's tensors except fc."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source, self.name = source, source.name
 
     def shapes(self) -> Mapping[str, Shape]:
-        """As TensorSource.shapes."""
+        """Like TensorSource.shapes."""
         return {name: shape for name, shape in self._source.shapes().items() if name != FC}
 
     def read(self, name: str, *where: slice) -> Tensor:
-        """As TensorSource.read."""
+        """Like TensorSource.read."""
         return self._source.read(name, *where)

@@ -1,4 +1,4 @@
-"""What an engine's options ask for to draft."""
+"""Builds the drafter that an engine's options request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rocm_attn.step.step import Part
 
 
 def served(model: Model, drafting: Drafting, options: EngineOptions, runtime: AttentionRuntime) -> Model | HandingOver:
-    """The model that steps run: one that hands its rows over where a head drafts."""
+    """The model that steps run. If a head drafts, it hands its rows over."""
     if not isinstance(drafting, EagleWeights | Eagle3Weights):
         return model
     chunk = options.chunk_on(runtime.device.type)
@@ -41,15 +41,15 @@ def served(model: Model, drafting: Drafting, options: EngineOptions, runtime: At
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NoWeights:
-    """Nothing drafts, or what came before in a text does."""
+    """Stands for no draft weights: nothing drafts, or the text itself is looked up."""
 
 
-# What drafts, as far as it was read.
+# The weights of a drafter, as they were read.
 Drafting = NoWeights | LoadedModel | EagleWeights | Eagle3Weights
 
 
 def read_drafting(loaded: LoadedModel, options: EngineOptions) -> Drafting:
-    """The weights of what drafts, to be read before the model's pool is sized. Raises BadModel, BadSetting."""
+    """Reads the weights of the drafter, before the model's pool is sized. Raises BadModel, BadSetting."""
     if options.speculative in (OFF, NGRAM):
         return NoWeights()
     if loaded.ranks.shard.num_ranks > 1:
@@ -64,14 +64,14 @@ def read_drafting(loaded: LoadedModel, options: EngineOptions) -> Drafting:
 
 
 def _read_head(path: str, loaded: LoadedModel) -> EagleWeights | Eagle3Weights:
-    """The head in a directory, which says of which kind it is, or a seeded one."""
+    """The head in a directory, which names its kind, or a seeded one."""
     if path == SEEDED3:
         return seeded_head3(loaded)
     return load_head3(path, loaded) if path != SEEDED and is_eagle3(path) else load_head(path, loaded)
 
 
 def layers_beside(drafting: Drafting) -> tuple[AttentionLayer, ...]:
-    """The layers of what drafts that keep K and V."""
+    """The drafter's layers that keep K and V."""
     if isinstance(drafting, NoWeights):
         return ()
     small = drafting if isinstance(drafting, LoadedModel) else drafting.model
@@ -85,7 +85,7 @@ def drafter_of(
     runtime: AttentionRuntime,
     model: Model | HandingOver,
 ) -> Drafter:
-    """What drafts for an engine's model. model: as of served()
+    """The drafter of an engine's model. model: see served()
 
     Raises BadModel, CapacityExceeded for a small model or a head that cannot draft.
     """
@@ -98,14 +98,14 @@ def drafter_of(
 
 
 def guesses_of(drafter: Drafter, options: EngineOptions, runtime: AttentionRuntime) -> Guesses:
-    """What guesses the tokens of rounds on the device, of an engine that has such rounds."""
+    """Makes the draft tokens of rounds on the device, for an engine that has such rounds."""
     if isinstance(drafter, ModelDrafter | EagleDrafter):
         return ModelGuesses(drafter, runtime, options.draft_tokens)
     return LookedUp(options.max_batch_size, runtime.device)
 
 
 def rejection_of(drafter: Drafter, options: EngineOptions) -> Rejection | NothingDrawn:
-    """What accepts drafts that were drawn."""
+    """Accepts drawn drafts, if there are any."""
     if not options.sampled_drafts:
         return NOTHING_DRAWN
     assert isinstance(drafter, ModelDrafter | EagleDrafter), "EngineOptions refuses others"
@@ -117,7 +117,7 @@ def model_drafter(
 ) -> ModelDrafter:
     """A small model that drafts for a large one. options, runtime: of the large model's engine
 
-    Raises BadModel for a model with other tokens, CapacityExceeded for a pool that cannot be.
+    Raises BadModel for a model with other tokens, CapacityExceeded for an impossible pool.
     """
     if small.config.vocab_size != large.config.vocab_size:
         raise BadModel(
@@ -150,7 +150,7 @@ def eagle_drafter(
 def _runtime_of(
     small: LoadedModel, options: EngineOptions, runtime: AttentionRuntime, few: int
 ) -> tuple[AttentionRuntime, EngineOptions]:
-    """The runtime of what drafts for an engine, and its options. few: new tokens of a sequence in captured steps
+    """The runtime of an engine's drafter, and its options. few: new tokens of a sequence in captured steps
 
     Its pool holds as many tokens as the engine's, and drafts of all its sequences. It has one pool for all layers: K
     and V that have left a window may be needed again, after drafts that were rejected.
@@ -182,21 +182,21 @@ def _runtime_of(
 
 
 class SmallModel:
-    """A whole model that drafts: all that it hands on from token to token are K and V."""
+    """A whole model that drafts: it hands on nothing but K and V from token to token."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self.nothing_carried = torch.empty(0, 0, dtype=model.weights.dtype, device=model.weights.device)
 
     def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
-        """As of DraftingModel."""
+        """Like DraftingModel.taken_in."""
         logits = self._model.forward(step)
         return logits, self.nothing_carried.new_empty(logits.shape[0], 0)
 
     def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """As of DraftingModel."""
+        """Like DraftingModel.drafted."""
         return self._model.logits(self._model.hidden(step)), carried
 
     def tokens(self, drafted: Tensor) -> Tensor:
-        """As of DraftingModel."""
+        """Like DraftingModel.tokens."""
         return drafted

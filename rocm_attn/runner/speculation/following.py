@@ -1,4 +1,4 @@
-"""What an engine asks of rounds that follow from each other on the device (rounds.py), and an engine without any."""
+"""The interface of rounds that follow from each other on the device (rounds.py), and an engine without such rounds."""
 
 from __future__ import annotations
 
@@ -14,74 +14,74 @@ class Rounds(Protocol):
     """Series of rounds."""
 
     def goes_on(self, scheduler: Scheduler) -> bool:
-        """Whether a round may be launched now, for which pages are reserved."""
+        """True if a round may be launched now. Pages are reserved for it."""
         ...
 
     def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
-        """The picks of a step that was launched, after which rounds follow if they can."""
+        """Returns the picks of a step that was launched. Rounds follow after it if they can."""
         ...
 
     def launch(self) -> tuple[ScheduledStep, StepPicks]:
-        """Launch a round. Its sequences are those of the step."""
+        """Launches a round. Its sequences are those of the step."""
         ...
 
     def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
-        """Read the oldest rounds, where none of their sequences ends or fails: `most` of them, which are waited for.
+        """Waits for the `most` oldest rounds and reads them, if none of their sequences ends or fails.
 
-        More, if the device has finished them already. None: the oldest step is to be read by itself.
+        It also reads further rounds that the device has finished. None: the oldest step is to be read by itself.
         unread: all that were launched and not read, oldest first
         """
         ...
 
     def took(self, together: Together) -> None:
-        """The sequences have taken what was read together."""
+        """Notes that the sequences have taken the tokens that were read together."""
         ...
 
     def noted(self) -> None:
-        """What begin() or launch() has given will be read: rounds may follow. Without this none does."""
+        """Notes that the result of begin() or launch() will be read: rounds may follow. Without this none does."""
         ...
 
     def end(self) -> bool:
-        """End the series, after all its rounds were read and before another step. Whether a round had a fault.
+        """Ends the series, after all its rounds were read and before another step. True if a round had a fault.
 
-        Of any rank: all end it together.
+        A fault of any rank counts: all end the series together.
         """
         ...
 
     def first_fault_of(self, step: int | None) -> int:
-        """Of the rounds that followed from a step, the first one that may have had its fault; 0 where none has told."""
+        """The first of the rounds that followed from a step that may have had its fault; 0 if none has reported one."""
         ...
 
 
 class NoRounds:
-    """The host plans every step."""
+    """The rounds of an engine whose host plans every step."""
 
     def goes_on(self, scheduler: Scheduler) -> bool:
-        """As Rounds.goes_on."""
+        """Like Rounds.goes_on."""
         return False
 
     def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
-        """As Rounds.begin."""
+        """Like Rounds.begin."""
         return picks
 
     def launch(self) -> tuple[ScheduledStep, StepPicks]:
-        """As Rounds.launch."""
+        """Like Rounds.launch."""
         raise AssertionError("no round goes on")
 
     def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
-        """As Rounds.read_together."""
+        """Like Rounds.read_together."""
         return None
 
     def took(self, together: Together) -> None:
-        """As Rounds.took."""
+        """Like Rounds.took."""
 
     def noted(self) -> None:
-        """As Rounds.noted."""
+        """Like Rounds.noted."""
 
     def end(self) -> bool:
-        """As Rounds.end."""
+        """Like Rounds.end."""
         return False
 
     def first_fault_of(self, step: int | None) -> int:
-        """As Rounds.first_fault_of."""
+        """Like Rounds.first_fault_of."""
         return 0

@@ -1,4 +1,4 @@
-"""Kept: what was made for rounds of some size, for the next series of that size."""
+"""Kept: keeps objects made for rounds of some size, for the next series of that size."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ Value = TypeVar("Value")
 
 # Sizes of series that one engine may change between without making anything anew.
 _MOST_KEPT = 8
-# Graphs of a step's rounds that are kept of one size: texts come to other buckets of lengths, and back.
+# Graphs of a step's rounds kept per size: texts reach other buckets of lengths, and come back.
 MOST_BUCKETS = 2
-# Joined graphs of all that is kept, those of drafts among them: what the driver keeps of each is its own.
+# Joined graphs of everything kept, including those of drafts: the driver's memory for each is separate.
 MOST_GRAPHS = _MOST_KEPT * (MOST_BUCKETS + 1)
 
 
 class Kept(Generic[Key, Value]):
-    """Key -> what was made under one seal; the oldest ones are forgotten where there are too many."""
+    """Key -> the value made under one seal; if there are too many, the oldest are forgotten."""
 
     def __init__(self) -> None:
         self._values: dict[Key, Value] = {}
         self._seal_number = 0
 
     def of(self, seal_number: int) -> Mapping[Key, Value]:
-        """All that were made under this seal. Others are forgotten: what they read lies elsewhere now."""
+        """All values made under this seal. Others are forgotten, because the tensors they read have moved."""
         if seal_number != self._seal_number:
             self._values.clear()
             self._seal_number = seal_number
         return self._values
 
     def put(self, key: Key, value: Value) -> Value:
-        """Keep a value, which is given back."""
+        """Keeps a value, and returns it."""
         while len(self._values) >= _MOST_KEPT and key not in self._values:
             del self._values[next(iter(self._values))]
         self._values[key] = value

@@ -1,4 +1,4 @@
-"""The forward of steps that verify: logits of each sequence's last tokens."""
+"""The forward of steps that verify: it returns logits of each sequence's last tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rocm_attn.step.step import Part
 
 
 class GivesRows(Protocol):
-    """What Model and HandingOver have in common."""
+    """The methods that Model and HandingOver have in common."""
 
     @property
     def weights(self) -> ModelWeights: ...
@@ -25,10 +25,10 @@ class GivesRows(Protocol):
 
 
 class HandingOver:
-    """A model that leaves rows of each token of a step where a head that drafts finds them.
+    """A model that leaves rows of each token of a step for a head that drafts.
 
-    layers:   whose inputs are left, side by side; none: what the output matrix gets
-    features: [most_tokens, hidden, or hidden times layers]; the last step's, its first rows
+    layers:   whose inputs are left, side by side; none: the input of the output matrix is
+    features: [most_tokens, hidden, or hidden times layers]; the first rows are those of the last step
     """
 
     def __init__(self, model: Model, most_tokens: int, layers: tuple[int, ...] = ()) -> None:
@@ -38,31 +38,31 @@ class HandingOver:
             self.features = torch.zeros(shape, dtype=model.weights.dtype, device=model.weights.device)
 
     def forward(self, step: Part) -> Tensor:
-        """As Model.forward."""
+        """Like Model.forward."""
         return self.logits(self.hidden(step).index_select(0, step.last_token_of_seq))
 
     def hidden(self, step: Part) -> Tensor:
-        """As Model.hidden."""
+        """Like Model.hidden."""
         hidden, inputs = self.model.hidden_and_inputs(step, self._layers)
         left = torch.cat(inputs, 1) if self._layers else self.model.normed(hidden)
         self.features[: hidden.shape[0]].copy_(left)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As Model.logits."""
+        """Like Model.logits."""
         return self.model.logits(hidden)
 
 
 def forward_of(model: GivesRows, options: EngineOptions) -> Forward:
-    """The model's forward: with logits of as many tokens of each sequence as the options ask for."""
+    """The model's forward, with logits of as many tokens of each sequence as the options need."""
     return LastRows(model, options.rows_of_each) if options.speculates else model.forward
 
 
 class LastRows:
-    """A forward that gives [S, num_rows, vocab]: logits of the last num_rows new tokens of each sequence, in order.
+    """A forward that returns [S, num_rows, vocab]: logits of the last num_rows new tokens of each sequence, in order.
 
-    In a decode step there is one row. Where a sequence has fewer new tokens, the rows before its own are those of
-    others, which mean nothing.
+    In a decode step there is one row. If a sequence has fewer new tokens, the rows before its own are those of others
+    and have no meaning.
     """
 
     def __init__(self, model: GivesRows, num_rows: int) -> None:
@@ -70,7 +70,7 @@ class LastRows:
         self._back = torch.arange(1 - num_rows, 1, device=model.weights.device)
 
     def __call__(self, step: Part) -> Tensor:
-        """See the class."""
+        """Runs the forward; see the class."""
         hidden, last = self._model.hidden(step), step.last_token_of_seq
         if step.plan.shape.kind.decodes:
             return self._model.logits(hidden.index_select(0, last)).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""How tokens are guessed, as options name it. Only the standard library is imported: --help does not wait for torch."""
+"""Speculation methods, as options name them. Only the standard library is imported: --help does not wait for torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ OFF = "off"
 NGRAM = "ngram"
 DRAFT_MODEL = "draft:"
 EAGLE = "eagle:"
-# In the place of an EAGLE head's directory: random weights, the same each time.
+# Replaces an EAGLE head's directory: random weights, always the same ones.
 SEEDED = "seeded"
-# Likewise, of a head of EAGLE-3.
+# Likewise, for a head of EAGLE-3.
 SEEDED3 = "seeded3"
 
 
 def require_method(name: str) -> None:
-    """Raise BadSetting unless name is one of the above, the last two with a model after them."""
+    """Raises BadSetting unless name is one of the above, the last two with a model after them."""
     has_model = any(name.startswith(kind) and len(name) > len(kind) for kind in (DRAFT_MODEL, EAGLE))
     if name not in (OFF, NGRAM) and not has_model:
         raise BadSetting(

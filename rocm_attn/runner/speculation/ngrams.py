@@ -1,6 +1,6 @@
-"""Prompt lookup: what came after the last tokens when they were there before comes again.
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the last tokens.
 
-Of texts that repeat themselves or their prompt, as edited code does, most tokens are guessed so, at no cost on the
+Texts that repeat themselves or their prompt, like edited code, get most of their tokens this way, at no cost on the
 device. The method is known as prompt lookup decoding, and as n-gram speculation.
 """
 
@@ -17,22 +17,22 @@ from rocm_attn.runner.scheduler import ScheduledStep
 from rocm_attn.runner.speculation.drafts import Drafts
 from rocm_attn.runner.taking import Taken
 
-# The last two tokens are looked up: one says too little. The places where most of those before them are the same, too,
-# are taken, and more than so many say no more.
+# The last two tokens are looked up: one is too little evidence. Places with the most equal tokens before them are
+# taken, counted up to this number.
 _LONGEST = 4
-# As many of their last places are looked at.
+# Only the last places up to this number are compared.
 _MOST_PLACES = 64
 
 
 class NgramDrafter:
-    """Guesses by what the sequence itself holds. num_branches: continuations that a tree may have; 1: chains"""
+    """Drafts from the sequence's own text. num_branches: continuations that a tree may have; 1: chains"""
 
     def __init__(self, num_branches: int) -> None:
         self._num_branches = num_branches
         self._texts: dict[int, _Text] = {}
 
     def draft(self, decoding: Iterable[tuple[Sequence, int]], alive: Set[int]) -> dict[int, Drafts]:
-        """As Drafter.draft."""
+        """Like Drafter.draft."""
         texts = self._texts
         if not texts.keys() <= alive:
             for number in texts.keys() - alive:
@@ -55,20 +55,20 @@ class NgramDrafter:
 
     @property
     def looks_up(self) -> bool:
-        """As Drafter.looks_up."""
+        """Like Drafter.looks_up."""
         return self._num_branches == 1
 
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """As Drafter.follow: what is known of a sequence is enough."""
+        """Like Drafter.follow: draft() finds new tokens by itself."""
 
     def capture_all(self, progress: Progress) -> None:
-        """As Drafter.capture_all."""
+        """Like Drafter.capture_all."""
 
 
 class _Text:
-    """A sequence's pairs of tokens, each with the places after it, the last one last.
+    """A sequence's pairs of tokens, each with the places after it in order.
 
-    One entry for each token: a long prompt is looked at in the step after it, and must not hold up the others.
+    One entry per token: a long prompt is indexed in the step after it, and must not delay the other sequences.
     """
 
     __slots__ = ("_num_guessed", "_num_seen", "_place", "_places")
@@ -76,13 +76,13 @@ class _Text:
     def __init__(self) -> None:
         self._places: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._num_seen = 1
-        self._place = 0  # what continuation() found the last time; 0: nothing
+        self._place = 0  # found by the last continuation(); 0: nothing
         self._num_guessed = 0  # tokens that there were then
 
     def continuation(self, token_ids: list[int], most: int) -> list[int]:
-        """What came after the last tokens before. A text that has gone on as it was guessed is guessed on from there.
+        """The tokens after an earlier occurrence of the last ones. A text that followed its drafts continues there.
 
-        Else it is where most of those before them are the same, the last time.
+        Among several places, the last one with the most equal tokens before it is used.
         """
         before, num = self._place, self._num_guessed
         place = before + len(token_ids) - num
@@ -92,7 +92,7 @@ class _Text:
         return _copied(token_ids, place, most) if place else []
 
     def _found(self, token_ids: list[int]) -> int:
-        """The place after the last tokens where they were before; 0: they were nowhere."""
+        """The place after an earlier occurrence of the last tokens; 0: there is none."""
         if len(token_ids) < 2:
             return 0
         self._look_at(token_ids)
@@ -109,14 +109,14 @@ class _Text:
         return best
 
     def continuations(self, token_ids: Many[int], most: int, num_branches: int) -> list[list[int]]:
-        """As continuation(), the last time first; different ones, `most` tokens of all together.
+        """Like continuation(), latest first: distinct continuations, with `most` tokens in all.
 
-        The first has what the others leave.
+        The first has the tokens that the others leave.
         """
         if len(token_ids) < 2:
             return []
         self._look_at(token_ids)
-        found: dict[int, list[int]] = {}  # by how many tokens are the same
+        found: dict[int, list[int]] = {}  # number of equal tokens -> places
         for place in self._places.get((token_ids[-2], token_ids[-1]), [])[: -_MOST_PLACES - 1 : -1]:
             found.setdefault(_num_same(token_ids, place), []).append(place)
         if not found:
@@ -124,7 +124,7 @@ class _Text:
         return _cut([_copied(token_ids, place, most) for place in found[max(found)]], most, num_branches)
 
     def _look_at(self, token_ids: Many[int]) -> None:
-        """Note the pairs that have a token after them now."""
+        """Notes the pairs that have a token after them now."""
         places, first = self._places, self._num_seen - 1
         for place, pair in enumerate(pairwise(token_ids[first:-1]), first + 2):
             places[pair].append(place)
@@ -132,7 +132,7 @@ class _Text:
 
 
 def _num_same(token_ids: Many[int], place: int) -> int:
-    """Tokens before a place that are those before the end, from 2 on to _LONGEST."""
+    """Number of tokens before a place that are equal to those before the end, from 2 to _LONGEST."""
     num = 2
     while num < _LONGEST and place > num and token_ids[place - num - 1] == token_ids[-num - 1]:
         num += 1
@@ -140,7 +140,7 @@ def _num_same(token_ids: Many[int], place: int) -> int:
 
 
 def _copied(token_ids: Many[int], place: int, num: int) -> list[int]:
-    """The tokens from a place on; past the end those that were copied, as in a text that goes round in a circle."""
+    """The tokens from a place on; past the end the copied ones repeat, like in a text that goes round in a circle."""
     copied = list(token_ids[place : place + num])
     if len(copied) < num:
         copied = (copied * (num // len(copied) + 1))[:num]
@@ -148,7 +148,7 @@ def _copied(token_ids: Many[int], place: int, num: int) -> list[int]:
 
 
 def _cut(candidates: list[list[int]], most: int, num_branches: int) -> list[list[int]]:
-    """The first candidates that begin differently, so long that they have `most` tokens together."""
+    """The first candidates that begin differently, cut so that they have `most` tokens together."""
     distinct: dict[int, list[int]] = {}
     for candidate in candidates:
         distinct.setdefault(candidate[0], candidate)

@@ -1,6 +1,6 @@
-"""How rounds are read that follow from each other on the device: several at a time, where nothing is odd about them.
+"""Reads rounds that follow from each other on the device: several at a time, if nothing ends or fails in them.
 
-Most rounds bring every sequence some tokens and end none. What they bring is found for all sequences at once; only a
+Most rounds bring every sequence some tokens and end none. Their tokens are found for all sequences at once. Only a
 round in which something ends, fails or has a fault is read sequence by sequence.
 """
 
@@ -16,35 +16,35 @@ from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.sampling import Found
 
-# Rounds that are launched and not read when the next one is: as many as the device runs in so many seconds, within
-# these bounds. Tokens wait about so long to be handed out, and requests that come to begin.
+# Rounds that are launched and not read when the next one is: as many as the device runs in this time, within these
+# bounds. Tokens wait about as long to be returned, and new requests to begin.
 AHEAD_SECONDS = 0.001
 FEWEST_AHEAD, MOST_AHEAD = 2, 6
-# What has as many ends in it is looked for one by one.
+# Up to this number of stop tokens are searched for one by one.
 _FEW_STOPS = 8
 
 
 class Pace:
-    """How many rounds are launched before the oldest is read."""
+    """Chooses how many rounds are launched before the oldest is read."""
 
     def __init__(self) -> None:
         self.num_ahead = FEWEST_AHEAD
 
     def note(self, seconds: float, num_rounds: int) -> None:
-        """So many rounds were read in that time."""
+        """Notes that num_rounds rounds were read in that time."""
         wanted = int(AHEAD_SECONDS * num_rounds / seconds) if seconds > 0 else MOST_AHEAD
         self.num_ahead = min(max(wanted, FEWEST_AHEAD), MOST_AHEAD)
 
     @property
     def num_together(self) -> int:
-        """How many rounds are waited for at a time."""
+        """Number of rounds that are waited for at a time."""
         return self.num_ahead // 2
 
 
 class Ends:
-    """What ends the sequences of a series.
+    """The ends of the sequences of a series.
 
-    kv_len: int64 [n]; a sequence whose round comes to so many tokens, its guesses included, may be at its end
+    kv_len: int64 [n]; a sequence whose round reaches this length, its drafts included, may be at its end
     """
 
     def __init__(self, sequences: Many[Sequence], width: int) -> None:
@@ -52,7 +52,7 @@ class Ends:
         self._stops = np.array(sorted(frozenset[int]().union(*[each.stops for each in sequences])), np.int64)
 
     def none_in(self, token_ids: Int32Array, kv_len: Int32Array) -> bool:
-        """Whether no sequence ends with one of these tokens, after which it has these lengths."""
+        """True if no sequence ends with one of these tokens, after which it has these lengths."""
         stops = self._stops
         if len(stops) > _FEW_STOPS:
             if np.isin(token_ids, stops).any():
@@ -66,11 +66,11 @@ class Together(NamedTuple):
     """Rounds that were read together.
 
     number:     of the first one in its series
-    first:      of each sequence, place of the first of these tokens in its text
-    token_ids:  of each sequence, of all these rounds
+    first:      per sequence, place of the first of these tokens in its text
+    token_ids:  per sequence, of all these rounds
     num_tokens: of all sequences
     kv_len:     int32 [n] of the round after them
-    told:       by the last one, as of GuessedRound
+    told:       by the last one, see GuessedRound
     """
 
     number: int
@@ -83,27 +83,27 @@ class Together(NamedTuple):
 
 
 def are_picked(found: Found) -> bool:
-    """Whether a token was picked in every row."""
+    """True if a token was picked in every row."""
     ids, best = found
-    # A row that holds NaN has NaN as its largest logit.
+    # The largest logit of a row with NaN is NaN.
     return not (ids == ALL_ZERO).any() and bool(np.logical_and.reduce(np.isfinite(best)))
 
 
 def is_clean(told: Int32Array, found: Found, *, may_fault: bool) -> bool:
-    """Whether a token was picked in every row of a round, and no fault was told, or it may have been.
+    """True if a token was picked in every row of a round, and it reported no fault or may_fault is set.
 
-    told: as of GuessedRound
+    told: see GuessedRound
     """
     return (may_fault or not told[:, 2].any()) and are_picked(found)
 
 
 def put_together(token_ids: Many[Int32Array], taken: Many[Int32Array]) -> tuple[Int32Array, list[list[int]]]:
-    """The tokens that sequences take of rounds, in one line, and of each sequence.
+    """The tokens that sequences take of rounds, flat, and per sequence.
 
-    token_ids: of each round, int32 [n, W]
-    taken:     likewise, int32 [n], how many of them
+    token_ids: per round, int32 [n, W]
+    taken:     likewise, int32 [n], the number of them
     """
-    if all((num == token_ids[0].shape[1]).all() for num in taken):  # of texts that go on as they are guessed
+    if all((num == token_ids[0].shape[1]).all() for num in taken):  # texts that follow all their drafts
         whole = token_ids[0] if len(token_ids) == 1 else np.concatenate(token_ids, 1)
         return whole.reshape(-1), whole.tolist()
     ids = token_ids[0] if len(token_ids) == 1 else np.stack(token_ids, 1)

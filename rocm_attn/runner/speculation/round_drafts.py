@@ -1,10 +1,10 @@
-"""What guesses the tokens of rounds: each sequence's own text, or a model, from what the device alone knows.
+"""Makes the draft tokens of rounds: from each sequence's own text, or with a model, from values only the device knows.
 
-A model that drafts goes on from a round that was verified without asking what it has brought. It takes in all tokens
-that were picked along a chain, or along the longest path that a tree may have; the drafts after the last one that a
-sequence took are stored over by the next round's. The row of that last one is chosen on the device, by the counts that
-kernels/speculative/next_round.py leaves there, and so are the lengths that its steps begin at. The host publishes these
-steps by bounds, and reads the drafts when a series has ended.
+A draft model continues from a round that was verified before the host has read the result. It takes in all tokens that
+were picked along a chain, or along the longest path that a tree may have. The drafts after the last token that a
+sequence took are overwritten by those of the next round. The row of that last token is selected on the device, by the
+counts that kernels/speculative/next_round.py leaves there, and so are the lengths at which its steps begin. The host
+publishes these steps by bounds, and reads the drafts when a series has ended.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from rocm_attn.runner.speculation.round_trees import Chains, Guessed, Trees
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.memory import DeviceStep
 
-# Of rounds whose guesses any length of a text allows.
+# The bound of rounds whose drafts allow a text of any length.
 NO_BOUND = INT32_MAX
-# Rounds of a step whose drafts the host plans before graphs are made of what they repeat.
+# Rounds of a step whose drafts the host plans before it makes graphs of the repeated launches.
 _PLANNED_FIRST = 1
 
 
 class DraftsAhead:
-    """Drafts that the device has made of what sequences had at the end of a series."""
+    """Drafts that the device has made from the texts of sequences at the end of a series."""
 
     def __init__(self) -> None:
         self._drafts: dict[int, tuple[int, Drafts]] = {}  # number -> tokens that the sequence had, and its drafts
 
     def put(self, sequence: Sequence, drafts: Drafts) -> None:
-        """Keep them until the next take()."""
+        """Keeps drafts until the next take()."""
         self._drafts[sequence.number] = len(sequence.token_ids), drafts
 
     def take(self, decoding: Many[tuple[Sequence, int]]) -> dict[int, Drafts]:
-        """Those of sequences that decode and have no more tokens now. decoding: as of Drafter.draft"""
+        """The drafts of decoding sequences that have no more tokens now. decoding: see Drafter.draft"""
         drafts, self._drafts = self._drafts, {}
         found = {}
         for sequence, most in decoding:
@@ -62,65 +62,65 @@ class DraftsAhead:
 
 
 class Guesses(Protocol):
-    """Guesses the tokens of the rounds of a series, all on the device."""
+    """Makes the draft tokens of the rounds of a series, all on the device."""
 
     @property
     def looks_up(self) -> bool:
-        """Whether kernels/speculative/next_round.py makes the guesses, out of the texts."""
+        """True if kernels/speculative/next_round.py makes the drafts, from the texts."""
         ...
 
     @property
     def has_branches(self) -> bool:
-        """Whether several guesses may come after one."""
+        """True if several drafts may come after one token."""
         ...
 
     @property
     def most_tokens(self) -> int:
-        """No text may be longer."""
+        """The greatest length of a text."""
         ...
 
     @property
     def taken(self) -> Tensor:
-        """int32 [most_seqs], on the device: receives how many tokens each sequence got of a round."""
+        """int32 [most_seqs], on the device: receives how many tokens each sequence got in a round."""
         ...
 
     def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor, path: Tensor) -> Guessed:
-        """Guesses of rounds that repeat a step.
+        """The drafts of rounds that repeat a step.
 
-        step:   where its inputs are
-        given:  what one of the rounds is made of
-        picked: int32 [most_tokens], on the device: what is picked after each of its tokens
+        step:   location of its inputs
+        given:  inputs of one of the rounds
+        picked: int32 [most_tokens], on the device: the pick after each of its tokens
         path:   int32 [n, W], receives the path of each tree that is accepted
         """
         ...
 
     def begin(self, sequences: Many[Sequence]) -> bool:
-        """Whether rounds of these sequences may begin, whose step is launched and has all their guesses."""
+        """True if rounds of these sequences may begin. Their step is launched and has all their drafts."""
         ...
 
     def reserve(self, num_tokens: Int32Array) -> bool:
-        """Have room for guesses after texts of so many tokens; whether there is. int32 [n]"""
+        """Makes room for drafts after texts of num_tokens tokens; True if there is room. int32 [n]"""
         ...
 
     def guess(self, guessed: Guessed, bounds: Callable[[], Int32Array]) -> bool:
-        """Make the guesses of the next round; False: there are none, and no round may follow.
+        """Makes the drafts of the next round; False: there are none, and no round may follow.
 
-        guessed: those of the last round, of which was made what is accepted; receives them
-        bounds:  gives int32 [n], that the texts were no longer than before it
+        guessed: the drafts of the last round, whose accepted ones were found; receives the new ones
+        bounds:  returns int32 [n], upper bounds of the lengths of texts before it
         """
         ...
 
     def end(self, sequences: Many[Sequence | None], *, is_whole: bool) -> None:
-        """The series has ended, and all that is known is read.
+        """Ends the series after all known tokens were read.
 
-        sequences: place -> the sequence, None where it has ended, or goes on by fewer tokens than the device took
-        is_whole:  whether all guesses were made of what the sequences have now
+        sequences: place -> the sequence, None if it has ended, or goes on by fewer tokens than the device took
+        is_whole:  whether all drafts were made from the current texts of the sequences
         """
         ...
 
 
 class LookedUp:
-    """What a text says of its next tokens."""
+    """Draft tokens that are looked up in the texts."""
 
     looks_up = True
     has_branches = False
@@ -131,27 +131,27 @@ class LookedUp:
             self.taken = torch.zeros(most_seqs, dtype=torch.int32, device=device)
 
     def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor, path: Tensor) -> Guessed:
-        """As Guesses.of_step."""
+        """Like Guesses.of_step."""
         return Chains(given, picked)
 
     def begin(self, sequences: Many[Sequence]) -> bool:
-        """As Guesses.begin."""
+        """Like Guesses.begin."""
         return True
 
     def reserve(self, num_tokens: Int32Array) -> bool:
-        """As Guesses.reserve."""
+        """Like Guesses.reserve."""
         return True
 
     def guess(self, guessed: Guessed, bounds: Callable[[], Int32Array]) -> bool:
-        """As Guesses.guess."""
+        """Like Guesses.guess."""
         return True
 
     def end(self, sequences: Many[Sequence | None], *, is_whole: bool) -> None:
-        """As Guesses.end."""
+        """Like Guesses.end."""
 
 
 class Place(NamedTuple):
-    """Where a model that drafts stands in a text. row: its own; before: tokens of the text that it has none of"""
+    """A draft model's position in a text. row: its own; before: first tokens of the text that are not in the row"""
 
     row: int
     before: int
@@ -162,36 +162,36 @@ class Following(Protocol):
 
     @property
     def runners(self) -> DraftRunners:
-        """Of its model."""
+        """The runners of its model."""
         ...
 
     @property
     def table(self) -> RequestTable:
-        """Its rows."""
+        """The table of its rows."""
         ...
 
     def place_of(self, sequence: Sequence) -> Place | None:
-        """Where it stands, if it has taken in all of a text that it can, else None."""
+        """Its position in a text, if it has taken in all tokens that it can, else None."""
         ...
 
     def hand_over(self, guessed: Guessed) -> None:
-        """Have the model's next step read what the new tokens of the step that has run have left for them."""
+        """Makes the model's next step read the rows that the last step left for its new tokens."""
         ...
 
     def went_on(self, sequence: Sequence, drafts: Drafts) -> None:
-        """The model has taken in all of a text that it can, and drafted what comes next."""
+        """Notes that the model has taken in all tokens of a text that it can, and drafted the next ones."""
         ...
 
     def leave(self, number: int) -> None:
-        """Begin anew with a request, whose row holds what is not known."""
+        """Starts a request anew, because its row holds unknown tokens."""
         ...
 
 
 class ModelGuesses:
-    """Drafts of a model that take up where the last ones were verified.
+    """Drafts of a model that continues where the last ones were verified.
 
     runtime:    of the model that verifies
-    num_drafts: that are verified of a sequence
+    num_drafts: that are verified per sequence
     """
 
     looks_up = False
@@ -208,37 +208,38 @@ class ModelGuesses:
         self._numbers: list[int] = []
         self._rows = self._before = np.empty(0, np.int32)
         self._words: Tensor | None = None
-        # Of guesses, what makes their drafts without the host; and how often it has planned those of the last without.
+        # Guessed -> the graphs that make its drafts without the host; and how often the host has planned those of the
+        # last Guessed without graphs.
         self._drafts_again = Kept[Guessed, DraftsAgain]()
         self._num_planned = 0
         self._planned_for: Guessed | None = None
-        # What makes the drafts of this series, and the tokens that rows have room for, the most of any.
+        # The graphs that make the drafts of this series, the tokens that rows have room for, and the most of any.
         self._again: DraftsAgain | None = None
         self._most, self._longest, self._is_reserved = np.empty(0, np.int32), 0, False
 
     @property
     def taken(self) -> Tensor:
-        """As Guesses.taken."""
+        """Like Guesses.taken."""
         return self._runners.taken
 
     @property
     def most_tokens(self) -> int:
-        """As Guesses.most_tokens."""
+        """Like Guesses.most_tokens."""
         return self._table.max_kv_len - self._room
 
     @property
     def _room(self) -> int:
-        """Tokens that a round stores after a text, at most."""
+        """Most tokens that a round stores after a text."""
         return max(self._few, self._runners.room)
 
     def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor, path: Tensor) -> Guessed:
-        """As Guesses.of_step."""
+        """Like Guesses.of_step."""
         if not self.has_branches:
             return Chains(given, picked)
         return Trees(self._runtime, step, given, picked, path, few=self._few, recorder=self._runners.recorder)
 
     def begin(self, sequences: Many[Sequence]) -> bool:
-        """As Guesses.begin."""
+        """Like Guesses.begin."""
         places = [place for sequence in sequences if (place := self._drafter.place_of(sequence)) is not None]
         if len(places) < len(sequences):
             return False
@@ -251,7 +252,7 @@ class ModelGuesses:
         return True
 
     def reserve(self, num_tokens: Int32Array) -> bool:
-        """As Guesses.reserve."""
+        """Like Guesses.reserve."""
         most = num_tokens - self._before + np.int32(self._room)
         try:
             self._table.reserve_all(self._rows, most)
@@ -261,7 +262,7 @@ class ModelGuesses:
         return True
 
     def guess(self, guessed: Guessed, bounds: Callable[[], Int32Array]) -> bool:
-        """As Guesses.guess. A fault of what drafts is no fault of a request: it begins anew."""
+        """Like Guesses.guess. A fault of the draft model is no fault of a request: the model starts anew."""
         self._words = None
         try:
             if self._may_run_again(guessed, bounds):
@@ -274,16 +275,16 @@ class ModelGuesses:
         return True
 
     def _may_run_again(self, guessed: Guessed, bounds: Callable[[], Int32Array]) -> bool:
-        """Whether graphs alone make the drafts of a round."""
+        """True if graphs alone can make the drafts of a round."""
         again = self._again
         if again is None or not again.is_next(guessed):
             return False
-        # Where all that is reserved fits, no length has to be looked at.
+        # If everything reserved fits, lengths need not be checked.
         few = self._few
         return again.fits(self._longest + few) or again.fits(int((bounds() - self._before).max()) + few)
 
     def _run_again(self) -> Tensor:
-        """The words of guesses that graphs make."""
+        """The words of drafts made by graphs."""
         again = self._again
         assert again is not None
         if not self._is_reserved:
@@ -294,7 +295,7 @@ class ModelGuesses:
         return words
 
     def _planned(self, guessed: Guessed, ends: Int32Array) -> Tensor:
-        """The words of guesses that the host's steps make, after which graphs alone may. ends: as of go_on()"""
+        """The words of drafts made by the host's steps. Graphs alone may make the next ones. ends: see go_on()"""
         stored = self._stored[: len(self._rows)]
         self._drafter.hand_over(guessed)
         words = self._runners.go_on(self._rows, ends, self._few, guessed.new_tokens(), stored)
@@ -306,9 +307,9 @@ class ModelGuesses:
         return words
 
     def _again_of(self, guessed: Guessed, stored: Tensor) -> DraftsAgain | None:
-        """What makes drafts again that the host has just planned; None: it plans the next ones too."""
+        """The graphs that repeat the drafts the host has just planned; None: it plans the next ones too."""
         again = self._drafts_again.of(self._runners.runtime.seals.number).get(guessed)
-        # Another plan, of longer texts, has other graphs.
+        # Another plan, for longer texts, has other graphs.
         if again is not None and again.are_there():
             return again
         if self._planned_for is not guessed or again is not None:
@@ -321,7 +322,7 @@ class ModelGuesses:
         return self._drafts_again.put(guessed, made) if made is not None else None
 
     def _made_of(self, around: Around, guessed: Guessed, recorder: Recorder) -> DraftsAgain | None:
-        """The graphs of what rounds repeat; None, now and later, where they are refused."""
+        """The graphs of the launches that rounds repeat; None, now and later, if they are refused."""
         try:
             return DraftsAgain(self._runners.runtime, recorder, around, self._drafter.hand_over, guessed)
         except (RecordingRefused, StaleRecording, torch.OutOfMemoryError):
@@ -329,7 +330,7 @@ class ModelGuesses:
             return None
 
     def end(self, sequences: Many[Sequence | None], *, is_whole: bool) -> None:
-        """As Guesses.end."""
+        """Like Guesses.end."""
         words, self._words = self._words, None
         try:
             found = Found(words) if words is not None and is_whole and not self._had_fault() else None
@@ -345,7 +346,7 @@ class ModelGuesses:
             self._drafter.went_on(sequence, found.drafts(seq, self._num_drafts, NOT_DRAWN))
 
     def _had_fault(self) -> bool:
-        """Whether a step that graphs ran again was cut."""
+        """True if a step that graphs ran again was cut. Clears the fault."""
         faults = self._runners.faults
         has_fault = bool(faults.any())
         if has_fault:

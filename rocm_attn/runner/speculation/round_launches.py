@@ -1,8 +1,8 @@
-"""What a round launches after its step, and where the host reads what came of it.
+"""The launches of a round after its step, and the memory from which the host reads its results.
 
-At first its parts are launched one by one: the step, the picks, what is accepted, the inputs of the next round. When
-all of them have run they are one graph, of those that the step has and of what comes after it. What a round tells lies
-in one piece on the device, from where each round is copied to memory of its own.
+At first its parts are launched one by one: the step, the picks, the acceptance, the inputs of the next round. When all
+of them have run they are joined to one graph, from the step's graphs and the later parts. The results of a round lie in
+one piece on the device, and are copied from there to the host memory of that round.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from rocm_attn.runner.speculation.round_trees import Guessed
 from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
 from rocm_attn.step.prepared import RepeatedLauncher
 
-# Words that each part of what is told begins at a multiple of: kernels take addresses of 16 bytes.
+# Each part of the results begins at a multiple of this number of words: kernels take addresses of 16 bytes.
 _PART = 4
 
 
 class Told(NamedTuple):
-    """What a round tells, of n sequences with W places each: parts of one piece of memory.
+    """The results of a round, for n sequences with W places each: parts of one piece of memory.
 
     words: int32 [any], all of it
-    found: int32 [n * W, 2], as of launch_pick_rows
-    told:  int32 [n, TOLD_WORDS], as of GuessedRound
-    path:  int32 [n, W], as of Accepted
+    found: int32 [n * W, 2], see launch_pick_rows
+    told:  int32 [n, TOLD_WORDS], see GuessedRound
+    path:  int32 [n, W], see Accepted
     """
 
     words: Tensor
@@ -50,7 +50,7 @@ class Told(NamedTuple):
 
     @classmethod
     def of(cls, words: Tensor, num_seqs: int, width: int) -> Told:
-        """Of memory for as many sequences, or more."""
+        """The parts of memory for num_seqs sequences, or more."""
         parts, begin = list[Tensor](), 0
         for lines, columns in ((num_seqs * width, 2), (num_seqs, TOLD_WORDS), (num_seqs, width)):
             parts.append(words[begin : begin + lines * columns].view(lines, columns))
@@ -63,16 +63,16 @@ def _next_part(end: int) -> int:
 
 
 def told_words(most_seqs: int, width: int, device: torch.device, *, pinned: bool = False) -> Tensor:
-    """Memory for what rounds of so many sequences tell."""
+    """Memory for the results of rounds of at most most_seqs sequences."""
     sizes = most_seqs * width * 2, most_seqs * TOLD_WORDS, most_seqs * width
     return torch.zeros(sum(map(_next_part, sizes)), dtype=torch.int32, device=device, pin_memory=pinned)
 
 
 class RoundMemory:
-    """Where the device tells the host of a round, and the fence after that.
+    """Host memory for the results of a round, and the fence after they are copied.
 
-    words:  as of Told
-    shaped: int32 [most_rows, 2], what was found of rows that were shaped
+    words:  see Told
+    shaped: int32 [most_rows, 2], results of rows that were shaped
     """
 
     def __init__(self, most_seqs: int, width: int, device: torch.device) -> None:
@@ -80,15 +80,15 @@ class RoundMemory:
         self.words = told_words(most_seqs, width, host, pinned=pinned)
         self.shaped = torch.zeros(most_seqs * width, 2, dtype=torch.int32, pin_memory=pinned)
         self.done: Fence = torch.Event(device) if pinned else NoFence()
-        # torch knows of no kernel that writes pinned memory, and gives a dropped one's to the next who asks.
+        # torch knows of no kernel that writes pinned memory, and gives freed pinned memory to the next caller.
         held: list[Any] = [self.words, self.shaped]
         weakref.finalize(self, wait_for_all, [self.done], held).atexit = False
 
 
 class ToldOnHost:
-    """What the host reads of rounds that tell in one memory. n, W: as of Told
+    """The results of rounds in one host memory. n, W: see Told
 
-    told, path: as there
+    told, path: see Told
     """
 
     def __init__(self, memory: RoundMemory, num_seqs: int, width: int) -> None:
@@ -99,12 +99,12 @@ class ToldOnHost:
         self._found = Found.of(to.found.numpy())
 
     def found(self, rows: ShapedRows) -> Found:
-        """What was found in each place, when the round is done. rows: that were shaped in it"""
+        """The result of each place, when the round is done. rows: those that were shaped in it"""
         return overlaid(self._found, rows.rows, Found.of(self.shaped[: len(rows.rows)].numpy()))
 
 
 class RoundOps(NamedTuple):
-    """What rounds are launched by. stream: as of RepeatedLauncher; joiner: makes graphs of what comes after a step"""
+    """The launchers of rounds. stream: see RepeatedLauncher; joiner: makes graphs of the launches after a step"""
 
     picker: TokenPicker
     next_round: MakeNextRound
@@ -113,14 +113,14 @@ class RoundOps(NamedTuple):
 
 
 class RoundLaunches:
-    """What each round of a step launches after it.
+    """The launches of each round of a step after the step itself.
 
-    given:    what the round after it is made of
-    guessed:  its guesses
-    to:       where it tells, on the device
-    on_host:  where it tells the host, by memory
+    given:    the inputs of the round after it
+    guessed:  its drafts
+    to:       its results on the device
+    on_host:  the results on the host, by memory
     draws:    whether tokens are drawn
-    looks_up: as of Guesses
+    looks_up: see Guesses
     """
 
     def __init__(
@@ -146,15 +146,15 @@ class RoundLaunches:
         self._next = RepeatedLauncher(
             ops.stream, ops.next_round, guessed.picked, given, width, draws=draws, looks_up=looks_up
         )
-        # By a step's graph: there is one for each bucket of lengths.
+        # By the step's graph: there is one for each bucket of lengths.
         self._joined: dict[int, tuple[Graph[Tensor], Recording]] = {}
         self._may_join = True
 
     def pick(self, logits: Tensor, graph: Graph[Tensor] | None) -> None:
-        """Pick its tokens.
+        """Picks the round's tokens.
 
         logits: [num_seqs, W, vocab]
-        graph:  that has put them where it puts them each time; None: no graph has
+        graph:  that writes the logits to the same place each time; None: no graph has written them
         """
         if logits is not self._logits:
             ops, rows = self._ops, logits.flatten(0, 1)
@@ -166,25 +166,25 @@ class RoundLaunches:
         self._pick()
 
     def pick_shaped(self, logits: Tensor, rows: ShapedRows, found: Tensor) -> None:
-        """Pick the tokens of rows that ask for more, after pick(). logits: as there; found: as of ToldOnHost.shaped"""
+        """Picks the tokens of rows that ask for more, after pick(). logits: see pick(); found: see ToldOnHost.shaped"""
         rows.pick(logits.flatten(0, 1), rows.terms_of(self._terms), found[: len(rows.rows)])
 
     def make_next(self) -> None:
-        """Accept what was picked, and make the next round but for its guesses."""
+        """Accepts picked tokens, and makes the inputs of the next round except its drafts."""
         self.guessed.accept()
         self._next()
 
     def tell(self, on_host: ToldOnHost) -> None:
-        """Have the host told of the round that was launched last."""
+        """Copies the results of the last round to the host."""
         on_host.words.copy_(self._to.words, non_blocking=True)
 
     def as_one(self, graph: Graph[Tensor] | None) -> Recording | None:
-        """A step's graph and all that comes after it; None: there is none of this step's. graph: the step's"""
+        """A step's graph joined with all later launches; None: there is none for this step. graph: the step's"""
         joined = self._joined.get(id(graph))
         return joined[1] if joined is not None else None
 
     def join(self, graph: Graph[Tensor] | None) -> None:
-        """Make as_one() of what was launched part by part, if all of that are launches by now. graph: the step's"""
+        """Makes as_one() from the parts that were launched, if all parts are launches by now. graph: the step's"""
         accepting = self.guessed.accepting
         if graph is None or accepting is None or self._logits is None or not self._may_join:
             return
@@ -205,4 +205,4 @@ class RoundLaunches:
 
 
 def _nothing() -> None:
-    """What no round picks by."""
+    """The pick before pick() has launchers."""

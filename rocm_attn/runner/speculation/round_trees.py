@@ -1,11 +1,11 @@
-"""How the guesses of rounds hang together: as chains, or as trees, of which a path is followed on the device.
+"""The structure of a round's drafts: chains, or trees, of which a path is followed on the device.
 
-A round feeds each sequence its last token and W - 1 guesses, in W places. kernels/speculative/next_round.py goes along
-guesses that come after each other, and so does what drafts next. Of a tree, the nodes that were accepted are brought
-into that order first: the K and V of the large model, the picks after them, and the rows that it has left for a head.
-Nothing of that is told to the host but the path, by which it reads what was found.
+A round feeds each sequence its last token and W - 1 drafts, in W places. kernels/speculative/next_round.py follows
+drafts that come after each other, and so does the next draft step. For a tree, the accepted nodes are first brought
+into that order: the K and V of the large model, the picks after them, and the rows that it has left for a head. The
+host gets only the path, by which it reads the results.
 
-The next tree is made of the drafts of all levels as the host would make it (beams.py): the W - 1 likeliest ones, in the
+The next tree is made from the drafts of all levels in the way of the host (beams.py): the W - 1 likeliest ones, in the
 order of their places.
 """
 
@@ -31,53 +31,53 @@ from rocm_attn.step.memory import DeviceStep
 
 
 class Guessed(Protocol):
-    """The guesses of rounds that follow from one step. n sequences, W places each."""
+    """The drafts of rounds that follow from one step. n sequences, W places each."""
 
     @property
     def picked(self) -> Tensor:
-        """int32 [n * W]: what was picked along the guesses that were accepted, of each sequence from its W-th on."""
+        """int32 [n * W]: the picks along the accepted drafts; those of sequence s begin at s * W."""
         ...
 
     def begin(self, batch: StepBatch) -> None:
-        """The step itself is launched, and a round will follow. batch: as it was run"""
+        """Notes that the step itself is launched, and that a round will follow. batch: as it was run"""
         ...
 
     def accept(self) -> None:
-        """Tokens were picked: bring what was accepted into order, before the next round is made of it."""
+        """Orders the accepted drafts after tokens were picked, and before the next round's inputs are made."""
         ...
 
     def before_accepting(self) -> None:
-        """What accept() does before its launches, for a round that `accepting` is a part of."""
+        """Does the part of accept() before its launches, for a round that `accepting` is a part of."""
         ...
 
     @property
     def accepting(self) -> Many[Recording] | None:
-        """The launches of accept(); None: they are no recording yet."""
+        """The launches of accept(); None: they are not recorded yet."""
         ...
 
     def in_order(self, found: Found, path: Int32Array) -> Found:
-        """What was found of a round, in the order of picked. path: int32 [n, W], as told; both on the host"""
+        """The results of a round, in the order of picked. path: int32 [n, W], of its results; both on the host"""
         ...
 
     def new_tokens(self) -> Tensor:
-        """int32 [n * few]: as picked, of each sequence as many as can be accepted and one more."""
+        """int32 [n * few]: like picked, per sequence as many as can be accepted and one more."""
         ...
 
     def hand_over(self, handed: Tensor, to: Tensor) -> None:
-        """Copy what the large model has left for a head of new_tokens(). handed: [T, any], of the step; to: likewise"""
+        """Copies the large model's rows of new_tokens() for a head. handed: [T, any], of the step; to: likewise"""
         ...
 
     def put(self, words: Tensor) -> None:
-        """Make drafts the guesses of the next round. words: int32 [n, levels, 3, K], as of Level.words"""
+        """Makes drafts the inputs of the next round. words: int32 [n, levels, 3, K]; see Level.words"""
         ...
 
     def changed(self) -> tuple[Tensor, ...]:
-        """What put() does not write alone, but by what it holds."""
+        """The tensors that put() changes depending on their old values."""
         ...
 
 
 class Chains:
-    """Guesses that come after each other. picked: as of Guessed"""
+    """Drafts that come after each other. picked: see Guessed"""
 
     def __init__(self, given: GuessedRound, picked: Tensor) -> None:
         num_seqs = given.limit.shape[0]
@@ -86,49 +86,49 @@ class Chains:
         self._guesses = given.token_ids[: self._num_tokens].view(num_seqs, -1)[:, 1:]
 
     def begin(self, batch: StepBatch) -> None:
-        """As Guessed.begin."""
+        """Like Guessed.begin."""
 
     def accept(self) -> None:
-        """As Guessed.accept."""
+        """Like Guessed.accept."""
 
     def before_accepting(self) -> None:
-        """As Guessed.before_accepting."""
+        """Like Guessed.before_accepting."""
 
     accepting: Many[Recording] = ()
 
     def in_order(self, found: Found, path: Int32Array) -> Found:
-        """As Guessed.in_order."""
+        """Like Guessed.in_order."""
         return found
 
     def new_tokens(self) -> Tensor:
-        """As Guessed.new_tokens."""
+        """Like Guessed.new_tokens."""
         return self.picked
 
     def hand_over(self, handed: Tensor, to: Tensor) -> None:
-        """As Guessed.hand_over."""
+        """Like Guessed.hand_over."""
         to[: self._num_tokens].copy_(handed[: self._num_tokens])
 
     def put(self, words: Tensor) -> None:
-        """As Guessed.put."""
+        """Like Guessed.put."""
         self._guesses.copy_(words[:, :, 0, 0])
 
     def changed(self) -> tuple[Tensor, ...]:
-        """As Guessed.changed."""
+        """Like Guessed.changed."""
         return ()
 
 
 class Trees:
-    """Guesses of which several may come after one.
+    """Drafts of which several may come after one token.
 
     runtime: of the model that verifies, whose step the rounds repeat
-    step:    where that step's inputs are
-    drawn:   int32 [n * W], what was picked after each node
+    step:    location of that step's inputs
+    drawn:   int32 [n * W], the pick after each node
     path:    int32 [n, W], receives which nodes were accepted
     few:     1 + levels of drafts
-    recorder: makes a graph of accept(), which runs as it is without one
+    recorder: makes a graph of accept(), which runs eagerly without one
     """
 
-    @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
+    @torch.inference_mode(False)  # memory made in inference mode cannot be written outside of it
     def __init__(
         self,
         runtime: AttentionRuntime,
@@ -159,12 +159,12 @@ class Trees:
         self.picked = self._accepted.token_ids.view(-1)
 
     def begin(self, batch: StepBatch) -> None:
-        """As Guessed.begin."""
+        """Like Guessed.begin."""
         assert isinstance(batch.mask, TreeMask), "Speculation gives steps of drafts that may branch a mask"
         self._parents.copy_(batch.mask.parents)
 
     def accept(self) -> None:
-        """As Guessed.accept."""
+        """Like Guessed.accept."""
         self.before_accepting()
         if self._recorder is not None and self._has_accepted and self._accepting is None:
             self._record(self._recorder)
@@ -175,19 +175,19 @@ class Trees:
         self._has_accepted = True
 
     def before_accepting(self) -> None:
-        """As Guessed.before_accepting."""
+        """Like Guessed.before_accepting."""
         self._runtime.gate.before_move()
 
     @property
     def accepting(self) -> Many[Recording] | None:
-        """As Guessed.accepting."""
+        """Like Guessed.accepting."""
         return (self._accepting,) if self._accepting is not None else None
 
     def _record(self, recorder: Recorder) -> None:
-        """Make a graph of _accept(), of a round in which nothing is right: a move may not be made twice."""
+        """Makes a graph of _accept(), with a round in which no draft is right: a move may not be made twice."""
         changed = self._drawn, self._guesses
         held = [tensor.clone() for tensor in changed]
-        self._drawn.fill_(-2)  # no guess is that, nor is what stands after those that were accepted
+        self._drawn.fill_(-2)  # neither a draft nor the filler after accepted ones has this value
         try:
             self._accepting, _ = recorder.record(self._accept)
         except (RecordingRefused, torch.OutOfMemoryError):
@@ -197,51 +197,51 @@ class Trees:
                 tensor.copy_(value)
 
     def _accept(self) -> None:
-        """The launches of accept()."""
+        """Makes the launches of accept()."""
         accepted, core = self._accepted, self._runtime.core
         with on_device(self._runtime.device):
             core.ops.accept_drawn(self._drawn, self._verified, accepted)
         core.moves.move(accepted, self._rows)
-        # As of a chain: guesses that were picked, and after them one that never is.
+        # The order of a chain: drafts that were picked, and after them one that never is.
         is_wrong = self._places > accepted.num_accepted[:, None]
         self._guesses.copy_(accepted.token_ids[:, :-1].masked_fill(is_wrong, -1))
 
     def in_order(self, found: Found, path: Int32Array) -> Found:
-        """As Guessed.in_order. After the end of a path it is what was found of its first place."""
+        """Like Guessed.in_order. After the end of a path it is the result of its first place."""
         num_seqs, width = path.shape
         rows = (np.arange(num_seqs, dtype=np.int32)[:, None] * np.int32(width) + path.clip(min=0)).reshape(-1)
         return Found(found.token_ids[rows], found.best[rows])
 
     def new_tokens(self) -> Tensor:
-        """As Guessed.new_tokens."""
+        """Like Guessed.new_tokens."""
         return self._accepted.token_ids[:, : self._few].clamp(min=0).flatten()
 
     def hand_over(self, handed: Tensor, to: Tensor) -> None:
-        """As Guessed.hand_over."""
+        """Like Guessed.hand_over."""
         rows = (self._first + self._accepted.path[:, : self._few].clamp(min=0)).flatten()
         torch.index_select(handed, 0, rows, out=to[: len(rows)])
 
     def changed(self) -> tuple[Tensor, ...]:
-        """As Guessed.changed."""
+        """Like Guessed.changed."""
         return (self._numbers,)
 
     def put(self, words: Tensor) -> None:
-        """As Guessed.put."""
+        """Like Guessed.put."""
         num_seqs, levels, _, branches = words.shape
         width = self._parents.shape[1]
         before = torch.arange(-branches, (levels - 1) * branches, branches, dtype=torch.int32, device=words.device)
         parents = (words[:, :, 1] + before[:, None]).view(num_seqs, -1)
         scores = words[:, :, 2].contiguous().view(torch.float32).view(num_seqs, -1)
-        # Where two are alike the one that comes first goes before: the parent goes before its child.
+        # The sort is stable: of two equal ones the first stays first, so a parent goes before its child.
         best = scores.sort(dim=1, descending=True, stable=True).indices[:, : width - 1]
         taken = best.sort(dim=1).values
-        # What is no node's place stands for a parent that is not among them: nothing can be accepted after it.
+        # A value that is no node's place stands for a parent outside the tree: nothing can be accepted after it.
         nodes = torch.full_like(parents, width).scatter_(1, taken, self._places.expand(num_seqs, -1))
         parents = parents.gather(1, taken)
         of_node = nodes.gather(1, parents.clamp(min=0).long())
         self._parents[:, 1:].copy_(of_node.masked_fill_(parents < 0, 0))
         self._guesses.copy_(words[:, :, 0].reshape(num_seqs, -1).gather(1, taken))
-        # next_round.py has put them as for a chain: a node is picked from by the number of its depth.
+        # next_round.py has written them for a chain: a node is picked from by the number of its depth.
         self._numbers[:, 1:].copy_(self._numbers.gather(1, taken.div(branches, rounding_mode="floor") + 1))
         with on_device(self._runtime.device):
             for tensors, window_left in self._windows:

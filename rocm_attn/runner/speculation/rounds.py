@@ -1,18 +1,18 @@
-"""Rounds of guessed tokens that follow from each other on the device: the host launches them, and reads them later.
+"""Rounds of draft tokens that follow from each other on the device: the host launches them, and reads them later.
 
-The host plans and publishes a step that verifies guesses of every sequence. While the same sequences go on, and their
-own texts tell the guesses, all that the next round takes follows from what was picked in this one: the texts lie on the
-device too, and kernels/speculative/next_round.py writes the next inputs over the step's. So the host launches a graph
-of the step, the picks and that kernel (round_launches.py), and does not know what the rounds before have brought. It
-reads and publishes these while later ones run.
+The host plans and publishes a step that verifies drafts of every sequence. While the same sequences go on, and their
+own texts give the drafts, all inputs of the next round follow from the picks of this one: the texts lie on the device
+too, and kernels/speculative/next_round.py writes the next inputs over the step's. So the host launches a graph of the
+step, the picks and that kernel (round_launches.py), without the results of the rounds before. It reads and publishes
+these while later rounds run.
 
-What a token is drawn by belongs to its place in its request's text. Those numbers are on the device before the rounds
-that may come to these places, so a seed draws the same text whoever plans a round.
+The random number that draws a token belongs to its place in its request's text. Those numbers are on the device before
+the rounds that may reach these places, so a seed draws the same text whoever plans a round.
 
-Guesses that branch are put into the order of a chain first, on the device (round_trees.py).
+Drafts that branch are put into the order of a chain first, on the device (round_trees.py).
 
-Whatever comes in between ends a series: a request that comes, ends or is aborted, pages that run out, a fault, guesses
-that no longer come true. The rounds that were launched are read then, and the host plans the next step.
+These events end a series: a request comes, ends or is aborted, pages run out, a fault, or drafts that are no longer
+right. The launched rounds are then read, and the host plans the next step.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.prepared import stream_of
 
-# Pages are reserved for a whole series, where that many are free; else, or where numbers that tokens are drawn by are
-# sent for as many, for so many more tokens of each sequence at a time.
+# Pages are reserved for a whole series, if that many are free. Otherwise, or if random numbers are sent for as many
+# tokens, they are reserved for this number of tokens more of each sequence at a time.
 _TOKENS_AHEAD = 256
-# Rounds after which the host plans a step again: with it faults of the steps before the series are told, and pages that
-# were filled in it are found by prompts.
+# Rounds after which the host plans a step again: then faults of the steps before the series are reported, and prompts
+# find pages that were filled in it.
 _MOST_ROUNDS = 64
 
 
 def rounds_bytes(options: EngineOptions, max_kv_len: int) -> int:
-    """Memory on the device for the texts that guesses are looked up in, and the numbers that tokens are drawn by.
+    """Device memory for the texts that drafts are looked up in, and the random numbers that draw tokens.
 
-    With what the driver keeps of the graphs of rounds.
+    It includes the driver's memory for the graphs of rounds.
     """
     if options.speculative == OFF or looks_up_trees(options):
         return 0
@@ -85,18 +85,18 @@ def rounds_bytes(options: EngineOptions, max_kv_len: int) -> int:
 
 
 def looks_up_trees(options: EngineOptions) -> bool:
-    """Whether an engine's guesses are trees that texts tell."""
+    """True if an engine's drafts are trees looked up in texts."""
     return options.speculative == NGRAM and options.topk > 1
 
 
-# Of engines whose rounds do so.
+# Report.rounds of engines whose rounds the host does not plan.
 FOLLOWING = "follow from each other on the device"
 
 
 def why_no_rounds(options: EngineOptions, *, looks_on: bool) -> str:
-    """Why the host plans every round of an engine that guesses tokens; empty: they may follow from each other.
+    """The reason why the host plans every round of an engine with draft tokens; empty: they may follow from each other.
 
-    looks_on: whether something looks on at single steps
+    looks_on: whether an observer needs single steps
     """
     if looks_up_trees(options):
         return "topk is above 1, and the host looks up the trees that texts tell"
@@ -108,12 +108,12 @@ def why_no_rounds(options: EngineOptions, *, looks_on: bool) -> str:
 
 
 def fewest(numbers: Int32Array) -> int:
-    """The least of them."""
+    """The least of the numbers."""
     return int(np.minimum.reduce(numbers))
 
 
 class _Progress(NamedTuple):
-    """How far a series was read.
+    """The part of a series that was read.
 
     kv_len:   int32 [n] of the oldest round that was not read
     num_read: rounds, from the step on
@@ -127,22 +127,22 @@ class _Progress(NamedTuple):
 class _Series:
     """Rounds that follow from one step.
 
-    step:        it
+    step:        the step
     batch:       as it was run
     num_changes: of the scheduler, when it was scheduled
     rows:        int32 [n] of the table
-    progress:    what was read
-    limit:       int32 [n] that no kv_len may come to be beyond
-    room:        tokens that each sequence has at least from progress.kv_len on up to its limit
+    progress:    the part that was read
+    limit:       int32 [n], upper bounds of kv_len
+    room:        least number of tokens of any sequence from progress.kv_len up to its limit
     ends:        of its sequences
-    shaping:     rows that are picked from in another way
-    rounds:      what they launch after the step's graph
-    number:      the runtime's, of all of them
-    has_ranks:   as of DeviceRounds. The device tells one rank alone of a fault: then none acts on it before they end
-    first_fault: number of the first round that may have had one, as far as they were read
-    num_launched: rounds, the step included, _MOST_ROUNDS and it at most
-    is_noted:    whether all that was launched will be read; not while a round is launched, which an interrupt may end
-    cut:         places of sequences that go on by fewer tokens than the device took, and since which round
+    shaping:     rows that are shaped before they are picked from
+    rounds:      the launches of its rounds after the step's graph
+    number:      the runtime's step number, of all of them
+    has_ranks:   see DeviceRounds. The device reports a fault only to one rank: then no rank reacts before they end
+    first_fault: number of the first round that may have had one, among those that were read
+    num_launched: rounds, the step included; at most _MOST_ROUNDS and the step
+    is_noted:    whether all that was launched will be read; False while a round is launched, which an interrupt may end
+    cut:         places of sequences that go on by fewer tokens than the device took, and the round since which they do
     """
 
     step: ScheduledStep
@@ -166,16 +166,16 @@ class _Series:
 
     @property
     def has_fault(self) -> bool:
-        """Whether a round that was read has told of one."""
+        """True if a round that was read has reported a fault."""
         return self.first_fault < NO_ROUND
 
     @property
     def num_unread(self) -> int:
-        """Rounds that were launched and not read."""
+        """Number of rounds that were launched and not read."""
         return self.num_launched - self.progress.num_read
 
     def note(self, number: int, num_rounds: int, kv_len: Int32Array, told: Int32Array) -> None:
-        """Rounds were read, after which the sequences have these lengths. Noting it again changes nothing.
+        """Notes that rounds were read, after which the sequences have these lengths. A repeated call changes nothing.
 
         number: of the first one
         told:   by the last one
@@ -183,7 +183,7 @@ class _Series:
         if number == self.progress.num_read:
             self.progress = _Progress(kv_len, number + num_rounds)  # one statement: an interrupt leaves no half of it
         self.room = fewest(self.limit - self.progress.kv_len)
-        # An interrupt may have left rounds that were read and not noted: how long the sequences are is not known then.
+        # An interrupt may have left rounds that were read and not noted: then the lengths of sequences are not known.
         is_known = self.progress.num_read >= number + num_rounds
         guessed = np.count_nonzero(told[:, 1])
         if told[:, 2].any():
@@ -193,10 +193,10 @@ class _Series:
 
 
 class RoundPicks:
-    """What the sequences of a round get, as StepPicks has it. Rounds are read in the order of their launches.
+    """The picks of a round's sequences, in the form of StepPicks. Rounds are read in the order of their launches.
 
-    of_round: what tells of it
-    found:    gives what was found in each of its places, when it is done
+    on_host: the memory with its results
+    found:   returns the result of each of its places, when it is done
     """
 
     def __init__(self, series: _Series, on_host: ToldOnHost, found: Callable[[], Found], done: Fence) -> None:
@@ -206,11 +206,11 @@ class RoundPicks:
 
     @property
     def found(self) -> Found:
-        """What was found in it, in the order in which texts take it; when it is done."""
+        """Its results, in the order in which texts take them; when it is done."""
         return self._guessed.in_order(self._found(), self._path)
 
     def read(self) -> Picks:
-        """As StepPicks.read. It may be read again after an interrupt."""
+        """Like StepPicks.read. It may be read again after an interrupt."""
         self.done.synchronize()
         series, told, found = self._series, self.told, self.found
         ids = found.token_ids
@@ -229,16 +229,17 @@ class RoundPicks:
 
     @property
     def tokens(self) -> None:
-        """As StepPicks.tokens. A round is followed by launch()."""
+        """Like StepPicks.tokens. Rounds are followed by launch(), so there are none."""
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
-        """As StepPicks.logprobs."""
+        """Like StepPicks.logprobs."""
         return NO_LOGPROBS_OF
 
     def _right(self, place: int, pick: Many[int | BadLogits]) -> Many[int] | BadLogits:
-        """What a sequence gets: where no token can be picked after an accepted guess, the tokens before.
+        """The picks of a sequence: if no token can be picked after an accepted draft, the tokens before it.
 
-        Then it fails in the next step that the host plans. What the device went on with is none of its text.
+        Then the sequence fails in the next step that the host plans. The device's later tokens are not part of its
+        text.
         """
         if self._series.cut.get(place, self.round_number) < self.round_number:
             return ()
@@ -255,11 +256,11 @@ class DeviceRounds:
     """Rounds on the device.
 
     asking:     the picker of the engine's steps
-    guesses:    what guesses tokens
-    num_drafts: guesses of a sequence and round
+    guesses:    makes the draft tokens
+    num_drafts: per sequence and round
     most_ahead: rounds that are launched and not read when the next one is
-    ranks:      that launch and read the same rounds: of several, what is read depends neither on the clock nor on
-                faults, until they find together that one had any as a series ends
+    ranks:      that launch and read the same rounds. With several ranks, reading depends neither on the clock nor on
+                faults. They find out together whether one had any when a series ends
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class DeviceRounds:
         self._width = 1 + num_drafts
         table, device = runtime.table, runtime.device
         num_rows, most_seqs = len(table.full.entries_host), len(picker.tokens) // self._width
-        with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
+        with torch.inference_mode(False):  # memory made in inference mode cannot be written outside of it
             most = table.max_kv_len + 1 + self._width
             self._texts = torch.zeros(num_rows, most, dtype=torch.int32, device=device)
             self._numbers = torch.zeros(num_rows, most, device=device)
@@ -289,26 +290,26 @@ class DeviceRounds:
             self._limit = torch.zeros(most_seqs, dtype=torch.int32, device=device)
         self._ops = RoundOps(picker, runtime.core.ops.next_round, stream_of(device), recorder_for(device))
         self._unshaped = ShapedRows(asking, {}, (), ())
-        # Of steps that have their inputs there, of so many sequences, and whether any draws: series come again.
+        # By the step that holds their inputs, the number of sequences, and whether any draws: series come again.
         self._launches = Kept[tuple[int, int, bool], tuple[DeviceStep, RoundLaunches]]()
         self._next = 0
-        # row -> the number of the request whose text lies there, and how many tokens of it
+        # row -> the number of the request whose text lies there, and the number of its tokens there
         self._on_device: dict[int, tuple[int, int]] = {}
-        # likewise, and before which place in it the numbers lie there
+        # likewise, and the place in the text before which the random numbers lie there
         self._drawn_by: dict[int, tuple[int, int]] = {}
         self._series: _Series | None = None
         # The step of the last series that has ended with a fault, and the first round that may have had it.
         self._told_of: tuple[int | None, int] = (-1, 0)
 
     def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
-        """As Rounds.begin."""
+        """Like Rounds.begin."""
         batch, last, width = step.batch, self._runtime.gate.last, self._width
-        # With branches the batch that has run has a mask beside what the scheduler knows.
+        # With branches the batch that has run has a mask that the scheduler's has not.
         if last is None or last.batch.row_bytes != batch.row_bytes or not self._runner.may_run_again:
             return picks
         if isinstance(last.batch.mask, TreeMask) is not self._guesses.has_branches:
             return picks
-        # A prompt's rest may be of as many tokens, of which none is a draft.
+        # The rest of a prompt may have as many tokens, of which none is a draft.
         if not batch.min_q_len == batch.max_q_len == width or len(step.drafts) < batch.num_seqs or step.is_of_a_suspect:
             return picks
         picked = picks.tokens
@@ -349,21 +350,21 @@ class DeviceRounds:
         return self._told(series, lambda: picked.found)
 
     def goes_on(self, scheduler: Scheduler) -> bool:
-        """As Rounds.goes_on."""
+        """Like Rounds.goes_on."""
         series = self._series
         if series is None or series.is_over or not series.is_noted or series.num_changes != scheduler.num_changes:
             return False
         last = self._runtime.gate.last
         if last is None or last.batch is not series.batch or not self._runner.may_run_again:
             return False
-        # Each that is not read tells in a memory of its own. Interrupts may have left more of them than the pace has.
+        # Each unread round has a memory of its own. Interrupts may have left more of them than the pace allows.
         if series.num_launched > _MOST_ROUNDS or series.num_unread >= len(self._memory):
             return False
         # The round after the one that is launched must fit too: its inputs are made at once.
         num_needed = self._width * (series.num_unread + 1)
         if num_needed > series.room:
             needed = series.progress.kv_len + np.int32(num_needed)
-            # Where there is no room, there may be once more rounds are read: they bring fewer tokens than they could.
+            # Without room now, there may be room after more rounds are read: they bring fewer tokens than they could.
             limit = self._reserved(series.step, series.ends, needed, scheduler)
             if limit is None:
                 return False
@@ -373,7 +374,7 @@ class DeviceRounds:
         return True
 
     def launch(self) -> tuple[ScheduledStep, StepPicks]:
-        """As Rounds.launch."""
+        """Like Rounds.launch."""
         series = self._series
         assert series is not None
         series.is_noted = False
@@ -387,7 +388,7 @@ class DeviceRounds:
         whole = None if is_shaped else rounds.as_one(runner.graph_again)
         if whole is not None:
             runner.run_again(series.batch, whole)
-            rounds.guessed.before_accepting()  # the step and what it accepts are one recording
+            rounds.guessed.before_accepting()  # the step and its acceptance are one recording
         else:
             logits = runner.run_again(series.batch)
             rounds.pick(logits, runner.graph_again)
@@ -401,7 +402,7 @@ class DeviceRounds:
         return series.step, picks
 
     def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
-        """As Rounds.read_together."""
+        """Like Rounds.read_together."""
         series = self._series
         if series is None or not unread or series.cut or series.num_changes != scheduler.num_changes:
             return None
@@ -424,17 +425,17 @@ class DeviceRounds:
         return Together(rounds[0].round_number, len(rounds), first, token_ids, len(flat), kv_len, rounds[-1].told)
 
     def took(self, together: Together) -> None:
-        """As Rounds.took."""
+        """Like Rounds.took."""
         if self._series is not None:
             self._series.note(together.number, together.num_rounds, together.kv_len, together.told)
 
     def noted(self) -> None:
-        """As Rounds.noted."""
+        """Like Rounds.noted."""
         if self._series is not None:
             self._series.is_noted = True
 
     def end(self) -> bool:
-        """As Rounds.end."""
+        """Like Rounds.end."""
         series, self._series = self._series, None
         if series is None:
             return False
@@ -457,14 +458,14 @@ class DeviceRounds:
         return series.has_fault
 
     def first_fault_of(self, step: int | None) -> int:
-        """As Rounds.first_fault_of."""
+        """Like Rounds.first_fault_of."""
         series, told_of = self._series, self._told_of
         if series is not None and series.has_fault and not self._has_ranks:
             told_of = series.number, series.first_fault
         return told_of[1] if step == told_of[0] else 0
 
     def _told(self, series: _Series, found: Callable[[], Found]) -> RoundPicks:
-        """Have the host told of the round that was launched last, and the guesses of the next one made."""
+        """Copies the results of the last round to the host, and makes the drafts of the next one."""
         rounds, done = series.rounds, self._memory[self._next].done
         on_host = rounds.on_host[self._next]
         self._next = (self._next + 1) % len(self._memory)
@@ -475,7 +476,7 @@ class DeviceRounds:
         return RoundPicks(series, on_host, found, done)
 
     def _rounds_of(self, step: ScheduledStep, last: RanStep) -> RoundLaunches:
-        """What the rounds that follow from a step launch after it."""
+        """The launches after a step of the rounds that follow from it."""
         batch, child, draws = last.batch, last.children[0], bool(step.asking)
         if draws:
             self._send_terms(step)
@@ -486,7 +487,7 @@ class DeviceRounds:
         return kept[1]
 
     def _new_launches(self, last: RanStep, *, draws: bool) -> RoundLaunches:
-        """As _rounds_of, made anew."""
+        """New launches for _rounds_of()."""
         num_seqs, inputs, width = last.batch.num_seqs, last.inputs, self._width
         to = Told.of(self._words, num_seqs, width)
         given = GuessedRound(
@@ -517,9 +518,10 @@ class DeviceRounds:
         return ShapedRows(self._asking, shapes, [NONE] * len(shapes), draws) if shapes else self._unshaped
 
     def _reserved(self, step: ScheduledStep, ends: Ends, needed: Int32Array, scheduler: Scheduler) -> Int32Array | None:
-        """The limits of sequences that need pages for so many tokens, with some to spare if there are.
+        """The limits of sequences that need pages for `needed` tokens, with some to spare if there are pages.
 
-        No longer than the step's plan and the table allow, and, but for what is needed, than the sequences can come to.
+        A limit is at most that of the step's plan and the table, and, apart from `needed`, the sequence's greatest
+        length.
         None: there are no pages.
         """
         last, table = self._runtime.gate.last, self._runtime.table
@@ -528,7 +530,7 @@ class DeviceRounds:
         most = np.int32(min(last.plan.key.max_kv_len, table.max_kv_len, most_guessed))
         if (needed > most).any():
             return None
-        # With what rounds may store that are launched before its end is known.
+        # Including tokens that rounds may store which are launched before its end is known.
         beyond = self._width * (len(self._memory) + 1)
         most_of_each = np.minimum(np.maximum(needed, ends.kv_len + beyond), most).astype(np.int32)
         whole = _TOKENS_AHEAD if step.asking else max(_TOKENS_AHEAD, _MOST_ROUNDS * self._width)
@@ -541,7 +543,7 @@ class DeviceRounds:
         return None
 
     def _send_texts(self, step: ScheduledStep) -> None:
-        """Have the texts of a step's sequences on the device, as they were before it."""
+        """Sends the texts of a step's sequences to the device, as they were before it."""
         values, places = list[int](), list[npt.NDArray[Any]]()
         most = self._texts.shape[1]
         for sequence, kv_len in zip(step.sequences, step.batch.kv_len.tolist(), strict=True):
@@ -556,7 +558,7 @@ class DeviceRounds:
             self._put(self._texts, places, np.array(values, np.int32))
 
     def _send_numbers(self, step: ScheduledStep, limit: Int32Array) -> None:
-        """Have what tokens are drawn by on the device, of all places that rounds within these limits come to."""
+        """Sends the random numbers of tokens to the device, for all places that rounds within these limits reach."""
         values, places, most = list[npt.NDArray[np.float32]](), list[npt.NDArray[Any]](), self._numbers.shape[1]
         drawn_by: dict[int, tuple[int, int]] = {}
         for seq in step.asking:
@@ -578,23 +580,23 @@ class DeviceRounds:
         to.view(-1).index_copy_(0, sent(np.concatenate(places), device), sent(values, device))
 
     def _send_terms(self, step: ScheduledStep) -> None:
-        """Have temperatures and the like of a step's sequences on the device; each round has numbers of its own."""
+        """Sends the temperatures and top_p of a step's sequences to the device; each round has numbers of its own."""
         terms = terms_of([_draw_of(sequence) for sequence in step.sequences]).repeat(self._width, 0)
         self._terms[: len(terms)].copy_(sent(terms, self._runtime.device))
 
 
 def _bounds(series: _Series, width: int) -> Int32Array:
-    """Of the texts before the round that was launched last, of which one was not read for each that has not been."""
+    """Upper bounds of texts before the last round: of the unread rounds, one is not counted."""
     bounds: Int32Array = series.progress.kv_len + np.int32(width * (series.num_unread - 2) + 1)
     return bounds
 
 
 def _stays(sequence: Sequence) -> bool:
-    """Whether the device can pick all of a sequence's tokens to come as those of this step are."""
+    """True if the device can pick all later tokens of a sequence in the same way as those of this step."""
     return sequence.asks is None or sequence.asks.stays_from(sequence.num_new)
 
 
 def _draw_of(sequence: Sequence) -> Draw:
-    """How a sequence's tokens are drawn, but for the numbers that decide."""
+    """How a sequence's tokens are drawn, without the random numbers."""
     sampler = sequence.sampler
     return GREEDY if sampler.is_greedy else Draw(sampler.sampling.temperature, sampler.sampling.top_p, 0.0)

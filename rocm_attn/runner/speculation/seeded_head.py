@@ -1,4 +1,4 @@
-"""Random weights of heads that draft."""
+"""Random weights of draft heads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from rocm_attn.runner.tensors import Shape
 
 FC = "fc.weight"
-# A standard deviation with which random layers hand on about what they get.
+# A standard deviation with which random layers pass on roughly their input.
 _STD = 0.02
 
 
 class SeededHead:
-    """A TensorSource of random weights of these shapes, the same each time. fc hands on the last of its rows."""
+    """A TensorSource of random weights of these shapes, always the same ones. fc passes on the last of its rows."""
 
     name = "the seeded head"
 
@@ -24,11 +24,11 @@ class SeededHead:
         self._random = torch.Generator().manual_seed(0)
 
     def shapes(self) -> Mapping[str, Shape]:
-        """As TensorSource.shapes."""
+        """Like TensorSource.shapes."""
         return self._shapes
 
     def read(self, name: str, *where: slice) -> Tensor:
-        """As TensorSource.read."""
+        """Like TensorSource.read."""
         shape = self._shapes[name]
         if "norm" in name:
             return torch.ones(shape)[where]

@@ -1,10 +1,9 @@
 """Speculation: drafts are made before a step, and verified by the step's logits.
 
 A step computes the logits after each draft, as if it had been picked. From the sequence's last token on, a token is
-picked as it always is, by the request's own way and its own random numbers; where there is a draft of that token, the
-logits after it are there already, and the next token is picked from them. So each token is the one that plain decoding
-would have picked, greedily or by chance, whatever the drafts are: they decide how many tokens a step brings, and
-nothing else.
+picked as usual, by the request's sampling and its own random numbers. If there is a draft of that token, the logits
+after it are there already, and the next token is picked from them. So each token is the one that plain decoding would
+have picked, greedily or at random, whatever the drafts are: they decide only how many tokens a step brings.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 
 Picks = list[Many[int] | BadLogits]
-# Of steps in which none asks for any.
+# The logprobs of steps in which no request asks for any.
 NO_LOGPROBS_OF: Mapping[int, Many[TokenLogprobs]] = MappingProxyType({})
 NOTHING_DRAWN = NothingDrawn()
 # Scheduler.decoding
@@ -49,62 +48,62 @@ Decoding = Callable[[int], list[tuple[Sequence, int]]]
 
 
 class Drafter(Protocol):
-    """Guesses what comes next."""
+    """Makes draft tokens."""
 
     def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
         """Drafts of some sequences, by their requests' numbers.
 
         decoding: sequences with the most drafts that each may have, at least 1; the next token of each is to be picked
-        alive:    numbers of all requests that have not ended: what is kept of others is to be dropped
+        alive:    numbers of all requests that have not ended: state of others is to be dropped
         """
         ...
 
     @property
     def looks_up(self) -> bool:
-        """Whether a sequence's own text tells all drafts, chains without branches."""
+        """True if all drafts come from the sequence's own text, as chains without branches."""
         ...
 
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """A step has run, and its tokens are its sequences' now; the next one is not launched.
+        """Notes that a step has run, and that its sequences have its tokens; the next one is not launched.
 
         taken: of each of step.picking
         """
         ...
 
     def capture_all(self, progress: Progress) -> None:
-        """Make the graphs of what drafts, if it has any. progress: as of StepRunner.capture_all"""
+        """Makes the graphs of the drafter, if it has any. progress: see StepRunner.capture_all"""
         ...
 
 
 class StepPicks(Protocol):
-    """What the sequences of a step get, on its way to the host."""
+    """The picks of a step's sequences, on their way to the host."""
 
     def read(self) -> Picks:
-        """Wait for it. For each of step.picking the tokens that it gets, or why it gets none."""
+        """Waits for them. Returns for each of step.picking its tokens, or the reason why it gets none."""
         ...
 
     @property
     def is_followed(self) -> bool:
-        """Whether what guesses has gone on from it on the device."""
+        """True if the drafter has continued from it on the device."""
         ...
 
     @property
     def round_number(self) -> int:
-        """Which of the rounds it is that follow from each other; NO_ROUND: none of such."""
+        """Its number among rounds that follow from each other; NO_ROUND: it is none of these."""
         ...
 
     @property
     def tokens(self) -> PickedTokens | AskedTokens | None:
-        """Those after all drafts of a step, where no request asks for logprobs."""
+        """The tokens after all drafts of a step, if no request asks for logprobs."""
         ...
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
-        """Place among step.picking -> logprobs of the tokens that read() has given it, of those that ask for them."""
+        """Place among step.picking -> logprobs of its tokens from read(), for requests that ask for them."""
         ...
 
 
 class NoSpeculation:
-    """Each step brings a sequence one token."""
+    """Steps that bring each sequence one token."""
 
     has_rounds = False
 
@@ -112,15 +111,15 @@ class NoSpeculation:
         self._picker = picker
 
     def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, Drafts]:
-        """As Speculation.drafts."""
+        """Like Speculation.drafts."""
         return NO_SEQUENCE
 
     def batch(self, step: ScheduledStep) -> StepBatch:
-        """As Speculation.batch."""
+        """Like Speculation.batch."""
         return step.batch
 
     def pick(self, step: ScheduledStep, logits: Tensor, settle: Callable[[], None]) -> StepPicks:
-        """As Speculation.pick. logits: [num_seqs, vocab]"""
+        """Like Speculation.pick. logits: [num_seqs, vocab]"""
         asking = _asking(step, settle)
         draws = {
             row: step.sequences[row].sampler.draw(step.sequences[row].num_new)
@@ -134,23 +133,23 @@ class NoSpeculation:
         return _OneEachAsked(self._picker.pick(rows, draws, asks))
 
     def follow(self, step: ScheduledStep, taken: Many[Taken], *, is_followed: bool) -> None:
-        """As Speculation.follow."""
+        """Like Speculation.follow."""
 
     def count_rounds(self, step: ScheduledStep, together: Together) -> None:
-        """As Speculation.count_rounds."""
+        """Like Speculation.count_rounds."""
 
     def capture_all(self, progress: Progress) -> None:
-        """As Speculation.capture_all."""
+        """Like Speculation.capture_all."""
 
 
 class Speculation:
-    """Drafts for the next step, and what became of them.
+    """Drafts for the next step, and their verification.
 
     runtime:    of the model that verifies
     picker:     has room for 1 + num_drafts rows of each sequence of a step
-    num_drafts: of a sequence and step, at most
-    metrics:    in which drafts are counted
-    rejection:  what accepts drafts that were drawn
+    num_drafts: most drafts per sequence and step
+    metrics:    receive counts of drafts
+    rejection:  accepts drawn drafts
     has_rounds: whether steps in which all sequences have drafts may go on without the host (rounds.py)
     branches:   whether drafts of these rounds may have branches: then steps of chains have the mask of trees too
     """
@@ -176,39 +175,39 @@ class Speculation:
         self._rejection = rejection
 
     def capture_all(self, progress: Progress) -> None:
-        """As Drafter.capture_all."""
+        """Like Drafter.capture_all."""
         self._drafter.capture_all(progress)
 
     def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, Drafts]:
         """Drafts for the next step; the tokens of all steps were read.
 
         decoding: Scheduler.decoding
-        alive:    as of Drafter.draft
+        alive:    see Drafter.draft
         """
         sequences = decoding(self._num_drafts)
         found = self._drafter.draft(sequences, alive)
         if self.looks_up and len(found) < len(sequences) <= 2 * len(found):
-            # Steps in which all have drafts can go on without the host; what is guessed of the others costs little.
+            # Steps in which all have drafts can go on without the host; drafts added for the others cost little.
             guesses = {each.number: (each.token_ids[-1],) * most for each, most in sequences}
             found = {number: found.get(number, Drafts.chain(ids)) for number, ids in guesses.items()}
         return found
 
     @property
     def looks_up(self) -> bool:
-        """As Drafter.looks_up, and whether rounds may follow from each other."""
+        """Like Drafter.looks_up, if rounds may also follow from each other."""
         return self.has_rounds and self._drafter.looks_up
 
     def batch(self, step: ScheduledStep) -> StepBatch:
-        """The batch of a step, with the mask of its trees where it has any."""
+        """The batch of a step, with the mask of its trees if it has any."""
         if not (step.has_trees or (self._branches and step.drafts)):
             return step.batch
         return replace(step.batch, mask=TreeMask(torch.from_numpy(_parents(step)).to(self._runtime.device)))
 
     def pick(self, step: ScheduledStep, logits: Tensor, settle: Callable[[], None]) -> StepPicks:
-        """Pick the tokens that each of step.picking gets: the drafts that were right, in order, and one more.
+        """Picks the tokens of each of step.picking: the drafts that were right, in order, and one more.
 
         logits: [num_seqs, rows, vocab], of the last tokens of each sequence; in a decode step rows is 1
-        settle: reads the tokens of all steps before this one; called where a token depends on them on the host
+        settle: reads the tokens of all steps before this one; called if a token depends on them on the host
         """
         num_rows, asking = logits.shape[1], _asking(step, settle)
         draws: dict[int, Draw] = {}
@@ -226,14 +225,14 @@ class Speculation:
         return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits))
 
     def follow(self, step: ScheduledStep, taken: Many[Taken], *, is_followed: bool) -> None:
-        """Count what became of a step's drafts, and tell what drafts.
+        """Counts a step's drafts and accepted ones, and passes the step to the drafter.
 
         taken:       of each of step.picking
-        is_followed: as of StepPicks
+        is_followed: see StepPicks
         """
         if not is_followed:
             self._drafter.follow(step, taken)
-        # Of a sequence that has ended since the step was launched nothing was verified.
+        # Nothing was verified of a sequence that has ended since the step was launched.
         verified = num_drafts = num_taken = 0
         for seq, drafts in step.drafts.items():
             token_ids = taken[seq].token_ids
@@ -247,7 +246,7 @@ class Speculation:
         metrics.accepted_drafts += num_taken - verified
 
     def count_rounds(self, step: ScheduledStep, together: Together) -> None:
-        """As follow(), of rounds that were read together: what they go on with needs nothing to be told."""
+        """Like follow(), for rounds that were read together. The drafter needs no call for them."""
         verified = together.num_rounds * step.num_picks
         metrics = self._metrics
         metrics.verifications += verified
@@ -256,7 +255,7 @@ class Speculation:
 
 
 class _OneEach:
-    """A token for each sequence."""
+    """Picks of one token per sequence."""
 
     is_followed, round_number = False, NO_ROUND
     tokens = None
@@ -265,16 +264,16 @@ class _OneEach:
         self._picked = picked
 
     def read(self) -> Picks:
-        """As StepPicks.read."""
+        """Like StepPicks.read."""
         return [pick if isinstance(pick, BadLogits) else (pick,) for pick in self._picked.read()]
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
-        """As StepPicks.logprobs."""
+        """Like StepPicks.logprobs."""
         return NO_LOGPROBS_OF
 
 
 class _OneEachAsked:
-    """A token for each sequence, and for some what they asked for."""
+    """Picks of one token per sequence, some with logprobs or shaped rows."""
 
     is_followed, round_number = False, NO_ROUND
     tokens = None
@@ -284,12 +283,12 @@ class _OneEachAsked:
         self._found: list[int | BadLogits] = []
 
     def read(self) -> Picks:
-        """As StepPicks.read."""
+        """Like StepPicks.read."""
         self._found = self._picked.read()
         return [pick if isinstance(pick, BadLogits) else (pick,) for pick in self._found]
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
-        """As StepPicks.logprobs."""
+        """Like StepPicks.logprobs."""
         return {row: (told,) for row, told in self._picked.logprobs(self._found).items()}
 
 
@@ -297,8 +296,8 @@ class _Verified:
     """A token after each draft, from which the accepted ones follow.
 
     num_rows: of each sequence's last tokens
-    runtime:  in which their K and V are moved to the places of their tokens, where they lie in others
-    drawn:    what became of drafts that were drawn
+    runtime:  moves their K and V to the places of their tokens, if they lie in others
+    drawn:    acceptance of drawn drafts
     """
 
     is_followed, round_number = False, NO_ROUND
@@ -319,15 +318,15 @@ class _Verified:
 
     @property
     def tokens(self) -> PickedTokens | AskedTokens | None:
-        """As StepPicks.tokens."""
+        """Like StepPicks.tokens."""
         picked = self._picked
         return picked if isinstance(picked, PickedTokens) or picked.only_tokens else None
 
     def read(self) -> Picks:
-        """As StepPicks.read, before the next step of these sequences.
+        """Like StepPicks.read, before the next step of these sequences.
 
-        It may be read again after an interrupt. Where that may have come while accepted drafts were moved, nothing is
-        counted on that lies after the last token: such a sequence takes one token, and its next step stores the others.
+        It may be read again after an interrupt. If the interrupt may have come while accepted drafts were moved, K and
+        V after the last token are not used: such a sequence takes one token, and its next step stores the others.
         """
         step, num_rows = self._step, self._num_rows
         found = self._found = self._picked.read()
@@ -346,7 +345,7 @@ class _Verified:
             self._paths.append(path)
             if drafts.is_chain or path == list(range(len(path))):
                 continue
-            # What has ended since the step was launched, by its text for one, has given its row back.
+            # A sequence that has ended since the step was launched, for example by its text, has given its row back.
             if step.sequences[seq].row == step.batch.rows[seq]:
                 moves[seq] = path
         if self._may_have_moved:
@@ -358,7 +357,7 @@ class _Verified:
         return picks
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
-        """As StepPicks.logprobs."""
+        """Like StepPicks.logprobs."""
         if isinstance(self._picked, PickedTokens):
             return NO_LOGPROBS_OF
         told, found = self._picked.logprobs(self._found), dict[int, Many[TokenLogprobs]]()
@@ -369,7 +368,7 @@ class _Verified:
         return found
 
     def _move(self, paths: Mapping[int, Many[int]]) -> None:
-        """Move what some sequences have accepted. paths: seq -> their drafts, in order"""
+        """Moves the accepted drafts of some sequences. paths: seq -> their drafts, in order"""
         batch, seqs = self._step.batch, list(paths)
         nodes = np.full((len(seqs), 1 + max(map(len, paths.values()))), -1, np.int32)
         for line, path in zip(nodes, paths.values(), strict=True):
@@ -383,13 +382,13 @@ class _Verified:
 
 
 def _asking(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, Asking]:
-    """Place among step.picking -> what its sequence asks for. settle: as of Speculation.pick"""
+    """Place among step.picking -> the Asking of its sequence. settle: see Speculation.pick"""
     if not step.asking:
         return {}
     asking = {seq: asks for seq in step.asking if (asks := step.sequences[seq].asks) is not None}
     if asking and any(asks.needs_tokens for asks in asking.values()):
         settle()  # the step itself runs on the device meanwhile
-        # What has ended with the step before takes nothing of this one.
+        # A sequence that has ended with the step before takes nothing of this one.
         asking = {seq: asks for seq, asks in asking.items() if step.sequences[seq].row != RESERVED_ROW}
     return asking
 
@@ -404,7 +403,7 @@ def _parents(step: ScheduledStep) -> Int32Array:
 
 
 def _of_drawn(first: int | BadLogits, tokens: Many[int], path: list[int]) -> tuple[Many[int] | BadLogits, Many[int]]:
-    """As _found_right, of drafts that were drawn. first: what plain picking says of their first row"""
+    """Like _found_right, for drawn drafts. first: the plain pick of their first row"""
     if tokens[-1] >= 0 and not isinstance(first, BadLogits):
         return tokens, path
     if len(tokens) > 1:
@@ -415,8 +414,8 @@ def _of_drawn(first: int | BadLogits, tokens: Many[int], path: list[int]) -> tup
 def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int] | BadLogits, Many[int]]:
     """The tokens from a sequence's last one on, and the drafts of all but the last of them.
 
-    rows: what was picked after the last token, and after each draft
-    Where none can be picked after an accepted draft, the step ends before that draft: its sequence fails in the next.
+    rows: the picks after the last token, and after each draft
+    If no token can be picked after an accepted draft, the step ends before that draft: its sequence fails in the next.
     """
     tokens: list[int] = []
     path: list[int] = []

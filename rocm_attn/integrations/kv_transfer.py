@@ -289,7 +289,7 @@ class KVExporter(_Mover):
     def _stored(self, runtime: AttentionRuntime, layers: Sequence[int], pages: Pages, kv_len: int) -> Pages:
         """Returns the pages that hold the tokens. For a page whose copy is pending, it is the page to copy from.
 
-        Raises BadBatch unless a row with these pages has stored that many tokens in these layers, or all pages are kept.
+        Raises BadBatch unless a row with these pages has stored that many tokens in these layers, or all are kept.
         """
         table, spaces = runtime.table, {self._spaces[layer] for layer in layers}
         row = _row_of(table, pages, spaces)

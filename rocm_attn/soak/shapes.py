@@ -18,7 +18,7 @@ from rocm_attn.problem import (
     Scales,
 )
 
-# Any that whole pools and blocks fit into; what serves is chosen later.
+# Any size that holds whole pools and blocks. The kernels are chosen later.
 _PAGE_SIZE = 128
 
 
@@ -60,11 +60,11 @@ def _blocks(dtype: torch.dtype, encoding: KVEncoding) -> tuple[Problem, ...]:
 
 
 def _scales(encoding: KVEncoding) -> Scales:
-    """Index keys of eight bits have a factor each."""
+    """Eight-bit index keys have one scale each."""
     return Scales.NONE if encoding is KVEncoding.LIKE_Q else Scales.TOKEN
 
 
-# Name -> what makes the layers: of a dtype, with index keys of an encoding.
+# Name -> makes the layers, from a dtype and the encoding of index keys.
 SHAPES: Mapping[str, Callable[[torch.dtype, KVEncoding], tuple[Problem, ...]]] = {
     "dense": _dense,
     "latent": _latent,

@@ -68,8 +68,8 @@ def check_indexer(indexer: Indexer, kv_len: int) -> None:
     """Raises BadProblem if noise may be selected in place of the keys that the heads of an indexer point to.
 
     A key that heads point to scores sqrt(dim) for each direction that points to it. Any other key scores noise for all
-    directions, which share the key that they turn away from: N(0, 6) for two directions, N(0, 2) for one. As many of
-    these keys as there is room for may score more.
+    directions, which share the key that they turn away from: N(0, 6) for two directions, N(0, 2) for one. Up to as
+    many of these keys as there is room for may score more.
     """
     indexing = indexer.indexing
     num_pointed = _num_pointed(indexer)

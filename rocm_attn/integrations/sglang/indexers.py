@@ -67,7 +67,7 @@ def project(module: IndexerModule, x: Tensor | tuple[Tensor, ...], q_lora: Tenso
         k, gates = module.wk(plain)[0], _gates(module.weights_proj, plain)
     k = module.k_norm(k)
     rotated = module.rope_head_dim
-    # As in attention, the key gets a dimension of heads. Some of SGLang's kernels rotate in place.
+    # The key gets a dimension of heads, like in attention. Some of SGLang's kernels rotate in place.
     q_rope, k_rope = module.rotary_emb(positions, q[..., :rotated].clone(), k[:, None, :rotated].clone())
     q = torch.cat((q_rope.view(*q.shape[:-1], rotated), q[..., rotated:]), -1)
     k = torch.cat((k_rope.view(-1, rotated), k[..., rotated:]), -1)

@@ -36,7 +36,7 @@ class EnergyMeter:
 
 
 def meter_of(device: torch.device) -> EnergyMeter:
-    """Returns the counter of a device. If there is none, it says why."""
+    """Returns the counter of a device. If there is none, its why_not has the reason."""
     try:
         if device.type != "cuda":
             return _powercap(Path("/sys/class/powercap"))

@@ -58,16 +58,16 @@ class _Called:
         return owner
 
     def layers(self, part: int) -> LayerCalls:
-        """The layer calls of a part of the step that is running. Raises WrongState."""
+        """Returns the layer calls of a part of the step that is running. Raises WrongState."""
         owner = self.owner
         return owner.gate.running(part) if isinstance(owner, AttentionRuntime) else owner.layers
 
     def v_of(self, layer: int, k: Tensor, v: Tensor | None) -> Tensor:
-        """V of a layer. If v is None, as for latent layers, it is the first v_head_dim elements of k."""
+        """Returns V of a layer. If v is None, as for latent layers, it is the first v_head_dim elements of k."""
         return k[..., : self._v_dims[layer]] if v is None else v
 
     def work(self, layer: int, norms: _Norms, rope: _Rope) -> QkvWork:
-        """The norms and rope of a layer. It is reused while its tensors and numbers are the same."""
+        """Returns the norms and rope of a layer. The object is reused while its tensors and numbers are the same."""
         *weights, numbers = norms
         cos_sin, *of_table = rope
         tensors = *weights, cos_sin
@@ -165,7 +165,7 @@ class CompiledLayers(LayerCalls):
         torch.ops.rocm_attn.attend_selected(self.state, q, out, lse, self.number, self.part, layer)
 
     def _v(self, layer: int, v: Tensor) -> Tensor | None:
-        """V as an argument. None for a latent layer: its V is part of k, which compiled code might copy."""
+        """Returns V as an argument; None for a latent layer. Its V is part of k, and compiled code might copy it."""
         if not 0 <= layer < len(self._is_latent):
             raise BadTensor(f"layer {layer} does not exist; there are layers 0 to {len(self._is_latent) - 1}")
         return None if self._is_latent[layer] else v
@@ -326,7 +326,7 @@ _TAGS = tuple(
 
 
 def _writes_only(*arguments: object) -> None:
-    """The fake implementation, for tensors without memory: operations return nothing."""
+    """Does nothing, for tensors without memory: operations return nothing."""
 
 
 def _define() -> torch.library.Library:

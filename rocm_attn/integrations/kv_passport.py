@@ -103,7 +103,7 @@ class KVPassport:
 
     @classmethod
     def of(cls, owner: Owner) -> KVPassport:
-        """The passport of a runtime, or of the pages that an engine has bound. Waits for the device to read scales."""
+        """Makes the passport of a runtime, or of an engine's bound pages. Waits for the device if scales lie there."""
         problems, spaces = problems_of(owner), spaces_of(owner)
         layers = zip(range(len(problems)), problems, spaces, strict=True)
         return cls(tuple(_layer(pool_of(owner), *each) for each in layers))

@@ -25,7 +25,7 @@ class HttpMetrics:
     disconnects: requests whose client left before the end of the answer
     late_readers: requests that were ended because their client did not read
     age_seconds: age of the engine's counts that are reported with these
-    refused:     requests that were refused before the engine saw them, by reason; reasons are fixed, such as "queue"
+    refused:     requests that were refused before the engine saw them, by reason: a few fixed ones, such as "queue"
     """
 
     open: int = 0

@@ -103,7 +103,7 @@ async def serve(
 
 
 class Server(uvicorn.Server):
-    """A server that drains. The first SIGTERM or SIGINT lets requests finish that it took; the second ends at once."""
+    """A server that drains. At the first SIGTERM or SIGINT it finishes its requests; the second ends it at once."""
 
     def __init__(self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]) -> None:
         self._front, self._options, self._announce = front, model.options, announce

@@ -7,8 +7,8 @@ p, of length `sharpness` after scaling, has these logits:
     of another    about N(0, a * a)
 
 So all L other keys together have about L * exp(a * a / 2 - a * sqrt(D)) of the weight of key p. This is negligible for
-rows and lengths of real models. The output is then v[p], so it is known without computing attention. Hidden keys are
-asked for too. Their values must not come back.
+rows and lengths of real models. The output is then v[p], so it is known without computing attention. Keys that a query
+may not see are asked for too. Their values must not come back.
 
 Index keys are needles too. The heads of an indexer point to a few keys, which are selected among noise. They may also
 turn away from one key, which is not selected. Queries then ask for keys of both kinds.
@@ -96,7 +96,7 @@ def _num_pointed(indexer: Indexer) -> int:
 
 
 def _too_few(indexing: Indexing) -> float:
-    """Returns the number of units up to which no unit can be turned away from: nearly all of them may be selected.
+    """Returns the number of units up to which none is turned away from, because too many of them are selected.
 
     A unit's score must be that of one key. If it is the largest of several keys' scores, no unit can be turned away
     from.

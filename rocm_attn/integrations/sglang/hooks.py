@@ -208,7 +208,7 @@ class AttentionHooks:
         self._is_sealed, self._sealed_tokens = True, tokens
 
     def _mask_of(self, num_seqs: int, num_tokens: int) -> Tensor:
-        """Makes room for the mask of this many sequences' drafts. Its size is SGLang's: rows include the drafts.
+        """Makes room for the mask of this many sequences' drafts, sized as in SGLang: for the context plus the drafts.
 
         SGLang writes it in place (verify_mask), and graphs read it there.
         """

@@ -344,7 +344,7 @@ def in_order(chosen: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
 def _require_kernels(
     problems: Sequence[Problem], sizes: GroupSizes, device: torch.device, options: ExternalOptions
 ) -> None:
-    """Refuse layers that no kernel serves before vLLM allocates for them. Raises Unsupported."""
+    """Raises Unsupported for layers that no kernel serves, before vLLM allocates memory for them."""
     few = options.pool_size(
         Bounds(num_seqs=sizes.num_seqs, num_tokens=sizes.num_tokens, kv_len=sizes.kv_len, num_pages=2)
     )

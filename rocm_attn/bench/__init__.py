@@ -1,1 +1,1 @@
-"""`rocm-attn bench`: kernels side by side, compared runs, and servers under a trace of requests."""
+"""`rocm-attn bench`: comparisons of kernels and of runs, and servers under a trace of requests."""

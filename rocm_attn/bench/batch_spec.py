@@ -1,14 +1,14 @@
-"""What a step does, as a word: `64d4k`, `1x2048+6144`, `63d4k+1x2048`, `64x5+2500`.
+"""A text form of a step's batch: `64d4k`, `1x2048+6144`, `63d4k+1x2048`, `64x5+2500`.
 
     batch  = group , { "+" , group } ;
     group  = decode | extend ;
     decode = count , "d" , length ;                    count sequences of length tokens, the last of which is new
-    extend = count , "x" , length , [ "+" , length ] ; count sequences of so many new tokens, over stored ones
+    extend = count , "x" , length , [ "+" , length ] ; count sequences of length new tokens, over stored ones
     count  = number ;
     length = number , [ "k" ] ;                        k: times 1024
     number = digit , { digit } ;                       the first digit of a count is not 0
 
-A number after "+" is a group's count where "d" or "x" comes after it, else the stored tokens of the group before it.
+A number after "+" is a group's count if "d" or "x" follows it, else the stored tokens of the group before it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _EXAMPLES = "as in 64d4k, 1x2048+6144 or 63d4k+1x2048"
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Sequences that are alike.
+    """Sequences with the same lengths.
 
     num_seqs: at least 1
-    new:      new tokens of each, at least 1; one of them is a decode
+    new:      new tokens of each, at least 1; a sequence with one is a decode
     stored:   tokens of each in the KV before the step
     """
 
@@ -44,7 +44,7 @@ class Group:
 
     @property
     def kv_len(self) -> int:
-        """Tokens of each after the step."""
+        """Tokens of each sequence after the step."""
         return self.stored + self.new
 
     def __str__(self) -> str:
@@ -55,9 +55,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """The sequences of a step, in order; str() of it is read by parse() again.
+    """The sequences of a step, in order. parse() reads the result of str().
 
-    Raises BadSetting where there is no sequence, or one is too long.
+    Raises BadSetting if there is no sequence, or one is too long.
     """
 
     groups: tuple[Group, ...]
@@ -75,22 +75,22 @@ class BatchSpec:
 
     @classmethod
     def parse(cls, text: str) -> BatchSpec:
-        """The batch that a word names. Raises BadSetting, which points at the place."""
+        """Parses the text form of a batch. Raises BadSetting, which points at the place."""
         return _Reader(text).batch()
 
     @classmethod
     def of_lengths(cls, lengths: Iterable[tuple[int, int]]) -> BatchSpec:
-        """Of each sequence's new tokens and stored tokens, in order. Raises BadSetting."""
+        """Makes a batch from each sequence's (new tokens, stored tokens), in order. Raises BadSetting."""
         return cls(tuple(Group(len(list(alike)), *each) for each, alike in groupby(lengths)))
 
     @property
     def num_seqs(self) -> int:
-        """Sequences."""
+        """The number of sequences."""
         return sum(group.num_seqs for group in self.groups)
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all."""
+        """New tokens of all sequences."""
         return sum(group.num_seqs * group.new for group in self.groups)
 
     @property
@@ -112,7 +112,7 @@ def _length(tokens: int) -> str:
 
 
 class _Reader:
-    """Reads a word from left to right."""
+    """Parses a text from left to right."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
@@ -147,7 +147,7 @@ class _Reader:
         return Group(num_seqs, new, self._stored())
 
     def _stored(self) -> int:
-        """The tokens after a "+", where no group begins there."""
+        """Returns the tokens after a "+", or 0 if there is none or a group begins there."""
         if re.match(r"\+\d+(?![\ddx])", self._text[self._at :]) is None:
             return 0
         self._at += 1

@@ -1,4 +1,4 @@
-"""What a device copies, reads and multiplies in a second, measured on it in the same process."""
+"""Bytes that a device copies and reads, and operations that it computes, per second, measured in the same process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _GPU_SIZE, _CPU_SIZE = 8192, 512
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of a device.
+    """Measured limits of a device, per second.
 
     copied_per_s: bytes read and written by a copy of a large tensor
-    read_per_s:   bytes read by a sum over one
+    read_per_s:   bytes read by a reduction over one
     flops_per_s:  of a product of square matrices in the dtype
     """
 
@@ -27,12 +27,12 @@ class Ceilings:
 
     @property
     def bytes_per_s(self) -> float:
-        """The faster one of copying and reading."""
+        """The higher one of the rates of copying and reading."""
         return max(self.copied_per_s, self.read_per_s)
 
 
 def measured_ceilings(device: torch.device, dtype: torch.dtype, clock: Clock) -> Ceilings:
-    """Of a device; needs 2 GiB of a GPU's memory for a moment."""
+    """Measures a device. Needs 2 GiB of a GPU's memory for a moment."""
     on_gpu = device.type == "cuda"
     num_bytes, size = (_GPU_BYTES, _GPU_SIZE) if on_gpu else (_CPU_BYTES, _CPU_SIZE)
     source = torch.ones(num_bytes // 4, dtype=torch.int32, device=device)

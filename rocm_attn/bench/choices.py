@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Of suites.py; "all" is all of them, in this order.
+# The suites of suites.py. "all" is all of them, in this order.
 SUITES = (
     "few-tiles",
     "odd-dims",
@@ -15,7 +15,7 @@ SUITES = (
     "page-sizes",
 )
 ALL_SUITES = "all"
-# Of host_time.py: what the host needs for a step, which has no floor on the device.
+# The suite of host_time.py: the host's time for a step. It has no floor on the device.
 HOST = "host"
-# Of layers.py.
+# The layers of layers.py.
 LAYERS = ("llama-8b", "llama-70b", "llama-70b-tp8", "gpt-oss", "gemma-256", "deepseek-v3-tp8")

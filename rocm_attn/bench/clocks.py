@@ -1,4 +1,4 @@
-"""Times of one launch: kernels take turns, on a GPU as graphs over pages past its L2."""
+"""Times of one launch. Kernels take turns. On a GPU they run as graphs over more pages than fit its L2."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class Clock(Protocol):
     """Times launches on a device."""
 
     def timed(self, runs: Sequence[Run]) -> Timed:
-        """What runs one round of some launches. runs: of the same work over different data; each is called"""
+        """Returns a timer for one round of launches. runs: the same work over different data; each is called"""
         ...
 
 
 class Timed(Protocol):
-    """Launches that can be timed again and again."""
+    """Launches that can be timed repeatedly."""
 
     def microseconds(self) -> float:
-        """Of one launch, over a round of all."""
+        """Returns the time per launch, over a round of all."""
         ...
 
     def run(self, seconds: float) -> int:
-        """Launch for about so long, at least once, and wait; how many launches it were."""
+        """Launches for about this long, at least once, and waits. Returns the number of launches."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Of one launch, a sample a round.
+    """Samples of one launch, one per round.
 
     us:  microseconds
-    mhz: of the device's clock at the end of each sample; NaN where nothing tells
+    mhz: the device's clock at the end of each sample; NaN if it is unknown
     """
 
     us: tuple[float, ...]
@@ -46,7 +46,7 @@ class Sampled:
 
 
 def in_turn(timed: Sequence[Timed], rounds: int, mhz: Callable[[], float]) -> list[Sampled]:
-    """Samples of each, taking turns: a change of the machine's speed hits all of them. mhz: reads the clock"""
+    """Returns samples of each, taking turns, so that changes of the machine's speed affect all. mhz: reads the clock"""
     samples: list[list[tuple[float, float]]] = [[] for _ in timed]
     for _ in range(rounds):
         for one, mine in zip(timed, samples, strict=True):
@@ -56,13 +56,13 @@ def in_turn(timed: Sequence[Timed], rounds: int, mhz: Callable[[], float]) -> li
 
 @dataclass(frozen=True, slots=True)
 class GraphClock:
-    """A GPU's: launches are captured, and a sample is the mean over replays that take about round_us together."""
+    """A GPU's clock. Launches are captured. A sample is the mean over replays that take about round_us in total."""
 
     device: torch.device
     round_us: float
 
     def timed(self, runs: Sequence[Run]) -> Timed:
-        """As Clock.timed. Raises what a capture raises."""
+        """Does the same as Clock.timed. Raises the errors of a capture."""
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -70,7 +70,7 @@ class GraphClock:
                 for run in runs:
                     run()
                 torch.cuda.synchronize()
-                # Not torch.cuda.graph(), which collects garbage and gives memory back each time.
+                # torch.cuda.graph() is not used, because it collects garbage and frees memory each time.
                 graph.capture_begin()
                 try:
                     for run in runs:
@@ -85,7 +85,7 @@ class GraphClock:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """runs: kept, as the graph reads and writes the memory that they hold"""
+    """runs: kept, because the graph reads and writes the memory that they hold"""
 
     graph: torch.cuda.CUDAGraph
     runs: tuple[Run, ...]
@@ -105,7 +105,7 @@ class _Graph:
 
 
 def microseconds_of(run: Run, times: int) -> float:
-    """Of one of so many runs in a row, on the current GPU's stream, between two events."""
+    """Returns the time per run of this many runs in a row, on the current GPU's stream, between two events."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(times):
@@ -118,12 +118,12 @@ def microseconds_of(run: Run, times: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class HostClock:
-    """A CPU's: a sample is the mean over calls that take about round_us together."""
+    """A CPU's clock. A sample is the mean over calls that take about round_us in total."""
 
     round_us: float
 
     def timed(self, runs: Sequence[Run]) -> Timed:
-        """As Clock.timed."""
+        """Does the same as Clock.timed."""
         calls = _Calls(tuple(runs), 1)
         once = calls.microseconds() * len(runs)
         return _Calls(tuple(runs), max(1, min(200, round(self.round_us / max(once, 1e-3)))))
@@ -150,15 +150,15 @@ class _Calls:
 
 
 def clock_of(device: torch.device, round_us: float) -> Clock:
-    """The clock of a device. round_us: microseconds of a sample"""
+    """Returns the clock of a device. round_us: microseconds of a sample"""
     return GraphClock(device, round_us) if device.type == "cuda" else HostClock(round_us)
 
 
 def median_us(clock: Clock, run: Run, rounds: int = 7) -> float:
-    """Of one launch."""
+    """Returns the median time of one launch."""
     return median_of(clock.timed([run]), rounds)
 
 
 def median_of(timed: Timed, rounds: int) -> float:
-    """Microseconds of one launch, over so many rounds."""
+    """Returns the median microseconds of one launch, over this many rounds."""
     return statistics.median(timed.microseconds() for _ in range(rounds))

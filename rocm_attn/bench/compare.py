@@ -1,9 +1,9 @@
-"""Two runs compared, with a verdict that knows noise.
+"""Compares two runs, with verdicts that take noise into account.
 
-The ratio of two medians has a 95% interval, by resampling the samples of both runs. A row is slower, or faster, where
-the whole interval is beyond the smallest effect that counts; the same where the whole interval is within it; else the
-samples do not say. What changes from run to run and not from sample to sample, such as where pages lie, is in no
-interval: the smallest effect has to cover it.
+The ratio of two medians has a 95% interval, from resampling the samples of both runs. A row is slower, or faster, if
+the whole interval is beyond the smallest effect that counts. It is the same if the whole interval is within that
+effect. Otherwise the result is unclear. The interval does not cover differences between runs that are constant within a
+run, such as the place of pages in memory. The smallest effect has to cover those.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rocm_attn.errors import BadSetting
 
 _RESAMPLES, _SEED = 2000, 0
 _LOW, _HIGH = 0.025, 0.975
-# Fewer samples have no interval worth the name.
+# Fewer samples do not give a useful interval.
 _FEWEST = 5
 
-# Suite, case, batch and provider: suites share cases.
+# Suite, case, batch and provider. Suites share cases.
 Key = tuple[str, str, str, str]
 
 
 class Change(enum.Enum):
-    """What became of a row."""
+    """The change of a row."""
 
     SLOWER = "slower"
     FASTER = "faster"
@@ -43,7 +43,7 @@ class Change(enum.Enum):
 class Compared:
     """A provider on a case, before and after.
 
-    ratio, low, high: of the time after by the time before, and the interval; NaN where one of them has no samples
+    ratio, low, high: time after / time before, and its interval; NaN if one of them has no samples
     """
 
     case: str
@@ -54,7 +54,7 @@ class Compared:
     high: float = math.nan
 
     def line(self) -> str:
-        """In words."""
+        """Returns the comparison in words."""
         if math.isnan(self.ratio):
             return f"{self.change.value:<10} {self.provider}, {self.case}"
         found = f"{self.ratio:.3f} x ({self.low:.3f} to {self.high:.3f})"
@@ -63,10 +63,10 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """How far two runs may differ in what they are of.
+    """The allowed differences between the subjects of two runs.
 
     other_device: whether they may be of two devices
-    common_cases: whether cases that only one of them has are left out
+    common_cases: whether cases that only one run has are left out
     """
 
     other_device: bool = False
@@ -74,7 +74,7 @@ class Allowed:
 
 
 def compare(before: Kept, after: Kept, smallest: float, allowed: Allowed) -> list[Compared]:
-    """Each row that both have with a result in one of them. smallest: the effect that counts, 0.02 for 2%
+    """Returns each row of both runs that has a result in one of them. smallest: the effect that counts, 0.02 for 2%
 
     Raises BadSetting for runs that cannot be compared.
     """
@@ -132,7 +132,7 @@ def _row(key: Key, old: Mapping[str, Any], new: Mapping[str, Any], smallest: flo
 
 
 def ratio_of_medians(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
-    """Of after by before, and its 95% interval. Raises BadSetting for fewer than five samples."""
+    """Returns the ratio after / before, and its 95% interval. Raises BadSetting for fewer than five samples."""
     for samples in (before, after):
         if len(samples) < _FEWEST:
             raise BadSetting(f"a row has {len(samples)} samples; measure with --rounds {_FEWEST} or more to compare")

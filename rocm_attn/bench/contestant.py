@@ -1,4 +1,4 @@
-"""What is timed: a library's attention, as something that prepares launches."""
+"""The interface of a library's attention that is timed: it prepares launches."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rocm_attn.errors import RocmAttnError
 
 
 class NotServed(RocmAttnError):
-    """A contestant does not serve a step, or is not there; why, in a clause."""
+    """A contestant does not serve a step, or is not installed; the reason, in a clause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A layer that can be launched.
 
-    run:    launches only, so that it can be captured
-    out:    where the result is; a function, as some libraries return a tensor of their own
+    run:    only launches, so it can be captured
+    out:    returns the result; a function, because some libraries return a tensor of their own
     kernel: in words
-    rounds_products, rounds_queries: what eight-bit multiplication it does; see KernelRow
+    rounds_products, rounds_queries: the eight-bit multiplication that it does; see KernelRow
     """
 
     run: Callable[[], object]
@@ -37,5 +37,5 @@ class Contestant(Protocol):
     """A library's attention."""
 
     def prepare(self, data: StepData) -> Launch:
-        """Everything that is done once a step. Raises NotServed with a reason."""
+        """Does all the work that is done once per step. Raises NotServed with a reason."""
         ...

@@ -1,4 +1,4 @@
-"""Who computes a step's layer: this package's providers, and other libraries' kernels where they are installed."""
+"""The contestants for a step's layer: this package's providers, and other libraries' kernels if they are installed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Own:
     deterministic: bool = False
 
     def prepare(self, data: StepData) -> Launch:
-        """As Contestant.prepare."""
+        """Does the same as Contestant.prepare."""
         target = detect_target(data.device)
         pool = PoolSize(data.pages.k.shape[0], data.bounds.max_kv_len, data.batch.num_seqs)
         try:
@@ -54,14 +54,14 @@ class Own:
 
 
 def _bound(selection: Selection, data: StepData) -> tuple[KernelRow, Prepared]:
-    """The row that serves the step, and its kernel over the data."""
+    """Returns the row that serves the step, and its kernel over the data."""
     kernel = selection.kernel(data.kind)
     rows = (data.q, data.out)
     return kernel.row, Prepared.of(kernel.bound, data.step, data.bounds, rows, data.pages, data.weights)
 
 
 def contestants(names: tuple[str, ...], fa3_library: str) -> Mapping[str, Contestant]:
-    """Those of these names. fa3_library: a shared library of FlashAttention-3; empty: as it is installed.
+    """Returns the contestants by name. fa3_library: a shared library of FlashAttention-3; empty: the installed one.
 
     Raises BadSetting for a name that is not known.
     """

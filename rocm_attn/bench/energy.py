@@ -21,12 +21,12 @@ def _nothing() -> float:
 
 @dataclass(frozen=True, slots=True)
 class EnergyMeter:
-    """Joules since some moment, and the clock now.
+    """Joules since a fixed moment, and the present clock.
 
-    joules:  reads the counter, which GPUs renew every 20 to 100 ms
-    source:  what counts, in words
-    why_not: why nothing is counted; empty where it is
-    mhz:     reads the clock of the compute units; NaN where nothing tells
+    joules:  reads the counter, which GPUs update every 20 to 100 ms
+    source:  the counter, in words
+    why_not: the reason why nothing is counted; empty if something is
+    mhz:     reads the clock of the compute units; NaN if it is unknown
     """
 
     joules: Callable[[], float]
@@ -36,7 +36,7 @@ class EnergyMeter:
 
 
 def meter_of(device: torch.device) -> EnergyMeter:
-    """The counter of a device; one that says why not where there is none."""
+    """Returns the counter of a device. If there is none, its why_not has the reason."""
     try:
         if device.type != "cuda":
             return _powercap(Path("/sys/class/powercap"))
@@ -44,7 +44,7 @@ def meter_of(device: torch.device) -> EnergyMeter:
         if torch.version.hip is None:
             return _nvml(f"GPU-{properties.uuid}")
         return _amd(_pci_address(properties))
-    # AMD SMI raises its own errors, and a counter that fails must not cost the times.
+    # AMD SMI raises its own errors. Times must not be lost because a counter fails.
     except Exception as error:
         return EnergyMeter(_nothing, "", f"{_NOT_COUNTED}{error}")
 
@@ -54,12 +54,12 @@ class _NoCounter(Exception):
 
 
 def _pci_address(properties: Any) -> str:
-    """Of a device's properties. Numbers of devices are no address: HIP_VISIBLE_DEVICES hides some from torch alone."""
+    """Returns the PCI address. Device numbers do not identify it: HIP_VISIBLE_DEVICES hides some only from torch."""
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def _nvml(uuid: str) -> EnergyMeter:
-    """By NVIDIA's management library, which comes with the driver: millijoules since the driver was loaded."""
+    """Reads NVIDIA's management library, which comes with the driver: millijoules since the driver was loaded."""
     library = ctypes.CDLL("libnvidia-ml.so.1")
     handle = ctypes.c_void_p()
 
@@ -86,7 +86,7 @@ def _nvml(uuid: str) -> EnergyMeter:
 
 
 def _amd(address: str) -> EnergyMeter:
-    """By AMD SMI's Python package where it is installed, else by the kernel driver's hwmon. address: on the PCI bus"""
+    """Reads AMD SMI's Python package if it is installed, else the kernel driver's hwmon. address: on the PCI bus"""
     try:
         smi: Any = importlib.import_module("amdsmi")
     except ImportError:
@@ -110,7 +110,7 @@ def _amd(address: str) -> EnergyMeter:
 
 
 def _hwmon(address: str, drm: Path) -> EnergyMeter:
-    """Microjoules of the driver's sensor. drm: the folder of cards, whose devices are links to the PCI bus"""
+    """Reads the microjoules of the driver's sensor. drm: the folder of cards, whose devices are links to the PCI bus"""
     for card in sorted(drm.glob("card[0-9]*/device")):
         if card.resolve().name == address:
             for counter in card.glob("hwmon/hwmon*/energy1_input"):
@@ -119,7 +119,7 @@ def _hwmon(address: str, drm: Path) -> EnergyMeter:
 
 
 def _powercap(folder: Path) -> EnergyMeter:
-    """Microjoules of the first CPU package. folder: of the kernel's power caps"""
+    """Reads the microjoules of the first CPU package. folder: of the kernel's power caps"""
     counters = sorted(folder.glob("*-rapl:0/energy_uj"))
     if not counters:
         raise _NoCounter(f"{folder} has no package with energy_uj")

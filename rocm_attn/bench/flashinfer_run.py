@@ -1,4 +1,4 @@
-"""Workloads of flashinfer-bench, run: inputs made or read, our solution called, its outputs judged by the oracle."""
+"""Runs workloads of flashinfer-bench: makes or reads inputs, calls our solution, checks outputs with the reference."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _MILLI = 1e3
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRun:
-    """How workloads are run.
+    """The way workloads are run.
 
     root:          the folder that paths of a workload are relative to
-    run_reference: whether the definition's own source is run and timed too: it is a program of whoever wrote the file
+    run_reference: whether the definition's own source is run and timed too. It is a program of the file's author
     """
 
     device: torch.device
@@ -46,12 +46,12 @@ class WorkloadRun:
     run_reference: bool = False
 
     def trace(self, definition: Definition, workload: Workload, solution: Solution) -> Trace:
-        """What comes of a workload. Raises BadSetting for one that contradicts its definition."""
+        """Returns the result of a workload. Raises BadSetting for one that contradicts its definition."""
         inputs = self.inputs(definition, workload)
         truth = Truth.of(step_of(definition, workload, inputs))
         try:
             run = entry_of(solution)
-        except Exception as error:  # whatever a source of somebody else raises
+        except Exception as error:  # somebody else's source may raise anything
             return self._ended(definition, workload, solution, "COMPILE_ERROR", f"{type(error).__name__}: {error}")
         try:
             outputs = run(**inputs)
@@ -70,7 +70,7 @@ class WorkloadRun:
         return self._ended(definition, workload, solution, status, "", correctness, performance)
 
     def inputs(self, definition: Definition, workload: Workload) -> dict[str, Any]:
-        """Made of normal numbers, or read; the same ones for a workload's uuid. Raises BadSetting."""
+        """Makes normally distributed inputs, or reads them; the same ones for a workload's uuid. Raises BadSetting."""
         missing = definition.variables - workload.axes.keys()
         if missing:
             raise BadSetting(f"workload {workload.uuid} has no size of {', '.join(sorted(missing))}")
@@ -122,7 +122,7 @@ class WorkloadRun:
         return lambda: run(**inputs)
 
     def _latency_ms(self, run: Callable[[], object]) -> float:
-        """Of a call as a caller sees it, planning included: the median of means."""
+        """Returns the time of a call as its caller sees it, planning included: the median of means."""
         for _ in range(_WARM_UP):
             run()
         means = []
@@ -160,7 +160,7 @@ class WorkloadRun:
 
 
 def step_of(definition: Definition, workload: Workload, inputs: Mapping[str, Any]) -> StepData:
-    """The step that a workload describes. Raises BadSetting where its lists contradict each other."""
+    """Returns the step that a workload describes. Raises BadSetting if its lists contradict each other."""
     latent = "ckv_cache" in inputs
     if latent:
         q = torch.cat([inputs["q_nope"], inputs["q_pe"]], dim=-1)
@@ -189,7 +189,7 @@ def step_of(definition: Definition, workload: Workload, inputs: Mapping[str, Any
 def _sequences(
     workload: Workload, inputs: Mapping[str, Any], num_pages: int, page_size: int
 ) -> tuple[BatchSpec, list[Tensor]]:
-    """Lengths and pages of each sequence."""
+    """Returns the lengths and the pages of each sequence."""
     where = f"workload {workload.uuid}"
     indptr = inputs["kv_indptr"].tolist()
     counts = [end - begin for begin, end in itertools.pairwise(indptr)]
@@ -210,7 +210,7 @@ def _sequences(
 
 
 def judged(definition: Definition, truth: Truth, outputs: Any) -> tuple[str, dict[str, float] | None]:
-    """The status of outputs, and how far they are off."""
+    """Returns the status of outputs, and their errors."""
     found = outputs if isinstance(outputs, tuple) else (outputs,)
     named = dict(zip(definition.outputs, found, strict=False))
     if len(found) != len(definition.outputs):

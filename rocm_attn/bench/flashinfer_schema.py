@@ -1,7 +1,7 @@
-"""The files of flashinfer-bench: definitions, workloads, solutions and traces, read and written.
+"""Reads and writes the files of flashinfer-bench: definitions, workloads, solutions and traces.
 
-The schema is public (FlashInfer Trace): a Definition says what is computed, a Workload with what sizes and inputs, a
-Solution by which source, and a Trace what came of it. Fields that are not known here are kept as they are.
+The schema is public (FlashInfer Trace). A Definition describes a computation, a Workload its sizes and inputs, a
+Solution its source, and a Trace the result. Unknown fields are kept unchanged.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """What is computed.
+    """A computation.
 
-    constants: axes of a fixed size; variables: axes that a workload sizes
+    constants: axes of a fixed size; variables: axes whose size a workload sets
     reference: source with a function `run`
-    rest:      tags, description, constraints and whatever else the file has
+    rest:      tags, description, constraints and all other fields of the file
     """
 
     name: str
@@ -57,7 +57,7 @@ class Definition:
 
     @classmethod
     def of(cls, found: Json) -> Definition:
-        """Raises BadSetting."""
+        """Reads a definition. Raises BadSetting."""
         take = _Fields("definition", found)
         definition = cls(
             take.text("name"),
@@ -85,11 +85,11 @@ class Definition:
 
     @property
     def variables(self) -> set[str]:
-        """Axes that a workload sizes."""
+        """Axes whose size a workload sets."""
         return {name for name, axis in self.axes.items() if axis["type"] == "var"}
 
     def as_json(self) -> dict[str, Any]:
-        """As in a file."""
+        """Returns the object of a file."""
         return {
             "name": self.name,
             "op_type": self.op_type,
@@ -103,7 +103,7 @@ class Definition:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Sizes of the variable axes, and where each input comes from. inputs: as in the file"""
+    """Sizes of the variable axes, and the source of each input. inputs: as in the file"""
 
     uuid: str
     axes: Mapping[str, int]
@@ -112,7 +112,7 @@ class Workload:
 
     @classmethod
     def of(cls, found: Json) -> Workload:
-        """Raises BadSetting."""
+        """Reads a workload. Raises BadSetting."""
         take = _Fields("workload", found)
         uuid, axes, inputs = take.text("uuid"), take.mapping("axes"), take.mapping("inputs")
         for name, size in axes.items():
@@ -129,7 +129,7 @@ class Workload:
         return cls(uuid, axes, inputs, take.rest())
 
     def as_json(self) -> dict[str, Any]:
-        """As in a file."""
+        """Returns the object of a file."""
         return {"uuid": self.uuid, "axes": dict(self.axes), "inputs": dict(self.inputs), **self.rest}
 
 
@@ -150,7 +150,7 @@ class Solution:
 
     @classmethod
     def of(cls, found: Json) -> Solution:
-        """Raises BadSetting."""
+        """Reads a solution. Raises BadSetting."""
         take = _Fields("solution", found)
         name, definition, author = (take.text(each) for each in ("name", "definition", "author"))
         spec = take.mapping("spec")
@@ -164,7 +164,7 @@ class Solution:
         return cls(name, definition, author, spec, {each["path"]: each["content"] for each in sources}, rest)
 
     def as_json(self) -> dict[str, Any]:
-        """As in a file."""
+        """Returns the object of a file."""
         sources = [{"path": path, "content": content} for path, content in self.sources.items()]
         return {
             "name": self.name,
@@ -178,7 +178,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A solution on a workload; a workload alone where solution and evaluation are None. evaluation: as in the file"""
+    """A solution on a workload, or only a workload if solution and evaluation are None. evaluation: as in the file"""
 
     definition: str
     workload: Workload
@@ -188,7 +188,7 @@ class Trace:
 
     @classmethod
     def of(cls, found: Json) -> Trace:
-        """Raises BadSetting."""
+        """Reads a trace. Raises BadSetting."""
         take = _Fields("trace", found)
         definition, workload = take.text("definition"), Workload.of(take.mapping("workload"))
         rest = dict(take.rest())
@@ -198,7 +198,7 @@ class Trace:
         return cls(definition, workload, solution, evaluation, rest)
 
     def as_json(self) -> dict[str, Any]:
-        """As in a file."""
+        """Returns the object of a file."""
         return {
             "definition": self.definition,
             "solution": self.solution,
@@ -209,17 +209,17 @@ class Trace:
 
 
 def read_definition(path: Path) -> Definition:
-    """Raises BadSetting, which names the file."""
+    """Reads a definition. Raises BadSetting, which names the file."""
     return _read(path, lambda text: Definition.of(_object(text)))
 
 
 def read_solution(path: Path) -> Solution:
-    """Raises BadSetting, which names the file."""
+    """Reads a solution. Raises BadSetting, which names the file."""
     return _read(path, lambda text: Solution.of(_object(text)))
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """A line each: workloads, or what came of them. Raises BadSetting, which names the file and the line."""
+    """Reads traces, one per line: workloads, or their results. Raises BadSetting, which names the file and the line."""
     return _read(path, lambda text: list(_traces(text)))
 
 
@@ -252,7 +252,7 @@ def _object(text: str) -> Json:
 
 
 class _Fields:
-    """Takes fields of an object; what is not taken is the rest."""
+    """Takes fields of an object. Fields that are not taken are the rest."""
 
     def __init__(self, of: str, found: Json) -> None:
         self._of, self._found, self._taken = of, found, set[str]()

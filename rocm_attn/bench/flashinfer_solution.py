@@ -1,4 +1,4 @@
-"""This package as a solution of flashinfer-bench: sources that call its FlashInfer names, as others would run them."""
+"""This package as a solution of flashinfer-bench: sources that call its FlashInfer names, as other users would."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _MLA_PREFILL = _MLA.format(
     causal="True",
 )
 
-# Inputs by which a kind of definition is known -> its source; kv_last_page_len is optional in each.
+# Inputs that identify a kind of definition -> its source. kv_last_page_len is optional in each.
 _GQA, _LATENT = {"q", "k_cache", "v_cache"}, {"q_nope", "q_pe", "ckv_cache", "kpe_cache"}
 _PAGED = {"kv_indptr", "kv_indices", "sm_scale"}
 _SOURCES: tuple[tuple[set[str], str], ...] = (
@@ -95,9 +95,9 @@ _SOURCES: tuple[tuple[set[str], str], ...] = (
 
 
 def solution_of(definition: Definition, provider: str) -> Solution:
-    """Our source for a definition. provider: of the kernels
+    """Returns our source for a definition. provider: of the kernels
 
-    Raises Unsupported for what is not paged attention.
+    Raises Unsupported if it is not paged attention.
     """
     given = definition.inputs.keys() - {"kv_last_page_len"}
     source = next((source for inputs, source in _SOURCES if inputs == given), None)
@@ -123,7 +123,7 @@ def solution_of(definition: Definition, provider: str) -> Solution:
 
 
 def require_runs(solution: Solution, definition: Definition) -> None:
-    """Raise BadSetting for a solution that is not one of a definition, or that no Python file holds."""
+    """Raises BadSetting for a solution of another definition, or one that is not a single Python file."""
     if solution.definition != definition.name:
         raise BadSetting(f"solution {solution.name} is of {solution.definition}, not of {definition.name}")
     language, (file, _) = solution.spec.get("language"), _entry(solution)
@@ -135,7 +135,7 @@ def require_runs(solution: Solution, definition: Definition) -> None:
 
 
 def entry_of(solution: Solution) -> Callable[..., Any]:
-    """The function of a solution that require_runs() takes; its source is executed."""
+    """Executes the source of a solution that require_runs() accepts, and returns its function."""
     file, function = _entry(solution)
     return function_of(solution.sources[file], solution.name, function)
 
@@ -146,7 +146,7 @@ def _entry(solution: Solution) -> tuple[str, str]:
 
 
 def function_of(source: str, name: str, function: str = "run") -> Callable[..., Any]:
-    """A function of a source, which is executed. Raises BadSetting where there is none."""
+    """Executes a source, and returns its function. Raises BadSetting if there is none."""
     scope: dict[str, Any] = {"__name__": name}
     exec(compile(source, name, "exec"), scope)
     found: Callable[..., Any] | None = scope.get(function)
@@ -156,7 +156,7 @@ def function_of(source: str, name: str, function: str = "run") -> Callable[..., 
 
 
 def environment(device: torch.device) -> Mapping[str, Any]:
-    """What a trace says of the machine."""
+    """Returns a trace's description of the machine."""
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     runtime = ("hip", torch.version.hip) if torch.version.hip else ("cuda", torch.version.cuda)
     libs = {"torch": torch.__version__, "rocm_attn": commit(), **({runtime[0]: runtime[1]} if runtime[1] else {})}

@@ -1,6 +1,6 @@
-"""What the host needs for a decode step: microseconds a layer where it runs eagerly, and a step where it is a graph.
+"""The host's time for a decode step: microseconds per layer if it runs eagerly, and per step if it is a graph.
 
-All tokens of a sequence have the same V here, so its output is known: no time is given where it is another one.
+All tokens of a sequence have the same V here, so the output is known. If it is wrong, no time is reported.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from rocm_attn.step.step import Part
 _LAYER, _PAGE_SIZE = "llama-8b", 16
 # Tokens that each sequence has when the first step begins.
 _STORED = 64
-# A sample is the median of so many steps; some come before the first one.
+# A sample is the median of this many steps. Warm-up steps come before the first one.
 _STEPS_OF_A_SAMPLE, _WARM_UP = 20, 30
-# Of the outputs, which are weighted means of equal values.
+# The tolerance of the outputs, which are weighted means of equal values.
 _TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """What is measured.
+    """The settings of the measurement.
 
-    num_layers: of the model, which has nothing but attention
+    num_layers: of the model, which has only attention
     num_seqs:   of the steps, one after the other
     rounds:     samples of each
     """
@@ -52,7 +52,7 @@ class HostOptions:
 
 
 def host_rows(providers: tuple[str, ...], device: torch.device, options: HostOptions) -> Iterator[dict[str, Any]]:
-    """Rows of a result file, of every provider and number of sequences: eager steps, and steps that are graphs."""
+    """Yields rows of a result file for every provider and number of sequences: of eager steps, and of graphs."""
     problem = NAMED[_LAYER].problem(torch.bfloat16, _PAGE_SIZE)
     for provider in providers:
         for num_seqs in options.num_seqs:
@@ -104,20 +104,20 @@ class _Steps:
         self._run: Callable[[StepBatch], object] = self._eagerly
         if is_graph:
             runner = StepRunner(self._runtime, self._forward, recorder_for(device))
-            runner.capture_all()  # before rows are taken, for its probe requests need some
+            runner.capture_all()  # before rows are taken, because its probe requests need some
             self._run = runner.run
         self._rows = np.array([self._runtime.table.admit() for _ in range(num_seqs)], np.int32)
         self._kv_len = np.full(num_seqs, _STORED, np.int32)
         _store(self._runtime, self._rows, self._kv_len, (self._q, self._k, self._v), self._num_layers)
 
     def samples(self) -> list[float]:
-        """Microseconds of a step."""
+        """Returns samples of a step's time in microseconds."""
         for _ in range(_WARM_UP):
             self._step_us()
         return [statistics.median(self._step_us() for _ in range(_STEPS_OF_A_SAMPLE)) for _ in range(self._rounds)]
 
     def wrong(self) -> str:
-        """Why the last step's output is wrong, in a clause; "" where it is right."""
+        """Returns why the last step's output is wrong, in a clause; "" if it is right."""
         expected = self._v.repeat_interleave(self._q.shape[1] // self._v.shape[1], dim=1).float()
         worst = float((self._out.float() - expected).abs().max())
         return "" if worst <= _TOLERANCE * float(expected.abs().max()) else f"its output is off by up to {worst:.3g}"
@@ -127,7 +127,7 @@ class _Steps:
         self._runtime.table.reserve_all(self._rows, self._kv_len)
         ones, ids = np.ones(len(self._rows), np.int32), np.arange(len(self._rows), dtype=np.int32)
         batch = StepBatch(self._rows, self._kv_len, ones, ids)
-        self._wait()  # the device is idle when a step begins, so that no wait for it is counted
+        self._wait()  # the device is idle when a step begins, so that waiting for it is not counted
         begin = time.perf_counter()
         self._run(batch)
         microseconds = (time.perf_counter() - begin) * 1e6
@@ -150,7 +150,7 @@ class _Steps:
 def _store(
     runtime: AttentionRuntime, rows: Int32Array, kv_len: Int32Array, qkv: tuple[Tensor, Tensor, Tensor], layers: int
 ) -> None:
-    """Store the first tokens of each sequence."""
+    """Stores the first tokens of each sequence."""
     runtime.table.reserve_all(rows, kv_len)
     q, k, v = (each.repeat_interleave(_STORED, dim=0) for each in qkv)
     out = q.new_empty(*q.shape[:2], v.shape[2])

@@ -1,7 +1,7 @@
-"""Whether a kernel's output is right: against the float64 oracle, within the bounds that all checks share.
+"""Compares a kernel's output with the float64 reference, within the bounds that all checks share.
 
-Of every sequence the first, middle and last new tokens are compared, as many as a fixed number of scores allows; small
-steps are compared whole. No element of the output may be NaN, compared or not: it was before the kernel ran.
+The first, middle and last new tokens of every sequence are compared, as many as a fixed number of scores allows. Small
+steps are compared whole. No element of the output may be NaN, compared or not: it was NaN before the kernel ran.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from rocm_attn.bench.step_data import StepData
 from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error_parts
 from rocm_attn.oracle.reference import attend_sequence
 
-# Of a sequence: query heads times tokens times keys, in float64.
+# The most scores of a sequence: query heads times tokens times keys, in float64.
 MOST_SCORES = 1 << 24
 _NO_DIVISION_BY_ZERO = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a comparison.
+    """The result of a comparison.
 
-    part:      the largest error, as a part of what is allowed; at most 1 is right
-    error:     |out - reference| / |reference| over what was compared
+    part:      the largest error, as a fraction of the allowed one; at most 1 is right
+    error:     |out - reference| / |reference| over the compared tokens
     max_error: largest |out - reference|
     max_relative: largest |out - reference| / |reference|
-    compared:  tokens
-    wrong:     what is wrong, in a clause; empty where nothing is
+    compared:  the number of tokens
+    wrong:     the fault, in a clause; empty if there is none
     """
 
     part: float
@@ -42,7 +42,7 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        """Whether the output may be timed."""
+        """True if the output may be timed."""
         return not self.wrong
 
 
@@ -63,19 +63,19 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What a step should give, for the tokens that are compared."""
+    """The expected output of a step, for the tokens that are compared."""
 
     data: StepData
     samples: tuple[Sample, ...]
 
     @classmethod
     def of(cls, data: StepData, *, rounds_queries: bool = False) -> Truth:
-        """Computed by the oracle. rounds_queries: whether a kernel is given q in the pages' eight bits"""
+        """Computes the reference. rounds_queries: whether a kernel is given q in the pages' eight bits"""
         q = eight_bit_queries(data.q, data.problem.page_format.encoding.dtype) if rounds_queries else data.q
         return cls(data, tuple(_samples(data, q)))
 
     def judge(self, out: Tensor, *, rounds_products: bool = False) -> Verdict:
-        """out: what a kernel gave; rounds_products: whether it multiplies in eight bits"""
+        """Checks a kernel's output. rounds_products: whether it multiplies in eight bits"""
         bound = bounds_of(self.data.problem.dtype, eight_bit_products=rounds_products).out
         if out.shape != self.data.out.shape:
             return _never(f"its output is {list(out.shape)} and should be {list(self.data.out.shape)}")
@@ -84,7 +84,7 @@ class Truth:
         )
 
     def judge_lse(self, lse: Tensor) -> Verdict:
-        """lse: natural, [T, q_heads]"""
+        """Checks a kernel's log-sum-exp. lse: natural, [T, q_heads]"""
         bound = bounds_of(self.data.problem.dtype, eight_bit_products=False).lse
         return self._compared(lse, bound, [(sample, sample.lse, 1.0) for sample in self.samples])
 
@@ -109,11 +109,11 @@ class Truth:
         return Verdict(part, error, largest, relative, compared, wrong)
 
     def _size(self, wanted: Tensor) -> float:
-        """What stands for a standard deviation of 1 in the bound.
+        """Returns the value that replaces a standard deviation of 1 in the bound.
 
-        The bounds are of outputs of size 1, and means over many keys are smaller: a lost page would pass. Elements of
-        two bytes are rounded in proportion to what is added up, so that their bound shrinks with the output; those of
-        four bytes lose what float32 sums lose, in proportion to V.
+        The bounds are for outputs of size 1. Means over many keys are smaller, so a lost page would pass. Elements of
+        two bytes are rounded in proportion to the sum, so their bound shrinks with the output. Elements of four bytes
+        lose as much as float32 sums, in proportion to V.
         """
         if self.data.problem.dtype.itemsize > 2:
             return 1.0
@@ -121,7 +121,7 @@ class Truth:
 
 
 def failed(error: BaseException) -> Verdict:
-    """Of a kernel that raised."""
+    """Returns the verdict for a kernel that raised."""
     text = str(error).strip().splitlines()
     return _never(f"it raised {type(error).__name__}{f': {text[0]}' if text else ''}")
 
@@ -142,7 +142,7 @@ def _samples(data: StepData, q: Tensor) -> Iterator[Sample]:
 
 
 def _blocks(q_len: int, most: int) -> list[tuple[int, int]]:
-    """The first, middle and last new tokens of a sequence, `most` at a time, and each once; all where they are few."""
+    """Returns the first, middle and last new tokens of a sequence, `most` each, without overlap; all if few."""
     if q_len <= most:
         return [(0, q_len)]
     found: list[tuple[int, int]] = []

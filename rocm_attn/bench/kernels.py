@@ -1,4 +1,4 @@
-"""Kernels side by side: each is judged first, and only what is right is timed, taking turns."""
+"""Times kernels in turns. Each is checked first, and only correct ones are timed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rocm_attn.bench.suites import Case
 from rocm_attn.bench.work import Work, work_of
 from rocm_attn.machine.devices import wait_for_device
 
-# Of K and V, between two uses of a page: times the L2. Sets of pages are few enough to prepare in no time.
+# KV bytes between two uses of a page, as a multiple of the L2; and the most sets of pages, to bound the preparation.
 _PAST_L2, _MOST_SETS = 4, 24
-# Faster than the floor by more than this is no speed: the launches have not done their work.
+# If a kernel is faster than the floor by more than this, its launches have not done their work.
 _MOST_SHARE = 1.1
 _NO_SAMPLES = Sampled((), ())
 
@@ -34,7 +34,7 @@ OK, WRONG, FAILED, NOT_SERVED = "ok", "wrong", "failed", "not served"
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """How kernels are timed.
+    """The settings of timing kernels.
 
     rounds:   samples of each
     round_us: microseconds of launches that a sample is the mean of
@@ -53,9 +53,9 @@ class Row:
     """A contestant on a case.
 
     status:          OK, WRONG, FAILED (it raised) or NOT_SERVED
-    reason:          in a clause, where it is not OK
-    samples:         of one layer; none where it is not OK
-    joules_a_token:  of one layer and one new token; NaN where it was not measured
+    reason:          in a clause, if it is not OK
+    samples:         of one layer; none if it is not OK
+    joules_a_token:  of one layer and one new token; NaN if it was not measured
     """
 
     case: Case
@@ -71,7 +71,7 @@ class Row:
 
     @property
     def us(self) -> float:
-        """The median."""
+        """The median time in microseconds."""
         return statistics.median(self.samples.us)
 
     @property
@@ -81,11 +81,11 @@ class Row:
 
     @property
     def is_bad(self) -> bool:
-        """Whether it gave a wrong result, or none."""
+        """True if it gave a wrong result, or none."""
         return self.status in (WRONG, FAILED)
 
     def as_json(self) -> dict[str, Any]:
-        """For a result file."""
+        """Returns the row for a result file."""
         found: dict[str, Any] = {
             "suite": self.case.suite,
             "case": self.case.name,
@@ -130,7 +130,7 @@ class Race:
     meter: EnergyMeter
 
     def rows(self, cases: Iterable[Case]) -> Iterator[list[Row]]:
-        """Of each case, a row for each contestant. Memory of one case at a time is held."""
+        """Yields, for each case, a row per contestant. It holds the memory of one case at a time."""
         for case in cases:
             yield self._of_case(case)
             if self.device.type == "cuda":
@@ -156,7 +156,7 @@ class Race:
         return rows
 
     def _checked(self, row: Row, runner: _Runner, data: Sequence[StepData], truths: Mapping[bool, Truth]) -> Row:
-        """The row, without times if what was timed is wrong in the end, or was faster than the device can be."""
+        """Returns the row, without times if the output is wrong after timing, or was faster than the device can be."""
         assert runner.timed is not None
         assert runner.launch is not None
         truth = truths[runner.launch.rounds_queries]
@@ -167,13 +167,13 @@ class Race:
         return replace(row, status=WRONG, reason=wrong, samples=_NO_SAMPLES) if wrong else row
 
     def _sets(self, work: Work) -> int:
-        """Steps over pages of their own."""
+        """Returns the number of steps, each over pages of its own."""
         if self.device.type != "cuda":
             return 1
         return max(1, min(_MOST_SETS, -(-_PAST_L2 * self._l2_bytes() // work.kv_bytes)))
 
     def _is_past_l2(self, work: Work, sets: int) -> bool:
-        """Whether so many steps read from a GPU's memory each time; of a CPU nothing is known."""
+        """True if this many steps read from a GPU's memory each time. It is unknown, so False, for a CPU."""
         return self.device.type == "cuda" and work.kv_bytes * sets >= 2 * self._l2_bytes()
 
     def _l2_bytes(self) -> int:
@@ -183,7 +183,7 @@ class Race:
     def _prepared(
         self, name: str, contestant: Contestant, data: Sequence[StepData], truths: dict[bool, Truth]
     ) -> _Runner:
-        """Judged, and captured where it is right: eagerly, and as what will be timed leaves it."""
+        """Checks an eager run. If that is right, captures it, and checks the output of the launches to be timed."""
         try:
             launches = [contestant.prepare(each) for each in data]
         except NotServed as refusal:
@@ -230,7 +230,7 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """A contestant that was judged; timed and launch: where it is right."""
+    """A contestant that was checked. timed and launch are set if it is right."""
 
     name: str
     status: str
@@ -249,9 +249,9 @@ def _not_timed(name: str, launch: Launch, verdict: Verdict) -> _Runner:
 def compile_ahead(
     cases: Sequence[Case], contestants: Mapping[str, Contestant], device: torch.device, processes: int
 ) -> None:
-    """Run each case once in processes side by side, so that its kernels are in the compiler's cache on disk.
+    """Runs each case once, in parallel processes, so that its kernels are in the compiler's cache on disk.
 
-    What fails here fails again where it is judged, and is said there.
+    Failures here are ignored: they occur again, and are reported, when the case is checked.
     """
     own = [contestant for contestant in contestants.values() if isinstance(contestant, Own)]
     tasks = [(case, contestant, device) for case in dict.fromkeys(cases) for contestant in own]

@@ -1,4 +1,4 @@
-"""Layers that are measured: of well-known models by name, of a config.json, or of sizes."""
+"""The layers that are measured: those of well-known models by name, of a config.json, or of sizes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class LayerSizes:
 
     @classmethod
     def plain(cls, num_q_heads: int, num_kv_heads: int, head_dim: int) -> LayerSizes:
-        """With values as long as keys."""
+        """Makes sizes with values as long as keys."""
         return cls(num_q_heads, num_kv_heads, head_dim, head_dim)
 
     def problem(self, dtype: torch.dtype, page_size: int) -> Problem:
-        """The layer. Raises BadProblem."""
+        """Returns the layer. Raises BadProblem."""
         return Problem(
             self.num_q_heads,
             self.num_kv_heads,
@@ -45,7 +45,7 @@ class LayerSizes:
         return f"{self.num_q_heads}/{self.num_kv_heads} x {dims}"
 
 
-# DeepSeek-V3 scales by the dims of a head before it is absorbed: 128 and 64 that turn.
+# DeepSeek-V3 scales by the dims of a head before it is absorbed: 128, and 64 that are rotated.
 NAMED: Mapping[str, LayerSizes] = {
     "llama-8b": LayerSizes.plain(32, 8, 128),
     "llama-70b": LayerSizes.plain(64, 8, 128),
@@ -57,7 +57,7 @@ NAMED: Mapping[str, LayerSizes] = {
 
 
 def name_of(problem: Problem) -> str:
-    """A layer in a few words: heads, dims, and what is not usual about it."""
+    """Returns a layer in a few words: heads, dims, and its unusual properties."""
     sizes = LayerSizes(problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.v_head_dim)
     words = [str(sizes)]
     if problem.pool is not PoolKind.SPLIT:
@@ -78,7 +78,7 @@ _USUAL_PAGE = 16
 
 
 def as_json(problem: Problem) -> dict[str, Any]:
-    """What a result file says of a layer."""
+    """Returns a result file's description of a layer."""
     return {
         "num_q_heads": problem.num_q_heads,
         "num_kv_heads": problem.num_kv_heads,
@@ -97,5 +97,5 @@ def as_json(problem: Problem) -> dict[str, Any]:
 
 
 def with_encoding(problem: Problem, encoding: KVEncoding, scales: Scales) -> Problem:
-    """The layer with K and V kept so. Raises BadProblem."""
+    """Returns the layer with this encoding and these scales of K and V. Raises BadProblem."""
     return replace(problem, kv_encoding=encoding, kv_scales=scales)

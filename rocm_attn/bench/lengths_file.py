@@ -1,7 +1,7 @@
 """Ragged batches from files: the lengths of each sequence as JSON or CSV, or a trace of requests.
 
 JSON: a list whose entries are a number (a decode: tokens of the sequence), [new, stored], or {"new": n, "stored": m}.
-CSV:  a first line `new,stored`, or `kv_len` for decodes; then a line for each sequence.
+CSV:  a first line `new,stored`, or `kv_len` for decodes; then a line per sequence.
 
 A trace (request_trace.py) gives a decode of each of its requests, halfway through its answer.
 """
@@ -24,7 +24,7 @@ _FORMS = 'a number (tokens of a decode), [new, stored] or {"new": n, "stored": m
 
 
 def read_batch(given: str) -> BatchSpec:
-    """The batch of a file, or of the first requests of a trace.
+    """Returns the batch of a file, or of the first requests of a trace.
 
     given: FILE, or FILE:N for N requests, in the order in which they arrive
     Raises BadSetting.
@@ -39,9 +39,9 @@ def read_batch(given: str) -> BatchSpec:
 
 
 def read_trace_step(path: Path, count: int | None = None) -> BatchSpec:
-    """A step in which the first requests of a trace decode, each halfway through its answer. Raises BadSetting.
+    """Returns a step in which a trace's first requests decode, each halfway through its answer. Raises BadSetting.
 
-    count: how many of them; None: all
+    count: the number of requests; None: all
     """
     requests = read_trace(path).requests
     return BatchSpec.of_lengths((1, each.prompt_tokens + (each.output_tokens - 1) // 2) for each in requests[:count])
@@ -55,7 +55,7 @@ def _is_trace(path: Path) -> bool:
 
 
 def read_lengths(path: Path) -> BatchSpec:
-    """The batch of a file, by its suffix. Raises BadSetting, which names the file and the entry or line."""
+    """Reads the batch of a file, by its suffix. Raises BadSetting, which names the file and the entry or line."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:

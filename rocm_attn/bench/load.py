@@ -1,4 +1,4 @@
-"""A trace of requests put to whatever serves them, and what came of it."""
+"""Sends a trace of requests to a target that serves them, and reports the results."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rocm_attn.bench.request_trace import PREFIX_BLOCK, RequestTrace, TracedRequ
 from rocm_attn.errors import BadSetting
 
 _PERCENTS = (50, 90, 99)
-# Ids below are often special ones.
+# Ids below this one are often special.
 FIRST_TOKEN_ID = 3
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one request, in seconds of time.perf_counter(), filled in while it is served.
+    """The record of one request, in seconds of time.perf_counter(), filled in while it is served.
 
-    sent:    when it went out
-    pieces:  when something of its text came
+    sent:    when it was sent
+    pieces:  when each piece of its text came
     tokens:  new tokens that came
-    ended:   when it was over
-    failure: why it failed, in a few words; empty where it did not
+    ended:   when it ended
+    failure: why it failed, in a few words; empty if it did not
     """
 
     sent: float
@@ -38,21 +38,21 @@ class Outcome:
 
 
 class Target(Protocol):
-    """What serves requests."""
+    """A server of requests."""
 
     async def serve(self, prompt: Sequence[int], output_tokens: int, outcome: Outcome) -> None:
-        """Serve one request to its end; failures are noted in the outcome, not raised."""
+        """Serves one request to its end. Failures are noted in the outcome, not raised."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How requests are put.
+    """The settings of sending requests.
 
-    concurrency: most that are out at a time; later ones wait, which their times do not show
+    concurrency: the most requests in flight; later ones wait, which their times do not show
     vocabulary:  prompts are made of token ids from FIRST_TOKEN_ID up to this one, excluded
     seed:        of the prompts
-    max_seconds: after which what is still out is given up, and counted as failed
+    max_seconds: the time after which requests in flight are given up, and counted as failed
     """
 
     concurrency: int = 256
@@ -67,7 +67,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of times in seconds; NaN of nothing."""
+    """Quantiles of times in seconds; NaN without any."""
 
     count: int
     mean: float
@@ -75,14 +75,14 @@ class Quantiles:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Quantiles:
-        """By linear interpolation between the two nearest."""
+        """Computes them by linear interpolation between the two nearest."""
         ordered = sorted(seconds)
         if not ordered:
             return cls(0, float("nan"), (float("nan"),) * len(_PERCENTS))
         return cls(len(ordered), sum(ordered) / len(ordered), tuple(_percentile(ordered, p) for p in _PERCENTS))
 
     def as_json(self) -> dict[str, float]:
-        """For a result file, in milliseconds."""
+        """Returns them for a result file, in milliseconds."""
         named = {f"p{percent}_ms": 1e3 * value for percent, value in zip(_PERCENTS, self.percentiles, strict=True)}
         return {"count": self.count, "mean_ms": 1e3 * self.mean, **named}
 
@@ -93,15 +93,15 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class ServingResult:
-    """What came of a trace.
+    """The results of a trace.
 
     seconds:      from the first request to the last end
-    first_token:  from a request to its first piece
+    first_token:  time to first token: from a request to its first piece
     token_gap:    between pieces of a request; a piece may hold several tokens
-    token_mean:   of a request's tokens after the first one, each
+    token_mean:   per token, of a request's tokens after the first one
     whole:        from a request to its end
     failures:     reason -> requests
-    joules:       while it ran; NaN where nothing counts them
+    joules:       while it ran; NaN if nothing counts them
     """
 
     requests: int
@@ -118,11 +118,11 @@ class ServingResult:
 
     @property
     def num_failed(self) -> int:
-        """Requests that failed."""
+        """The number of requests that failed."""
         return sum(self.failures.values())
 
     def as_json(self) -> dict[str, Any]:
-        """For a result file."""
+        """Returns the result for a result file."""
         times = {name: getattr(self, name).as_json() for name in ("first_token", "token_gap", "token_mean", "whole")}
         facts = {name: value for name, value in asdict(self).items() if name not in times and value == value}
         found = {**facts, **times, "output_tokens_per_s": self.output_tokens / self.seconds}
@@ -131,7 +131,7 @@ class ServingResult:
         return found
 
     def lines(self) -> list[str]:
-        """In words."""
+        """Returns the result in words."""
         served = self.requests - self.num_failed
         total = (self.prompt_tokens + self.output_tokens) / self.seconds
         lines = [
@@ -151,7 +151,7 @@ class ServingResult:
 
 
 async def put_load(target: Target, trace: RequestTrace, options: LoadOptions, meter: EnergyMeter) -> ServingResult:
-    """Put each request when it arrives, and wait for all of them; it ends by itself after options.max_seconds."""
+    """Sends each request when it arrives, and waits for all of them, at most options.max_seconds."""
     room = asyncio.Semaphore(options.concurrency)
     joules, begin = meter.joules(), time.perf_counter()
     outcomes: list[Outcome] = []
@@ -208,7 +208,7 @@ def _result(trace: RequestTrace, outcomes: Sequence[Outcome], seconds: float, jo
 
 
 def _prompts(trace: RequestTrace, options: LoadOptions) -> list[list[int]]:
-    """Random token ids; blocks of a prefix with the same id are the same in all prompts."""
+    """Returns random token ids. Blocks of a prefix with the same id are the same in all prompts."""
     return [
         _prompt(request, options, lambda key: random.Random(f"{options.seed}/{key}"), number)
         for number, request in enumerate(trace.requests)

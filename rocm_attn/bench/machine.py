@@ -1,4 +1,4 @@
-"""What a result file says about the machine and the code it was measured on."""
+"""A result file's description of the machine and the code that was measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rocm_attn.machine.releases import triton_version
 
 
 def describe_machine() -> dict[str, str]:
-    """Device, versions, commit and date."""
+    """Returns device, versions, commit and date."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "device": device,
@@ -29,7 +29,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with a plus sign when files differ from it; "unknown" of a package that pip installed.
+    """Returns the checkout's commit, with a plus sign if files differ from it; "unknown" for an installed package.
 
     $BENCHMARK_COMMIT names it on a machine that got the files without their history.
     """
@@ -44,14 +44,14 @@ def commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """What git prints of the checkout that this file is in. Raises OSError, CalledProcessError."""
+    """Returns git's output for the checkout that this file is in. Raises OSError, CalledProcessError."""
     folder = Path(__file__).resolve().parent
     done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
 def version_of(package: str) -> str:
-    """Version of an installed package, or 'not installed'."""
+    """Returns the version of an installed package, or 'not installed'."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

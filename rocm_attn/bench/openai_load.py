@@ -1,4 +1,4 @@
-"""Requests to a server that speaks OpenAI's API: /v1/completions, streamed, prompts as token ids."""
+"""Requests to a server with OpenAI's API: /v1/completions, streamed, prompts as token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONNECT_S = 30.0
 
 
 class _NoEvent(Exception):
-    """A line of a stream is none of OpenAI's events."""
+    """A line of a stream is not one of OpenAI's events."""
 
 
 class OpenAITarget:
@@ -31,7 +31,7 @@ class OpenAITarget:
         self._client, self._model = client, model
 
     async def serve(self, prompt: Sequence[int], output_tokens: int, outcome: Outcome) -> None:
-        """As Target.serve."""
+        """Does the same as Target.serve."""
         body = {
             "model": self._model,
             "prompt": list(prompt),
@@ -61,14 +61,14 @@ class OpenAITarget:
 async def run_load(
     url: str, model: str, api_key: str, trace: RequestTrace, options: LoadOptions, meter: EnergyMeter
 ) -> ServingResult:
-    """Put a trace to a server. model: empty: the first that it names; api_key: empty: none
+    """Sends a trace to a server. model: empty: the first that the server names; api_key: empty: none
 
-    Raises BadSetting where there is no such server.
+    Raises BadSetting if there is no such server.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=options.concurrency, max_keepalive_connections=options.concurrency)
     patience = httpx.Timeout(options.max_seconds, connect=_CONNECT_S)
-    # trust_env: a proxy between would be measured too.
+    # trust_env is False, because a proxy would be measured too.
     async with httpx.AsyncClient(
         base_url=url, headers=headers, limits=limits, timeout=patience, trust_env=False
     ) as client:
@@ -87,7 +87,7 @@ async def _first_model(client: httpx.AsyncClient, url: str) -> str:
 
 
 def _read(line: str, outcome: Outcome) -> bool:
-    """A line of the stream; whether it is the last one. Raises _NoEvent."""
+    """Reads a line of the stream. Returns whether it is the last one. Raises _NoEvent."""
     if not line.startswith("data:"):
         return False
     data = line.removeprefix("data:").strip()
@@ -100,7 +100,7 @@ def _read(line: str, outcome: Outcome) -> bool:
 
 
 def _read_event(found: dict[str, Any], outcome: Outcome) -> bool:
-    """An event, which is never the last line."""
+    """Reads an event. Returns False: an event is never the last line."""
     if "error" in found:
         outcome.failure = f"an error in the stream: {_first_words(str(found['error']))}"
         return False

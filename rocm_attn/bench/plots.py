@@ -1,4 +1,4 @@
-"""Pictures of a result file of kernels: times beside the floor, and shares of it, suite by suite."""
+"""Pictures of a result file of kernels: times with the floor, and shares of it, suite by suite."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Picture:
 
     @classmethod
     def of(cls, suite: str, rows: Sequence[Mapping[str, Any]]) -> Picture:
-        """Of rows with a result; others have no bar."""
+        """Makes a picture of rows with a result. The others have no bar."""
         timed = [row for row in rows if row["status"] == OK]
         return cls(
             suite,
@@ -40,10 +40,10 @@ class Picture:
 
 
 def pictures_of(kept: Kept) -> list[Picture]:
-    """One for each suite. Raises BadSetting for another kind of file, or one without a result."""
+    """Returns one picture per suite. Raises BadSetting for another kind of file, or one without a result."""
     if kept.kind != KERNELS:
         raise BadSetting(f"a file of {kept.kind} was given; pictures are made of `rocm-attn bench kernels`")
-    rows = [row for row in kept.rows if row["suite"] != HOST]  # whose times have no floor
+    rows = [row for row in kept.rows if row["suite"] != HOST]  # times of the host have no floor
     suites = dict.fromkeys(row["suite"] for row in rows)
     found = [Picture.of(suite, [row for row in rows if row["suite"] == suite]) for suite in suites]
     found = [picture for picture in found if picture.us]
@@ -53,7 +53,7 @@ def pictures_of(kept: Kept) -> list[Picture]:
 
 
 def draw(kept: Kept, folder: Path, prefix: str) -> list[Path]:
-    """Write PREFIX_SUITE.png for each suite into folder; their paths. The same file gives the same pictures.
+    """Writes PREFIX_SUITE.png for each suite into folder, and returns the paths. Equal files give equal pictures.
 
     Raises BadSetting; ModuleNotFoundError without matplotlib, which the extra [bench] brings.
     """
@@ -81,8 +81,8 @@ def draw(kept: Kept, folder: Path, prefix: str) -> list[Path]:
 
 
 def _figure(pyplot: Any, picture: Picture, caption: str) -> Any:
-    """Times on the left, on a logarithmic axis, with the floor as a line at each case; shares of the floor's speed on
-    the right."""
+    """Draws times on the left, on a logarithmic axis, with the floor as a line at each case; and shares of the floor's
+    speed on the right."""
     height = 1.2 + _INCHES_A_CASE * len(picture.cases) * max(1.0, len(picture.providers) / 3)
     figure, (times, shares) = pyplot.subplots(1, 2, sharey=True, figsize=(_WIDTH, height), layout="constrained")
     bar = 0.8 / len(picture.providers)

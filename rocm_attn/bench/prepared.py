@@ -1,4 +1,4 @@
-"""A layer of a step, launched by itself: what benchmarks time and check."""
+"""A layer of a step, launched by itself, for benchmarks to time and check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A layer's kernel and what it reads."""
+    """A layer's kernel and its arguments."""
 
     kernel: BoundKernel
     args: AttendArgs
@@ -35,7 +35,7 @@ class Prepared:
         pages: LayerPages,
         weights: HeadWeights = NO_HEAD_WEIGHTS,
     ) -> Prepared:
-        """With memory of its own, and the schedule built. rows: q and out"""
+        """Prepares a kernel with memory of its own, and builds the schedule. rows: q and out"""
         device = rows[0].device
         args = AttendArgs(
             q=rows[0],
@@ -54,18 +54,18 @@ class Prepared:
         return prepared
 
     def build_schedule(self) -> None:
-        """What a step launches once."""
+        """Launches the part that a step does once."""
         self.kernel.schedule.build(self.args.queries, self.step, self.bounds, self.args.schedule)
 
     def attend(self) -> None:
-        """One layer."""
+        """Launches one layer."""
         self.kernel.attend(self.args, self.step, self.bounds)
 
 
 def step_kind(q_len: Sequence[int], kv_len: Sequence[int]) -> StepKind:
-    """The kind of step by its new tokens, and by its tokens with them, as an eager step has it.
+    """Returns the kind of an eager step with these new tokens and these tokens with them.
 
-    PREFILL where the cache is empty, whose kernel Selection.kernel() finds: one of its own, or that of EXTEND.
+    PREFILL if the cache is empty. Selection.kernel() finds its kernel: one of its own, or that of EXTEND.
     """
     if max(q_len) == 1:
         return StepKind.DECODE
@@ -75,5 +75,5 @@ def step_kind(q_len: Sequence[int], kv_len: Sequence[int]) -> StepKind:
 
 
 def ints(values: Iterable[int], device: torch.device) -> Tensor:
-    """int32 on the device."""
+    """Returns int32 on the device."""
     return torch.tensor(list(values), dtype=torch.int32, device=device)

@@ -1,6 +1,6 @@
-"""Traces of requests: when each arrives, and how many tokens it has and asks for.
+"""Traces of requests: the arrival of each, its tokens, and the tokens that it asks for.
 
-A file has a line for each request, in one of these schemas; which one is known by the names in it:
+A file has a line per request, in one of these schemas. The names in it identify the schema:
 
 own       JSON lines   arrival_s, prompt_tokens, output_tokens, and optionally prefix, a list of block ids
 Mooncake  JSON lines   timestamp (ms), input_length, output_length, and optionally hash_ids, of blocks of 512 tokens
@@ -31,7 +31,7 @@ class TracedRequest:
     arrival_s:     seconds since the trace began
     prompt_tokens: at least 1
     output_tokens: at least 1
-    prefix:        ids of the prompt's blocks of PREFIX_BLOCK tokens; requests with equal ids there share them
+    prefix:        ids of the prompt's blocks of PREFIX_BLOCK tokens; requests share blocks with equal ids
 
     Raises BadSetting.
     """
@@ -49,7 +49,7 @@ class TracedRequest:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it is at least 1")
 
     def as_json(self) -> dict[str, Any]:
-        """A line of the own schema."""
+        """Returns a line of the own schema."""
         found: dict[str, Any] = {
             "arrival_s": self.arrival_s,
             "prompt_tokens": self.prompt_tokens,
@@ -70,7 +70,7 @@ class RequestTrace:
 
     @classmethod
     def of(cls, requests: Iterator[TracedRequest]) -> RequestTrace:
-        """In order of arrival, the first at 0."""
+        """Makes a trace in order of arrival, the first at 0."""
         ordered = sorted(requests, key=lambda request: request.arrival_s)
         first = ordered[0].arrival_s if ordered else 0.0
         return cls(
@@ -81,11 +81,11 @@ class RequestTrace:
         )
 
     def first(self, count: int) -> RequestTrace:
-        """Only so many."""
+        """Returns a trace of only the first requests."""
         return RequestTrace(self.requests[:count])
 
     def faster(self, times: float) -> RequestTrace:
-        """The same requests in a `times`th of the time; infinity: all at once."""
+        """Returns the same requests in a `times`th of the time; infinity: all at once."""
         return RequestTrace(
             tuple(
                 TracedRequest(each.arrival_s / times, each.prompt_tokens, each.output_tokens, each.prefix)
@@ -94,12 +94,12 @@ class RequestTrace:
         )
 
     def text(self) -> str:
-        """As a file of the own schema."""
+        """Returns the text of a file of the own schema."""
         return "".join(json.dumps(request.as_json()) + "\n" for request in self.requests)
 
 
 def read_trace(path: Path) -> RequestTrace:
-    """A trace of any of the schemas. Raises BadSetting, which names the file and the line."""
+    """Reads a trace of any of the schemas. Raises BadSetting, which names the file and the line."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -160,7 +160,7 @@ def _from_csv(lines: Sequence[str]) -> Iterator[TracedRequest]:
         seconds = (at - begin).total_seconds()
 
         def read(found: Mapping[str, Any], seconds: float = seconds) -> TracedRequest:
-            # The first line need not be the earliest; RequestTrace.of sets the earliest one to 0.
+            # The first line may not be the earliest. RequestTrace.of sets the earliest one to 0.
             return TracedRequest(seconds + _DAY_S, int(found["ContextTokens"]), int(found["GeneratedTokens"]))
 
         yield _checked(reader.line_num, read, row)
@@ -170,7 +170,7 @@ _DAY_S = 86400.0
 
 
 def _checked_time(line: int, text: str | None) -> datetime:
-    """Azure's have seven digits after the second, and some a time zone."""
+    """Reads one of Azure's times, which have seven digits after the second, and some a time zone. Raises BadSetting."""
     whole, _, rest = (text or "").strip().partition(".")
     digits = rest[: next((place for place, letter in enumerate(rest) if not letter.isdigit()), len(rest))]
     try:

@@ -1,4 +1,4 @@
-"""Result files: what was measured, on what and how, with every sample."""
+"""Result files: the measurements with every sample, the machine, and the settings."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rocm_attn.bench.machine import describe_machine
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.target import detect_target
 
-# Raised by one where a reader of the older form would misread the newer one.
+# Raised by one if a reader of the older form would misread the newer one.
 SCHEMA = "rocm_attn.bench/1"
 KERNELS, SERVING = "kernels", "serving"
-# Words of a command line that have a / and are no path: heads as 32/8, and encodings as e4m3fn/token.
+# Words of a command line that have a / and are not paths: heads as 32/8, and encodings as e4m3fn/token.
 _CODE = "[a-z0-9-]+(/(layer|head|token))?"
 _NO_PATH = re.compile(rf"\d+/\d+|{_CODE}(,{_CODE})*")
 
@@ -68,7 +68,7 @@ class Kept:
 def kernels_as_json(
     rows: Sequence[Row], device: torch.device, ceilings: Ceilings, options: KernelOptions, energy: str
 ) -> dict[str, Any]:
-    """What a file of kernels says. energy: what counted it, or why nothing did"""
+    """Returns the content of a file of kernels. energy: the counter, or why there is none"""
     target = detect_target(device)
     return {
         **head(KERNELS, device),
@@ -82,7 +82,7 @@ def kernels_as_json(
 
 
 def head(kind: str, device: torch.device) -> dict[str, Any]:
-    """What every result file begins with."""
+    """Returns the beginning of every result file."""
     machine: dict[str, Any] = describe_machine()
     if device.type != "cuda":
         machine["device"] = f"CPU, {machine['threads']} threads"
@@ -91,18 +91,18 @@ def head(kind: str, device: torch.device) -> dict[str, Any]:
 
 
 def shareable(word: str) -> str:
-    """A word of a command line, with names of files in the place of paths: result files are shown to others."""
+    """Returns a word of a command line with file names instead of paths, because result files are shown to others."""
     flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     if "://" in value:
         scheme, _, rest = value.partition("://")
-        return f"{flag}{equals}{scheme}://{rest.rpartition('@')[2]}"  # without a user and a password
+        return f"{flag}{equals}{scheme}://{rest.rpartition('@')[2]}"  # without user and password
     if os.sep not in value or _NO_PATH.fullmatch(value):
         return word
     return f"{flag}{equals}{'@' if value.startswith('@') else ''}{Path(value).name}"
 
 
 def as_text(result: Mapping[str, Any]) -> str:
-    """A result as JSON, which has no word for what is not a number: null stands for it."""
+    """Returns a result as JSON. It has no NaN and infinities, so they become null."""
     return json.dumps(_finite(result), indent=1, allow_nan=False)
 
 
@@ -115,7 +115,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_result(path: Path) -> Kept:
-    """Raises BadSetting for a file that is missing, or is no result file of this schema."""
+    """Reads a result file. Raises BadSetting if it is missing, or is no result file of this schema."""
     try:
         found = json.loads(path.read_text())
     except OSError as error:
@@ -130,12 +130,12 @@ def read_result(path: Path) -> Kept:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Raises BadSetting where the file cannot be written."""
+    """Writes a result as JSON. Raises BadSetting if the file cannot be written."""
     _write(path, as_text(result) + "\n")
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A line for each contestant on each case, with medians. Raises BadSetting."""
+    """Writes a line per contestant and case, with medians. Raises BadSetting."""
     text = io.StringIO()
     writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore", restval="")
     writer.writeheader()
@@ -151,7 +151,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def lines_of(rows: Sequence[Row]) -> list[str]:
-    """Rows of one case as lines of text: no time is printed for what is wrong."""
+    """Returns the rows of one case as lines of text. Wrong ones get no time."""
     first = rows[0]
     bound = f"floor {first.floor_us:.1f} us"
     lines = [f"{first.case.name} ({bound})"]

@@ -1,4 +1,4 @@
-"""Requests to an engine of this process, by AsyncEngine: what a server over it could reach at best."""
+"""Requests to an engine of this process, by AsyncEngine: the best that a server over it could reach."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunnerTarget:
         self._front = front
 
     async def serve(self, prompt: Sequence[int], output_tokens: int, outcome: Outcome) -> None:
-        """As Target.serve."""
+        """Does the same as Target.serve."""
         try:
             request = Request(tuple(prompt), output_tokens, ignore_eos=True)
             async with self._front.stream(request) as stream:
@@ -36,6 +36,6 @@ class RunnerTarget:
 async def run_on_engine(
     engine: ServingEngine, trace: RequestTrace, options: LoadOptions, meter: EnergyMeter
 ) -> ServingResult:
-    """Put a trace to an engine."""
+    """Sends a trace to an engine."""
     async with AsyncEngine(engine, max_requests=options.concurrency) as front:
         return await put_load(RunnerTarget(front), trace, options, meter)

@@ -1,4 +1,4 @@
-"""Random data of a layer's step: pages anywhere in a pool, the step's tensors in every form that kernels read."""
+"""Random data for a layer's step: random pages of a pool, and the step's tensors in every form that kernels read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepBounds
 from rocm_attn.step.head_weights import HeadWeights
 
-# Entries after the last page of a list or a table row, for kernels that read ahead; they name page 0.
+# Entries after the last page of a list or a table row, for kernels that read ahead. They name page 0.
 _READ_AHEAD = 256
 
 
@@ -27,7 +27,7 @@ _READ_AHEAD = 256
 class StepData:
     """A layer and a step of it, on a device; S sequences, T new tokens.
 
-    step:         with page list and block table besides what every step has
+    step:         with page list and block table in addition to the tensors of every step
     bounds:       of the step
     q, out:       [T, q_heads, head_dim | v_head_dim]; out is NaN until a kernel writes it
     pages:        of the layer; several steps may share them, each with pages of its own. Page 0 is zero
@@ -47,22 +47,22 @@ class StepData:
 
     @property
     def kind(self) -> StepKind:
-        """Of the step."""
+        """The kind of the step."""
         return self.bounds.shape.kind
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device of the data."""
         return self.q.device
 
 
 def kind_of(batch: BatchSpec) -> StepKind:
-    """The kind of step that serves the batch."""
+    """Returns the kind of step that serves the batch."""
     return step_kind(batch.q_len, batch.kv_len)
 
 
 def random_steps(problem: Problem, batch: BatchSpec, count: int, device: torch.device, seed: int) -> list[StepData]:
-    """`count` steps that share no page, of one pool. The same ones for the same arguments."""
+    """Returns `count` steps over separate pages of one pool; the same ones for the same arguments."""
     generator = torch.Generator(device).manual_seed(seed)
     num_pages = [-(-kv_len // problem.page_size) for kv_len in batch.kv_len]
     pages = random_pages(problem, sum(num_pages) * count + 1, generator)
@@ -90,7 +90,7 @@ def step_over(
     weights: HeadWeights,
     pages_of_seq: Sequence[Tensor],
 ) -> StepData:
-    """A step of these queries over these pages. pages_of_seq: integer, on q's device"""
+    """Returns a step of these queries over these pages. pages_of_seq: integer, on q's device"""
     device, kind = q.device, kind_of(batch)
     num_seqs, num_tokens, kv_len, q_len = batch.num_seqs, batch.num_tokens, batch.kv_len, batch.q_len
     num_pages = [len(mine) for mine in pages_of_seq]
@@ -126,7 +126,7 @@ def step_over(
 
 
 def random_pages(problem: Problem, num_pages: int, generator: torch.Generator) -> LayerPages:
-    """Pages of a layer on the generator's device, of normal numbers in their encoding and of factors about 1.
+    """Returns a layer's pages on the generator's device: normal numbers in their encoding, and scales about 1.
 
     Page 0 is zero.
     """

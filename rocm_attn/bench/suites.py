@@ -1,4 +1,4 @@
-"""Layers and steps by name, as models have them: what a change to the kernels is measured on."""
+"""Named layers and steps, as models have them, to measure changes of the kernels on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CAP = 50.0
 class Case:
     """A layer and a step of it.
 
-    suite: where it belongs, empty where it was asked for by itself
+    suite: its suite; empty if it was asked for by itself
     step:  the step in words; empty: as the batch is written
     """
 
@@ -33,12 +33,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Layer and step."""
+        """The names of layer and step."""
         return f"{name_of(self.problem)}: {self.step or self.batch}"
 
 
 def suite(name: str) -> list[Case]:
-    """The cases of a suite, or of all. Raises BadSetting."""
+    """Returns the cases of a suite, or of all. Raises BadSetting."""
     if name == ALL_SUITES:
         return [case for each in SUITES for case in suite(each)]
     if name not in _MAKERS:
@@ -51,7 +51,7 @@ _ODD_DIMS = ((32, 32, 96), (32, 8, 80), (64, 8, 192))
 
 
 def ragged_chunks() -> BatchSpec:
-    """Twelve chunks of 17 to 600 tokens over 100 to 6,000 stored ones."""
+    """Returns twelve chunks of 17 to 600 tokens over 100 to 6,000 stored ones."""
     chooser = random.Random(5)
     new = [chooser.choice((17, 64, 130, 300, 600)) for _ in range(12)]
     return BatchSpec.of_lengths((q_len, chooser.randrange(100, 6000)) for q_len in new)

@@ -1,4 +1,4 @@
-"""Requests that are made up: Poisson arrivals and log-normal lengths, the same ones for a seed."""
+"""Synthetic requests: Poisson arrivals and log-normal lengths, the same ones for a seed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rocm_attn.bench.request_trace import PREFIX_BLOCK, RequestTrace, TracedRequ
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What requests look like.
+    """The distribution of requests.
 
-    rate:          arrivals a second, on average
+    rate:          mean arrivals per second
     prompt_tokens: the median
     output_tokens: the median
     spread:        standard deviation of the logarithm of lengths; 0: all have the median
-    shared_tokens: of the prompt that all requests begin with, rounded down to whole blocks of PREFIX_BLOCK
+    shared_tokens: tokens of the prefix that all prompts share, rounded down to whole blocks of PREFIX_BLOCK
     """
 
     num_requests: int
@@ -29,7 +29,7 @@ class Traffic:
     shared_tokens: int = 0
 
     def trace(self, seed: int) -> RequestTrace:
-        """The requests."""
+        """Returns the requests."""
         return RequestTrace.of(self._requests(random.Random(seed)))
 
     def _requests(self, chooser: random.Random) -> Iterator[TracedRequest]:
@@ -37,7 +37,7 @@ class Traffic:
         for number in range(self.num_requests):
             prompt = _length(chooser, self.prompt_tokens, self.spread)
             blocks = -(-prompt // PREFIX_BLOCK)
-            # Blocks that are not shared have ids of their own.
+            # Blocks that are not shared have unique ids.
             own = tuple(len(shared) + number * (1 << 20) + block for block in range(len(shared), blocks))
             prefix = (*shared, *own)[:blocks] if shared else ()
             yield TracedRequest(arrival, prompt, _length(chooser, self.output_tokens, self.spread), prefix)

@@ -14,11 +14,11 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one layer.
+    """The work of one layer.
 
-    kv_bytes:   keys that a token sees, their values and factors, each read once; of a latent layer its rows
+    kv_bytes:   keys that a token sees, their values and scales, each read once; for a latent layer, its rows
     num_bytes:  those, queries read and results written, once each
-    flops:      of products of pairs of a token and a key that it sees; nothing else is counted
+    flops:      of products for pairs of a token and a key that it sees; nothing else is counted
     """
 
     kv_bytes: int
@@ -26,16 +26,16 @@ class Work:
     flops: int
 
     def floor_us(self, *, bytes_per_s: float, flops_per_s: float) -> float:
-        """Microseconds that the slower one of memory and products takes."""
+        """Returns the microseconds of the slower one of memory and products."""
         return max(self.num_bytes / bytes_per_s, self.flops / flops_per_s) * 1e6
 
     def is_memory_bound(self, *, bytes_per_s: float, flops_per_s: float) -> bool:
-        """Whether memory is the slower one."""
+        """True if memory is the slower one."""
         return self.num_bytes / bytes_per_s >= self.flops / flops_per_s
 
 
 def work_of(problem: Problem, batch: BatchSpec) -> Work:
-    """The least that the layer needs for the step."""
+    """Returns the least work that the layer needs for the step."""
     kv_bytes = sum(group.num_seqs * _rows(problem, group) for group in batch.groups) * _row_bytes(problem)
     dims = problem.head_dim + problem.v_head_dim
     of_tokens = batch.num_tokens * problem.num_q_heads * dims * problem.dtype.itemsize
@@ -44,7 +44,7 @@ def work_of(problem: Problem, batch: BatchSpec) -> Work:
 
 
 def _row_bytes(problem: Problem) -> int:
-    """Of a token's K and V, with factors of its own."""
+    """Returns the bytes of a token's K and V, with scales per token."""
     form = problem.page_format
     elements = form.head_dim if form.kind is PoolKind.LATENT else form.head_dim + form.v_head_dim
     sides = 1 if form.kind is PoolKind.LATENT else 2
@@ -53,21 +53,21 @@ def _row_bytes(problem: Problem) -> int:
 
 
 def _rows(problem: Problem, group: Group) -> int:
-    """Keys that some new token of a sequence sees."""
+    """Returns the number of keys of a sequence that any of its new tokens sees."""
     if problem.window_left == UNLIMITED_WINDOW:
         return group.kv_len
     return min(group.kv_len, group.new + problem.window_left)
 
 
 def _pairs(problem: Problem, group: Group) -> int:
-    """Pairs of a new token and a key that it sees, of a sequence."""
+    """Returns the number of pairs of a new token and a key that it sees, per sequence."""
     if not problem.causal:
         return group.new * group.kv_len
     return sum(_spans(problem, group))
 
 
 def _spans(problem: Problem, group: Group) -> Iterator[int]:
-    """Keys that tokens see: of those whose window is not full yet, and of the others."""
+    """Yields the keys that tokens see: tokens whose window is not full yet, then the others."""
     first, last = group.stored + 1, group.kv_len
     if problem.window_left == UNLIMITED_WINDOW:
         yield group.new * (first + last) // 2

@@ -1,1 +1,1 @@
-"""Names and conventions of other libraries, over this one."""
+"""Names and conventions of other libraries, on top of this one."""

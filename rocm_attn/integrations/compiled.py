@@ -1,10 +1,10 @@
-"""Layer calls as operations of torch.library, so that models which make them compile.
+"""Layer calls as operations of torch.library, so that models which make them can be compiled.
 
-torch.compile cannot look into a runtime, whose steps the host decides. So a compiled model calls operations
-(rocm_attn::store, rocm_attn::attend and so on) that name their runtime by a number, and each of them makes the call of
-the step that runs there: eager, captured and compiled steps are one path.
+torch.compile cannot trace a runtime, because the host decides its steps. So a compiled model calls operations
+(rocm_attn::store, rocm_attn::attend and so on) that name their runtime by a number. Each operation makes the layer call
+of the step that is running: eager, captured and compiled steps share one path.
 
-What an operation does to pages, step and workspace is declared as a write to one small tensor, the state of the
+An operation changes pages, step and workspace. It declares all of this as a write to one small tensor, the state of the
 runtime. So compiled code keeps all operations of a runtime, in their order, and copies no pool.
 """
 
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 NAMESPACE = "rocm_attn"
 
-# What norms and rope come to as arguments of an operation: see _flat().
+# Arguments of an operation for norms and rope: see _flat().
 _Norms = tuple[Tensor | None, Tensor | None, Tensor | None, Sequence[float]]
 _Rope = tuple[Tensor | None, bool, bool]
 
@@ -44,7 +44,7 @@ _ROPE_WORK = (
 
 
 class _Called:
-    """The runtime that a number stands for, for as long as it lives."""
+    """The runtime that a number stands for. Valid as long as the runtime lives."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = weakref.ref(owner)
@@ -54,24 +54,24 @@ class _Called:
     @property
     def owner(self) -> Owner:
         owner = self._owner()
-        assert owner is not None  # its number goes with it
+        assert owner is not None  # the number is removed with its runtime
         return owner
 
     def layers(self, part: int) -> LayerCalls:
-        """The layers of a part of the step that runs. Raises WrongState."""
+        """Returns the layer calls of a part of the step that is running. Raises WrongState."""
         owner = self.owner
         return owner.gate.running(part) if isinstance(owner, AttentionRuntime) else owner.layers
 
     def v_of(self, layer: int, k: Tensor, v: Tensor | None) -> Tensor:
-        """V of a layer; where none is given, the first part of k, as of latent layers."""
+        """Returns V of a layer. If v is None, as for latent layers, it is the first v_head_dim elements of k."""
         return k[..., : self._v_dims[layer]] if v is None else v
 
     def work(self, layer: int, norms: _Norms, rope: _Rope) -> QkvWork:
-        """What a layer does to its rows: one object for as long as it is made of the same, which is checked once."""
+        """Returns the norms and rope of a layer. The object is reused while its tensors and numbers are the same."""
         *weights, numbers = norms
         cos_sin, *of_table = rope
         tensors = *weights, cos_sin
-        # What is kept holds the tensors, so an address is theirs; a part of one may begin there too.
+        # The kept object holds the tensors, so only they and their views can have these addresses.
         forms = (None if each is None else (each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors)
         made_of = *forms, *numbers, *of_table
         kept = self._works.get(layer)
@@ -100,81 +100,81 @@ def _of(number: int) -> _Called:
 
 
 class CompiledLayers(LayerCalls):
-    """The layer calls of a runtime's steps, as LayerCalls, for forwards that are compiled. Made by compiled_layers().
+    """The layer calls of a runtime's steps, like LayerCalls, for forwards that are compiled. Made by compiled_layers().
 
-    Each is made in the step that runs when the operation does. It may be kept for as long as the runtime lives, and
-    does not keep it alive. No gradients.
+    Each call goes to the step that is running when the operation runs. The object may be kept as long as the runtime
+    lives, and does not keep it alive. It has no gradients.
 
-    number: of the runtime, in operations
+    number: the runtime's number in operations
     part:   Part.number of the part whose calls these are
-    state:  int32 [1], written by operations in place of pages, step and workspace
+    state:  int32 [1], declared as written by operations, in place of pages, step and workspace
     """
 
     def __init__(self, number: int, part: int, state: Tensor, is_latent: tuple[bool, ...]) -> None:
         self.number, self.part, self.state, self._is_latent = number, part, state, is_latent
 
     def of(self, part: Part) -> CompiledLayers:
-        """The calls of a part of a step."""
+        """Returns the calls of a part of a step."""
         return CompiledLayers(self.number, part.number, self.state, self._is_latent)
 
     def fill(self, *written: Tensor, slots: Tensor | None = None) -> None:
-        """Step.fill, or ExternalAttention.fill(slots), where the compiled code does that too.
+        """Calls Step.fill, or ExternalAttention.fill(slots), if the compiled code fills the step itself.
 
-        written: every tensor of the step that the code reads afterwards: fill writes it, which torch must know
+        written: every tensor of the step that the code reads afterwards; torch must know that fill writes it
         """
         torch.ops.rocm_attn.fill(self.state, written, slots, self.number)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """As LayerCalls.store."""
+        """Does the same as LayerCalls.store."""
         torch.ops.rocm_attn.store(self.state, k, self._v(layer, v), self.number, self.part, layer)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As LayerCalls.attend."""
+        """Does the same as LayerCalls.attend."""
         torch.ops.rocm_attn.attend(self.state, q, out, lse, self.number, self.part, layer)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """As LayerCalls.rope_and_store."""
+        """Does the same as LayerCalls.rope_and_store."""
         flat = *_flat(work), *_flat_rope(work.rope)
         torch.ops.rocm_attn.rope_and_store(
             self.state, q, k, self._v(layer, v), q_out, *flat, self.number, self.part, layer
         )
 
     def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """As LayerCalls.rope_queries."""
+        """Does the same as LayerCalls.rope_queries."""
         flat = *_flat(work), *_flat_rope(work.rope)
         torch.ops.rocm_attn.rope_queries(self.state, q, q_out, *flat, self.number, self.part, layer)
 
     def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
-        """As LayerCalls.finish."""
+        """Does the same as LayerCalls.finish."""
         torch.ops.rocm_attn.finish(self.state, out, gate, *_flat_rope(undo), self.number, self.part, layer)
 
     def store_index(self, layer: int, k: Tensor) -> None:
-        """As LayerCalls.store_index."""
+        """Does the same as LayerCalls.store_index."""
         torch.ops.rocm_attn.store_index(self.state, k, self.number, self.part, layer)
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """As LayerCalls.select."""
+        """Does the same as LayerCalls.select."""
         torch.ops.rocm_attn.select(self.state, q, weights, self.number, self.part, layer)
 
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
-        """As LayerCalls.give_selection."""
+        """Does the same as LayerCalls.give_selection."""
         torch.ops.rocm_attn.give_selection(self.state, units, counts, self.number, self.part, layer)
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As LayerCalls.attend_selected."""
+        """Does the same as LayerCalls.attend_selected."""
         torch.ops.rocm_attn.attend_selected(self.state, q, out, lse, self.number, self.part, layer)
 
     def _v(self, layer: int, v: Tensor) -> Tensor | None:
-        """V as an argument: a latent layer's is part of k, which compiled code might copy."""
+        """Returns V as an argument; None for a latent layer. Its V is part of k, and compiled code might copy it."""
         if not 0 <= layer < len(self._is_latent):
             raise BadTensor(f"layer {layer} does not exist; there are layers 0 to {len(self._is_latent) - 1}")
         return None if self._is_latent[layer] else v
 
 
 def compiled_layers(owner: Owner) -> CompiledLayers:
-    """The calls that a forward makes if it is to be compiled, in place of `step.layers`; one object for each runtime.
+    """Returns the layer calls for a forward to be compiled, in place of `step.layers`; one object per runtime.
 
-    owner: whose steps run; of an ExternalAttention, every step has one part, and of() is not needed
+    owner: the owner whose steps run. Every step of an ExternalAttention has one part, so of() is not needed for it
     """
     kept = _of_owner.get(owner)
     if kept is None:
@@ -188,18 +188,18 @@ def compiled_layers(owner: Owner) -> CompiledLayers:
 
 
 class CompiledForward(Generic[Result]):
-    """A forward that is compiled, and may be captured. Of compile_forward().
+    """A forward that is compiled, and may be captured. Made by compile_forward().
 
-    A capture looks at each operation as it runs, and torch runs no compiled code where that is done. So on a device the
-    guard of a capture steps aside while compiled code runs; the host's recorder, which knows a step by its operations,
-    gets the forward as it was written.
+    A capture's guard intercepts each operation as it runs, and torch runs no compiled code under such a guard. So on a
+    GPU the guard is suspended while compiled code runs. The host's recorder knows a step by its operations, so it gets
+    the original forward.
     """
 
     def __init__(self, forward: Callable[..., Result], compiled: Callable[..., Result]) -> None:
         self._forward, self._compiled = forward, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        """As the forward."""
+        """Runs the forward."""
         guard = guard_here()
         if guard is None:
             return self._compiled(*args, **kwargs)
@@ -210,7 +210,7 @@ class CompiledForward(Generic[Result]):
 
 
 def compile_forward(forward: Callable[..., Result], **options: Any) -> CompiledForward[Result]:
-    """torch.compile of a forward whose layer calls are CompiledLayers, without a break, for a StepRunner or by itself.
+    """Compiles a forward whose layer calls are CompiledLayers, without graph breaks, for a StepRunner or by itself.
 
     options: of torch.compile; fullgraph is True
     """
@@ -218,7 +218,7 @@ def compile_forward(forward: Callable[..., Result], **options: Any) -> CompiledF
 
 
 def _flat(work: QkvWork) -> _Norms:
-    """The weights of the three norms, and eps and offset of each; zeros where there is none."""
+    """Returns the weights of the three norms (None without a norm), then eps and offset of each (zeros without one)."""
     norms = work.q_norm, work.k_norm, work.v_norm
     q, k, v = (None if norm is None else norm.weight for norm in norms)
     numbers: list[float] = []
@@ -228,7 +228,7 @@ def _flat(work: QkvWork) -> _Norms:
 
 
 def _flat_rope(rope: RopeTable | None) -> _Rope:
-    """cos_sin, whether neighbours are pairs, at_end."""
+    """Returns cos_sin, whether neighbours are pairs, and at_end."""
     return (None, False, False) if rope is None else (rope.cos_sin, rope.pairs is RopePairs.NEIGHBOURS, rope.at_end)
 
 
@@ -293,7 +293,7 @@ def _attend_selected(
     _of(number).layers(part).attend_selected(layer, q, out, lse)
 
 
-# Name -> the arguments between the state and the number, and what the operation does. Tensor(x!) is written.
+# Name -> the arguments between the state and the number, and the function that runs. Tensor(x!) is written.
 _OPERATIONS: Mapping[str, tuple[str, Callable[..., None]]] = {
     "store": ("Tensor k, Tensor? v", _store),
     "attend": ("Tensor q, Tensor(b!) out, Tensor(c!)? lse", _attend),
@@ -313,11 +313,11 @@ _SCHEMAS = {
 _SCHEMAS["fill"] = "(Tensor(a!) state, Tensor(b!)[] written, Tensor? slots, int number) -> ()"
 _BODIES = {"fill": _fill, **{name: body for name, (_, body) in _OPERATIONS.items()}}
 
-# A step's host code runs in each of them: an engine that captures a model in pieces cuts it here, and captures none of
-# these. Names as engines list them.
+# Each of these runs host code of a step. An engine that captures a model in pieces splits it at these operations and
+# captures none of them. The names are written as engines list them.
 SPLITTING_OPS = tuple(f"{NAMESPACE}::{name}" for name in _BODIES)
 
-# Strides are part of what an operation is given; Inductor captures no graph around one that it may not replay.
+# Operations depend on the strides of their arguments. Inductor captures no graph around one that must not be replayed.
 _TAGS = tuple(
     getattr(torch.Tag, name)
     for name in ("pt2_compliant_tag", "needs_exact_strides", "cudagraph_unsafe")
@@ -326,7 +326,7 @@ _TAGS = tuple(
 
 
 def _writes_only(*arguments: object) -> None:
-    """What torch runs on tensors without memory: operations give nothing back."""
+    """Does nothing, for tensors without memory: operations return nothing."""
 
 
 def _define() -> torch.library.Library:
@@ -339,5 +339,5 @@ def _define() -> torch.library.Library:
     return library
 
 
-# Operations live as long as this.
+# The operations live as long as this object.
 _LIBRARY = _define()

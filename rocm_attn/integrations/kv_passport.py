@@ -1,8 +1,8 @@
-"""KVPassport: what the pages of a pool hold, for those who take tokens of it; and how tokens lie in a buffer.
+"""KVPassport: the formats of a pool's pages, for receivers of its tokens; and the layout of tokens in a buffer.
 
-A buffer has no pages. Of each layer, in order, it holds K, V, their factors of tokens, index keys and their factors, as
-far as the layer has them; of each of these, token after token, one row [heads, dim] each. Each begins at a multiple of
-16 bytes. So pages may be of any size and layout on either side.
+A buffer has no pages. For each layer, in order, it holds K, V, their scales per token, index keys and their scales, if
+the layer has them. Each of these is one stretch: a row [heads, dim] per token, token after token. Each stretch begins
+at a multiple of 16 bytes. So pages may have any size and layout on either side.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import Pool
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
-# Of the passport and of the buffer's order. Another one is refused.
+# The version of the passport and of the buffer's order. Any other version is refused.
 VERSION = 1
 ALIGNMENT = 16
 
 
 class Role(enum.Enum):
-    """What of a layer a stretch of a buffer holds, in this order."""
+    """The part of a layer that a stretch of a buffer holds, in this order."""
 
     K = "K"
     V = "V"
@@ -39,12 +39,12 @@ class Role(enum.Enum):
 
     @property
     def is_index(self) -> bool:
-        """Whether it is of index keys, which may stand for several tokens each."""
+        """True if the stretch holds index keys or their scales. An index key may stand for several tokens."""
         return self in (Role.INDEX, Role.INDEX_FACTORS)
 
     @property
     def is_codes(self) -> bool:
-        """Whether elements are in the encoding of the format; factors are float32."""
+        """True if elements have the encoding of the format. Scales are float32."""
         return self in (Role.K, Role.V, Role.INDEX)
 
 
@@ -52,13 +52,13 @@ class Role(enum.Enum):
 class LayerPassport:
     """One layer of a pool.
 
-    form:        what its pages hold
-    index:       what its index pages hold; None: it has none
+    form:        the format of its pages
+    index:       the format of its index pages, or None if it has none
     key_tokens:  tokens that an index key stands for
-    space:       the name of the space that it lives in
-    window_left: previous keys that it sees; -1: all of them
-    factors:     of layers and heads, float32: those of K, of V, and of index keys; empty where there are none
-    row_bytes:   the stretches of the layer, in order, with the bytes of a row
+    space:       the name of the space that the layer is in
+    window_left: the number of previous keys that a token sees; -1: all of them
+    factors:     scales per layer or head, float32: those of K, of V, and of index keys; empty if there are none
+    row_bytes:   stretch -> bytes of a row, for the stretches of the layer, in order
     """
 
     form: PageFormat
@@ -70,7 +70,7 @@ class LayerPassport:
     row_bytes: Mapping[Role, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Made once: every transfer asks for it, layer after layer.
+        # Computed once: every transfer asks for it, layer after layer.
         object.__setattr__(self, "row_bytes", self._row_bytes())
 
     def _row_bytes(self) -> Mapping[Role, int]:
@@ -85,7 +85,7 @@ class LayerPassport:
         return rows
 
     def form_of(self, role: Role) -> PageFormat:
-        """What the pages of a stretch hold."""
+        """Returns the format of the pages that a stretch is taken from."""
         form = self.index if role.is_index else self.form
         assert form is not None
         return form
@@ -93,9 +93,9 @@ class LayerPassport:
 
 @dataclass(frozen=True, slots=True)
 class KVPassport:
-    """What the pages of a model's layers hold: exchanged once, before tokens are sent.
+    """The formats of the pages of a model's layers. It is exchanged once, before tokens are sent.
 
-    Factors of layers and heads are in it as they were when it was made; they change while a runtime is empty only.
+    It holds the scales per layer and head from the time when it was made. They change only while a runtime is empty.
     """
 
     layers: tuple[LayerPassport, ...]
@@ -103,18 +103,18 @@ class KVPassport:
 
     @classmethod
     def of(cls, owner: Owner) -> KVPassport:
-        """Of a runtime, or of the pages that an engine has bound. Waits for the device, where its factors lie."""
+        """Makes the passport of a runtime, or of an engine's bound pages. Waits for the device if scales lie there."""
         problems, spaces = problems_of(owner), spaces_of(owner)
         layers = zip(range(len(problems)), problems, spaces, strict=True)
         return cls(tuple(_layer(pool_of(owner), *each) for each in layers))
 
     def to_json(self) -> str:
-        """As text, for a peer of any release that has this version."""
+        """Returns the passport as text, for a peer of any release that has this version."""
         return json.dumps({"version": self.version, "layers": [_as_json(layer) for layer in self.layers]})
 
     @classmethod
     def from_json(cls, text: str) -> KVPassport:
-        """What to_json() wrote. Raises BadSetting for anything else, and for another version."""
+        """Reads the text of to_json(). Raises BadSetting for any other text, and for another version."""
         try:
             fields = json.loads(text)
             version = fields["version"]
@@ -129,7 +129,7 @@ class KVPassport:
         )
 
     def refusals(self, source: KVPassport) -> list[str]:
-        """Why tokens of a source cannot be stored here, one sentence for each layer; none: they can."""
+        """Returns why tokens of a source cannot be stored here, one sentence per layer; empty if they can."""
         if len(source.layers) != len(self.layers):
             return [f"the source has {len(source.layers)} layers, and there are {len(self.layers)} here"]
         reasons = []
@@ -141,10 +141,10 @@ class KVPassport:
 
 @dataclass(frozen=True, slots=True)
 class KVExtent:
-    """Which tokens of a request are sent.
+    """The tokens of a request that are sent.
 
-    kv_len: its tokens
-    first:  name of a space -> the first token that it still has there: 0, or where a window's pages begin
+    kv_len: the number of its tokens
+    first:  name of a space -> the first token that it still has there: 0, or the one where a window's pages begin
     """
 
     kv_len: int
@@ -156,8 +156,8 @@ class Stretch(NamedTuple):
 
     place:     bytes from the buffer's start
     first:     the first token, or index key
-    num_rows:  how many there are
-    row_bytes: of one of them
+    num_rows:  the number of tokens, or index keys
+    row_bytes: bytes of one row
     """
 
     layer: int
@@ -169,12 +169,12 @@ class Stretch(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Bytes from the buffer's start to its end."""
+        """Bytes from the buffer's start to the end of the stretch."""
         return self.place + self.num_rows * self.row_bytes
 
 
 def stretches(passport: KVPassport, extent: KVExtent, layers: Sequence[int]) -> list[Stretch]:
-    """How the tokens of some layers lie in a buffer. Raises BadTensor for an extent that is not the source's."""
+    """Returns the layout of some layers' tokens in a buffer. Raises BadTensor for an extent of another source."""
     found: list[Stretch] = []
     place = 0
     for number in layers:
@@ -217,7 +217,7 @@ def _factors(pages: LayerPages) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _why_not(there: LayerPassport, here: LayerPassport) -> str:
-    """Why a layer cannot take another's tokens; empty: it can."""
+    """Returns why a layer cannot take another's tokens; empty if it can."""
     for name, source, own in (("pages", there.form, here.form), ("index pages", there.index, here.index)):
         if (source is None) != (own is None):
             return f"one side has {name}, the other has none"
@@ -278,13 +278,13 @@ def _form_from_json(fields: dict[str, Any]) -> PageFormat:
 
 
 def _require_count(name: str, value: object, least: int) -> None:
-    """Raises ValueError."""
+    """Raises ValueError unless the value is an int and at least `least`."""
     if type(value) is not int or value < least:
         raise ValueError(f"{name} is {value!r}; it is a whole number from {least} on")
 
 
 def _require_factors(name: str, form: PageFormat | None, factors: tuple[float, ...]) -> None:
-    """As many as the format says, and each a number to multiply with. Raises ValueError."""
+    """Raises ValueError unless there are as many scales as the format says, each of them positive and finite."""
     scales = Scales.NONE if form is None else form.scales
     count = math.prod(form.scale_shape) if form is not None and scales in (Scales.LAYER, Scales.HEAD) else 0
     if len(factors) != count or not all(0 < factor < math.inf for factor in factors):

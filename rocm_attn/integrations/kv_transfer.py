@@ -1,7 +1,7 @@
-"""KVExporter and KVImporter: a request's tokens out of pages into a contiguous buffer, and from there into other pages.
+"""KVExporter and KVImporter copy a request's tokens from pages into a contiguous buffer, and from there into pages.
 
-For engines that prefill and decode in different places, or keep KV elsewhere. The bytes are sent by the engine; here
-they are only put together and put back, by launches on the current stream, without a wait for the device.
+They serve engines that prefill and decode in different places, or keep KV elsewhere. The engine sends the bytes. This
+module only gathers and scatters them, by launches on the current stream, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.launches import MoveRows
 from rocm_attn.runtime import AttentionRuntime
 
-# Space -> the page of each page_no of a request. Where one was given back it is 0, or -1 in an engine's table of which
-# page 0 is a page like others.
+# Space -> the page of each page_no of a request. The entry of a page that was given back is 0. It is -1 in an
+# engine's table in which page 0 is a page like others.
 Pages = Mapping[Space, Sequence[int]]
-# Bytes that are recoded at a time: indexing them takes eight times as much.
+# Bytes that are recoded at a time. Indexing them takes eight times as much memory.
 _RECODED_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """What one launch moves: sides of one space whose pages lie alike, and whose tokens come from one space.
+    """The parts that one launch moves: their pages have one layout and space, and their tokens come from one space.
 
-    unit:     tokens of a row: 1, or what an index key stands for
-    parts:    (layer, role) of each side
+    unit:     tokens per row: 1, or the number that an index key stands for
+    parts:    (layer, role) of each part
     """
 
     space: Space
@@ -58,7 +58,7 @@ class _Alike:
 
 
 class _Mover:
-    """What both directions share: the sides of an owner's pages, put together by how they lie.
+    """The common part of both directions: the parts of an owner's layers, grouped by their layout.
 
     passport: of the owner's pages
     source:   of the pages that the tokens come from
@@ -89,7 +89,7 @@ class _Mover:
             }
 
     def pages_of(self, row: int, kv_len: int) -> Pages:
-        """The pages of a row of a runtime that hold its first kv_len tokens. Raises WrongState, BadBatch."""
+        """Returns the pages of a runtime's row that hold its first kv_len tokens. Raises WrongState, BadBatch."""
         table, count = self._runtime.table, num_pages(kv_len, self._page_size)
         found = {each.space: table.pages_of(row, each.space)[:count].tolist() for each in table.spaces}
         if kv_len < 1 or len(found[Space.FULL]) < count:
@@ -107,7 +107,7 @@ class _Mover:
         for (layer, role), side in self._sides.items():
             if layer in layers:
                 unit = self.passport.layers[layer].key_tokens if role.is_index else 1
-                # Where they come from, as rows begin with the first token that the source has there.
+                # The source's space counts too: the buffer's rows begin with the first token that the source has in it.
                 spaces = self._spaces[layer], self.source.layers[layer].space
                 lie = spaces, unit, side.dtype, side.shape[1:], side.stride()
                 found.setdefault(lie, []).append((layer, role))
@@ -125,7 +125,7 @@ class _Mover:
         return self._pool.index(layer) if role.is_index else self._pool.layer(layer)
 
     def _check(self, pages: Pages, kv_len: int, layers: Sequence[int]) -> None:
-        """Raises BadBatch, WrongState."""
+        """Raises BadBatch for wrong page lists, and WrongState if pages or scales of the layers have changed."""
         for space in {self._spaces[layer] for layer in layers}:
             listed, count = pages.get(space, ()), num_pages(kv_len, self._page_size)
             gone, most = self._gone[space], self._num_pages[space]
@@ -141,7 +141,7 @@ class _Mover:
                 self._must_lie_there(layer, role)
 
     def _must_lie_there(self, layer: int, role: Role) -> None:
-        """Raises WrongState where an engine has bound other pages since, or a layer has other factors."""
+        """Raises WrongState if an engine has bound other pages since, or a layer has other scales."""
         pages, part = self._pages(layer, role), (layer, role)
         if pages is not self._bound[part]:
             side, was = _side(pages, role), self._sides[part]
@@ -160,7 +160,7 @@ class _Mover:
             )
 
     def _buffer(self, buffer: Tensor, num_bytes: int) -> Tensor:
-        """The bytes that are used. Raises BadTensor."""
+        """Returns the bytes that are used. Raises BadTensor."""
         if (
             buffer.dtype != torch.uint8
             or buffer.dim() != 1
@@ -189,10 +189,10 @@ class _Mover:
         *,
         clears: bool,
     ) -> None:
-        """One launch for each group of sides that lie alike.
+        """Launches once for each group of parts with the same layout.
 
-        first_of: space, unit -> the row that pages begin with
-        clears:   whether the rest of the last page is written, too
+        first_of: (space, unit) -> the row that the pages begin with
+        clears:   whether the rest of the last page is written too
         """
         by_part = {(part.layer, part.role): part for part in parts}
         with on_device(self.device):
@@ -210,18 +210,18 @@ class _Mover:
                 launch(alike.pages, moved)
 
     def _words(self, values: list[int]) -> Tensor:
-        """int64, on its way to the device: from pinned memory, so that the host does not wait."""
+        """Starts copying int64 values to the device, from pinned memory so that the host does not wait."""
         on_gpu = self.device.type == "cuda"
         return torch.tensor(values, dtype=torch.int64, pin_memory=on_gpu).to(self.device, non_blocking=True)
 
 
 class KVExporter(_Mover):
-    """Puts a request's tokens from the pages of a runtime, or of an engine's layers, into a buffer.
+    """Copies a request's tokens from the pages of a runtime, or of an engine's layers, into a buffer.
 
-    Everything is launched on the current stream, and nothing waits. Where steps run on another stream, the caller
-    orders the two. Pages are bound before, and stay where they are.
+    Everything is launched on the current stream, and nothing waits. If steps run on another stream, the caller orders
+    the two. Pages must be bound before, and must not move afterwards.
 
-    passport: what KVImporter is made with, wherever that is
+    passport: the one that KVImporter is made with, wherever that is
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -229,7 +229,7 @@ class KVExporter(_Mover):
         super().__init__(owner, passport, passport)
 
     def extent(self, pages: Pages, kv_len: int) -> KVExtent:
-        """The tokens that these pages still have, of the first kv_len. Raises BadBatch."""
+        """Returns the tokens that these pages still have, of the first kv_len. Raises BadBatch."""
         self._check(pages, kv_len, self._all)
         first = {}
         for space in dict.fromkeys(self._spaces):
@@ -239,15 +239,15 @@ class KVExporter(_Mover):
         return KVExtent(kv_len, first)
 
     def num_bytes(self, extent: KVExtent) -> int:
-        """Bytes of a buffer for all layers."""
+        """Returns the bytes of a buffer for all layers."""
         return _num_bytes(stretches(self.passport, extent, self._all))
 
     def num_layer_bytes(self, extent: KVExtent, layer: int) -> int:
-        """Bytes of a buffer for one layer."""
+        """Returns the bytes of a buffer for one layer."""
         return _num_bytes(stretches(self.passport, extent, (layer,)))
 
     def export_row(self, row: int, kv_len: int, buffer: Tensor) -> KVExtent:
-        """Put the first kv_len tokens of a runtime's row into a buffer, as far as their spaces still have them.
+        """Copies those of the first kv_len tokens of a runtime's row that their spaces still have into a buffer.
 
         buffer: uint8 [num_bytes(extent) or more], contiguous, on the device, at a multiple of 16 bytes
         Raises BadBatch for tokens that are not stored, BadTensor, WrongState.
@@ -258,15 +258,15 @@ class KVExporter(_Mover):
         return extent
 
     def export(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        """Put the tokens of an extent into a buffer, all layers.
+        """Copies the tokens of an extent into a buffer, for all layers.
 
-        pages: of a runtime those of a row, or kept ones
+        pages: for a runtime, those of a row, or kept ones
         Raises BadBatch for tokens of a runtime that are not stored, BadTensor, WrongState.
         """
         self._export(self._all, pages, extent, buffer)
 
     def export_layer(self, layer: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        """As export, of one layer into a buffer of its own: while later layers still compute, for instance."""
+        """Like export, but for one layer into a buffer of its own, for instance while later layers still compute."""
         self._export((self._all[layer],), pages, extent, buffer)
 
     def _export(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
@@ -287,9 +287,9 @@ class KVExporter(_Mover):
         self._move(ops_of(self._owner).export_rows, layers, pages, parts, first_of, used, clears=False)
 
     def _stored(self, runtime: AttentionRuntime, layers: Sequence[int], pages: Pages, kv_len: int) -> Pages:
-        """The pages that tokens lie in: for one that is still to be copied, the page that it is copied from.
+        """Returns the pages that hold the tokens. For a page whose copy is pending, it is the page to copy from.
 
-        Raises BadBatch unless a row that has these pages has stored as many tokens in these layers, or all are kept.
+        Raises BadBatch unless a row with these pages has stored that many tokens in these layers, or all are kept.
         """
         table, spaces = runtime.table, {self._spaces[layer] for layer in layers}
         row = _row_of(table, pages, spaces)
@@ -304,14 +304,14 @@ class KVExporter(_Mover):
 
 
 class KVImporter(_Mover):
-    """Puts tokens from a buffer into the pages of a runtime, or of an engine's layers.
+    """Copies tokens from a buffer into the pages of a runtime, or of an engine's layers.
 
     source: the passport of the pages that the tokens come from
-    Eight-bit codes of another encoding, or with other factors, become the nearest codes here, by the rules of
-    convert_pages(). Everything is launched on the current stream, as by KVExporter.
+    Eight-bit codes with another encoding or other scales become the nearest codes of this side, by the rules of
+    convert_pages(). Everything is launched on the current stream, like the launches of KVExporter.
 
-    is_exact: whether every code keeps its worth, but for NaN, which becomes 0
-    Raises BadTensor with every reason where tokens of the source cannot be stored here.
+    is_exact: whether every code keeps its value, except NaN, which becomes 0
+    Raises BadTensor with every reason if tokens of the source cannot be stored here.
     """
 
     def __init__(self, owner: Owner, source: KVPassport) -> None:
@@ -327,9 +327,9 @@ class KVImporter(_Mover):
                 self._learn(number, role, there, here)
 
     def admit(self, extent: KVExtent) -> int:
-        """A row of the runtime with pages for the tokens of an extent: in a window's space, for those it can still see.
+        """Returns a new row of the runtime with pages for an extent; in a window's space, for the tokens still seen.
 
-        Raises OutOfRows, OutOfPages, NeverFits; nothing has changed then.
+        Raises OutOfRows, OutOfPages, NeverFits. Then nothing has changed.
         """
         table = self._runtime.table
         row = table.admit()
@@ -342,11 +342,11 @@ class KVImporter(_Mover):
         return row
 
     def import_row(self, row: int, extent: KVExtent, buffer: Tensor) -> None:
-        """Put an extent into a row's pages, all layers, and mark its tokens as stored.
+        """Copies an extent into a row's pages, for all layers, and marks its tokens as stored.
 
-        row: of admit(); its pages are its own, and no step has stored in it
-        buffer: as KVExporter.export() filled it
-        Raises BadBatch, BadTensor, WrongState; nothing was written then.
+        row: a row of admit(). It shares no pages, and no step has stored in it
+        buffer: a buffer that KVExporter.export() filled
+        Raises BadBatch, BadTensor, WrongState. Then nothing was written.
         """
         pages, room = self.pages_of(row, extent.kv_len), int(self._runtime.table.room([row])[0])
         if extent.kv_len > room:
@@ -355,21 +355,21 @@ class KVImporter(_Mover):
         self._runtime.table.mark_stored([row], [extent.kv_len])
 
     def import_pages(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        """Put an extent into pages, all layers. Tokens of the first page that were not sent become 0.
+        """Copies an extent into pages, for all layers. Tokens of the first page that were not sent become 0.
 
-        So does what follows the last token in its page, but where ExternalOptions say that it is kept.
+        The rest of the last page after the last token becomes 0 too, unless ExternalOptions say that it is kept.
 
-        pages: of a runtime those of a row of admit(), in which no step has stored
-        Raises BadBatch, BadTensor, WrongState; nothing was written then.
+        pages: for a runtime, those of a row of admit() in which no step has stored
+        Raises BadBatch, BadTensor, WrongState. Then nothing was written.
         """
         self._import(self._all, pages, extent, buffer)
 
     def import_layer(self, layer: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        """As import_pages, of one layer. Call table.mark_stored() of a runtime's row when all layers are there."""
+        """Like import_pages, but for one layer. Call table.mark_stored() for a runtime's row after the last layer."""
         self._import((self._all[layer],), pages, extent, buffer)
 
     def _import(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        # A step that was begun may still store in pages that its rows have given back.
+        # A step that has begun may still store in pages that its rows have given back.
         with idle(self._owner, "KV cannot be imported"):
             self._import_idle(layers, pages, extent, buffer)
 
@@ -391,7 +391,7 @@ class KVImporter(_Mover):
         self._move(ops_of(self._owner).import_rows, layers, pages, parts, first_of, used, clears=clears)
 
     def _begin(self, space: Space, pages: Pages) -> int:
-        """The first token that has a page. Raises BadBatch for a hole."""
+        """Returns the first token that has a page. Raises BadBatch for a hole or a repeated page."""
         listed, gone = pages[space], self._gone[space]
         first = next(at for at, page in enumerate(listed) if page != gone)
         if gone in listed[first:] or len(set(listed[first:])) < len(listed) - first:
@@ -399,7 +399,7 @@ class KVImporter(_Mover):
         return first * self._page_size
 
     def _must_see(self, part: Stretch, extent: KVExtent, begin: int) -> None:
-        """Raises BadBatch where later steps look at tokens that were not sent, or have no page here."""
+        """Raises BadBatch if later steps need tokens that were not sent, or that have no page here."""
         layer = self.passport.layers[part.layer]
         needed = max(0, extent.kv_len - layer.window_left) if layer.window_left >= 0 else 0
         sent = extent.first[self.source.layers[part.layer].space]
@@ -410,7 +410,7 @@ class KVImporter(_Mover):
             )
 
     def _must_go_back(self, table: RequestTable, layers: Sequence[int], extent: KVExtent) -> None:
-        """Raises BadBatch where the tokens were not sent that a row keeps for going back."""
+        """Raises BadBatch if tokens were not sent that a row must keep for going back."""
         kept_from = {each.space: each.pages.first_needed(extent.kv_len, 1) for each in table.spaces}
         for layer in layers:
             space = self._spaces[layer]
@@ -422,7 +422,7 @@ class KVImporter(_Mover):
                 )
 
     def _learn(self, number: int, role: Role, there: LayerPassport, here: LayerPassport) -> None:
-        """How a part of a layer is changed on its way, if it is."""
+        """Prepares the conversion of a part of a layer, if it needs one."""
         source, own = there.form_of(role), here.form_of(role)
         keeps_bits = KEEPING_BITS.get((source.encoding, own.encoding), 1.0)
         if not role.is_codes:
@@ -437,20 +437,20 @@ class KVImporter(_Mover):
         if own.scales is Scales.TOKEN:
             ratio /= keeps_bits
         elif given:
-            # As float32 numbers, which they are.
+            # The scales are float32 numbers.
             ratio *= torch.tensor(given, dtype=torch.float64) / torch.tensor(target, dtype=torch.float64)
         codes, change = code_tables(source.encoding, own.encoding, ratio)
         self.is_exact &= not bool(((change == 1) | (change == 2)).any())
         self._codes[number, role] = codes.flatten().to(self.device)
 
     def _recoded(self, buffer: Tensor, parts: Sequence[Stretch]) -> Tensor:
-        """The buffer in codes and factors of here: itself where nothing changes, else a copy."""
+        """Returns the buffer with the codes and scales of this side: itself if nothing changes, else a copy."""
         if not any((part.layer, part.role) in self._codes | self._factors for part in parts):
             return buffer
         buffer = buffer.clone()
         for part in parts:
             stretch, at = buffer[part.place : part.end], (part.layer, part.role)
-            if not part.num_rows:  # an index key of several tokens, the first of which is not complete
+            if not part.num_rows:  # the part holds no index key: the tokens of the first one are not complete
                 continue
             if at in self._codes:
                 heads = self.source.layers[part.layer].form_of(part.role).num_kv_heads
@@ -464,13 +464,13 @@ class KVImporter(_Mover):
 
 
 def _row_of(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> int | None:
-    """A row that begins with these pages in these spaces, or None."""
+    """Returns a row that begins with these pages in these spaces, or None."""
     for_rows = np.ones(len(table.full.entries_host), np.bool_)
     for space in spaces:
         listed, entries = np.array(pages[space], np.int32), table.space(space).entries_host
         if len(listed) > entries.shape[1]:
             return None
-        for_rows &= entries[:, len(listed) - 1] == listed[-1]  # few have that one
+        for_rows &= entries[:, len(listed) - 1] == listed[-1]  # few rows have that page
         rows = np.flatnonzero(for_rows)
         for_rows[rows] = (entries[rows, : len(listed)] == listed).all(axis=1)
     found = np.flatnonzero(for_rows)
@@ -478,13 +478,13 @@ def _row_of(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> int
 
 
 def _must_be_own(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> None:
-    """Raises BadBatch unless a row has these pages alone, and nothing is stored in it."""
+    """Raises BadBatch unless these are a row's pages, which no other row shares, and nothing is stored in it."""
     row = _row_of(table, pages, spaces)
     if row is None:
         raise BadBatch("no row has these pages; import into those of one of admit()")
     for each in map(table.space, spaces):
         held = np.array([page for page in pages[each.space] if page != RESERVED_PAGE], np.int32)
-        # Of a copy that was not made yet, neither page may change.
+        # Neither page of a pending copy may change.
         copied = {*each.pending.copies, *each.pending.copies.values()}
         if (each.num_holders(held) > 1).any() or not copied.isdisjoint(held.tolist()):
             raise BadBatch(f"row {row} shares pages with others, which must not be written; import into one of admit()")
@@ -498,9 +498,9 @@ def _num_bytes(parts: Sequence[Stretch]) -> int:
 
 
 class _Factors:
-    """The factors of a layer or its heads, as they were when this was made.
+    """The scales of a layer or its heads at the time when this was made.
 
-    The tensors themselves are held: another one may get the address, and the id(), of one that is gone.
+    It holds the tensors themselves, because a new tensor may get the address and the id() of one that was freed.
     """
 
     def __init__(self, pages: LayerPages) -> None:
@@ -509,12 +509,12 @@ class _Factors:
         self._versions = [0 if each.is_inference() else each._version for each in self._tensors]
 
     def is_like(self, other: _Factors) -> bool:
-        """Whether these are the same tensors, and none was written in between."""
+        """True if both hold the same tensors, and none was written in between."""
         return self._versions == other._versions and all(map(is_, self._tensors, other._tensors))
 
 
 def _memory(pages: LayerPages, role: Role) -> Tensor:
-    """What a part of a layer lies in."""
+    """Returns the memory of a part of a layer."""
     memory = {
         Role.K: pages.raw_k,
         Role.V: pages.raw_v,
@@ -528,7 +528,7 @@ def _memory(pages: LayerPages, role: Role) -> Tensor:
 
 
 def _side(pages: LayerPages, role: Role) -> Tensor:
-    """A part of a layer as AlikePages has it."""
+    """Returns a part of a layer in the form that AlikePages needs."""
     memory = _memory(pages, role)
     if not role.is_codes:  # [pages, heads, tokens]
         return memory.view(torch.int32).transpose(1, 2)[:, :, None, None]
@@ -537,5 +537,5 @@ def _side(pages: LayerPages, role: Role) -> Tensor:
 
 
 def _of_size(memory: Tensor) -> torch.dtype:
-    """Words as large as elements: those of a vectorised V row do not lie beside each other."""
+    """Returns words of the size of an element: those of a vectorised V row are not next to each other."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[memory.element_size()]

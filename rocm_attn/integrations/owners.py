@@ -1,4 +1,4 @@
-"""What owns pages and runs steps over them, as the modules here take it."""
+"""Owners of pages that run steps over them, as the modules here take them."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ Owner = AttentionRuntime | ExternalAttention
 
 
 def problems_of(owner: Owner) -> tuple[Problem, ...]:
-    """The problem of each layer."""
+    """Returns the problem of each layer."""
     return _kinds(owner).problems
 
 
 def spaces_of(owner: Owner) -> tuple[Space, ...]:
-    """The space of each layer."""
+    """Returns the space of each layer."""
     return _kinds(owner).spaces_of_layers
 
 
 def pool_of(owner: Owner) -> Pool:
-    """The pages of all layers."""
+    """Returns the pool with the pages of all layers."""
     return owner.pool if isinstance(owner, AttentionRuntime) else owner.pages
 
 
 def ops_of(owner: Owner) -> StepOps:
-    """The launches around attention."""
+    """Returns the launches around attention."""
     return owner.core.ops if isinstance(owner, AttentionRuntime) else owner.ops
 
 
 def given_back(owner: Owner) -> Mapping[Space, int]:
-    """What stands for a page that was given back: page 0, where it belongs to no one."""
+    """Returns the number that marks a page given back, per space: the reserved page 0, or -1 if page 0 is in use."""
     if isinstance(owner, AttentionRuntime):
         return dict.fromkeys(spaces_of(owner), RESERVED_PAGE)
     return {table.space: RESERVED_PAGE if table.terms.null_page else -1 for table in owner.tables.spaces}
 
 
 def idle(owner: Owner, refused: str) -> AbstractContextManager[None]:
-    """A context in which no step of a runtime begins. Raises WrongState where one was begun.
+    """Returns a context in which no step of a runtime begins. Raises WrongState if one has begun.
 
     An engine orders its steps itself.
     """
@@ -52,7 +52,7 @@ def idle(owner: Owner, refused: str) -> AbstractContextManager[None]:
 
 
 def clears_tails(owner: Owner) -> bool:
-    """Whether what follows a sequence in its last page may be zeroed, as some kernels need it."""
+    """True if the rest of a sequence's last page may be zeroed, which some kernels need."""
     return isinstance(owner, AttentionRuntime) or owner.options.zero_tails
 
 

@@ -1,8 +1,8 @@
-"""What the plug-ins of serving engines share: the list of them, tested versions, switches, and what they log.
+"""The common part of plug-ins for serving engines: their list, tested versions, switches, and logging.
 
-An engine loads every installed plug-in in each of its processes, also where another backend serves. So a plug-in
-registers names and nothing else, imports nothing heavy, and whatever goes wrong there is logged. Only when our backend
-is asked for are the engine's version and the model looked at, and then a refusal is raised.
+An engine loads every installed plug-in in each of its processes, even if another backend serves. So a plug-in only
+registers names, imports nothing heavy, and logs every failure. The engine's version and the model are checked only when
+our backend is asked for. Then a refusal is raised.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A release of an engine that was run with our backend, and how."""
+    """A release of an engine that was tested with our backend, and how."""
 
     version: str
     how: str
@@ -34,13 +34,13 @@ class Checked:
 class Plugin:
     """The plug-in of one engine.
 
-    name:          in settings, and of the engine's package
+    name:          the plug-in's name in settings, and the name of the engine's package
     engine:        the engine's name, as it writes it
-    group:         of entry points, all of which the engine loads
-    distributions: what installs the engine, in the order in which they are asked for their version
-    checked:       releases that were run, oldest first; those in between are served too
-    before:        numbers of the first release that is not served any more, its candidates included
-    takes:         the engine's own backends whose place ours may take, by name
+    group:         the group of entry points, all of which the engine loads
+    distributions: the packages that install the engine, in the order in which their version is looked up
+    checked:       tested releases, oldest first; the releases between them are served too
+    before:        numbers of the first release that is not served any more, nor are its release candidates
+    takes:         names of the engine's own backends that ours may replace
     """
 
     name: str
@@ -59,16 +59,16 @@ class Plugin:
 
     @property
     def log(self) -> logging.Logger:
-        """A logger of the engine's own tree: those outside of it are not shown by every engine."""
+        """A logger in the engine's own tree: not every engine shows loggers outside of it."""
         return logging.getLogger(f"{self.name}.rocm_attn")
 
     @property
     def served(self) -> str:
-        """Which releases are served, in words."""
+        """The releases that are served, in words."""
         return f"{self.checked[0].version} and later, before {'.'.join(map(str, self.before))}"
 
     def version(self) -> str:
-        """The engine's version: that of the module which was imported, else that of what is installed; may be empty."""
+        """Returns the engine's version: from the imported module, else from the installed package; may be empty."""
         own = getattr(sys.modules.get(self.name), "__version__", "")
         if isinstance(own, str) and Release.of(own) != UNKNOWN:
             return own
@@ -80,7 +80,7 @@ class Plugin:
         return ""
 
     def refusal(self) -> str:
-        """Why the engine's version is not served, in one sentence; empty: it is."""
+        """Returns why the engine's version is not served, in one sentence; empty if it is."""
         version = self.version()
         release = Release.of(version)
         if release != UNKNOWN and Release.of(self.checked[0].version) <= release < Release(self.before):
@@ -92,17 +92,17 @@ class Plugin:
         )
 
     def require_served(self) -> None:
-        """Called where our backend is asked for. Raises Unsupported for an engine whose version is not served."""
+        """Raises Unsupported if the engine's version is not served. Called when our backend is asked for."""
         if refusal := self.refusal():
             raise Unsupported(refusal)
 
     def is_on(self, chosen: Settings | None = None) -> bool:
-        """Whether it was not switched off; by the process's settings when none are given. Raises BadSetting."""
+        """True unless settings (the process's if none are given) switch the plug-in off. Raises BadSetting."""
         off = _known(DISABLE_PLUGINS, _settings(chosen).disable_plugins, [plugin.name for plugin in PLUGINS])
         return self.name not in off
 
     def taken(self, chosen: Settings | None = None) -> tuple[str, ...]:
-        """The engine's own backends whose place ours takes, as settings say. Raises BadSetting."""
+        """Returns the engine's own backends that ours replaces according to settings. Raises BadSetting."""
         allowed = [name for plugin in PLUGINS for name in plugin.takes]
         asked = _known(TAKE_BACKENDS, _settings(chosen).take_backends, allowed)
         return tuple(name for name in self.takes if name in asked)
@@ -149,10 +149,10 @@ PLUGINS = (VLLM, SGLANG)
 
 
 def load(plugin: Plugin, register: Callable[[], None], chosen: Settings | None = None) -> bool:
-    """What an entry point does: register our backend's names, unless the plug-in is switched off.
+    """Does the work of an entry point: registers our backend's names, unless the plug-in is switched off.
 
-    Names are registered with a release that is not served too, so that asking for our backend is answered by the
-    reason. Nothing is raised: an engine that serves with another backend must start, whatever its release has changed.
+    Names are registered even if the release is not served. Then asking for our backend reports the reason. Nothing is
+    raised: an engine that serves with another backend must start, whatever its release has changed.
 
     register: calls the engine's own functions; may be called again in the same process
     chosen:   settings; the process's when none are given
@@ -167,7 +167,7 @@ def load(plugin: Plugin, register: Callable[[], None], chosen: Settings | None =
     except BadSetting as error:
         plugin.log.error("rocm_attn is not registered: %s", error)
         return False
-    except Exception as failure:  # whatever a release of the engine has changed
+    except Exception as failure:  # the engine's release may have changed anything
         why = plugin.refusal() or f"{plugin.engine} {plugin.version()} refused its registration"
         plugin.log.error("rocm_attn is not registered: %s (%s: %s)", why, type(failure).__name__, failure)
         return False
@@ -176,16 +176,16 @@ def load(plugin: Plugin, register: Callable[[], None], chosen: Settings | None =
     return True
 
 
-# What log_kernels has said in this process.
+# The sentences that log_kernels has logged in this process.
 _SAID: set[str] = set()
 
 
 def log_kernels(plugin: Plugin, selections: Sequence[Selection]) -> None:
-    """Name the kernels that serve, and why not others, in one line a process.
+    """Logs the kernels that serve, and why others do not, in one line per process.
 
-    A further line comes only where layers got kernels that no line has named yet.
+    A further line is logged only for layers with kernels that no line has named yet.
 
-    selections: of a runtime: LayerKinds.selections
+    selections: LayerKinds.selections of a runtime
     """
     sentences = [each for each in dict.fromkeys(s.sentence() for s in selections) if each not in _SAID]
     if not sentences:
@@ -196,7 +196,7 @@ def log_kernels(plugin: Plugin, selections: Sequence[Selection]) -> None:
 
 
 def matrix() -> str:
-    """The table of docs/engines.md: what was run with which release."""
+    """Returns the table of docs/engines.md: which release was tested, and how."""
     lines = ["| engine | served | release | how it was run |", "|---|---|---|---|"]
     for plugin in PLUGINS:
         for each in plugin.checked:
@@ -209,7 +209,7 @@ def _settings(chosen: Settings | None) -> Settings:
 
 
 def _known(variable: str, names: Sequence[str], allowed: Sequence[str]) -> Sequence[str]:
-    """The names that a variable lists. Raises BadSetting for one that is not allowed."""
+    """Returns the names that a variable lists. Raises BadSetting for one that is not allowed."""
     if unknown := [name for name in names if name not in allowed]:
         raise BadSetting(f"{variable} names {', '.join(unknown)}; it may name {', '.join(allowed)}")
     return names

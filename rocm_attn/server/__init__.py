@@ -1,1 +1,1 @@
-"""The server of `rocm-attn serve`: OpenAI's HTTP API over an AsyncEngine. Modules of HTTP alone import fastapi."""
+"""The server of `rocm-attn serve`: OpenAI's HTTP API over an AsyncEngine. Only its HTTP modules import fastapi."""

@@ -1,4 +1,4 @@
-"""ApiError: an answer that says what went wrong, in OpenAI's form."""
+"""ApiError: an error answer in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rocm_attn.errors import BadModel, BadRequest, FitsLater, RocmAttnError
 from rocm_attn.runner.async_engine import EngineEnded
 from rocm_attn.runner.request_stream import RequestFailed
 
-# A client that has gone reads no answer; the status is for the counts, and is nginx's.
+# A client that has gone reads no answer. The status is for the counts, and is nginx's.
 CLIENT_GONE = 499
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 504: "timeout_error"}
@@ -15,10 +15,10 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 class ApiError(Exception):
     """A request that is answered with an error.
 
-    status:      of HTTP
+    status:      HTTP status
     code:        a word that programs can look for
-    param:       the field that is wrong, "" where it is none
-    retry_after: seconds after which the same request may be served; None where it says nothing of that
+    param:       the field that is wrong, or ""
+    retry_after: seconds after which the same request may be served; None if that is unknown
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class ApiError(Exception):
         super().__init__(message)
 
     def body(self) -> dict[str, object]:
-        """As OpenAI's clients read it."""
+        """Returns the body in the form that OpenAI's clients read."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": kind, "param": self.param or None, "code": self.code}
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """Beside the body."""
+        """Returns the headers that go with the body."""
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(self.retry_after)
@@ -48,24 +48,24 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str = "", code: str = "invalid_value") -> ApiError:
-    """A request that is wrong."""
+    """Returns the error for a wrong request."""
     return ApiError(400, message, code=code, param=param)
 
 
 def client_gone() -> ApiError:
-    """The client has closed its connection, or takes no bytes any more; nobody reads this."""
+    """Returns the error for a client that closed its connection or stopped reading. Nobody reads the answer."""
     return ApiError(CLIENT_GONE, "the client has gone", code="client_gone")
 
 
 def reader_late(most_unread: int) -> ApiError:
-    """The client reads more slowly than the answer comes; it gets no more, and so not this either."""
+    """Returns the error for a client that reads more slowly than the answer comes. It gets no more, nor this error."""
     return ApiError(
         CLIENT_GONE, f"more than {most_unread} tokens of the answer wait for the client", code="reader_late"
     )
 
 
 def deadline_passed(seconds: float) -> ApiError:
-    """A request has taken too long."""
+    """Returns the error for a request that has taken too long."""
     return ApiError(
         504,
         f"the request was not done within its deadline of {seconds:g} seconds and was given up; ask for fewer tokens, "
@@ -75,7 +75,7 @@ def deadline_passed(seconds: float) -> ApiError:
 
 
 def draining(retry_after: int) -> ApiError:
-    """The server ends, and takes no more requests."""
+    """Returns the error of a server that is shutting down and takes no more requests."""
     return ApiError(
         503,
         "the server is shutting down and takes no more requests; send this one to another server, or again later",
@@ -85,7 +85,7 @@ def draining(retry_after: int) -> ApiError:
 
 
 def given_up_at_shutdown() -> ApiError:
-    """A request was not done when the server ended."""
+    """Returns the error for a request that was not done when the server shut down."""
     return ApiError(
         503,
         "the server is shutting down, and the request was given up before it was done; send it again",
@@ -94,7 +94,7 @@ def given_up_at_shutdown() -> ApiError:
 
 
 def api_error(error: RocmAttnError, retry_after: int) -> ApiError:
-    """What the engine raises, as an answer. retry_after: seconds until a place is free"""
+    """Converts an error of the engine to an answer. retry_after: seconds until a place is free"""
     if isinstance(error, FitsLater):
         return ApiError(429, str(error), code="too_many_requests", retry_after=retry_after)
     if isinstance(error, BadRequest | BadModel):

@@ -37,13 +37,13 @@ from rocm_attn.server.scrape import Scrape
 from rocm_attn.server.served_model import ServedModel
 from rocm_attn.server.told_tokens import ToldTokens
 
-# A header by which a client sets a deadline, in seconds, as the field timeout does.
+# The header with which a client sets a deadline, in seconds. The body's field timeout does the same.
 DEADLINE_HEADER = "x-request-timeout"
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def build_app(generations: Generations, model: ServedModel, keys: ApiKeys) -> ASGIApp:
-    """The ASGI application of a server."""
+    """Builds the ASGI application of a server."""
     app = FastAPI(title="rocm-attn", docs_url=None, redoc_url=None)
     _add_status(app, generations, model)
     _add_generation(app, generations, model)
@@ -57,13 +57,13 @@ def _add_status(app: FastAPI, generations: Generations, model: ServedModel) -> N
 
     @app.get("/health")
     async def health() -> Response:
-        """Whether the engine serves; 503 where it has ended, and the process ends soon."""
+        """Returns 200 if the engine serves, and 503 if it has ended; the process ends soon then."""
         generations.front.check()
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Whether new requests are taken: not while the server shuts down."""
+        """Returns 200 if new requests are taken, and 503 while the server shuts down."""
         generations.front.check()
         if generations.jobs.is_draining:
             return JSONResponse({"status": "draining"}, 503)
@@ -71,17 +71,17 @@ def _add_status(app: FastAPI, generations: Generations, model: ServedModel) -> N
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Counts and times, in Prometheus' text format."""
+        """Returns counts and times, in Prometheus' text format."""
         return PlainTextResponse(await scrape.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/models")
     async def models() -> Response:
-        """The model that is served."""
+        """Returns the model that is served."""
         return JSONResponse({"object": "list", "data": [model.card]})
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
-        """The model of this name."""
+        """Returns the model of this name."""
         model.require(name)
         return JSONResponse(model.card)
 
@@ -89,7 +89,7 @@ def _add_status(app: FastAPI, generations: Generations, model: ServedModel) -> N
 def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        """Go on with prompts."""
+        """Continues prompts."""
         job = _job(request, body, model)
         requests = await model.completion_requests(body, job.salt)
         echoed = model.echoed(body, requests) if body.echo else ()
@@ -98,7 +98,7 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        """Go on with a conversation."""
+        """Continues a conversation."""
         job = _job(request, body, model)
         requests = await model.chat_requests(body, job.salt)
         replies = ChatReplies(model.name, ToldTokens(model.tokenizer), partial(model.reader_of, body))
@@ -106,7 +106,7 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
 
 
 def _job(request: Request, body: GenerationBody, model: ServedModel) -> Job:
-    """The job of a request, with its own deadline. Raises ApiError for what can be refused at once."""
+    """Returns the job of a request, with its own deadline. Raises ApiError for requests that can be refused at once."""
     job: Job = request.scope[JOB]
     model.require(body.model)
     refuse_unserved(body)
@@ -145,7 +145,7 @@ async def _answer(
     usage = Usage.of(requests, num_choices, sum(len(each.token_ids) for each in completions))
     if requests[0].logprobs == NO_LOGPROBS:
         return JSONResponse(replies.whole(completions, usage))
-    # Every token is decoded again there, and 20 others beside it: a long answer would hold up the event loop.
+    # Logprobs decode every token again, and up to 20 others with it: a long answer would block the event loop.
     return JSONResponse(await asyncio.to_thread(replies.whole, completions, usage))
 
 
@@ -176,7 +176,7 @@ def _add_errors(app: FastAPI, generations: Generations) -> None:
 
 
 def _bad_body(errors: Sequence[Any]) -> ApiError:
-    """The first thing that is wrong. Nothing of what was sent is repeated: it may be long, or no Unicode."""
+    """Returns the first error. The answer repeats nothing of the body, which may be long or not Unicode."""
     first = errors[0]
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
@@ -192,11 +192,11 @@ def _bad_body(errors: Sequence[Any]) -> ApiError:
 
 
 def _document(app: FastAPI) -> None:
-    """The OpenAPI description tells of answers and errors."""
+    """Adds answers and errors to the OpenAPI description."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:
-        # made() keeps its description, which has its answers from the first call on
+        # made() caches its description, and with_answers() changes that in place at the first call
         return app.openapi_schema or with_answers(made())
 
     app.openapi = openapi  # type: ignore[method-assign]

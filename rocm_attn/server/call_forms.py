@@ -1,4 +1,4 @@
-"""How models write calls of functions: which form a model has, and a grammar that leaves no other text."""
+"""The forms in which models write function calls: finding a model's form, and a grammar that allows only calls."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """A call is a JSON object with "name" and arguments, and what stands around it.
+    """A call is a JSON object with "name" and arguments, between two marks.
 
-    opens, closes: before and after the object. Without `opens` an answer is either calls from its first character on,
-                   or a text
+    opens, closes: before and after the object. Without `opens` an answer is calls from its first character on, or text
     arguments:     the key of the arguments
     takes_several: whether one answer may have several calls
-    mark:          what models put before the object now and then, though their templates do not; "" for nothing
+    mark:          a mark that models sometimes put before the object, although their templates do not; "" for none
     """
 
     opens: str
@@ -36,18 +35,18 @@ class CallForm:
     mark: str = ""
 
     def written(self, name: str, arguments: str) -> str:
-        """A call as the model writes it. arguments: as JSON"""
+        """Returns a call as the model writes it. arguments: as JSON"""
         return f'{self.opens}{{"name": "{name}", "{self.arguments}": {arguments}}}{self.closes}'
 
 
-# A template's own call tells which one a model has; the first one that fits counts.
+# The call that a template writes shows the model's form. The first form that fits is used.
 FORMS = (
     # Hermes, Qwen 2.5, Qwen 3
     CallForm(f"{CALL_MARKS[0]}\n", f"\n{CALL_MARKS[1]}", "arguments", takes_several=True),
     CallForm("", "", "parameters", takes_several=False, mark="<|python_tag|>"),  # Llama 3.1 to 3.3
 )
 
-# A conversation that no client has.
+# A conversation that no client sends.
 _NAME, _KEY = "f_of_rocm_attn", "x_of_rocm_attn"
 _TOOL: Json = {
     "type": "function",
@@ -67,7 +66,7 @@ _CALL: Json = {"id": "call_000000000", "type": "function", "function": {"name": 
 
 @lru_cache(maxsize=8)
 def require_tools(template: ChatTemplate) -> None:
-    """Raise BadRequest for a template that does not write tools into the prompt."""
+    """Raises BadRequest for a template that does not write tools into the prompt."""
     try:
         writes_them = _NAME in template.render([_QUESTION], [_TOOL])
     except (BadModel, BadRequest) as error:
@@ -81,7 +80,7 @@ def require_tools(template: ChatTemplate) -> None:
 
 @lru_cache(maxsize=8)
 def form_of(template: ChatTemplate) -> CallForm:
-    """The form in which a model's template writes a call that was made before. Raises BadRequest."""
+    """Returns the form in which a model's template writes an earlier call. Raises BadRequest."""
     require_tools(template)
     try:
         text = template.render([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_TOOL])
@@ -100,9 +99,9 @@ def form_of(template: ChatTemplate) -> CallForm:
 
 
 def calls_only(form: CallForm, tools: Sequence[Json], *, several: bool) -> Constraint:
-    """What lets a text be calls of these functions alone, at least one, with arguments that their schemas accept.
+    """Returns a constraint that allows only calls of these functions, at least one, with arguments that fit schemas.
 
-    several: whether there may be more than one
+    several: whether more than one call is allowed
     Raises BadRequest.
     """
     rules = []
@@ -113,7 +112,7 @@ def calls_only(form: CallForm, tools: Sequence[Json], *, several: bool) -> Const
             schema["additionalProperties"] = False  # a function without parameters
         require_ends(schema)
         before, after = form.written(function["name"], "\0").split("\0")
-        # Each schema is a grammar of its own: its references begin at its own root.
+        # Each schema is a separate grammar, because its references start at its own root.
         rules.append(f"call_{number}: {json.dumps(before)} arguments_{number} {json.dumps(after)}")
         rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
     names = " | ".join(f"call_{number}" for number in range(len(tools)))

@@ -1,4 +1,4 @@
-"""CallReader: takes the calls of functions out of a text, which comes in pieces."""
+"""CallReader: extracts function calls from a text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Call:
 
 
 class Reader(Protocol):
-    """Takes one choice's text."""
+    """Reads the text of one choice."""
 
     def push(self, text: str) -> list[str | Call]:
-        """What is known of the text so far and was not told yet."""
+        """Takes the next text, and returns the parts that are decided now and were not returned yet."""
 
     def finish(self) -> list[str | Call]:
-        """The rest: the text has ended."""
+        """Returns the rest. The text has ended."""
 
 
 class TextReader:
-    """Of a choice that has no calls."""
+    """The reader of a choice that has no calls."""
 
     def push(self, text: str) -> list[str | Call]:
         return [text] if text else []
@@ -43,16 +43,16 @@ class TextReader:
 
 
 class _At(Enum):
-    """What comes next: text, a call's object, the rest of it, or what closes it."""
+    """The part that comes next: text, a call's object, the rest of it, or its closing mark."""
 
     TEXT, OBJECT, REST, CLOSE = auto(), auto(), auto(), auto()
 
 
 class CallReader:
-    """Of a choice that may have calls.
+    """The reader of a choice that may have calls.
 
-    What is no whole call of a function that there is stays text, so nothing that a model says is lost. What may become
-    a call is held back until that is known; blanks around calls are dropped.
+    Anything but a complete call of a known function stays text, so nothing that a model writes is lost. Text that may
+    become a call is held back until that is decided. Blanks around calls are dropped.
 
     form:  of the model
     names: of the functions
@@ -62,13 +62,13 @@ class CallReader:
         self._opens, self._closes, self._arguments = form.opens.strip(), form.closes.strip(), form.arguments
         self._mark, self._names = form.mark, frozenset(names)
         self._at = _At.TEXT if self._opens else _At.OBJECT
-        self._held = ""  # what was not told yet
-        self._before = ""  # what stood before the object, which is told where the object is no call
+        self._held = ""  # text that was not returned yet
+        self._before = ""  # text before the object, which is returned if the object is no call
         self._object = _JsonObject()
         self._has_called = False
 
     def push(self, text: str) -> list[str | Call]:
-        """As of Reader."""
+        """Does the same as Reader.push."""
         self._held += text
         found: list[str | Call] = []
         steps = {_At.TEXT: self._text, _At.OBJECT: self._begin, _At.REST: self._rest, _At.CLOSE: self._close}
@@ -77,7 +77,7 @@ class CallReader:
         return found
 
     def finish(self) -> list[str | Call]:
-        """As of Reader."""
+        """Does the same as Reader.finish."""
         left = self._before + self._held if self._at in (_At.OBJECT, _At.REST) else self._held
         if self._at is _At.CLOSE and self._closes.startswith(left.strip()):
             left = ""
@@ -89,7 +89,7 @@ class CallReader:
             found.append(text)
 
     def _text(self, found: list[str | Call]) -> bool:
-        """Each step takes what it can of the held text; whether the next one may go on."""
+        """Takes what it can of the held text, like the other steps. Returns whether the next step may run."""
         if not self._opens:
             self._tell(found, self._held)
             self._held = ""
@@ -108,7 +108,7 @@ class CallReader:
     def _begin(self, found: list[str | Call]) -> bool:
         stripped = self._held.lstrip()
         unmarked = stripped.removeprefix(self._mark).lstrip()
-        if not unmarked or self._mark.startswith(stripped):  # a mark may go on
+        if not unmarked or self._mark.startswith(stripped):  # the mark may be incomplete
             return False
         stripped = unmarked
         self._before += self._held[: len(self._held) - len(stripped)]
@@ -158,8 +158,8 @@ _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def _members(text: str) -> dict[str, tuple[object, str]]:
-    """Of a JSON object: each value, and how it is written. Raises ValueError, RecursionError."""
-    FINITE_JSON.decode(text)  # from here on it is known to be JSON
+    """Returns each value of a JSON object with its text. Raises ValueError, RecursionError."""
+    FINITE_JSON.decode(text)  # the text is valid JSON from here on
     members: dict[str, tuple[object, str]] = {}
     place = _after_blanks(text, 1)
     while text[place] != "}":
@@ -179,14 +179,14 @@ def _after_blanks(text: str, place: int) -> int:
 
 
 class _JsonObject:
-    """Finds where a JSON object ends, of which it sees more and more; each character is looked at once."""
+    """Finds the end of a JSON object in a growing text. It looks at each character once."""
 
     def __init__(self) -> None:
         self._seen = self._depth = 0
         self._in_text = self._is_escaped = False
 
     def end_in(self, text: str) -> int:
-        """The place after its last character; -1 where that has not come. text: begins with what was given before"""
+        """Returns the place after the object's last character, or -1 if it is incomplete. text: extends the last one"""
         for place in range(self._seen, len(text)):
             character = text[place]
             if self._in_text:

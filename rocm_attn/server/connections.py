@@ -1,6 +1,6 @@
-"""Connections: how many there may be, and how long each may take to say what it wants.
+"""Connections: bounds on their number, and on the time that each may take to send a request's head.
 
-uvicorn bounds neither: a connection over which nothing comes, or a head byte by byte, would stay for ever.
+uvicorn bounds neither. A connection that sends nothing, or a head byte by byte, would stay for ever.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rocm_attn.server.options import ServerOptions
 
 
 def bounded_protocol(options: ServerOptions, counts: HttpMetrics) -> type[asyncio.Protocol]:
-    """uvicorn's protocol with the bounds of these options, as uvicorn.Config takes it.
+    """Returns uvicorn's protocol with the bounds of these options, in the form that uvicorn.Config takes.
 
-    counts: gets one refusal for each connection that is closed, by "connections" or "head"
+    counts: gets one refusal per connection that is closed, under "connections" or "head"
     """
 
     class Bounded(H11Protocol):
@@ -42,7 +42,7 @@ def bounded_protocol(options: ServerOptions, counts: HttpMetrics) -> type[asynci
             super().connection_lost(exc)
 
         def _watch_head(self) -> None:
-            """The head of a request has begun, or could have, or is whole."""
+            """Starts or stops the timer: the head of a request has begun, may begin, or is complete."""
             if self.cycle is not None and not self.cycle.response_complete:
                 self._forget_head()
             elif self._head_timer is None and self.timeout_keep_alive_task is None:

@@ -1,4 +1,4 @@
-"""ConstraintChecks: which clients' constraints reach the engine: those that a process of their own could compile."""
+"""ConstraintChecks: lets only those constraints of clients reach the engine that a separate process could compile."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from rocm_attn.errors import BadRequest, FitsLater
 from rocm_attn.runner.constraint import Constraint
 from rocm_attn.runner.constraint_trial import Trial
 
-# Constraints that are tried at the same time, and that wait for it.
+# The most constraints that are tried at the same time, and that wait for it.
 _AT_A_TIME, MOST_WAITING = 2, 64
-# That are known to be fine: a service asks for the same few again and again.
+# The most that are kept as valid: a service asks for the same few again and again.
 _MOST_KNOWN = 256
 
 
 class ConstraintChecks:
-    """Tries constraints in processes that are ended where they take too much; no thread of the server's does so.
+    """Tries constraints in processes that are ended if they take too long. No thread of the server's compiles any.
 
-    begin: makes such a process; None where there is no tokenizer, and so no constraint
+    begin: makes such a process; None if there is no tokenizer, and so no constraint
     """
 
     def __init__(self, begin: Callable[[], Trial] | None) -> None:
         self._begin = begin
         self._free = asyncio.Semaphore(_AT_A_TIME)
         self._num_waiting = 0
-        self._asked: dict[Constraint, asyncio.Future[BadRequest | None]] = {}  # that are tried, or wait for it
-        self._known: dict[Constraint, None] = {}  # the one asked for last at the end
-        self._lock = Lock()  # of what the threads share that wait for processes
+        self._asked: dict[Constraint, asyncio.Future[BadRequest | None]] = {}  # being tried, or waiting for it
+        self._known: dict[Constraint, None] = {}  # the most recently used is last
+        self._lock = Lock()  # guards the state shared by the threads that wait for processes
         self._idle: list[Trial] = []
         self._busy: set[Trial] = set()
         self._is_closed = False
 
     async def check(self, constraint: Constraint) -> None:
-        """Return for a constraint that can be used.
+        """Returns if a constraint can be used.
 
-        Raises BadRequest for another one, and FitsLater where as many others wait already as may.
+        Raises BadRequest for another one, and FitsLater if the most constraints that may wait do so already.
         """
         while constraint not in self._known:
             asked = self._asked.get(constraint)
@@ -50,7 +50,7 @@ class ConstraintChecks:
         self._know(constraint)
 
     async def _try_for_all(self, constraint: Constraint) -> None:
-        """Those who ask for the same one meanwhile learn what comes of it, or ask again where this one is cancelled."""
+        """Tries a constraint. Others that ask for it meanwhile get the result, or ask again if this is cancelled."""
         asked = self._asked[constraint] = asyncio.get_running_loop().create_future()
         refused = None
         try:
@@ -80,22 +80,22 @@ class ConstraintChecks:
             await self._free.acquire()
         finally:
             self._num_waiting -= 1
-        if constraint in self._known:  # by now: who asked for it first was cancelled while it was tried
+        if constraint in self._known:  # the task that first asked for it was cancelled while it was tried
             self._free.release()
             return
-        # The place is the thread's: a task that is cancelled does not end what runs there.
+        # The thread keeps the place, because cancelling a task does not end the work in its thread.
         trying = asyncio.ensure_future(asyncio.to_thread(self._try_in, self._begin, constraint))
         trying.add_done_callback(partial(self._end_trying, constraint))
         await asyncio.shield(trying)
 
     def _end_trying(self, constraint: Constraint, tried: asyncio.Future[None]) -> None:
-        """It is known to be fine before its place is another one's."""
+        """Marks the constraint as valid before it frees the place for another one."""
         if not tried.cancelled() and tried.exception() is None:
             self._know(constraint)
         self._free.release()
 
     def close(self) -> None:
-        """End the processes; who waits for one gets BadRequest."""
+        """Ends the processes. Tasks that wait for one get BadRequest."""
         with self._lock:
             self._is_closed = True
             for trial in self._busy:
@@ -106,7 +106,7 @@ class ConstraintChecks:
             self._idle.clear()
 
     def _try_in(self, begin: Callable[[], Trial], constraint: Constraint) -> None:
-        """In a thread. Raises BadRequest."""
+        """Tries a constraint in a thread. Raises BadRequest."""
         trial = self._taken(begin)
         try:
             trial.check(constraint)
@@ -120,10 +120,10 @@ class ConstraintChecks:
                     self._idle.append(trial)
 
     def _taken(self, begin: Callable[[], Trial]) -> Trial:
-        """A process that is idle, or a new one. Raises BadRequest when the server ends."""
+        """Returns an idle process, or a new one. Raises BadRequest when the server ends."""
         with self._lock:
             idle = self._idle.pop() if self._idle else None
-        # A new one reads megabytes when Python has started there; close() does not wait for that.
+        # A new one reads megabytes when Python has started there. close() does not wait for that.
         trial = idle if idle is not None else begin()
         with self._lock:
             if not self._is_closed:

@@ -1,4 +1,4 @@
-"""What the OpenAPI description tells of answers, which are made without FastAPI's models."""
+"""The OpenAPI description of answers, which are made without FastAPI's models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
 
 
 def _object(**properties: Json) -> Json:
-    """An object that has all of these, and may have more."""
+    """Returns the schema of an object that has all of these properties, and may have more."""
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
@@ -32,7 +32,7 @@ _CHOICE: Json = {
 _FUNCTION = _object(name=_TEXT, arguments=_TEXT)
 _CALLS = _list_of(_object(id=_TEXT, type={"const": "function"}, function=_FUNCTION))
 _MESSAGE = _object(role={"const": "assistant"}, content=_or_null(_TEXT), refusal={"type": "null"})
-_MESSAGE["properties"]["tool_calls"] = _CALLS  # where there are any
+_MESSAGE["properties"]["tool_calls"] = _CALLS  # if there are any
 
 
 def _answer(kind: str, **of_choice: Json) -> Json:
@@ -51,7 +51,7 @@ _ANSWERS: dict[str, Json] = {
     "/v1/completions": _answer("text_completion", text=_TEXT),
     "/v1/chat/completions": _answer("chat.completion", message=_MESSAGE),
 }
-# What a path sends beside JSON, or in its place.
+# The content type that a path sends in addition to JSON, or in its place.
 _TEXTS = {
     "/metrics": "text/plain",
     "/v1/completions": "text/event-stream",
@@ -60,7 +60,7 @@ _TEXTS = {
 
 
 def with_answers(description: Json) -> Json:
-    """The description with the answers of every path, in place: a body that is wrong is answered 400, not 422."""
+    """Adds the answers of every path to the description, in place. A wrong body is answered with 400, not 422."""
     error = {"description": "an error, in OpenAI's form", "content": {"application/json": {"schema": _ERROR}}}
     for path, operations in description["paths"].items():
         content: Json = {"application/json": {"schema": _ANSWERS[path]}} if path in _ANSWERS else {}

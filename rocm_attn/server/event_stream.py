@@ -1,4 +1,4 @@
-"""EventStream: an answer that is sent while it is made, as server-sent events."""
+"""EventStream: an answer that is sent as server-sent events while it is generated."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rocm_attn.server.api_errors import CLIENT_GONE, ApiError, reader_late
 from rocm_attn.server.generation import Generation, Generations
 from rocm_attn.server.replies import Replies, Usage, as_event
 
-# How long nothing is sent before a comment tells the client, and what is between, that the server is there.
+# Seconds without data after which a comment shows the client and all proxies that the server is alive.
 _PING_SECONDS = 15.0
 
 
 class EventStream(Response):
     """The chunks of a generation.
 
-    Headers are sent with the first chunk, or after a while without any: what goes wrong before has a status of its own.
-    What goes wrong later is an event with "error", after which the stream ends without [DONE].
+    Headers are sent with the first chunk, or after a while without one. An error before that has its own status. A
+    later error is an event with "error", after which the stream ends without [DONE].
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class EventStream(Response):
         except asyncio.CancelledError:
             if not self._is_late:
                 raise
-            # What was sent stays with the kernel; the connection is closed because the answer is not whole.
+            # Data that was sent stays with the kernel. The connection is closed because the answer is incomplete.
         finally:
             events.close()
 
     async def _send_all(self, events: _Events, scope: Scope, receive: Receive) -> None:
-        """Chunks, and how they end. Any of it may be cancelled, as other choices may go on while an error is sent."""
+        """Sends the chunks and the end. Any of it may be cancelled: other choices may go on while an error is sent."""
         try:
             async with aclosing(self._generation.pieces()) as pieces:
                 await self._send_chunks(events, pieces)
@@ -63,7 +63,7 @@ class EventStream(Response):
             await events.end()
 
     def _give_up_late(self, task: asyncio.Task[Any]) -> None:
-        """The client does not read: its request ends, although the task waits until the client takes some bytes."""
+        """Ends the request of a client that does not read. The task itself waits until the client takes some bytes."""
         if not self._is_late:
             self._is_late = True
             self._generations.counts.late_readers += 1
@@ -102,7 +102,7 @@ class _Events:
         self._pinging: asyncio.Task[None] | None = None
 
     async def send(self, data: bytes) -> None:
-        """Returns when the client has taken enough of what was sent before."""
+        """Sends bytes. Returns when the client has taken enough of the earlier ones."""
         async with self._lock:
             if not self._has_begun:
                 self._has_begun = True
@@ -115,7 +115,7 @@ class _Events:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
-        """Tell the client what went wrong."""
+        """Sends the error to the client."""
         if error.status == CLIENT_GONE:
             return
         if self._has_begun:
@@ -137,7 +137,7 @@ class _Events:
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """An error as an answer of its own."""
+    """Returns an error as a separate answer."""
     return JSONResponse(error.body(), error.status, error.headers())
 
 

@@ -1,4 +1,4 @@
-"""The JSON that arguments of calls are: with finite numbers, which Python can hold."""
+"""The JSON of call arguments: its numbers are finite and fit Python's types."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-# Raises ValueError, for integers of more than 4,300 digits too, and RecursionError.
+# Raises ValueError, also for integers of more than 4,300 digits, and RecursionError.
 FINITE_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)

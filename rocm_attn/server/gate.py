@@ -1,7 +1,7 @@
-"""Gate: what every HTTP request passes before the application sees it.
+"""Gate: the first part of the server that sees every HTTP request.
 
-It counts, looks at the key, refuses what cannot be served now without keeping a byte of the body, reads the body within
-its bounds, and watches whether the client stays.
+It counts requests and checks the key. It refuses requests that cannot be served now without keeping a byte of the body.
+It reads the body within its bounds, and watches whether the client stays connected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rocm_attn.server.options import ServerOptions
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
 _ROUTES = GENERATING | {"/v1/models", "/health", "/ready", "/metrics", "/openapi.json"}
 _OF_A_MODEL = "/v1/models/"
-# The words of http_metrics.py for what is refused here.
+# Code of an error -> the reason for a refusal in http_metrics.py.
 _REFUSED_FOR = {
     "invalid_api_key": "key",
     "body_too_large": "body",
@@ -31,7 +31,7 @@ _REFUSED_FOR = {
     "too_many_requests": "queue",
     "draining": "draining",
 }
-# Where a job is in an ASGI scope.
+# The key of a job in an ASGI scope.
 JOB = "rocm_attn.job"
 
 
@@ -57,17 +57,17 @@ class Gate:
             counts.note(_route(scope["path"]), answer.status, time.perf_counter() - started)
 
     async def _pass(self, scope: Scope, receive: Receive, send: _Answer) -> None:
-        """Raises ApiError for what the application does not see."""
+        """Passes a request on. Raises ApiError for requests that the application must not see."""
         salt = self._admit(scope)
         if scope["method"] == "POST" and scope["path"] in GENERATING:
             await self._generate(scope, receive, send, salt)
         else:
-            # No route of these has a use for a body, and nothing bounds how many come at a time.
+            # These routes have no use for a body, and nothing bounds the number of such requests.
             await _read_body(receive, self._options, kept=0)
             await self._app(scope, _Replay(b"", send.client_left), send)
 
     def _admit(self, scope: Scope) -> str:
-        """The salt of the client. Raises ApiError."""
+        """Returns the salt of the client. Raises ApiError."""
         headers = dict(scope["headers"])
         salt = self._keys.salt_of(headers.get(b"authorization")) if scope["path"].startswith("/v1/") else ""
         if salt is None:
@@ -82,17 +82,17 @@ class Gate:
         return salt
 
     async def _generate(self, scope: Scope, receive: Receive, send: _Answer, salt: str) -> None:
-        """Take a job, and see it to its end. Raises ApiError."""
+        """Runs a job from its start to its end. Raises ApiError."""
         generations, options = self._generations, self._options
         if generations.jobs.is_draining:
-            # The connection is closed with the answer: bytes that come later would reset it, and the answer be lost.
+            # The answer closes the connection. Bytes that come later would reset it, and the answer would be lost.
             await _read_body(receive, options, kept=0)
             raise draining(generations.retry_after)
         try:
             generations.front.check()
         except RocmAttnError as error:
             raise generations.as_answer(error) from error
-        # A request that is still on its way has no place in the engine yet; its body takes memory all the same.
+        # A request that is still being read has no place in the engine yet, but its body takes memory.
         jobs = generations.jobs
         if max(generations.front.num_requests, jobs.num_served) >= options.max_requests:
             raise generations.refusal()
@@ -111,21 +111,21 @@ class Gate:
                     await watcher
 
 
-# A body that is too long is read up to so many times its bound, or the client would lose its connection while it sends,
-# and never see why.
+# A body that is too long is read up to this multiple of its bound. Otherwise the client would lose its connection while
+# it sends, and would never see the reason.
 _READ_IN_VAIN = 2
 
 
-# So many times max_requests may be there at a time, those included whose answers only wait to be read.
+# At most this multiple of max_requests exist at a time, including those whose answers only wait to be read.
 _MOST_READ = 2
 
 
 class _Answer:
-    """Sends an answer, and sees what becomes of it.
+    """Sends an answer, and records how far it got.
 
-    status:      that was sent; CLIENT_GONE where none was
+    status:      the status that was sent; CLIENT_GONE if none was
     is_whole:    whether its last byte was sent
-    client_left: set once the client has gone. What is sent then is lost, and the ASGI server says nothing of it: an
+    client_left: set once the client has gone. Data sent after that is lost, and the ASGI server does not report it: an
                  answer that was computed by then would look whole
     """
 
@@ -141,7 +141,7 @@ class _Answer:
 
 
 class _Replay:
-    """Gives the application the body that was read, and then word that the client has gone."""
+    """Gives the application the body that was read, and later the message that the client has gone."""
 
     def __init__(self, body: bytes, client_left: asyncio.Event) -> None:
         self._body: bytes | None = body
@@ -156,14 +156,14 @@ class _Replay:
 
 
 def _route(path: str) -> str:
-    """The route of a path, as HttpMetrics.note wants it: clients make up none."""
+    """Returns the route of a path for HttpMetrics.note. Unknown paths are "other", so clients cannot add names."""
     if path.startswith(_OF_A_MODEL):
         return f"{_OF_A_MODEL}{{name}}"
     return path if path in _ROUTES else "other"
 
 
 async def _watch(receive: Receive, job: Job, client_left: asyncio.Event) -> None:
-    """End a job whose client goes away, or has its answer: an ASGI server says the same of both."""
+    """Ends a job whose client has left or has its answer: an ASGI server reports both in the same way."""
     while (await receive())["type"] != "http.disconnect":
         pass
     client_left.set()
@@ -171,7 +171,7 @@ async def _watch(receive: Receive, job: Job, client_left: asyncio.Event) -> None
 
 
 async def _read_body(receive: Receive, options: ServerOptions, *, kept: int) -> bytes:
-    """The body, within its bounds; empty where it has more than `kept` bytes. Raises ApiError."""
+    """Returns the body, within its bounds; empty if it has more than `kept` bytes. Raises ApiError."""
     try:
         return await asyncio.wait_for(_read(receive, options.max_body_bytes, kept), options.body_seconds)
     except asyncio.TimeoutError:

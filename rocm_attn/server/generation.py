@@ -1,4 +1,4 @@
-"""Generation: requests that are given to the engine for a job, and what comes of them."""
+"""Generation: the engine's requests for a job, and their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rocm_attn.server.pacing import Pacing
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one job has in the engine: all of its requests, or none was taken."""
+    """The requests of one job in the engine. Either all of them were taken, or none."""
 
     job: Job
     requests: Sequence[Request]
@@ -28,15 +28,15 @@ class Generation:
     pacing: Pacing
 
     async def completions(self) -> list[Completion]:
-        """What all of them come to. Raises as RequestStream.completion, and what has ended the job."""
+        """Returns all completions. Raises the errors of RequestStream.completion, and the one that ended the job."""
         completions = [await stream.completion() for stream in self.streams]
         self.note(sum(len(each.token_ids) for each in completions))
         return completions
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
-        """Place of a request, and its next piece, as they come, until all have ended. Raises as completions().
+        """Yields (place of a request, its next piece) as they come, until all have ended. Raises like completions().
 
-        Whoever reads slowly finds several tokens in a piece: what was not read yet is kept once, in the stream.
+        A slow reader gets several tokens in a piece, because the stream keeps all that was not read yet as one piece.
         """
         if len(self.streams) == 1:
             async for piece in self.streams[0]:
@@ -57,17 +57,17 @@ class Generation:
         finally:
             for reader in readers:
                 reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)  # which does not hide that this task is cancelled
+            await asyncio.gather(*readers, return_exceptions=True)  # gather() does not hide that this task is cancelled
 
     def note(self, num_tokens: int) -> None:
-        """All have ended, with so many tokens in sum."""
+        """Notes that all requests have ended, with this many tokens in total."""
         self.pacing.note(self.job.age, num_tokens // len(self.streams))
 
 
 class Generations:
     """Gives jobs' requests to the engine.
 
-    counts:            of the HTTP requests that have asked for something
+    counts:            of the HTTP requests
     max_unread_tokens: of a streamed answer
     """
 
@@ -77,11 +77,11 @@ class Generations:
 
     @property
     def retry_after(self) -> int:
-        """Seconds until a place is free, as far as is known."""
+        """An estimate of the seconds until a place is free."""
         return self._pacing.retry_after(self.jobs)
 
     async def begin(self, job: Job, requests: Sequence[Request]) -> Generation:
-        """Give the engine all of a job's requests, or none. They have one constraint, or none has. Raises ApiError."""
+        """Gives the engine all of a job's requests, or none. All have the same constraint, or none. Raises ApiError."""
         try:
             constraint = requests[0].constraint
             if constraint is not None:
@@ -101,13 +101,13 @@ class Generations:
             raise
 
     def refusal(self) -> ApiError:
-        """The answer to who comes when every place is taken."""
+        """Returns the answer to a request that comes when every place is taken."""
         return self.as_answer(
             TooManyRequests("as many requests are served or wait as this server takes; send this one again later")
         )
 
     def as_answer(self, error: RocmAttnError) -> ApiError:
-        """What has gone wrong, as an answer."""
+        """Converts an error to an answer."""
         return api_error(error, self.retry_after)
 
 
@@ -117,7 +117,7 @@ async def _read(
     try:
         async for piece in stream:
             await into.put((place, piece))
-    except Exception as error:  # for the reader of the queue
+    except Exception as error:  # the reader of the queue raises it
         await into.put((place, error))
     else:
         await into.put((place, None))

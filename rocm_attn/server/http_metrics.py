@@ -1,4 +1,4 @@
-"""What a server counts of HTTP, beside the engine's Metrics, and what Linux says of its process."""
+"""The server's counts for HTTP, in addition to the engine's Metrics, and Linux's figures for its process."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 from rocm_attn.step.metrics import Durations, heading, histogram, sample, text_of
 
 _PROC = Path("/proc/self")
-# Statuses of which an alert knows.
+# The statuses that alerts use.
 _ALARMING = ("429", "500", "503")
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)
 class HttpMetrics:
-    """Counts since the server was started, and what is so now. The event loop's thread owns them.
+    """Counts since the server was started, and some present values. The event loop's thread owns them.
 
     open:        requests whose answer has not ended
     draining:    whether no more requests are taken because the server ends
     disconnects: requests whose client left before the end of the answer
     late_readers: requests that were ended because their client did not read
-    age_seconds: how old the engine's counts are that are told beside these
-    refused:     requests that were refused before the engine saw them, by reason: few and fixed ones, such as "queue"
+    age_seconds: age of the engine's counts that are reported with these
+    refused:     requests that were refused before the engine saw them, by reason: a few fixed ones, such as "queue"
     """
 
     open: int = 0
@@ -38,21 +38,21 @@ class HttpMetrics:
     _seconds: dict[str, Durations] = field(default_factory=dict)
 
     def note(self, route: str, status: int, seconds: float) -> None:
-        """An answer has ended, the last byte of a stream included.
+        """Counts an answer that has ended, the last byte of a stream included.
 
-        route:   the template of its path, such as "/v1/models/{model}"; "other" where the server has none, so that no
-                 client can make up names
-        status:  of HTTP
+        route:   the template of its path, such as "/v1/models/{model}"; "other" if the server has none, so that
+                 clients cannot make up names
+        status:  HTTP status
         seconds: since the request's first byte
         """
         if route not in self._seconds:
-            # A rate begins with the second value of a series: the first errors of all would not be seen.
+            # A rate needs two values of a series. Without these zeros, the first error would not be seen.
             self._answers.update({(route, alarming): 0 for alarming in _ALARMING})
         self._answers[route, str(status)] += 1
         self._seconds.setdefault(route, Durations()).note(seconds)
 
     def as_prometheus(self, prefix: str = "rocm_attn") -> str:
-        """In Prometheus' text format, to follow Metrics.as_prometheus(). prefix: of every name but the process's"""
+        """Returns Prometheus' text format, to follow Metrics.as_prometheus(). prefix: of all names but the process's"""
         lines = self._answers_as_lines(f"{prefix}_http")
         name = f"{prefix}_http_open_requests"
         lines += [*heading(name, "requests whose answer has not ended", "gauge"), sample(name, self.open)]
@@ -84,10 +84,10 @@ class HttpMetrics:
 
 
 def _process() -> list[str]:
-    """The metrics of a process under the names that all of Prometheus' libraries give them; none outside of Linux."""
+    """Returns the metrics of a process under the names of Prometheus' own libraries; none outside of Linux."""
     if not _PROC.joinpath("stat").exists():
         return []
-    # after the name, which is in brackets and may hold any character; the first field there is the third of proc(5)
+    # The name is in brackets and may hold any character. The first field after it is the third of proc(5).
     stat = _PROC.joinpath("stat").read_text().rpartition(")")[2].split()
     booted = float(Path("/proc/stat").read_text().partition("btime ")[2].split()[0])
     values = (

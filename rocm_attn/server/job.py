@@ -1,4 +1,4 @@
-"""Job: one HTTP request that asks for text, from its arrival to the last byte of its answer; and all of them."""
+"""Job: one HTTP request that asks for text, from its arrival to the last byte of its answer. Jobs: all of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rocm_attn.server.api_errors import ApiError, deadline_passed
 
 
 class Job:
-    """What a request has in the engine, and why it ends early if it does.
+    """A request's streams in the engine, and the reason if it ends early.
 
-    salt:    of the cached prefixes that it may find
-    ended:   why it was ended; None while it was not
+    salt:    of the cached prefixes that it may use
+    ended:   the reason for which it was ended, or None
     """
 
     def __init__(self, salt: str, deadline_seconds: float) -> None:
@@ -30,13 +30,13 @@ class Job:
 
     @property
     def most_tokens(self) -> int:
-        """New tokens that the shortest of its requests may still come to; 0 where none is in the engine."""
+        """New tokens that the shortest of its requests may still produce; 0 if none is in the engine."""
         left = (most for most, stream in zip(self._most_tokens, self._streams, strict=True) if not stream.has_ended)
         return min(left, default=0)
 
     @property
     def is_computed(self) -> bool:
-        """Whether the engine has nothing more to do for it, and what is left is to be read."""
+        """True if the engine has nothing more to do for it, and only reading is left."""
         return bool(self._streams) and all(stream.has_ended for stream in self._streams)
 
     @property
@@ -45,32 +45,32 @@ class Job:
         return self._loop.time() - self._arrived
 
     def hasten(self, seconds: float) -> None:
-        """Set an earlier deadline, counted from its arrival; a later one than it has changes nothing."""
+        """Sets an earlier deadline, counted from its arrival. A later one than the present one has no effect."""
         if seconds < self._seconds:
             self._seconds = seconds
             self._timer.cancel()
             self._timer = self._loop.call_at(self._arrived + seconds, self._expire)
 
     def own(self, streams: Sequence[RequestStream], requests: Sequence[Request]) -> None:
-        """These streams end with it. Raises ApiError where it was ended already."""
+        """Adds streams that end with the job. Raises ApiError if it was ended already."""
         self._streams += streams
         self._most_tokens += [request.max_new_tokens for request in requests]
         self.check()
 
     def check(self) -> None:
-        """Raise why it was ended, if it was."""
+        """Raises the reason if the job was ended."""
         if self.ended is not None:
             raise self.ended
 
     def end(self, why: ApiError) -> None:
-        """End its requests; who reads them gets the reason. The first reason stays."""
+        """Ends its requests. Their readers get the reason. The first reason stays."""
         if self.ended is None:
             self.ended = why
             for stream in self._streams:
                 stream.give_up(why)
 
     def close(self) -> None:
-        """Nothing of it is wanted any more: what it has in the engine ends."""
+        """Ends all of its requests in the engine, because no result is needed any more."""
         self._timer.cancel()
         for stream in self._streams:
             stream.close()
@@ -80,7 +80,7 @@ class Job:
 
 
 class Jobs:
-    """All jobs that were taken and are not answered to the last byte.
+    """All jobs that were taken and whose answers have not been sent to the last byte.
 
     is_draining: whether no more are taken
     """
@@ -99,12 +99,12 @@ class Jobs:
 
     @property
     def num_served(self) -> int:
-        """Without those that are computed: a client that reads slowly takes no other's place."""
+        """The number of jobs that are not computed yet: a client that reads slowly takes no other's place."""
         return sum(not job.is_computed for job in self._jobs)
 
     @contextmanager
     def taken(self, job: Job) -> Iterator[None]:
-        """A context in which the job is one of them; it is closed at the end."""
+        """Returns a context in which the job is one of them. The job is closed at the end."""
         self._jobs.add(job)
         self._is_empty.clear()
         try:
@@ -116,10 +116,10 @@ class Jobs:
                 self._is_empty.set()
 
     def end_all(self, why: ApiError) -> None:
-        """End all of them."""
+        """Ends all of them."""
         for job in self:
             job.end(why)
 
     async def empty(self) -> None:
-        """Wait until there is none."""
+        """Waits until there is none."""
         await self._is_empty.wait()

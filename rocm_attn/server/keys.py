@@ -1,4 +1,4 @@
-"""ApiKeys: who may ask, and what cached prefixes each may find."""
+"""ApiKeys: the clients that are served, and the cached prefixes that each may use."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SHORTEST = 8
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Keys as their SHA-256, so that no key is printed by mistake. Empty: everybody is served."""
+    """Keys as their SHA-256, so that no key is printed by mistake. If empty, everybody is served."""
 
     digests: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, keys: list[str]) -> ApiKeys:
-        """Raises BadSetting for a key that no header can carry, or that can be guessed."""
+        """Makes the keys. Raises BadSetting for a key that no header can carry, or that is easy to guess."""
         for number, key in enumerate(keys, 1):
             if len(key) < _SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
                 raise BadSetting(
@@ -34,7 +34,7 @@ class ApiKeys:
         return cls(tuple(dict.fromkeys(_digest(key.encode()) for key in keys)))
 
     def salt_of(self, authorization: bytes | None) -> str | None:
-        """The salt of the cached prefixes of who has sent this header, "" where there are no keys; None: no key fits.
+        """Returns the salt of the cached prefixes of a header's sender, "" if there are no keys, None if no key fits.
 
         Every key is compared in constant time.
         """
@@ -49,7 +49,7 @@ class ApiKeys:
 
 
 def keys_from(options: ServerOptions, environment: Mapping[str, str]) -> ApiKeys:
-    """The keys of the file, or else of the variable. Raises BadSetting, for a public address without keys too."""
+    """Returns the keys of the file, else of the variable. Raises BadSetting, also for a public address without keys."""
     if options.api_key_file is not None:
         keys = _read(options.api_key_file)
     else:
@@ -63,7 +63,7 @@ def keys_from(options: ServerOptions, environment: Mapping[str, str]) -> ApiKeys
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """True if only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

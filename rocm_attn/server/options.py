@@ -1,6 +1,6 @@
-"""ServerOptions: how the server treats those who ask. `rocm-attn serve` makes its flags of the fields.
+"""ServerOptions: limits for the server's clients. `rocm-attn serve` makes its flags of the fields.
 
-Only the standard library is imported, because --help does not wait for torch.
+Only the standard library is imported, so that --help does not wait for torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Where the server listens, and what one request may ask of it.
+    """The server's address, and the limits of one request.
 
     Raises BadSetting.
     """
@@ -115,5 +115,5 @@ class ServerOptions:
 
 
 def _no_password() -> str:
-    """Asked for the password of an encrypted key; OpenSSL would ask the terminal."""
+    """Raises ValueError when the password of an encrypted key is needed. OpenSSL would ask the terminal."""
     raise ValueError("the key is encrypted")

@@ -1,4 +1,4 @@
-"""Replies: what is sent back for a completion or a conversation, whole or in chunks, in OpenAI's form."""
+"""Replies: answers to completions and conversations, whole or in chunks, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Usage:
 
     @classmethod
     def of(cls, requests: Sequence[Request], num_choices: int, completion_tokens: int) -> Usage:
-        """num_choices: answers to each prompt, whose requests lie side by side"""
+        """Counts the tokens of a request. num_choices: answers per prompt, whose requests are next to each other"""
         prompts = requests[::num_choices]
         return cls(sum(len(request.prompt_token_ids) for request in prompts), completion_tokens)
 
@@ -38,28 +38,28 @@ class Usage:
 
 
 class Replies(Protocol):
-    """How one kind of request is answered."""
+    """The form of answers to one kind of request."""
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
-        """The answer."""
+        """Returns the whole answer."""
 
     def opening(self, index: int) -> Json | None:
-        """The chunk before a choice's first one."""
+        """Returns the chunk before a choice's first piece, or None."""
 
     def chunk(self, index: int, piece: Piece) -> Json | None:
-        """What a piece of a choice is sent as; None where it waits for the next one."""
+        """Returns the chunk of a choice's piece, or None if it waits for the next one."""
 
     def counts(self, usage: Usage) -> Json:
-        """The last chunk."""
+        """Returns the last chunk, with the usage."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionReplies:
-    """Of /v1/completions.
+    """Answers of /v1/completions.
 
     told:     writes logprobs
-    echoed:   text before each choice's own; empty where the prompts are not asked for
-    _offsets: index of a choice -> characters of the tokens that were told of
+    echoed:   text before each choice's own; empty if the prompts are not asked for
+    _offsets: index of a choice -> characters of the tokens whose logprobs were sent
     """
 
     model: str
@@ -70,24 +70,24 @@ class CompletionReplies:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
-        """The answer."""
+        """Returns the whole answer."""
         choices = [self._choice(index, each) for index, each in enumerate(completions)]
         for choice, text in zip(choices, self.echoed, strict=False):
             choice["text"] = text + choice["text"]
         return {**self._head(), "choices": choices, "usage": usage.as_dict()}
 
     def opening(self, index: int) -> Json | None:
-        """The chunk before a choice's first one: its prompt, where that is asked for."""
+        """Returns the chunk before a choice's first piece: its prompt, if that is asked for; else None."""
         if not self.echoed:
             return None
         return {**self._head(), "choices": [self._choice(index, Piece((), self.echoed[index], None))]}
 
     def chunk(self, index: int, piece: Piece) -> Json:
-        """What a piece of a choice is sent as."""
+        """Returns the chunk of a choice's piece."""
         return {**self._head(), "choices": [self._choice(index, piece)]}
 
     def counts(self, usage: Usage) -> Json:
-        """The last chunk."""
+        """Returns the last chunk, with the usage."""
         return {**self._head(), "choices": [], "usage": usage.as_dict()}
 
     def _choice(self, index: int, said: Completion | Piece) -> Json:
@@ -102,13 +102,13 @@ class CompletionReplies:
 
 @dataclass(slots=True)
 class _Read:
-    """A choice's text as it is read. num_calls: that it had so far"""
+    """The reader of a choice's text. num_calls: calls so far"""
 
     reader: Reader
     num_calls: int = 0
 
     def take(self, said: Completion | Piece) -> tuple[str, list[Call]]:
-        """What is known now: text, and calls."""
+        """Reads a piece. Returns the text and the calls that are decided now."""
         found = self.reader.push(said.text)
         if said.finish_reason is not None:
             found += self.reader.finish()
@@ -117,7 +117,7 @@ class _Read:
         return "".join(each for each in found if isinstance(each, str)), calls
 
     def reason(self, reason: FinishReason | None) -> str | None:
-        """Why the choice ends, in OpenAI's words."""
+        """Returns the reason why the choice ends, in OpenAI's words."""
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
 
@@ -127,11 +127,11 @@ def _as_json(call: Call) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class ChatReplies:
-    """Of /v1/chat/completions.
+    """Answers of /v1/chat/completions.
 
     told:     writes logprobs
-    reader:   makes what reads the text of a choice
-    _readers: index of a choice -> what reads its text, and how many calls it had so far
+    reader:   makes the reader of a choice's text
+    _readers: index of a choice -> the reader of its text, with the number of calls so far
     """
 
     model: str
@@ -142,16 +142,16 @@ class ChatReplies:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
-        """The answer."""
+        """Returns the whole answer."""
         choices = [self._choice(index, each) for index, each in enumerate(completions)]
         return {**self._head("chat.completion"), "choices": choices, "usage": usage.as_dict()}
 
     def opening(self, index: int) -> Json | None:
-        """The chunk before a choice's first one, which says who speaks."""
+        """Returns the chunk before a choice's first piece, which has the role."""
         return self._chunk(index, {"role": "assistant", "content": ""}, None, ())
 
     def chunk(self, index: int, piece: Piece) -> Json | None:
-        """What a piece of a choice is sent as; None where all of it may become a call of a function."""
+        """Returns the chunk of a choice's piece, or None if all of it may become a function call."""
         read = self._readers.get(index)
         if read is None:
             read = self._readers[index] = _Read(self.reader())
@@ -165,7 +165,7 @@ class ChatReplies:
         return self._chunk(index, delta, read.reason(piece.finish_reason), piece.logprobs)
 
     def counts(self, usage: Usage) -> Json:
-        """The last chunk."""
+        """Returns the last chunk, with the usage."""
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_dict()}
 
     def _choice(self, index: int, done: Completion) -> Json:
@@ -189,5 +189,5 @@ class ChatReplies:
 
 
 def as_event(content: Mapping[str, object]) -> bytes:
-    """A server-sent event."""
+    """Returns the bytes of a server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

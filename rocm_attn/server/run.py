@@ -1,4 +1,4 @@
-"""Run a server: its socket, its signals, and its end."""
+"""Runs a server: its socket, its signals, and its end."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from rocm_attn.server.keys import ApiKeys
 from rocm_attn.server.options import ServerOptions
 from rocm_attn.server.served_model import ServedModel
 
-# How long clients have to take the last bytes of their answers.
+# Seconds that clients have to take the last bytes of their answers.
 _LAST_BYTES_SECONDS = 5
 _BACKLOG = 2048
-# How long a connection may be idle: longer than clients and gateways keep one (OpenAI's 5 seconds, others up to 60), so
-# that they close it, and no request comes on one that the server closes at that moment.
+# Seconds that a connection may be idle. Clients and gateways keep one for less (OpenAI's for 5 seconds, others for up
+# to 60). So they close it, and no request comes on a connection that the server closes at that moment.
 _IDLE_SECONDS = 75
-# Uvicorn's loggers. One level for all of them, as its log_level is, would keep back either a line for each request,
-# which is INFO, or none of what the server says of itself.
+# Uvicorn's loggers. Its log_level sets one level for all of them. That would hide either a line per request, which is
+# INFO, or all that the server logs about itself.
 _LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -45,14 +45,14 @@ _LOGGING = {
         "uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
     },
 }
-# Of a kernel's timeout, a signed integer of 32 bits.
+# The limit of a kernel's timeout, a signed integer of 32 bits.
 _MOST_MILLISECONDS = 2**31 - 1
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """The socket of a server, which does not listen yet. Raises BadSetting where it cannot be had.
+    """Returns the socket of a server, which does not listen yet. Raises BadSetting if the address cannot be bound.
 
-    A server that was killed leaves connections behind, which do not keep the next one from its port (SO_REUSEADDR).
+    Connections that a killed server leaves behind do not block the port for the next one (SO_REUSEADDR).
     """
     with contextlib.ExitStack() as unless_bound:
         try:
@@ -61,11 +61,11 @@ def bind(options: ServerOptions) -> socket.socket:
             bound = unless_bound.enter_context(socket.socket(family, kind, protocol))
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):
-                # Connections inherit it: the kernel ends one whose client takes no bytes for so long.
+                # Connections inherit it: the kernel ends one whose client takes no bytes for this time.
                 milliseconds = int(min(max(1, options.write_seconds * 1000), _MOST_MILLISECONDS))
                 bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
             bound.bind(address)
-        except (OSError, UnicodeError) as error:  # UnicodeError: of a name that no host can have
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be a host's
             raise _cannot_listen(options, error) from error
         unless_bound.pop_all()
     return bound
@@ -79,7 +79,7 @@ def _cannot_listen(options: ServerOptions, error: OSError | UnicodeError) -> Bad
 
 
 def url_of(bound: socket.socket, options: ServerOptions) -> str:
-    """Where a socket's server is found."""
+    """Returns the URL of a socket's server."""
     host, port = bound.getsockname()[:2]
     scheme = "http" if options.tls_cert is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -92,7 +92,7 @@ async def serve(
     bound: socket.socket,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve until a signal ends it, in the main thread, or the engine ends. Raises EngineEnded.
+    """Serves until a signal ends it, in the main thread, or the engine ends. Raises EngineEnded.
 
     announce: called with a line when the server begins, and when it ends
     """
@@ -103,7 +103,7 @@ async def serve(
 
 
 class Server(uvicorn.Server):
-    """A server that drains: the first SIGTERM or SIGINT lets go what was taken, the second ends at once."""
+    """A server that drains. At the first SIGTERM or SIGINT it finishes its requests; the second ends it at once."""
 
     def __init__(self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]) -> None:
         self._front, self._options, self._announce = front, model.options, announce
@@ -132,7 +132,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """As uvicorn's, but that no signal is raised again when the server has drained."""
+        """Does the same as uvicorn's method, but raises no signal again when the server has drained."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -148,22 +148,22 @@ class Server(uvicorn.Server):
         for bound in sockets:
             try:
                 bound.listen(_BACKLOG)
-            except OSError as error:  # two servers may bind one port; the second one to listen learns of it here
+            except OSError as error:  # two servers may bind one port; the second one fails only when it listens
                 raise _cannot_listen(self._options, error) from error
         await super().startup(sockets)
         self._announce(f"listening on {url_of(sockets[0], self._options)}")
         self._watchers = [asyncio.ensure_future(self._drain()), asyncio.ensure_future(self._watch_engine())]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come, in the main thread, between any two instructions."""
+        """Handles a signal. Runs in the main thread, between any two instructions."""
         self._num_signals += 1
         if self._num_signals > 1:
-            # A device that hangs, or a loop that does, holds up nothing here; ranks end with this process.
+            # Neither a hanging device nor a hanging loop can delay this. Ranks end with this process.
             os._exit(128 + sig)
         self._loop.call_soon_threadsafe(self.begin_drain)
 
     def begin_drain(self) -> None:
-        """Take no more requests, finish those that were taken, and end. In the event loop."""
+        """Takes no more requests, finishes those that were taken, and ends. Call it in the event loop."""
         self._signal.set()
 
     async def _drain(self) -> None:
@@ -183,7 +183,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def _watch_engine(self) -> None:
-        """Where the engine ends by itself, so does the server: its clients have got EngineEnded already."""
+        """Ends the server after the engine has ended by itself. Its clients have got EngineEnded already."""
         await self._front.ended()
         self.jobs.is_draining = True
         with contextlib.suppress(asyncio.TimeoutError):

@@ -1,7 +1,7 @@
-"""What clients may send, as OpenAI's API has it: bodies with their bounds.
+"""Bodies that clients may send, in the form of OpenAI's API, with their bounds.
 
-Fields that nobody here knows are ignored. Those of OpenAI's that would change the text and are not served are refused
-by refuse_unserved(): an answer that silently is another one is worse than none.
+Unknown fields are ignored. Fields of OpenAI's that would change the text and are not served are refused by
+refuse_unserved(): an answer that silently differs from the request is worse than none.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from rocm_attn.runner.sampling_options import LARGEST_BIAS, Sampling
 from rocm_attn.server.api_errors import ApiError, bad_request
 from rocm_attn.server.tools import MOST_TOOLS, MadeCall, NamedTool, Tool, ToolPart
 
-# Every list stops at its first wrong item: a body of a million wrong ones would else have a million errors.
+# Every list stops at its first wrong item. Otherwise a body of a million wrong items would have a million errors.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 _Stops = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 
-# A shorter deadline has passed before a request is read: who asks for one has made a mistake, of units for example.
+# A shorter deadline passes before a request is read. A client that asks for one has made a mistake, such as of units.
 LEAST_DEADLINE_SECONDS = 0.01
-# The largest seed is that of OpenAI's documentation, a signed integer of 64 bits.
+# The largest seed is the one of OpenAI's documentation, a signed integer of 64 bits.
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Positive = Annotated[int, Field(ge=1, lt=2**31)]
 _SAMPLING = option_texts(Sampling)
 
 
 def _bounds(name: str) -> Any:
-    """Those of a field of Sampling, as pydantic and the OpenAPI description have them."""
+    """Returns the bounds of a field of Sampling, for pydantic and the OpenAPI description."""
     _, text = _SAMPLING[name]
     return Field(ge=text.least, gt=text.above, le=text.most, allow_inf_nan=False)
 
 
 class StreamOptions(ToolPart):
-    """include_usage: whether a last chunk says how many tokens there were."""
+    """include_usage: whether a last chunk has the numbers of tokens."""
 
     include_usage: bool = False
 
@@ -53,7 +53,7 @@ class Message(ToolPart):
     """One message of a conversation.
 
     tool_calls:   that an assistant has asked for
-    tool_call_id: of the call that a tool's content is the result of
+    tool_call_id: of the call whose result a tool's content is
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -73,7 +73,7 @@ class Message(ToolPart):
 
     @property
     def as_template(self) -> dict[str, Any]:
-        """As chat templates expect it: of OpenAI's newer name of the system's part they know the older one alone.
+        """The message as chat templates expect it: they know only OpenAI's older name of the system role.
 
         Raises ApiError.
         """
@@ -88,23 +88,23 @@ class Message(ToolPart):
 
 
 class JsonSchema(ToolPart):
-    """What an answer's JSON must look like."""
+    """The schema that an answer's JSON must fit."""
 
     name: str = ""
     content: dict[str, Any] = Field(alias="schema")
 
 
 class ResponseFormat(ToolPart):
-    """What the answer must look like."""
+    """The format that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class GenerationBody(BaseModel):
-    """What both kinds of request may say.
+    """The fields that both kinds of request have.
 
-    Beyond OpenAI's fields: stop_token_ids, ignore_eos, min_tokens, top_k, min_p and repetition_penalty, as of
+    Beyond OpenAI's fields: stop_token_ids, ignore_eos, min_tokens, top_k, min_p and repetition_penalty, as in
     rocm_attn.Request and Sampling; cache_salt, within the key's own; timeout, in seconds.
     """
 
@@ -140,7 +140,7 @@ class GenerationBody(BaseModel):
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """The logit biases. Raises ApiError: keys of JSON are texts, and a million wrong ones have one error here."""
+        """The logit biases. Raises ApiError. JSON keys are strings, and a million wrong ones get one error here."""
         biases = []
         for token, bias in (self.logit_bias or {}).items():
             if not (token.isascii() and token.isdecimal() and len(token) < 10) or type(bias) not in (int, float):
@@ -153,7 +153,7 @@ class GenerationBody(BaseModel):
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the answer must look like. Raises ApiError, BadRequest."""
+        """The constraint on the answer. Raises ApiError, BadRequest."""
         form = self.response_format
         if form is None or form.type == "text":
             return None
@@ -165,7 +165,7 @@ class GenerationBody(BaseModel):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the counts."""
+        """True if a stream ends with the counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -179,7 +179,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_logprobs(self) -> int:
-        """As Request.logprobs. Raises ApiError."""
+        """The value of Request.logprobs. Raises ApiError."""
         if self.echo and self.logprobs is not None:
             raise bad_request(
                 "echo and logprobs are set, and logprobs of a prompt are not computed here; leave one of them out",
@@ -202,7 +202,7 @@ class ChatBody(GenerationBody):
     """The body of /v1/chat/completions.
 
     max_tokens:          the older name of max_completion_tokens
-    parallel_tool_calls: whether one answer may ask for several calls; it may where nothing is said
+    parallel_tool_calls: whether one answer may ask for several calls; it may by default
     """
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
@@ -216,7 +216,7 @@ class ChatBody(GenerationBody):
 
     @property
     def tools_as_template(self) -> list[dict[str, Any]]:
-        """All of them, as chat templates expect them. Raises ApiError."""
+        """All tools, as chat templates expect them. Raises ApiError."""
         tools = [tool.as_template for tool in self.tools or ()]
         names = [tool["function"]["name"] for tool in tools]
         if len(set(names)) < len(names):
@@ -232,7 +232,7 @@ class ChatBody(GenerationBody):
 
     @property
     def may_call(self) -> bool:
-        """Whether the answer may have calls of functions. Raises ApiError."""
+        """True if the answer may have function calls. Raises ApiError."""
         may = bool(self.tools) and self.tool_choice != "none"
         if may and self.response_format is not None and self.response_format.type != "text":
             raise bad_request(
@@ -244,7 +244,7 @@ class ChatBody(GenerationBody):
 
     @property
     def must_call(self) -> list[dict[str, Any]]:
-        """The functions of which one must be called, as chat templates expect them; none where none must be."""
+        """The functions of which one must be called, as chat templates expect them; empty if none must be."""
         tools = self.tools_as_template
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in tools if tool["function"]["name"] == self.tool_choice.function.name]
@@ -252,13 +252,13 @@ class ChatBody(GenerationBody):
 
     @property
     def num_logprobs(self) -> int:
-        """As Request.logprobs. Raises ApiError."""
+        """The value of Request.logprobs. Raises ApiError."""
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs is set and logprobs is not; set logprobs to true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else NO_LOGPROBS
 
 
-# What a wrong value of a field whose type has several forms is answered with; pydantic would tell of each form.
+# The answer to a wrong value of a field whose type has several forms. pydantic would report an error for each form.
 SHAPES = {
     "prompt": "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
     "timeout": f"timeout must be a number of seconds, at least {LEAST_DEADLINE_SECONDS}",
@@ -278,7 +278,7 @@ SHAPES = {
     ),
 }
 
-# Fields that would change what comes back -> the values that say nothing, by which they are let pass.
+# Fields that would change the answer -> the values that have no effect, which are allowed.
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "suffix": (None, ""),
@@ -312,7 +312,7 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
 
 
 def refuse_unserved(body: GenerationBody) -> None:
-    """Raise ApiError for a field that would change the answer and that this server does not know."""
+    """Raises ApiError for a field that would change the answer and that this server does not support."""
     for name, value in (body.model_extra or {}).items():
         if name in _UNSERVED and value not in _UNSERVED[name]:
             raise _unserved(name)

@@ -1,4 +1,4 @@
-"""Scrape: what /metrics answers, without a scraper that comes often costing steps."""
+"""Scrape: answers /metrics, so that a scraper that comes often costs no steps."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from rocm_attn.errors import RocmAttnError
 from rocm_attn.server.generation import Generations
 from rocm_attn.step.metrics import Metrics
 
-# How long a scraper waits for the counts of now. While graphs are made, ranks answer nothing for minutes: then it gets
-# those of the last scrape.
+# Seconds that a scraper waits for new counts. While graphs are made, ranks do not answer for minutes. Then it gets the
+# counts of the last scrape.
 _PATIENCE_SECONDS = 2.0
 
 
 class Scrape:
-    """The engine's metrics: one reading at a time, which all who ask meanwhile share."""
+    """The engine's metrics. There is one reading at a time, which all requests made meanwhile share."""
 
     def __init__(self, generations: Generations) -> None:
         self._generations = generations
@@ -23,7 +23,7 @@ class Scrape:
         self._read_at = asyncio.get_running_loop().time()
 
     async def text(self) -> str:
-        """In Prometheus' text format."""
+        """Returns the metrics in Prometheus' text format."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.ensure_future(self._read())
         await asyncio.wait([self._reading], timeout=_PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""ServedModel: what the server knows of its model, and how words become requests."""
+"""ServedModel: the server's description of its model, and the conversion of texts to requests."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rocm_attn.server.options import ServerOptions
 from rocm_attn.server.schema import ChatBody, CompletionBody, GenerationBody
 from rocm_attn.server.tools import NamedTool
 
-# What OpenAI adds to a plain prompt where the request does not say how much; less where there is no room.
+# OpenAI's default number of new tokens for a plain prompt. It is less if there is no room.
 _COMPLETION_TOKENS = 16
-# Texts are tokenised in the event loop up to this length; a longer one would hold up other requests.
+# Texts up to this length are tokenised in the event loop. A longer one would delay other requests.
 _LONG_TEXT = 2048
 # Fields of a body that Sampling has under the same name and with the same meaning.
 _SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -38,7 +38,7 @@ class ServedModel:
     """A model as clients see it.
 
     name:      by which they ask for it
-    tokenizer: None where prompts must be token ids
+    tokenizer: None if prompts must be token ids
     limits:    of the engine
     created:   when the server began, in seconds since 1970
     """
@@ -51,12 +51,12 @@ class ServedModel:
 
     @property
     def max_len(self) -> int:
-        """Tokens of prompt and answer together."""
+        """The most tokens of prompt and answer together."""
         return min(self.limits.context_len, self.limits.max_kv_len)
 
     @property
     def card(self) -> dict[str, object]:
-        """As /v1/models shows it."""
+        """The model's entry in /v1/models."""
         return {
             "id": self.name,
             "object": "model",
@@ -67,14 +67,14 @@ class ServedModel:
 
     @property
     def trial_of_constraints(self) -> Callable[[], Trial] | None:
-        """Begins a process that tries constraints; None where the model has no tokenizer."""
+        """A function that begins a process that tries constraints; None if the model has no tokenizer."""
         if self.tokenizer is None:
             return None
         tokens = Tokens(self.tokenizer.backend.to_str(), self.limits.vocab_size)
         return partial(Trial, tokens, self.options.constraint_seconds)
 
     def require(self, name: str) -> None:
-        """Raise ApiError for a model that is not this one."""
+        """Raises ApiError for a model that is not this one."""
         if name != self.name:
             raise ApiError(
                 404,
@@ -84,7 +84,7 @@ class ServedModel:
             )
 
     async def completion_requests(self, body: CompletionBody, salt: str) -> list[Request]:
-        """The requests of a body: n of each prompt, those of a prompt side by side. Raises ApiError, BadRequest."""
+        """Returns the requests of a body: n per prompt, those of a prompt in a row. Raises ApiError, BadRequest."""
         prompts = body.prompts
         if not prompts:
             raise bad_request("the list of prompts is empty; give at least one", "prompt")
@@ -94,7 +94,7 @@ class ServedModel:
         return await self._requests(body, tokens, most, salt, body.constraint)
 
     def echoed(self, body: CompletionBody, requests: Sequence[Request]) -> list[str]:
-        """The prompt's text of each of a body's requests, as it was sent. Raises ApiError."""
+        """Returns the prompt's text, as it was sent, for each of a body's requests. Raises ApiError."""
         prompts = [prompt for prompt in body.prompts for _ in range(body.n or 1)]
         if self.tokenizer is None:
             raise bad_request(
@@ -107,7 +107,7 @@ class ServedModel:
         ]
 
     async def chat_requests(self, body: ChatBody, salt: str) -> list[Request]:
-        """The requests of a body: n of its conversation. Raises ApiError, BadRequest, BadModel."""
+        """Returns the requests of a body: n for its conversation. Raises ApiError, BadRequest, BadModel."""
         self._check_asked(1, body)
         if self.tokenizer is None:
             raise bad_request("the model has no tokenizer; give token ids to /v1/completions", "messages")
@@ -118,14 +118,14 @@ class ServedModel:
         return await self._requests(body, [tokens], most, salt, constraint or body.constraint)
 
     def reader_of(self, body: ChatBody) -> Reader:
-        """Reads the text of one choice. To be called after chat_requests(), which raises what is wrong."""
+        """Returns the reader of one choice's text. Call it after chat_requests(), which raises all errors."""
         template = self._template
         if template is None or not body.may_call:
             return TextReader()
         return CallReader(form_of(template), [tool.function.name for tool in body.tools or ()])
 
     def _calls_of(self, body: ChatBody) -> Constraint | None:
-        """What leaves no other text than calls, where some must be made. Raises ApiError, BadRequest."""
+        """Returns a constraint that allows only calls, or None if none must be made. Raises ApiError, BadRequest."""
         template, must_call, may_call = self._template, body.must_call, body.may_call
         if not body.tools or template is None:
             return None
@@ -150,7 +150,7 @@ class ServedModel:
         return self.tokenizer.encode(prompt)
 
     def _check_asked(self, num_prompts: int, body: CompletionBody | ChatBody) -> None:
-        """Before anything is tokenised."""
+        """Checks the numbers of answers, stops and logprobs, before anything is tokenised. Raises ApiError."""
         asked, most = num_prompts * (body.n or 1), min(self.options.max_choices, self.options.max_requests)
         if asked > most:
             raise bad_request(
@@ -221,21 +221,21 @@ class ServedModel:
             raise BadRequest("the prompt is empty; give at least one token")
 
     def _most_new_tokens(self, prompt_len: int) -> int:
-        """Of a request that does not say how many it wants."""
+        """Returns the most new tokens of a request that does not set a number."""
         room = max(1, self.max_len - prompt_len)
         return min(room, self.options.max_new_tokens or room)
 
 
 def _sampling(body: GenerationBody) -> Sampling:
-    """With the defaults of OpenAI where they differ. Raises ApiError, BadRequest."""
+    """Returns the sampling, with OpenAI's defaults if they differ. Raises ApiError, BadRequest."""
     said = {name: getattr(body, name) for name in _SAMPLED if getattr(body, name) is not None}
     return Sampling(**{"temperature": 1.0, **said}, top_k=max(0, body.top_k or 0), logit_bias=body.biases)
 
 
 def seed_of_answer(seed: int, place: int, choice: int) -> int:
-    """The seed of one of n answers to the prompt at a place of the request; the very first one's is its own, mod 2**64.
+    """Returns the seed of one of n answers to the prompt at a place of the request. The first one's: seed mod 2**64.
 
-    Each answer draws by itself: with one seed for all prompts, equal prompts would get equal answers.
+    Each answer has its own seed: with one seed for all prompts, equal prompts would get equal answers.
     """
     if place == choice == 0:
         return seed % 2**64

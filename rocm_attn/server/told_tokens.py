@@ -16,12 +16,12 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True, slots=True)
 class ToldTokens:
-    """Writes tokens as clients read them. tokenizer: None where tokens have no text"""
+    """Writes tokens as clients read them. tokenizer: None if tokens have no text"""
 
     tokenizer: Tokenizer | None
 
     def beside_text(self, logprobs: Sequence[TokenLogprobs], offset: int) -> tuple[Json, int]:
-        """Of /v1/completions, and where the next token's text begins. offset: where the first one's does"""
+        """Returns logprobs for /v1/completions, and the next token's offset in the text. offset: the first one's"""
         texts = [self._text(each.token_id) for each in logprobs]
         offsets = []
         for text in texts:
@@ -36,7 +36,7 @@ class ToldTokens:
         return told, offset
 
     def in_messages(self, logprobs: Sequence[TokenLogprobs]) -> Json | None:
-        """Of /v1/chat/completions; None where there are none."""
+        """Returns logprobs for /v1/chat/completions, or None if there are none."""
         if not logprobs:
             return None
         content = [
@@ -50,12 +50,12 @@ class ToldTokens:
 
     def _token(self, token_id: int, logprob: float) -> Json:
         text = self._text(token_id)
-        # A token that holds a part of a character has no bytes of its own in a text.
+        # The text of a token that holds a part of a character does not have its bytes.
         whole = list(text.encode()) if _REPLACEMENT not in text else None
         return {"token": text, "logprob": logprob, "bytes": whole}
 
     def _by_text(self, likeliest: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Of tokens with one text the likeliest counts."""
+        """Returns text -> logprob. If several tokens have one text, the likeliest is used."""
         found: dict[str, float] = {}
         for token, logprob in likeliest:
             found.setdefault(self._text(token), logprob)

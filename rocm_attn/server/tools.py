@@ -1,4 +1,4 @@
-"""What clients may say of functions that a model may ask them to call, as OpenAI's API has it."""
+"""The parts of bodies about functions that a model may ask to call, in the form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class ToolPart(BaseModel):
-    """A part of a body. Strict: a number that is sent as a text is refused, as OpenAI does."""
+    """A part of a body. It is strict: a number that is sent as a string is refused, as OpenAI does."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
 class Function(ToolPart):
-    """A function. parameters: a JSON schema of an object; none: the function takes none"""
+    """A function. parameters: a JSON schema of an object; None: the function takes none"""
 
     name: FunctionName
     description: str | None = None
@@ -35,7 +35,7 @@ class Tool(ToolPart):
 
     @property
     def as_template(self) -> dict[str, Any]:
-        """As chat templates expect it. Raises ApiError."""
+        """The tool as chat templates expect it. Raises ApiError."""
         parameters = self.function.parameters
         if parameters is None:
             parameters = {"type": "object", "properties": {}}
@@ -76,7 +76,7 @@ class MadeCall(ToolPart):
 
     @property
     def as_template(self) -> dict[str, Any]:
-        """As chat templates expect it: the arguments as an object. Raises ApiError."""
+        """The call as chat templates expect it: the arguments as an object. Raises ApiError."""
         try:
             arguments = FINITE_JSON.decode(self.function.arguments)
         except (ValueError, RecursionError):

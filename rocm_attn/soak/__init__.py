@@ -1,1 +1,1 @@
-"""Random steps of a tiny model, every output checked: `rocm-attn soak`."""
+"""Random steps of a tiny model, with a check of every output: `rocm-attn soak`."""

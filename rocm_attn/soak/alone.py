@@ -1,7 +1,7 @@
-"""ServedAlone: what deterministic mode promises of a soak's steps, beyond the oracle's bounds.
+"""ServedAlone: checks the promise of deterministic mode, in addition to the reference's bounds.
 
 Some sequences are served again, each alone, unpadded and eagerly, with all tokens of their KV in one step and one pool
-for all layers. Their new tokens must get the same bits as in the step, whatever was beside them and came before.
+for all layers. Their new tokens must get the same bits as in the step, whatever other sequences and steps there were.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from rocm_attn.step.options import RuntimeOptions
 
 
 class Alone(Protocol):
-    """Looks at steps that the oracle has found right. num_seqs: sequences that were looked at."""
+    """Checks steps that passed the comparison with the reference. num_seqs: sequences that were checked."""
 
     num_seqs: int
 
     def check(self, step: PlayedStep) -> Mismatch | None:
-        """The first mismatch of a step, or None."""
+        """Returns the first mismatch of a step, or None."""
         ...
 
 
 class NoAloneCheck:
-    """Nothing is promised but what the oracle checks."""
+    """Checks nothing in addition to the reference."""
 
     num_seqs = 0
 
     def check(self, step: PlayedStep) -> Mismatch | None:
-        """As Alone.check: none."""
+        """Returns None."""
         return None
 
 
 class ServedAlone:
-    """Serves one sequence of one step in `every` alone, in turn the first, the second and so on.
+    """Serves one sequence of every `every`-th step alone: the first, then the second and so on.
 
     tables:  per layer, on the device that steps run on
     weights: per layer
@@ -80,7 +80,7 @@ class ServedAlone:
         self._runner = StepRunner(self._runtime, self._model.forward, None)
 
     def check(self, step: PlayedStep) -> Mismatch | None:
-        """As Alone.check."""
+        """Does the same as Alone.check."""
         turn, rest = divmod(step.number, self._every)
         if rest or not step.sequences:
             return None
@@ -103,7 +103,7 @@ class ServedAlone:
         return None
 
     def _serve(self, sequence: SequenceTruth) -> Outputs:
-        """What all tokens of a sequence get in one step."""
+        """Returns the outputs of all tokens of a sequence in one step."""
         table, kv_len = self._runtime.table, len(sequence.token_ids)
         row = table.admit()
         try:

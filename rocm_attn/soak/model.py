@@ -1,8 +1,8 @@
-"""What a soak runs and what it is compared with.
+"""The model of a soak, and the reference that it is compared with.
 
-SoakModel is two layers of attention whose q, k and v are rows of fixed tables, looked up by token id and position: a
-pure function of the step's token ids, so that it can be captured, and so that the truth about a request is nothing
-but the ids of its tokens. Token id 0, which pads have, looks up NaN.
+SoakModel is two layers of attention whose q, k and v are rows of fixed tables, looked up by token id and position. It
+is a pure function of the step's token ids, so it can be captured, and a request's expected outputs depend only on the
+ids of its tokens. Token id 0, which padding has, looks up NaN.
 Checker computes the same with rocm_attn.oracle.reference, from dense K and V.
 """
 
@@ -28,10 +28,10 @@ from rocm_attn.step.step import Part
 
 
 def soak_problems(dtype: torch.dtype, page_size: int, *, custom_mask: bool) -> tuple[Problem, Problem]:
-    """Two layers that share nothing but the page size, so that a step has two kernels and two schedules.
+    """Returns two layers that share only the page size, so that a step has two kernels and two schedules.
 
     The second has a window that sequences outgrow, and so a pool of its own, a soft cap and sinks.
-    custom_mask: of both, which then see trees as trees
+    custom_mask: of both layers, which then see trees as trees
     """
     return (
         Problem(
@@ -70,7 +70,7 @@ class LayerTables:
 
     @classmethod
     def random(cls, problem: Problem, vocabulary: int, max_kv_len: int, generator: torch.Generator) -> LayerTables:
-        """Normally distributed rows, on the CPU."""
+        """Returns normally distributed rows, on the CPU."""
 
         def rows(heads: int, dim: int) -> Tensor:
             values = torch.randn(vocabulary, max_kv_len, heads, dim, generator=generator).to(problem.dtype)
@@ -84,13 +84,13 @@ class LayerTables:
         )
 
     def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> LayerTables:
-        """The same rows elsewhere or wider."""
+        """Returns the same rows on another device or in another dtype."""
         return LayerTables(*(rows.to(device=device, dtype=dtype) for rows in (self.q, self.k, self.v)))
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a step has written, on any device; T padded tokens.
+    """The outputs of a step, on any device; T padded tokens.
 
     out:  per layer, [T, q_heads, v_head_dim]
     lse:  per layer, float32 [T, q_heads]
@@ -102,12 +102,12 @@ class Outputs:
     rows: Tensor
 
     def on_cpu(self) -> Outputs:
-        """A copy that the host may look at."""
+        """Returns a copy on the host."""
         return Outputs(tuple(o.cpu() for o in self.out), tuple(x.cpu() for x in self.lse), self.rows.cpu())
 
 
 class SoakModel:
-    """The forward function of a soak; outputs of all tokens are left in buffers of its own.
+    """The forward function of a soak. It leaves the outputs of all tokens in buffers of its own.
 
     tables:     per layer, on the device that steps run on
     max_kv_len: positions of the tables
@@ -121,7 +121,7 @@ class SoakModel:
         self._lse = [rows.q.new_empty(max_tokens, rows.q.shape[1], dtype=torch.float32) for rows in tables]
 
     def forward(self, step: Part) -> Tensor:
-        """Attention of every layer; returns Outputs.rows of the padded sequences."""
+        """Computes attention of every layer, and returns Outputs.rows of the padded sequences."""
         entry = step.token_ids * self._max_kv_len + step.positions
         rows = []
         for layer, tables in enumerate(self._tables):
@@ -131,15 +131,15 @@ class SoakModel:
         return torch.cat(rows, 1)
 
     def poison(self) -> None:
-        """Overwrite all outputs, so that one that is not written shows."""
+        """Overwrites all outputs with NaN, so that a missing write shows."""
         for tensor in (*self._out, *self._lse):
             tensor.fill_(float("nan"))
 
     def outputs(self, places: npt.NDArray[np.int64], rows: Tensor) -> Outputs:
-        """A copy of what the last step left, on the device.
+        """Returns a copy of the last step's outputs, on the device.
 
         places: of the step's tokens among the padded ones, real tokens first
-        rows:   what forward returned, real sequences only
+        rows:   the result of forward, real sequences only
         """
         order = torch.from_numpy(places).to(rows.device)
         return Outputs(tuple(out[order] for out in self._out), tuple(lse[order] for lse in self._lse), rows.clone())
@@ -150,9 +150,8 @@ class SequenceTruth:
     """A sequence of a step.
 
     token_ids: of all tokens of its KV
-    q_len:     of them, those that are new
-    parents:   int32 [q_len]  new token -> its parent's place among them, as TreeMask has it; chain() where they are
-               no tree
+    q_len:     the number of new ones among them
+    parents:   int32 [q_len]  new token -> its parent's place among them, as in TreeMask; chain() if they are no tree
     """
 
     row: int
@@ -161,9 +160,9 @@ class SequenceTruth:
     parents: Int32Array
 
     def visible(self) -> tuple[Tensor, Tensor]:
-        """bool [q_len, kv_len], what a new token sees where trees are seen as trees; int64 [kv_len], positions.
+        """Returns what new tokens see if trees are seen as trees, bool [q_len, kv_len]; and positions, int64 [kv_len].
 
-        The position of a new token is how many it sees besides itself.
+        The position of a new token is the number of tokens that it sees in addition to itself.
         """
         prefix = len(self.token_ids) - self.q_len
         visible = np.zeros((self.q_len, prefix + self.q_len), np.bool_)
@@ -180,7 +179,7 @@ class SequenceTruth:
 
 
 def chain(q_len: int) -> Int32Array:
-    """The parents of new tokens that follow each other."""
+    """Returns the parents of new tokens that follow each other."""
     return np.arange(-1, q_len - 1, dtype=np.int32)
 
 
@@ -189,9 +188,9 @@ class PlayedStep:
     """A step that was run.
 
     number:  counted from 1
-    action:  what it was drawn as
+    action:  the action that was drawn for it
     way:     how it ran: "eager", "captured" or "replayed"
-    history: what happened up to it
+    history: the actions up to it
     """
 
     number: int
@@ -217,9 +216,9 @@ class PlayedStep:
 class Mismatch:
     """The first difference of a step.
 
-    what:          what differs, in words
-    layer, seq:    where; None where it does not apply
-    largest_error: the largest of the tensor; inf where a value is NaN
+    what:          the difference, in words
+    layer, seq:    its place; None if it does not apply
+    largest_error: the largest of the tensor; inf if a value is NaN
     """
 
     what: str
@@ -233,7 +232,7 @@ class Checker:
 
     tables:     per layer, float64 on the CPU
     weights:    per layer, on the CPU
-    worst:      the largest error so far, as a part of what is allowed
+    worst:      the largest error so far, as a fraction of the allowed one
     num_tokens: tokens that were compared
     """
 
@@ -252,7 +251,7 @@ class Checker:
         self._max_kv_len = max_kv_len
 
     def check(self, step: PlayedStep) -> Mismatch | None:
-        """The first mismatch of a step, or None."""
+        """Returns the first mismatch of a step, or None."""
         outputs = step.outputs.on_cpu()
         self.num_tokens += sum(sequence.q_len for sequence in step.sequences)
         seen = [sequence.visible() for sequence in step.sequences]
@@ -298,14 +297,14 @@ class Checker:
         return None
 
     def _attend(self, layer: int, sequence: SequenceTruth, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """visible, positions: as SequenceTruth.visible() gives them"""
+        """Computes the reference's out and lse. visible, positions: the results of SequenceTruth.visible()"""
         problem, tables = self._problems[layer], self._tables[layer]
         entry = torch.from_numpy(sequence.token_ids) * self._max_kv_len + positions
         new = slice(len(entry) - sequence.q_len, None)
         seen: tuple[Tensor, ...] = ()
         if problem.custom_mask:
             if problem.window_left != UNLIMITED_WINDOW:
-                # Depths are no places: what a window leaves out is in the mask; the reference's reaches back further.
+                # Positions are depths, not places. The mask has the window; the reference's own reaches further back.
                 visible = visible & (positions >= positions[new, None] - problem.window_left)
             seen = visible, positions[new]
         q, k, v = tables.q[entry[new]], tables.k[entry], tables.v[entry]
@@ -313,7 +312,7 @@ class Checker:
 
 
 def _check_rows(step: PlayedStep, outputs: Outputs) -> Mismatch | None:
-    """forward's rows are, bitwise, the outputs of the sequences' last new tokens, which were compared already."""
+    """Compares forward's rows bitwise with the outputs of the last new tokens, which were checked before."""
     last = -1
     for seq, sequence in enumerate(step.sequences):
         last += sequence.q_len
@@ -325,6 +324,6 @@ def _check_rows(step: PlayedStep, outputs: Outputs) -> Mismatch | None:
 
 
 def _largest_error(got: Tensor, reference: Tensor) -> float:
-    """The largest |got - reference|; inf where a value is NaN."""
+    """Returns the largest |got - reference|, or inf if a value is NaN."""
     error = torch.where(got == reference, 0.0, (got.double() - reference).abs())
     return float(error.nan_to_num(math.inf, math.inf).max())

@@ -1,4 +1,4 @@
-"""NeedleLayer: the needles of one layer in all sequences, what a step stores and asks, and what came back."""
+"""NeedleLayer: the needles of one layer in all sequences, the inputs of a step, and a check of its outputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rocm_attn.problem import AllKeys, Indexer, PoolKind, Problem
 from rocm_attn.soak.needles import Asked, Haystack, IndexHaystack, Pointed, check_indexer, sharpness_of
 from rocm_attn.step.protocols import LayerCalls
 
-# What does not belong to a key lies about sqrt(2) from its value, and the sum of many others about 1.
+# A result that is not a key's value is about sqrt(2) away from it; the sum of many other values is about 1 away.
 _NOT_ITS_VALUE = 0.5
-# Wrong needles of a sequence that are named, of those that are compared at once.
+# The most wrong needles that are named per sequence and comparison.
 _MOST_NAMED = 8
 # Tokens whose outputs are compared at once.
 _COMPARED = 1024
@@ -22,10 +22,10 @@ _COMPARED = 1024
 
 @dataclass(slots=True)
 class Tally:
-    """Of one sequence in one layer.
+    """Counts of one sequence in one layer.
 
     asked, hidden: keys that were asked for and may be seen, and those that may not
-    missed, seen:  of these, those that were not found, and those that came back nevertheless
+    missed, seen:  the visible keys that were not found, and the hidden ones that came back
     worst:         largest distance of a value that was found
     """
 
@@ -37,17 +37,17 @@ class Tally:
 
     @property
     def passed(self) -> bool:
-        """Whether something was asked for, and all of it was right."""
+        """True if something was asked for, and all of it was right."""
         return self.asked > 0 and self.missed == self.seen == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """A needle that was not found, or one that was found where it must not be seen.
+    """A needle that was not found, or one that was found although it is hidden.
 
-    seq, token, head: whose query it was: of the step's sequences, of its new tokens, of the query heads
-    key:              what was asked for, a place in the sequence's KV
-    distance:         |out - v| / |v|, of the value that belongs to the key
+    seq, token, head: the query: sequence of the step, new token of the sequence, query head
+    key:              the key that was asked for, a place in the sequence's KV
+    distance:         |out - v| / |v|, v being the value of the key
     """
 
     seq: int
@@ -59,18 +59,18 @@ class Wrong:
 
 
 def tolerance(problem: Problem) -> float:
-    """How far a value that was found may lie from the one that was planted, as a part of its length.
+    """Returns how far a value that was found may be from the stored one, as a fraction of its length.
 
-    Half a unit in the last place of the pool's encoding and of the output, and what the other keys may weigh.
+    It is half a unit in the last place of the pool's encoding and of the output, and the weight of the other keys.
     """
     stored = torch.finfo(problem.page_format.encoding.dtype).eps
     return 1.25 * (stored / 2 + torch.finfo(problem.dtype).eps) + 0.01
 
 
 class NeedleLayer:
-    """One layer's needles, and tensors of fixed addresses for what a step stores, asks and gets.
+    """One layer's needles, and tensors at fixed addresses for the inputs and outputs of a step.
 
-    kv_len:     tokens of each sequence in the end
+    kv_len:     tokens of each sequence at the end
     num_tokens: padded tokens of the largest step
     earlier:    the layer before it whose selection it may share
     Raises BadProblem.
@@ -114,12 +114,12 @@ class NeedleLayer:
 
     @property
     def source(self) -> NeedleLayer | None:
-        """The layer whose selection a layer shares that comes after it and has no indexer of its own."""
+        """The layer whose selection is shared by a later layer without an indexer of its own."""
         return self._source
 
     def prepare(self, done: Sequence[int], q_len: Sequence[int]) -> None:
-        """Plant a step's new tokens, and ask. done: tokens of each sequence before it; q_len: the new ones"""
-        # What is padded is no needle, and would show.
+        """Sets the inputs of a step. done: tokens of each sequence before it; q_len: the new ones"""
+        # Padding is NaN, so that any use of it shows.
         for rows in (self._q, self._k, self._v, self._out):
             rows.fill_(float("nan"))
         self._asked, self._pointed = [], []
@@ -150,7 +150,7 @@ class NeedleLayer:
         return Asked.of_selection(self.problem, self._source._pointed[seq], there.start, there.stop)
 
     def run(self, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:
-        """Store, select and attend; the outputs, [num_tokens, q_heads, v_head_dim]. May be captured."""
+        """Stores, selects and attends. Returns the outputs, [num_tokens, q_heads, v_head_dim]. May be captured."""
         q, k, v, out = (rows[:num_tokens] for rows in (self._q, self._k, self._v, self._out))
         if isinstance(self.problem.indexer, AllKeys):
             layers.store_and_attend(number, q, k, v, out)
@@ -163,7 +163,7 @@ class NeedleLayer:
         return out
 
     def judge(self, tallies: Sequence[Tally]) -> Iterator[Wrong]:
-        """Count what the last step gave; name some of what is wrong."""
+        """Adds the last step's results to the tallies, and yields some of the wrong needles."""
         at = 0
         for seq, (haystack, asked, tally) in enumerate(zip(self._haystacks, self._asked, tallies, strict=True)):
             for first in range(0, len(asked.key), _COMPARED):

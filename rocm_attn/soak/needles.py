@@ -1,20 +1,20 @@
 """Needles: keys that only the right token's query finds, and the queries that ask for them.
 
-Every key is a needle: a random direction of length sqrt(D), which no other key is near to. A query in the direction of
-key p, `sharpness` long once it is scaled, has these logits:
+Every key is a needle: a random direction of length sqrt(D), with no other key near it. A query in the direction of key
+p, of length `sharpness` after scaling, has these logits:
 
     of key p      a * sqrt(D)          a: sharpness, D: head_dim
     of another    about N(0, a * a)
 
-so that all L other keys together weigh about L * exp(a * a / 2 - a * sqrt(D)) of key p: nothing, for rows and lengths
-of real models. The output is then v[p] and nothing else, in closed form: no attention has to be computed to know it. A
-key that a query may not see is asked for too, and its value must not come back.
+So all L other keys together have about L * exp(a * a / 2 - a * sqrt(D)) of the weight of key p. This is negligible for
+rows and lengths of real models. The output is then v[p], so it is known without computing attention. Keys that a query
+may not see are asked for too. Their values must not come back.
 
-Index keys are needles too: the heads of an indexer point to a few keys, which are chosen among noise, and may turn away
-from one, which is not. Queries then ask for what was pointed to, and for what was turned away from.
+Index keys are needles too. The heads of an indexer point to a few keys, which are selected among noise. They may also
+turn away from one key, which is not selected. Queries then ask for keys of both kinds.
 
-Positions that have been got wrong before are asked for more often than others: the first and the last key that a token
-sees and those beside them, edges of pages, powers of two.
+Positions that were wrong before are asked for more often than others: the first and the last key that a token sees and
+their neighbours, edges of pages, powers of two.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from rocm_attn.problem import UNLIMITED_WINDOW, Indexer, Indexing, LastUnit, Poo
 # All other keys together weigh at most exp(-_LEAST_MARGIN) of the one that is asked for.
 _LEAST_MARGIN = 5.0
 _SHARPNESS = tuple(0.25 * step for step in range(2, 97))
-# How many kinds of places are asked for in turn, the last of which is hidden; see Asked.of and _places.
+# The number of kinds of places that are asked for in turn. The last kind is hidden; see Asked.of and _places.
 _NUM_KINDS = 8
-# Keys that each set of an indexer's heads points to, at most: the others of its choice are noise.
+# The most keys that each set of an indexer's heads points to. The rest of its selection is noise.
 _MOST_POINTED = 2
-# What a query for which noise may outdo what an indexer's heads point to is allowed to happen to, of all queries.
+# The allowed fraction of queries in which noise scores more than the keys that an indexer's heads point to.
 _OUTDONE = 1e-6
-# What pointing keeps of sqrt(dim) where heads weigh unequally.
+# The part of sqrt(dim) that remains of a pointed key's score if heads have unequal weights.
 _LEAST_POINTING = 0.85
 
 
 def sharpness_of(problem: Problem, kv_len: int) -> float:
-    """By how much a query points to its key, so that kv_len keys are told apart with the most room on both sides.
+    """Returns the length of scaled queries that tells kv_len keys apart with the largest margin on both sides.
 
-    Raises BadProblem where rows are too short for that.
+    Raises BadProblem if rows are too short for that.
     """
     length, noise = math.sqrt(problem.head_dim), math.log(max(kv_len, 2))
 
     def margin(sharpness: float) -> float:
-        """ln of how much more the key weighs than all others; a soft cap makes it less."""
+        """Returns ln(weight of the key / weight of all others). A soft cap lowers it."""
         score, cap = sharpness * length, problem.logits_soft_cap
         return (cap * math.tanh(score / cap) if cap else score) - sharpness**2 / 2 - noise
 
@@ -60,21 +60,21 @@ def sharpness_of(problem: Problem, kv_len: int) -> float:
             f"rows of {problem.head_dim} elements{' with a soft cap' * bool(problem.logits_soft_cap)} do not tell "
             f"{kv_len} keys apart; test shorter lengths"
         )
-    # Enough is enough: rounding of large logits costs more than the last of the margin gains.
+    # A margin of 12 is enough: rounding of larger logits costs more than a larger margin gains.
     return next(sharpness for sharpness in _SHARPNESS if margin(sharpness) >= min(margin(best), 12.0))
 
 
 def check_indexer(indexer: Indexer, kv_len: int) -> None:
-    """Raises BadProblem where noise may be chosen in the place of what the heads of an indexer point to.
+    """Raises BadProblem if noise may be selected in place of the keys that the heads of an indexer point to.
 
-    A key that heads point to scores sqrt(dim) for each direction that points to it. Another one scores noise for all
-    of them, which share what they turn away from: N(0, 6) for two directions, N(0, 2) for one. As many of those as
-    there is room for may score more.
+    A key that heads point to scores sqrt(dim) for each direction that points to it. Any other key scores noise for all
+    directions, which share the key that they turn away from: N(0, 6) for two directions, N(0, 2) for one. Up to as
+    many of these keys as there is room for may score more.
     """
     indexing = indexer.indexing
     num_pointed = _num_pointed(indexer)
     room = indexing.top - indexing.first - indexing.last - num_pointed
-    # Of a Poisson distribution with this mean, more than `room` come up with a probability of less than _OUTDONE.
+    # With this mean, a Poisson variable exceeds `room` with a probability of less than _OUTDONE.
     mean = math.exp((math.log(_OUTDONE) + math.lgamma(room + 2)) / (room + 1))
     keys, units = kv_len // indexing.key_tokens, kv_len // indexing.unit_tokens
     directions = (6 if num_pointed > 1 else 2) if units > _too_few(indexing) else num_pointed
@@ -87,7 +87,7 @@ def check_indexer(indexer: Indexer, kv_len: int) -> None:
 
 
 def _num_pointed(indexer: Indexer) -> int:
-    """Keys that each set of heads points to. Raises BadProblem where too few units are chosen."""
+    """Returns the number of keys that each set of heads points to. Raises BadProblem if too few units are selected."""
     indexing = indexer.indexing
     room = indexing.top - indexing.first - indexing.last
     if room < 1:
@@ -96,9 +96,10 @@ def _num_pointed(indexer: Indexer) -> int:
 
 
 def _too_few(indexing: Indexing) -> float:
-    """Units of which there are too few to turn away from one: nearly as many as are chosen.
+    """Returns the number of units up to which none is turned away from, because too many of them are selected.
 
-    A unit's score must be that of one key; of several keys' largest none can be turned away from.
+    A unit's score must be that of one key. If it is the largest of several keys' scores, no unit can be turned away
+    from.
     """
     is_one = indexing.unit_keys == 1 or indexing.pooling is Pooling.MEAN
     return 4 * indexing.top + 4 if is_one else math.inf
@@ -109,7 +110,7 @@ class Haystack:
     """The keys and values of one sequence in one layer, all of them needles.
 
     k: [kv_len, kv_heads, head_dim], each row sqrt(head_dim) long
-    v: [kv_len, kv_heads, v_head_dim]; of a latent layer the first part of k
+    v: [kv_len, kv_heads, v_head_dim]; in a latent layer the first part of k
     """
 
     k: Tensor
@@ -117,7 +118,7 @@ class Haystack:
 
     @classmethod
     def random(cls, problem: Problem, kv_len: int, generator: torch.Generator) -> Haystack:
-        """Of the problem's dtype, on the generator's device."""
+        """Makes keys and values of the problem's dtype, on the generator's device."""
         dtype, device = problem.dtype, generator.device
 
         def rows(dim: int) -> Tensor:
@@ -130,16 +131,16 @@ class Haystack:
 
     @property
     def kv_len(self) -> int:
-        """Tokens."""
+        """The number of tokens."""
         return self.k.shape[0]
 
     def queries(self, asked: Asked, problem: Problem, sharpness: float) -> Tensor:
-        """[n, q_heads, head_dim] of the problem's dtype: each in the direction of the key that it asks for."""
+        """Returns [n, q_heads, head_dim] of the problem's dtype: each query has the direction of its key."""
         length = sharpness / (problem.scale * math.sqrt(problem.head_dim))
         return (self.k[asked.key, asked.kv_heads(problem)].float() * length).to(problem.dtype)
 
     def distance(self, asked: Asked, out: Tensor, problem: Problem) -> Tensor:
-        """float32 [n, q_heads]: |out - v| / |v| for the value that belongs to the key; inf where out is no number.
+        """Returns float32 [n, q_heads]: |out - v| / |v|, v being the value of the key; inf if out is NaN or infinite.
 
         out: [n, q_heads, v_head_dim]
         """
@@ -150,29 +151,29 @@ class Haystack:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What each query head of a sequence's new tokens asks for.
+    """The keys that the query heads of a sequence's new tokens ask for.
 
     key:     int64 [n, q_heads], a place in the sequence's KV
-    visible: bool [n, q_heads], whether the head may see it; where it may not, its value must not come back
+    visible: bool [n, q_heads], whether the head may see it; if not, its value must not come back
     """
 
     key: Tensor
     visible: Tensor
 
     def kv_heads(self, problem: Problem) -> Tensor:
-        """int64 [q_heads]: the KV head that each query head reads."""
+        """Returns int64 [q_heads]: the KV head that each query head reads."""
         return torch.arange(self.key.shape[1], device=self.key.device) // problem.gqa_ratio
 
     def part(self, tokens: slice) -> Asked:
-        """Of some of the tokens."""
+        """Returns the keys of some of the tokens."""
         return Asked(self.key[tokens], self.visible[tokens])
 
     @classmethod
     def of(cls, problem: Problem, first: int, end: int, generator: torch.Generator) -> Asked:
-        """For the tokens first .. end - 1 of a sequence, all of which one step stores and which attend to all keys.
+        """Returns keys for tokens first .. end - 1 of a sequence, which one step stores and which attend to all keys.
 
-        In turn one of _places, and one that the token may not see: the last one before its window, or the token after
-        it; any other one where there are none.
+        They are keys of _places in turn, and sometimes a hidden one: the last one before the token's window, or the
+        token after it; a visible one if neither exists.
         """
         token, turn = _turns(first, end, problem.num_q_heads, generator.device)
         windowed = problem.window_left != UNLIMITED_WINDOW
@@ -187,9 +188,9 @@ class Asked:
 
     @classmethod
     def of_selection(cls, problem: Problem, pointed: Pointed, first: int, end: int) -> Asked:
-        """For tokens that attend to what an indexer has chosen: what it pointed to, and what it has turned away from.
+        """Returns keys for tokens that attend to a selection: those that an indexer points to, or turns away from.
 
-        In every other turn of the last kind the token after is asked for, which may lie in a unit that was chosen.
+        Every other time in the last kind's turn it is the next token instead, which may be in a selected unit.
         """
         device = pointed.key.device
         token, turn = _turns(first, end, problem.num_q_heads, device)
@@ -207,11 +208,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Pointed:
-    """What each set of an indexer's heads points to, and what it turns away from, for a sequence's new tokens.
+    """The keys that sets of an indexer's heads point to and turn away from, for a sequence's new tokens.
 
     key:       int64 [n, sets, m], places in the sequence's KV; head h of a set points to key h % m
-    away:      int64 [n, sets], a place that is not to be chosen; -1: there is none
-    sees_none: bool [n], whether the token sees no whole unit, and so nothing
+    away:      int64 [n, sets], a place that must not be selected; -1: there is none
+    sees_none: bool [n], whether the token sees no whole unit, and so no key
     """
 
     key: Tensor
@@ -220,7 +221,7 @@ class Pointed:
 
     @classmethod
     def of(cls, problem: Problem, indexer: Indexer, first: int, end: int, generator: torch.Generator) -> Pointed:
-        """For the tokens first .. end - 1 of a sequence. Raises BadProblem where too few units are chosen."""
+        """Makes keys for tokens first .. end - 1 of a sequence. Raises BadProblem if too few units are selected."""
         indexing, device = indexer.indexing, generator.device
         num_pointed = _num_pointed(indexer)
         token, turn = _turns(first, end, indexing.sets * num_pointed, device)
@@ -234,7 +235,7 @@ class Pointed:
 
 
 def _turned_away(indexing: Indexing, key: Tensor, token: Tensor, generator: torch.Generator) -> Tensor:
-    """int64 [n, sets]: a key whose unit is not chosen, where units are many times more than are chosen; else -1."""
+    """Returns int64 [n, sets]: a key whose unit is not selected, or -1 if there are too few units; see _too_few."""
     units = (token + 1) // indexing.unit_tokens
     share = torch.rand(token.shape, generator=generator, device=token.device)
     unit = indexing.first + (share * (units - indexing.first - indexing.last - 1).clamp(min=1)).long()
@@ -245,17 +246,17 @@ def _turned_away(indexing: Indexing, key: Tensor, token: Tensor, generator: torc
 
 
 def _turns(first: int, end: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 [n, columns]: each token's place, and which kind of key its columns ask for."""
+    """Returns int64 [n, columns] twice: each token's place, and the kind of key that its columns ask for."""
     token = torch.arange(first, end, device=device)[:, None].expand(-1, columns)
     turn = torch.arange(columns, device=device) + torch.arange(end - first, device=device)[:, None]
     return token, turn % _NUM_KINDS
 
 
 def _places(lowest: Tensor, highest: Tensor, turn: Tensor, page_size: int, generator: torch.Generator) -> Tensor:
-    """Keys from lowest to highest, both included, int64 as these are; which, says the turn.
+    """Returns keys from lowest to highest, both included, int64 of the same shape; turn says which kind.
 
-    The first, the last, the one after the first, the one before the last, one at an edge of a page, one at a power of
-    two, and any; any where that is outside.
+    The kinds are the first, the last, the one after the first, the one before the last, one at an edge of a page, one
+    at a power of two, and any. It is any key if the kind's place is out of range.
     """
     device = turn.device
     share = torch.rand(turn.shape, generator=generator, device=device)
@@ -272,15 +273,15 @@ def _places(lowest: Tensor, highest: Tensor, turn: Tensor, page_size: int, gener
 class IndexHaystack:
     """The index keys of one sequence in one layer.
 
-    k: [kv_len, dim], each row sqrt(dim) long; of pooled keys the row of a pool's last token is its key, and others are
-       NaN. The keys of a unit that is scored by their mean are alike
+    k: [kv_len, dim], each row sqrt(dim) long. If keys are pooled, the row of a pool's last token is its key, and other
+       rows are stored as NaN. The keys of a unit that is scored by their mean are all equal
     """
 
     k: Tensor
 
     @classmethod
     def random(cls, problem: Problem, indexer: Indexer, kv_len: int, generator: torch.Generator) -> IndexHaystack:
-        """Of the problem's dtype, on the generator's device."""
+        """Makes keys of the problem's dtype, on the generator's device."""
         indexing, dim = indexer.indexing, indexer.head_dim
         alike = indexing.unit_tokens if indexing.pooling is Pooling.MEAN else indexing.key_tokens
         rows = torch.randn(-(-kv_len // alike), dim, generator=generator, device=generator.device)
@@ -288,13 +289,13 @@ class IndexHaystack:
         return cls(rows.repeat_interleave(alike, 0)[:kv_len].to(problem.dtype))
 
     def stored(self, tokens: slice, indexing: Indexing) -> Tensor:
-        """What a step that has these tokens stores for them, [n, dim]."""
+        """Returns the index keys that a step with these tokens stores, [n, dim]."""
         place = torch.arange(tokens.start, tokens.stop, device=self.k.device)
         ends_pool = (place + 1) % indexing.key_tokens == 0
         return self.k[tokens].masked_fill(~ends_pool[:, None], float("nan"))
 
     def queries(self, pointed: Pointed, problem: Problem, indexer: Indexer) -> Tensor:
-        """[n, index heads, dim] of the problem's dtype."""
+        """Returns index queries, [n, index heads, dim], of the problem's dtype."""
         num_pointed, heads = pointed.key.shape[2], indexer.num_heads // indexer.indexing.sets
         head = torch.arange(heads, device=self.k.device) % num_pointed
         towards = self.k[pointed.key[:, :, head]].float()

@@ -1,8 +1,8 @@
-"""Rounds of drafts in a soak: the forward that draws drafts on the device, and what is known to be true of them.
+"""Rounds of drafts in a soak: the forward that draws drafts on the device, and their expected results.
 
-Ids and parents of later drafts follow from the ids before them by the two functions below, on the device for the
-forward and on the host for the truth. So a round is compared as a tree whose nodes are all new: a draft sees what was
-stored, its ancestors and itself.
+The two functions below compute ids and parents of later drafts from the ids before them, on the device for the forward
+and on the host for the reference. So a round is compared as a tree whose nodes are all new: a draft sees the stored
+tokens, its ancestors and itself.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Ids = TypeVar("Ids", Int32Array, Tensor)
 
 
 def next_ids(ids: Ids, branch: Ids, vocabulary: int) -> Ids:
-    """The ids of a draft step's successors, by those of the step and their branches; 0, which pads have, stays 0."""
+    """Returns the ids after a draft step, from the step's ids and their branches. Padding's id 0 stays 0."""
     drawn: Ids = (1 + (ids * 5 + branch * 3 + 1) % (vocabulary - 1)) * (ids > 0)
     return drawn
 
 
 def branches_before(ids: Ids, branch: Ids, branches: int) -> Ids:
-    """The branches that the drafts of a step go on from, by its ids."""
+    """Returns the branches that the drafts of a step continue, from its ids."""
     found: Ids = (ids * 3 + branch) % branches
     return found
 
 
 def drafts_after(first: Sequence[int], drafts: Drafts, vocabulary: int) -> tuple[list[int], Int32Array]:
-    """All drafts of a sequence: their ids, and their parents as in SequenceTruth. first: ids of the first draft step"""
+    """Returns ids and parents, as in SequenceTruth, of all drafts of a sequence. first: ids of the first draft step"""
     branch = np.arange(drafts.branches, dtype=np.int32)
     ids, all_ids = np.array(first, np.int32), [np.array(first, np.int32)]
     parents = [np.full(drafts.branches, NO_PARENT, np.int32)]
@@ -51,12 +51,12 @@ def drafts_after(first: Sequence[int], drafts: Drafts, vocabulary: int) -> tuple
 
 
 class SoakRounds:
-    """The forward function of rounds; outputs of all drafts are left in buffers of its own.
+    """The forward function of rounds. It leaves the outputs of all drafts in buffers of its own.
 
     tables:     per layer, on the device that steps run on
     vocabulary: token ids; max_kv_len: positions of the tables
     most_seqs:  most padded sequences of a round
-    rounds:     that are run
+    rounds:     the rounds that are run
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SoakRounds:
         self._lse = [rows.q.new_empty(*shape, rows.q.shape[1], dtype=torch.float32) for rows in tables]
 
     def forward(self, round_: Series) -> Tensor:
-        """Attention of every layer in every draft step; Outputs.rows of the padded sequences."""
+        """Computes attention of every layer in every draft step. Returns Outputs.rows of the padded sequences."""
         ids, branches = round_[0].token_ids, round_[0].branches
         branch = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device) % branches
         rows: list[Tensor] = []
@@ -92,14 +92,14 @@ class SoakRounds:
         return torch.cat(rows, 1)
 
     def poison(self) -> None:
-        """Overwrite all outputs, so that one that is not written shows."""
+        """Overwrites all outputs with NaN, so that a missing write shows."""
         for tensor in (*self._out, *self._lse):
             tensor.fill_(float("nan"))
 
     def outputs(self, batch: StepBatch, shape: PaddedShape, rows: Tensor) -> Outputs:
-        """A copy of what the last round left: all drafts of a sequence after those of the one before it, then pads.
+        """Returns a copy of the last round's outputs: all drafts of a sequence, sequence after sequence, then padding.
 
-        rows: what forward returned, real sequences only
+        rows: the result of forward, real sequences only
         """
         order = torch.from_numpy(self._places(batch, shape)).to(rows.device)
         return Outputs(
@@ -109,7 +109,7 @@ class SoakRounds:
         )
 
     def _places(self, batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
-        """Of a round's drafts among those of the buffers, draft steps one after the other; pads at the end."""
+        """Returns the places of a round's drafts in the buffers, which are ordered by draft step. Padding is last."""
         drafts, of_half = shape.drafts, shape.child.num_seqs
         assert isinstance(drafts, Drafts)
         place = np.arange(of_half * shape.num_halves)

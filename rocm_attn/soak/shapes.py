@@ -18,12 +18,12 @@ from rocm_attn.problem import (
     Scales,
 )
 
-# Any that whole pools and blocks fit into; what serves is chosen later.
+# Any size that holds whole pools and blocks. The kernels are chosen later.
 _PAGE_SIZE = 128
 
 
 def _dense(dtype: torch.dtype, encoding: KVEncoding) -> tuple[Problem, ...]:
-    """64 query heads over 8 KV heads of 128; and the same with sinks and a window of 128, as in gpt-oss."""
+    """Returns 64 query heads over 8 KV heads of 128; and the same with sinks and a window of 128, as in gpt-oss."""
     layer = Problem(64, 8, 128, dtype, _PAGE_SIZE, v_head_dim=128, scale=128**-0.5)
     return layer, replace(layer, window_left=127, has_sinks=True)
 
@@ -60,11 +60,11 @@ def _blocks(dtype: torch.dtype, encoding: KVEncoding) -> tuple[Problem, ...]:
 
 
 def _scales(encoding: KVEncoding) -> Scales:
-    """Index keys of eight bits have a factor each."""
+    """Returns the scales of index keys: one per key if they have eight bits, else none."""
     return Scales.NONE if encoding is KVEncoding.LIKE_Q else Scales.TOKEN
 
 
-# Name -> what makes the layers: of a dtype, with index keys of an encoding.
+# Name -> makes the layers, from a dtype and the encoding of index keys.
 SHAPES: Mapping[str, Callable[[torch.dtype, KVEncoding], tuple[Problem, ...]]] = {
     "dense": _dense,
     "latent": _latent,

@@ -1,7 +1,7 @@
-"""A soak: random steps of a tiny model, every output of every step compared with the float64 reference.
+"""A soak: random steps of a tiny model, with every output of every step compared with the float64 reference.
 
-soak_world draws what happens, soak_model runs it and knows the truth; here both are driven, tables and pages are
-audited, graphs are dropped and made again, and memory is watched. In deterministic mode soak_alone compares bits too.
+world draws the actions, and model runs the steps and has the reference. This module drives both, audits tables and
+pages, drops graphs and makes them again, and watches memory. In deterministic mode it also compares bits; see alone.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.options import RuntimeOptions
 
-# Growth between two moments with no graph and no result held. A host's allocator keeps what it likes, a device's is
-# exact; buffers that grow to a power of two with the largest eager step need less than this.
+# Allowed growth between two moments without graphs and held results. A host's allocator keeps freed memory; a device's
+# figure is exact. Buffers that grow to a power of two with the largest eager step need less than this.
 MAX_HOST_GROWTH_BYTES = 32 << 20
 MAX_DEVICE_GROWTH_BYTES = 1 << 20
 
-# One in so many of the steps that are padded to a given size is given its tokens too.
+# One in this many of the steps with a given padded number of sequences gets a padded number of tokens too.
 _TOKENS_EVERY = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a soak stopped at.
+    """The fault at which a soak stopped.
 
     step:    the step that shows it, counted from 1; a soak of that many steps shows it again
     where:   the step and the place in it, in words
-    what:    what is wrong
+    what:    the fault
     history: the last actions before it, in words
     """
 
@@ -64,7 +64,7 @@ class Finding:
 
 
 class SoakFailed(RocmAttnError):
-    """A soak found something; see finding."""
+    """A soak found a fault; see finding."""
 
     def __init__(self, finding: Finding) -> None:
         self.finding = finding
@@ -73,10 +73,10 @@ class SoakFailed(RocmAttnError):
 
 @dataclass(frozen=True, slots=True)
 class SoakReport:
-    """A soak that found nothing.
+    """The report of a soak that found no fault.
 
     rounds:              steps that drafted or verified new tokens: rounds of drafts, chains and trees. Steps without
-                         any, mostly without sequences, count among actions alone
+                         any, mostly without sequences, count only among actions
     replays, captures:   steps that ran as a graph, graphs made
     split_steps:         steps that ran as two halves
     ways:                how often steps of each kind ran in each way, for instance "masked replayed"
@@ -84,9 +84,9 @@ class SoakReport:
     moved_paths:         accepted paths of trees whose K and V were moved
     page_copies:         pages that were copied before a row wrote to them
     checked_tokens:      tokens whose outputs were compared, in each layer
-    worst_error:         the largest error, as a part of what is allowed
+    worst_error:         the largest error, as a fraction of the allowed one
     deterministic:       whether the runtime was
-    served_alone:        sequences of steps that were bitwise what they are alone; 0 in normal mode
+    served_alone:        sequences of steps that were bitwise equal when served alone; 0 in normal mode
     host_growth_bytes:   resident memory, from the end of the warm-up to the end
     device_growth_bytes: allocated memory, likewise; 0 on a CPU
     guards_off:          safeguards that were switched off
@@ -113,7 +113,7 @@ class SoakReport:
     guards_off: tuple[str, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON, with steps a second."""
+        """Returns the report for JSON, with steps per second."""
         return {**asdict(self), "steps_per_second": self.steps / self.seconds}
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ def _say_nothing(_: int) -> None: ...
 
 
 def _way(before: Metrics, after: Metrics) -> str:
-    """How the step between the two ran."""
+    """Returns how the step between the two ran."""
     if after.captures > before.captures:
         return "captured"
     return "replayed" if after.replays > before.replays else "eager"
@@ -159,7 +159,7 @@ def _runtime_options(scenario: Scenario, provider: str, deterministic: bool) -> 
     first = scenario.ladders[0]
     return RuntimeOptions(
         num_pages=scenario.num_pages,
-        # No id is handed out in both spaces: a mix-up meets a page that no request was given.
+        # No page id is used in both spaces, so a mix-up meets a page that no request has.
         swa_pages=scenario.num_pages + scenario.swa_pages,
         first_swa_page=scenario.num_pages,
         swa_kept=scenario.verify_len,
@@ -179,9 +179,9 @@ def _runtime_options(scenario: Scenario, provider: str, deterministic: bool) -> 
 class Soak:
     """One runtime under a scenario.
 
-    seed:     of everything that is random
+    seed:     of all random choices
     provider: "auto", "torch" or "triton"
-    deterministic: whether the runtime is, and some sequences are compared bitwise with what they are alone
+    deterministic: whether the runtime is; then some sequences are compared bitwise with the same ones served alone
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Soak:
         dtype: torch.dtype,
         deterministic: bool = False,
     ) -> None:
-        if deterministic:  # a mode that has no kernels for masks
+        if deterministic:  # this mode has no kernels for masks
             scenario = scenario.without(Action.TREE).without(Action.SHARE).without(Action.DRAFT)
         self._scenario = scenario
         self._seed = seed
@@ -239,16 +239,16 @@ class Soak:
         self._memory: list[_MemoryUse] = []
 
     def run(self, steps: int, on_reopen: Callable[[int], None] = _say_nothing) -> SoakReport:
-        """Play so many steps, once. on_reopen: gets the number played.
+        """Plays this many steps, once. on_reopen: gets the number played.
 
         Raises SoakFailed at the first finding, and WrongState for a second run.
         """
         return self._run(lambda: self._steps >= steps, on_reopen)
 
     def run_rounds(self, rounds: int, on_reopen: Callable[[int], None] = _say_nothing) -> SoakReport:
-        """The same until so many steps have drafted or verified (SoakReport.rounds).
+        """Plays until this many steps have drafted or verified (SoakReport.rounds).
 
-        Raises as run(), and BadSetting for a scenario that draws none.
+        Raises the same as run(), and BadSetting for a scenario that draws none.
         """
         if not any(self._scenario.weights.get(action, 0) > 0 for action in ROUNDS):
             raise BadSetting(
@@ -273,7 +273,7 @@ class Soak:
             self._close(self._steps)
         except SoakFailed:
             raise
-        except Exception as error:  # whatever a step raises is a finding, and needs the step's number to be repeated
+        except Exception as error:  # any exception of a step is a finding, and the step's number is needed to repeat it
             frame = traceback.extract_tb(error.__traceback__)[-1]
             what = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
             raise self._failure(self._steps, f"step {self._steps}", what) from error
@@ -318,15 +318,15 @@ class Soak:
             self._check()
 
     def _shape(self, number: int, batch: StepBatch, seqs: int | None) -> PaddedShape:
-        """What a step is padded to, whole or as two halves. seqs: None where the ladder decides"""
+        """Returns the padded shape of a step, whole or as two halves. seqs: None if the ladder decides"""
         padding = self._runtime.padding
-        # Prefixes are not cut: both halves would read them.
+        # Steps with prefixes are not split: both halves would read them.
         if number % self._scenario.split_every or batch.prefixes is not NO_PREFIXES:
             return padding.shape(batch, _pad_to(number, batch, seqs, 1))
         return padding.split_shape(batch, _pad_to(number, batch, seqs, HALVES))
 
     def _check(self) -> None:
-        """Compare the steps that were played since the last time: until here the host ran ahead of the device."""
+        """Compares the steps played since the last time. Until here the host ran ahead of the device."""
         for step in self._unchecked:
             mismatch = self._checker.check(step) or self._alone.check(step)
             if mismatch is not None:
@@ -339,7 +339,7 @@ class Soak:
         self._unchecked.clear()
 
     def _audit(self, number: int) -> None:
-        """Look at what no output shows yet. The last step has published all changes of the table."""
+        """Checks state that no output shows yet. The last step has published all changes of the table."""
         self._check()
         self._runner.check_addresses()
         for layer, pages in enumerate(self._layers):
@@ -370,7 +370,7 @@ class Soak:
             raise self._failure(number, f"after step {number}", what)
 
     def _close(self, number: int) -> None:
-        """All requests go, and everything is as in the beginning."""
+        """Frees all requests, and checks that all rows and pages are free as at the beginning."""
         self._runner.check_device()
         self._world.free_all()
         self._audit(number)
@@ -382,12 +382,12 @@ class Soak:
             raise self._failure(number, f"after step {number}", what)
 
     def _free_pages(self, table: PageTable) -> list[int]:
-        """The pages of a space that no row holds and that are not kept."""
+        """Returns the pages of a space that no row holds and that are not kept."""
         every = set(range(table.pages.first_page, table.pages.num_pages))
         return sorted(every - self._world.held_pages(table.space))
 
     def _poison_free_pages(self) -> None:
-        """Whatever reads what was not stored, or has left its window, meets NaN."""
+        """Fills free pages with NaN, so that reads of tokens that were not stored or have left the window show."""
         for table in self._runtime.table.spaces:
             never = range(RESERVED_PAGE + 1, table.pages.first_page)
             ids = [*never, *self._free_pages(table)]
@@ -396,7 +396,7 @@ class Soak:
                 pages.fill_nan(free)
 
     def _growth(self) -> _MemoryUse:
-        """Since the end of the warm-up: every ladder was open once, or half of the run is over."""
+        """Returns the growth since the end of the warm-up: every ladder was open once, or half of the run is over."""
         if len(self._memory) < 2:
             return _MemoryUse(0, 0)
         first, last = self._memory[min(len(self._scenario.ladders), len(self._memory) - 1) - 1], self._memory[-1]
@@ -432,7 +432,7 @@ class Soak:
 
 
 def _pad_to(number: int, batch: StepBatch, seqs: int | None, num_children: int) -> PadTo | None:
-    """So many sequences; in one step of three with tokens too, as where another rank does not decode."""
+    """Returns a padding to this many sequences. One step in three also pads tokens, as if another rank prefilled."""
     if seqs is None:
         return None
     can_take = batch.prefixes is NO_PREFIXES and batch.drafts is NO_DRAFTS

@@ -1,9 +1,9 @@
-"""Truth: whether every key of a long context is found, through the whole chain and inside replay.
+"""Truth: checks that every key of a long context is found, through the whole chain and in replays.
 
-Sequences of the given lengths are served by a runtime as a server would: prompts in chunks while others decode, then
-decode steps, all of them captured and replayed. Every query asks for a needle (needles.py), so that each output is
-known without computing attention. Short prompts pass where long ones fail: offsets of 32 bits, a pool that is written
-in one layout or encoding and read in another, a window that is off by one, selections of an earlier step.
+A runtime serves sequences of the given lengths as a server would: prompts in chunks while others decode, then decode
+steps, all of them captured and replayed. Every query asks for a needle (needles.py), so each output is known without
+computing attention. Long prompts show faults that short ones do not: 32-bit offsets, a pool that is written in one
+layout or encoding and read in another, a window that is off by one, selections of an earlier step.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 
-# Needles that were missed, or seen where they are hidden, that a report names for each layer.
+# The most needles per layer that a report names, of those that were missed or seen although hidden.
 _MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class TruthPlan:
-    """What is served.
+    """The load that is served.
 
     lengths:      tokens of each sequence when it begins to decode
-    first_chunk:  tokens of a prompt's first chunk, where it is longer
+    first_chunk:  tokens of a prompt's first chunk, if the prompt is longer
     chunk:        of its later chunks
     decode_steps: steps in which all sequences decode, after the last prompt
     num_pages:    of the pool, at least; 0: as many as the sequences need
@@ -69,11 +69,11 @@ class TruthPlan:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences."""
+        """The number of sequences."""
         return len(self.lengths)
 
     def steps(self) -> Iterator[list[int]]:
-        """New tokens of each sequence, step by step: one prompt after the other, while those before it decode."""
+        """Yields each sequence's new tokens, step by step: one prompt after the other, while earlier ones decode."""
         for seq, length in enumerate(self.lengths):
             done = 0
             while done < length:
@@ -85,7 +85,7 @@ class TruthPlan:
 
     @property
     def kv_len(self) -> tuple[int, ...]:
-        """Tokens of each sequence in the end."""
+        """Tokens of each sequence at the end."""
         return tuple(np.sum(list(self.steps()), axis=0).tolist())
 
     @property
@@ -96,13 +96,13 @@ class TruthPlan:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A needle that was not found, or one that was found where it must not be seen.
+    """A needle that was not found, or one that was found although it is hidden.
 
-    token, key: places in the sequence's KV, of the query and of what it asked for
+    token, key: places in the sequence's KV, of the query and of the key that it asked for
     head:       query head
-    distance:   |out - v| / |v|, of the value that belongs to the key
-    page, byte: where the key lies: its page, and that page's first byte in the layer's K pages
-    replayed:   whether the step was a graph's
+    distance:   |out - v| / |v|, v being the value of the key
+    page, byte: the key's page, and that page's first byte in the layer's K pages
+    replayed:   whether the step was a replay of a graph
     """
 
     layer: int
@@ -128,14 +128,14 @@ class Miss:
 
 @dataclass(slots=True)
 class TruthReport:
-    """What came of it.
+    """The results.
 
     problems:  of the layers
-    kernels:   of each layer, in words: a line for each kind of step, and one for what selects and attends to it
+    kernels:   of each layer, in words: a line per kind of step, and one for each kernel that selects or attends to it
     lengths:   of the sequences
     tallies:   [layer][sequence]
     misses:    the first of each layer
-    steps, replays: how many steps ran, and how many of them as graphs
+    steps, replays: the number of steps that ran, and how many of them were graphs
     pool_bytes: of the largest side of a layer's pages
     """
 
@@ -150,7 +150,7 @@ class TruthReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every sequence of every layer gave what was asked for, and nothing else."""
+        """True if every sequence of every layer returned exactly the needles that were asked for."""
         return all(tally.passed for of_layer in self.tallies for tally in of_layer)
 
 
@@ -158,9 +158,9 @@ class Truth:
     """The needles of a model's layers, and the runtime that has to find them.
 
     problems: the layers; one of each kind is enough
-    plan:     what is served
-    build:    problems, options -> the runtime
-    Raises what build raises, BadProblem for rows that are too short to tell the keys apart, and BadSetting.
+    plan:     the load that is served
+    build:    (problems, options) -> the runtime
+    Raises the errors of build, BadProblem for rows that are too short to tell the keys apart, and BadSetting.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Truth:
         self._rows, self._others = place_rows(self.runtime.table, kv_len, boundaries)
         self._done = [0] * plan.num_seqs
         recorder = recorder_for(device) if plan.graphs else None
-        # Unchecked: every output of every step is known here.
+        # Graphs are not checked, because every output of every step is known here.
         self._runner = StepRunner(self.runtime, self._forward, recorder, check=NO_CHECK)
         side = max(pages.k.nbytes for pages in map(self.runtime.pool.layer, range(len(problems))))
         self.report = TruthReport(
@@ -213,9 +213,9 @@ class Truth:
         )
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> TruthReport:
-        """Serve all steps, and say what was found. progress: called with the steps done and all steps.
+        """Serves all steps, and returns the report. progress: called with the steps done and all steps.
 
-        Raises DeviceFault and whatever the runtime raises.
+        Raises DeviceFault and all errors of the runtime.
         """
         steps = list(self._plan.steps())
         for number, q_len in enumerate(steps):
@@ -247,7 +247,7 @@ class Truth:
         return outs[-1][step.last_token_of_seq.long()]
 
     def _miss(self, layer: int, wrong: Wrong, replayed: bool) -> Miss:
-        """What is wrong, with the place in the pool that it was to come from."""
+        """Returns the description of a wrong needle, with the key's place in the pool."""
         page, byte = self._place(layer, wrong.seq, wrong.key)
         return Miss(
             layer=layer,
@@ -263,7 +263,7 @@ class Truth:
         )
 
     def _place(self, layer: int, seq: int, key: int) -> tuple[int, int]:
-        """The page of a key, and its first byte in the layer's K pages."""
+        """Returns the page of a key, and its first byte in the layer's K pages."""
         pages = self.runtime.table.pages_of(self._rows[seq])
         page = int(pages[key // self.runtime.table.page_size])
         k = self.runtime.pool.layer(layer).k
@@ -271,7 +271,7 @@ class Truth:
         return page, page * k.stride(0) * k.element_size()
 
     def _give_head_weights(self, layer: int, problem: Problem, kv_len: int) -> None:
-        """Sinks of a usual size, and slopes so small that no key is out of reach."""
+        """Sets sinks of a usual size, and slopes so small that every key keeps enough weight."""
         generator = torch.Generator().manual_seed(self._plan.seed)
         weights = HeadWeights.random(problem, generator)
         if weights.alibi_slopes is not None:
@@ -280,6 +280,6 @@ class Truth:
 
 
 def _kernels(selection: Selection) -> tuple[str, ...]:
-    """Of one layer, in words."""
+    """Returns the kernels of one layer, in words."""
     dense = [f"{kind.value}: {kernel.row.name}" for kind, kernel in selection.kernels.items()]
     return (*dense, *(f"over a selection: {name}" for name in (selection.sparse.rows if selection.sparse else ())))

@@ -1,8 +1,8 @@
-"""Pages on both sides of the places where an offset that is too short would wrap.
+"""Pages on both sides of the places where an offset with too few bits would wrap.
 
-A pool hands its pages out from the first one on, so that a test of a few requests stays below the first 2 GiB however
-large the pool is. Here requests get pages at the beginning of the pool and around every boundary: an offset that wraps
-at one of them leads from a page that is in use to another one that is.
+A pool hands out its pages from the first one on. So a test of a few requests stays below the first 2 GiB, however large
+the pool is. Here requests get pages at the beginning of the pool and around every boundary: an offset that wraps at one
+of them leads from a page in use to another one in use.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.problem import Problem
 
-# Elements and bytes that int32 and uint32 reach.
+# The limits of int32 and uint32, for elements and for bytes.
 _REACHES = (1 << 31, 1 << 32)
-# Sequences take their pages in so many turns, so that each has some everywhere.
+# Sequences take their pages in this many turns, so that each has some in every range.
 _TURNS = 32
 
 
 def wrapping_pages(problems: Sequence[Problem], pages: int) -> tuple[int, ...]:
-    """Pages of a pool of so many at which a 32-bit offset into some layer wraps, in bytes or in elements, ascending."""
+    """Returns the pages, ascending, at which a 32-bit offset into some layer wraps, in bytes or elements."""
     found: set[int] = set()
     for problem in problems:
         form = problem.page_format
@@ -31,14 +31,14 @@ def wrapping_pages(problems: Sequence[Problem], pages: int) -> tuple[int, ...]:
 
 
 def rows_needed(pages: int, width: int, boundaries: int) -> int:
-    """Rows of a table that place_rows() takes besides those of the sequences. width: pages in a row."""
+    """Returns the rows that place_rows() takes in addition to those of the sequences. width: pages in a row."""
     return -(-pages // width) + 3 * (boundaries + 1)
 
 
 def place_rows(table: RequestTable, kv_len: Sequence[int], boundaries: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Admit a row for each sequence, with pages for kv_len[i] tokens of it around all boundaries of an untouched pool.
+    """Admits a row per sequence, with pages for its kv_len[i] tokens around all boundaries of an untouched pool.
 
-    boundaries: ascending pages, of wrapping_pages()
+    boundaries: ascending pages, from wrapping_pages()
     The table's rows have room for whole pages. Returns the rows of the sequences, and those that hold the other pages;
     free both. Raises CapacityExceeded.
     """
@@ -52,7 +52,7 @@ def place_rows(table: RequestTable, kv_len: Sequence[int], boundaries: Sequence[
         ours += _take(table, end - first)
         page = end
     others += _take(table, table.full.num_free_pages)
-    for row in ours:  # the only pages that are free now
+    for row in ours:  # these become the only free pages
         table.free(row)
     rows = [table.admit() for _ in kv_len]
     for turn in range(1, _TURNS + 1):
@@ -62,7 +62,7 @@ def place_rows(table: RequestTable, kv_len: Sequence[int], boundaries: Sequence[
 
 
 def _spans(boundaries: Sequence[int], share: int, usable: int) -> list[tuple[int, int]]:
-    """Ranges of pages: `share` at the beginning, and as many around each boundary, those that meet as one."""
+    """Returns ranges of pages: `share` at the beginning and around each boundary. Overlapping ranges are merged."""
     spans = [(1, 1 + share)]
     for boundary in boundaries:
         first = max(1, boundary - share // 4)
@@ -71,7 +71,7 @@ def _spans(boundaries: Sequence[int], share: int, usable: int) -> list[tuple[int
             spans[-1] = spans[-1][0], max(end, spans[-1][1])
         else:
             spans.append((first, end))
-    # What ranges that meet, or the end of the pool, have cost comes from the pages that follow the last range.
+    # Pages that are lost to overlaps, or to the end of the pool, are added after the first range.
     short = share * (len(boundaries) + 1) - sum(end - first for first, end in spans)
     first, end = spans[0]
     if short > 0:
@@ -81,7 +81,7 @@ def _spans(boundaries: Sequence[int], share: int, usable: int) -> list[tuple[int
 
 
 def _take(table: RequestTable, pages: int) -> list[int]:
-    """New rows that hold the next free pages."""
+    """Returns new rows that hold the next free pages."""
     rows = []
     width = table.width
     while pages > 0:

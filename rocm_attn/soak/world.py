@@ -1,7 +1,7 @@
-"""The requests of a soak: what is drawn to happen to them, and what is known to be true of them.
+"""The requests of a soak: the actions that are drawn for them, and their expected state.
 
-All that is drawn comes from one random generator and from how many rows and pages are free, so that a seed gives the
-same actions on every device and with every provider; only the numbers of rows and pages may be others.
+All draws depend only on one random generator and on the numbers of free rows and pages. So a seed gives the same
+actions on every device and with every provider; only the numbers of rows and pages may differ.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from rocm_attn.soak.rounds import drafts_after
 
 
 class Action(enum.Enum):
-    """What can be drawn. The first ones change the table; the others are steps."""
+    """Actions that can be drawn. The first ones change the table; the others are steps."""
 
     ADMIT = "admit"  # a request with a new prompt
     RESUME = "resume"  # a preempted request, to be computed again
     FORK = "fork"  # requests that share the first tokens of another
-    KEEP = "keep"  # the full pages of a request stay when it goes
-    BEGIN = "begin"  # a request over kept pages, of several requests where these began alike
-    DROP = "drop"  # kept pages go, or those of the SWA space alone
+    KEEP = "keep"  # the full pages of a request are kept when it ends
+    BEGIN = "begin"  # a request over kept pages, possibly of several requests that began alike
+    DROP = "drop"  # kept pages are dropped, or only those of the SWA space
     RESERVE = "reserve"  # pages that no step needs yet
     REJECT = "reject"  # the last tokens of a request are taken back, as after a verify step
     ABORT = "abort"
     PREEMPT = "preempt"
     DECODE = "decode"  # one new token in each sequence
-    SHARE = "share"  # the same, and what sequences share is read once for them
+    SHARE = "share"  # the same, but shared prefixes are read once for all sequences that share them
     VERIFY = "verify"  # the same few new tokens in each sequence
-    DRAFT = "draft"  # a round of drafts of each sequence, none of which stays
-    TREE = "tree"  # trees of drafts, each with a mask; the tokens of a path from the first one on stay, the others go
+    DRAFT = "draft"  # a round of drafts of each sequence, none of which is kept
+    TREE = "tree"  # trees of drafts, each with a mask; the tokens of a path from the first one on are kept
     EXTEND = "extend"  # chunks of a few sequences
     MIXED = "mixed"  # up to two chunks among decodes and idle sequences
     IDLE = "idle"  # no new token in any sequence
@@ -58,14 +58,14 @@ ROUNDS = (Action.DRAFT, Action.VERIFY, Action.TREE)
 
 @dataclass(frozen=True, slots=True)
 class Ladders:
-    """Sizes that graphs are captured at: sequences, and tokens of steps with more than one new token a sequence."""
+    """Sizes that graphs are captured at: sequences, and tokens of steps with more than one new token per sequence."""
 
     seqs: tuple[int, ...]
     tokens: tuple[int, ...]
 
 
-# Tokens of the longest request: few, so that much happens in few steps; or more than torch has in a segment, so that
-# deterministic sums have places to be cut at.
+# Tokens of the longest request. SHORT: few, so that much happens in few steps. LONG: more than one segment of torch's
+# kernels, so that deterministic sums are split.
 SHORT_KV_LEN, LONG_KV_LEN = 80, 200
 
 _WEIGHTS: Mapping[Action, float] = {
@@ -93,7 +93,7 @@ _WEIGHTS: Mapping[Action, float] = {
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What a soak is drawn from.
+    """The settings from which a soak is drawn.
 
     page_size, num_pages: of the pool, the reserved page included; few, so that they run out
     swa_pages:            pages that are handed out to the layer with a window
@@ -101,17 +101,17 @@ class Scenario:
     max_num_rows:         requests at a time
     max_kv_len:           tokens of a request
     vocabulary:           token ids, the reserved id 0 included
-    ladders:              capture sizes; each reopen goes on to the next
+    ladders:              capture sizes; each reopen uses the next
     reopen_every:         steps between two reopens
-    audit_every:          steps between two looks at tables and pages
+    audit_every:          steps between two audits of tables and pages
     max_unchecked:        steps that may have been launched before their results are compared
     verify_len:           new tokens of a sequence in verify steps, and the most that are taken back later
     tree_len:             most new tokens of a sequence in steps of trees, which take rejected ones back themselves
     rounds:               of drafts, of which one is drawn each time
     chunk_lens:           smallest and largest chunk
-    pad_chance:           of a step whose padding is forced
-    split_every:          one step in so many runs as two halves, unless it shares prefixes
-    alone_every:          in deterministic mode, of one step in so many a sequence is served alone too
+    pad_chance:           the probability that a step's padding is forced
+    split_every:          one step in this many runs as two halves, unless it shares prefixes
+    alone_every:          in deterministic mode, one step in this many has a sequence that is served alone too
     weights:              how often each action is drawn
     """
 
@@ -151,7 +151,7 @@ class Scenario:
 
     @classmethod
     def of_seed(cls, seed: int, max_kv_len: int = SHORT_KV_LEN) -> Scenario:
-        """The page size depends on the seed; the pools hold some three and one and a half of the longest requests."""
+        """Returns a scenario. The seed sets the page size. The pools hold about 3 and 1.5 of the longest requests."""
         page_size = (4, 8, 16, 5)[seed % 4]
         full, swa = 16 * max_kv_len // 5, 8 * max_kv_len // 5
         return cls(
@@ -162,7 +162,7 @@ class Scenario:
         )
 
     def speculative(self) -> Scenario:
-        """The same in which most steps draft and verify, chains and trees, and requests often go back and give way."""
+        """Returns a scenario that mostly drafts and verifies chains and trees, with many rejections and preemptions."""
         more = {
             Action.DRAFT: 12.0,
             Action.TREE: 14.0,
@@ -177,7 +177,7 @@ class Scenario:
         return replace(self, weights={**self.weights, **more}, tree_len=9)
 
     def without(self, action: Action) -> Scenario:
-        """The same in which an action is never drawn."""
+        """Returns a scenario in which an action is never drawn."""
         return replace(self, weights={**self.weights, action: 0.0})
 
     @property
@@ -187,14 +187,14 @@ class Scenario:
 
     @property
     def most_seqs(self) -> int:
-        """More sequences than a padded step has."""
-        # A padding that is drawn exceeds sizes by 3 at most, and halves are equal.
+        """An upper bound of the sequences of a padded step."""
+        # Drawn padding exceeds the sizes by 3 at most, and halves are equal.
         return 4 + max(self.max_num_seqs, *(max(ladders.seqs) for ladders in self.ladders))
 
     @property
     def max_tokens(self) -> int:
-        """More tokens than a padded step has."""
-        # One more than there are sequences: both halves of a split step are padded to the larger one.
+        """An upper bound of the tokens of a padded step."""
+        # One more than the number of sequences, because both halves of a split step are padded to the larger one.
         most = max(*self.chunk_lens, self.verify_len, self.tree_len) * (self.max_num_seqs + 1)
         return max(most, 2 * max(max(*ladders.seqs, *ladders.tokens) for ladders in self.ladders))
 
@@ -205,10 +205,10 @@ class Request:
 
     token_ids:  known so far; a request that was preempted knows more than it has stored
     num_stored: tokens in its KV
-    num_shared: tokens that other rows may share, or that may be kept: where it goes back before their end, it is
+    num_shared: tokens that other rows may share, or that may be kept. If it goes back before their end, it is
                 truncated first
-    reached:    where the new tokens of a step began at most; no more than verify_len before it are taken back
-    begun_over: kept tokens that it began over; none of them is taken back, for a window before them need not be kept
+    reached:    the largest position at which a step's new tokens began; at most verify_len before it are taken back
+    begun_over: kept tokens that it began over. None is taken back, because the window before them may not be kept
     limit:      tokens at which it ends
     """
 
@@ -221,21 +221,21 @@ class Request:
     begun_over: int = 0
 
     def can_take_back(self, most: int) -> int:
-        """Tokens that may be taken back, at most so many before the last step's."""
+        """Returns how many tokens may be taken back, at most `most` of them from before the last step's tokens."""
         return self.num_stored - max(self.begun_over, self.reached - most)
 
     def take_back(self, taken: int) -> None:
-        """Forget the last tokens, at least one, and what was known after them; their K and V stay where they are."""
+        """Removes the last stored tokens, at least one, and all known ones after them. Their K and V stay in place."""
         self.num_stored -= taken
         del self.token_ids[self.num_stored :]
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """Full pages that stay without a row.
+    """Full pages that are kept without a row.
 
     ids:       page_no -> the id under which it is kept
-    token_ids: that lie in them
+    token_ids: of the tokens in the pages
     """
 
     ids: list[int]
@@ -247,7 +247,7 @@ class Turn:
     """A request's part in a step.
 
     parents: as in SequenceTruth
-    kept:    of the new tokens, those that stay after the step, in order; the others are taken back
+    kept:    the new tokens that are kept after the step, in order; the others are taken back
     """
 
     request: Request
@@ -257,16 +257,16 @@ class Turn:
 
     @classmethod
     def of_chain(cls, request: Request, q_len: int) -> Turn:
-        """New tokens that follow each other, and stay."""
+        """Returns a turn whose new tokens follow each other and are kept."""
         return cls(request, q_len, chain(q_len), tuple(range(q_len)))
 
     @property
     def moves(self) -> bool:
-        """Whether a token that stays lies in the place of another one."""
+        """True if a kept token must move to another place."""
         return self.kept != tuple(range(len(self.kept)))
 
     def truth(self) -> SequenceTruth:
-        """What the request holds after the step, before anything is taken back."""
+        """Returns the tokens of the request after the step, before any are taken back."""
         token_ids = self.request.token_ids[: self.request.num_stored + self.q_len]
         return SequenceTruth(self.request.row, np.array(token_ids, np.int32), self.q_len, self.parents)
 
@@ -278,7 +278,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class DrawnStep:
-    """A step to be run: pages are reserved.
+    """A step to be run. Its pages are reserved.
 
     turns: in the order of the batch
     """
@@ -290,11 +290,11 @@ class DrawnStep:
 
     @property
     def is_round(self) -> bool:
-        """Whether it drafts or verifies new tokens."""
+        """True if it drafts or verifies new tokens."""
         return self.action in ROUNDS and any(turn.q_len for turn in self.turns)
 
     def batch_on(self, device: torch.device) -> StepBatch:
-        """The batch, with the mask of its trees if it has any."""
+        """Returns the batch, with the mask of its trees if it has any."""
         if self.action is not Action.TREE:
             return self.batch
         parents = np.full((len(self.turns), max(1, self.batch.max_q_len)), NO_PARENT, np.int32)
@@ -303,7 +303,7 @@ class DrawnStep:
         return replace(self.batch, mask=TreeMask(torch.from_numpy(parents).to(device)))
 
     def moves_on(self, device: torch.device) -> tuple[Accepted, list[int]] | None:
-        """Accepted paths whose tokens lie elsewhere, with the places of their sequences; None if all lie in place."""
+        """Returns accepted paths whose tokens must move, with the places of their sequences; None if none must."""
         seqs = [seq for seq, turn in enumerate(self.turns) if turn.moves]
         moving = [self.turns[seq] for seq in seqs]
         if not moving:
@@ -318,14 +318,14 @@ class DrawnStep:
         return room._replace(num_accepted=count, kv_len=kv_len, path=paths), seqs
 
     def truths(self) -> tuple[SequenceTruth, ...]:
-        """What the sequences hold after the step."""
+        """Returns the tokens of the sequences after the step."""
         return tuple(turn.truth() for turn in self.turns)
 
 
 class World:
-    """Requests that come, grow, share, run out of pages and go.
+    """Requests that are admitted, grow, share, run out of pages and end.
 
-    counts:  how often each action happened; one that found nothing to act on is not counted
+    counts:  how often each action happened; an action that found nothing to act on is not counted
     history: the last actions, in words
     """
 
@@ -354,7 +354,7 @@ class World:
         self._chances = weights / weights.sum()
 
     def draw_step(self, bucket_sizes: tuple[int, ...]) -> DrawnStep:
-        """Let requests come and go until a step is drawn. bucket_sizes: that padding may be forced to."""
+        """Draws changes of requests until a step is drawn. bucket_sizes: the sizes that padding may be forced to"""
         actions = tuple(Action)
         while True:
             action = actions[self._random.choice(len(actions), p=self._chances)]
@@ -364,7 +364,7 @@ class World:
             change()
 
     def finish(self, step: DrawnStep) -> None:
-        """The step was run: its tokens are stored, but for those that are taken back; complete requests go."""
+        """Updates requests after the step was run: counts its kept tokens as stored, and frees complete requests."""
         for turn in step.turns:
             request = turn.request
             request.reached = max(request.reached, request.num_stored)
@@ -376,14 +376,14 @@ class World:
                 self._free(request)
 
     def free_all(self) -> None:
-        """Every request goes, and all that is kept."""
+        """Frees every request, and drops all kept pages."""
         while self.requests:
             self._free(self.requests[-1])
         while self.kept:
             self._drop(self.kept[-1])
 
     def held_pages(self, space: Space) -> set[int]:
-        """The pages of a space that requests hold, or that are kept; page 0 may be among them."""
+        """Returns the pages of a space that requests hold, or that are kept; page 0 may be among them."""
         of_requests = (self._table.pages_of(request.row, space).tolist() for request in self.requests)
         return set().union(*of_requests, *(self._table.kept.pages(kept.ids, space).tolist() for kept in self.kept))
 
@@ -415,7 +415,7 @@ class World:
         return DrawnStep(action, batch, pad_to, turns)
 
     def _draw_round(self, bucket_sizes: tuple[int, ...]) -> DrawnStep:
-        """A round of some requests that have stored all that they know, and have room for its drafts."""
+        """Draws a round for some requests that have stored all known tokens, and have room for its drafts."""
         drafts = self.scenario.rounds[self._below(len(self.scenario.rounds))]
         wanted = self._draw_sequences(Action.DECODE)
         new = self._reserve(
@@ -444,7 +444,7 @@ class World:
         return DrawnStep(Action.DRAFT, batch, pad_to, tuple(turns))
 
     def _tree(self, request: Request, q_len: int) -> Turn:
-        """Drafts that hang anywhere, at the last of them more often than not; those of a path stay."""
+        """Draws a tree. Most drafts follow the one before; the others have any parent. Those of a path are kept."""
         parents = chain(q_len)
         for token in range(1, q_len):
             if self._chance(0.5):
@@ -457,7 +457,7 @@ class World:
         return Turn(request, q_len, parents, tuple(kept))
 
     def _draw_sequences(self, action: Action) -> list[tuple[Request, int]]:
-        """Some requests in random order, each with a number of new tokens that it has room for."""
+        """Draws some requests in random order, each with a number of new tokens that it has room for."""
         if action is Action.EMPTY or not self.requests:
             return []
         num_requests = len(self.requests)
@@ -476,20 +476,20 @@ class World:
             return self._with_room(chosen, [self._between(0, self.scenario.tree_len) for _ in chosen])
         chunks = [self._between(*self.scenario.chunk_lens) for _ in chosen]
         if action is Action.MIXED:
-            others = [min(1, self._below(4)) for _ in chosen[2:]]  # a quarter of them idle
+            others = [min(1, self._below(4)) for _ in chosen[2:]]  # a quarter of them are idle
             chunks = chunks[: self._below(3)]
             chunks += others[: wanted - len(chunks)] + [1] * (wanted - len(chunks) - len(others))
         return self._with_room(chosen, chunks)
 
     def _families(self, new: list[tuple[Request, int]]) -> list[list[tuple[Request, int]]]:
-        """The sequences of a step by their first page, in the order in which these come."""
+        """Groups the sequences of a step by their first page, in the order in which these come."""
         families: dict[int, list[tuple[Request, int]]] = {}
         for request, q_len in new:
             families.setdefault(int(self._table.full.entries_host[request.row, 0]), []).append((request, q_len))
         return list(families.values())
 
     def _group(self, family: list[tuple[Request, int]]) -> PrefixGroup:
-        """Sequences that share all whole pages that are the same for all of them, or some of these."""
+        """Returns a group of sequences that share all of their common whole pages, or some of these."""
         rows = [request.row for request, _ in family]
         most = min(request.num_stored for request, _ in family) // self.scenario.page_size
         entries = self._table.full.entries_host[rows, :most]
@@ -498,16 +498,16 @@ class World:
         return PrefixGroup(len(family), pages * self.scenario.page_size)
 
     def _with_room(self, chosen: list[Request], q_lens: list[int]) -> list[tuple[Request, int]]:
-        """Those that have room for so many new tokens; the others as they would otherwise go on: with one."""
+        """Returns the requests with these numbers of new tokens, or with one token if there is no room for more."""
         return [
             (request, q_len if request.num_stored + q_len <= request.limit else 1)
             for request, q_len in zip(chosen, q_lens, strict=True)
         ]
 
     def _reserve(self, new: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Make room for the step, at the cost of the youngest requests, and of what was kept first.
+        """Reserves pages for the step. Frees the youngest requests and the oldest kept pages until they suffice.
 
-        Those of them that are in the step drop out.
+        Freed requests leave the step.
         """
         while True:
             rows = np.array([request.row for request, _ in new], np.int32)
@@ -548,7 +548,7 @@ class World:
             self._happened(action, f"row {request.row}, {len(token_ids)} tokens")
 
     def _fork_family(self) -> None:
-        """One to three forks, of a request and of its forks, some of which get pages of their own in between."""
+        """Forks one to three times, a request or its forks. Some of them reserve pages in between."""
         family = self._any_request()
         for _ in range(self._between(1, 3)):
             if family and self._table.num_free_rows:
@@ -557,17 +557,17 @@ class World:
                     self._reserve_ahead(family[self._below(len(family))])
 
     def _fork(self, parent: Request) -> list[Request]:
-        """The child; none of a parent that is as long as a request may be."""
+        """Forks a request. Returns the child; empty if the parent has the full length of a request."""
         shared = parent.num_stored if self._chance(0.5) else self._below(parent.num_stored + 1)
         if shared == self.scenario.max_kv_len:
             return []
         try:
             row = self._table.fork(parent.row, shared)
-        except BadBatch:  # the window before the shared tokens is gone; a refusal must leave everything as it is
+        except BadBatch:  # the window before the shared tokens is gone; a refusal must change nothing
             return []
         parent.num_shared = max(parent.num_shared, shared)
         limit = self._between(shared + 1, self.scenario.max_kv_len)
-        # The child has what the parent has kept of its windows, and goes back no further.
+        # The child has the same kept part of its windows as its parent, and goes back no further.
         reached = max(shared, parent.reached)
         child = Request(row, parent.token_ids[:shared], shared, shared, limit, reached, min(shared, parent.begun_over))
         self.requests.append(child)
@@ -575,7 +575,7 @@ class World:
         return [child]
 
     def _keep(self) -> None:
-        """The first full pages of a request; in the SWA space those that its window has not left."""
+        """Keeps the first full pages of a request; in the SWA space those that are still in its window."""
         for request in self._any_request():
             page_size = self.scenario.page_size
             end = self._below(request.num_stored // page_size + 1)
@@ -591,7 +591,7 @@ class World:
                 self._happened(Action.KEEP, f"{end} pages of row {request.row}")
 
     def _begin_over(self) -> None:
-        """A request over the first pages of what is kept, or of what else is kept with the same tokens."""
+        """Begins a request over the first kept pages of a request, or over other kept pages with the same tokens."""
         if not self.kept or not self._table.num_free_rows:
             return
         kept, page_size = self.kept[self._below(len(self.kept))], self.scenario.page_size
@@ -601,14 +601,14 @@ class World:
         ids = [self._any_like(kept, page_no) for page_no in range(-(-kv_len // page_size))]
         try:
             row = self._table.kept.admit_over(ids, kv_len)
-        except BadBatch:  # what its window needs is not kept; a refusal must leave everything as it is
+        except BadBatch:  # its window is not kept; a refusal must change nothing
             return
         limit = self._between(kv_len + 1, self.scenario.max_kv_len)
         self.requests.append(Request(row, kept.token_ids[:kv_len], kv_len, kv_len, limit, kv_len, kv_len))
         self._happened(Action.BEGIN, f"row {row} over {kv_len} kept tokens")
 
     def _any_like(self, kept: KeptTokens, page_no: int) -> int:
-        """The id of a page of what is kept, or of another one with the same tokens up to its end."""
+        """Returns the id of a kept page, or of another one whose tokens are the same up to its end."""
         stop = (page_no + 1) * self.scenario.page_size
         like = [other for other in self.kept if other.token_ids[:stop] == kept.token_ids[:stop]]
         return like[self._below(len(like))].ids[page_no]
@@ -635,7 +635,7 @@ class World:
 
     def _reserve_ahead(self, request: Request) -> None:
         kv_len = min(request.num_stored + self._between(1, 2 * self.scenario.page_size), self.scenario.max_kv_len)
-        # A refusal must leave everything as it is.
+        # A refusal must change nothing.
         with suppress(OutOfPages):
             self._table.reserve(request.row, kv_len)
             self._happened(Action.RESERVE, f"{kv_len} tokens for row {request.row}")
@@ -652,7 +652,7 @@ class World:
                 self._truncate(request)
 
     def _truncate(self, request: Request) -> None:
-        """The pages after what is stored go, and with them what other rows hold too."""
+        """Drops the pages after the stored tokens, and the shares of other rows in them."""
         self._table.truncate(request.row, request.num_stored)
         request.num_shared = min(request.num_shared, request.num_stored)
 
@@ -679,7 +679,7 @@ class World:
         self.history.append(f"{action.value} {what}")
 
     def _any_request(self) -> list[Request]:
-        """One request, or none when there is none."""
+        """Returns one request, or none if there is none."""
         return [self.requests[self._below(len(self.requests))]] if self.requests else []
 
     def _draw_ids(self, count: int) -> list[int]:
@@ -690,7 +690,7 @@ class World:
         return int(self._random.integers(end))
 
     def _between(self, low: int, high: int) -> int:
-        """low .. high, both included."""
+        """Returns a number from low to high, both included."""
         return int(self._random.integers(low, high + 1))
 
     def _chance(self, probability: float) -> bool:

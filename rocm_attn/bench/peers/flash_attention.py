@@ -1,4 +1,4 @@
-"""FlashAttention-3 over pages: as vLLM ships it, from a shared library or an installed vLLM."""
+"""FlashAttention-3 over pages, as vLLM ships it: from a shared library or an installed vLLM."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MOST_DIM, _DIMS = 256, 8
 
 
 class FlashAttention3:
-    """Metadata made before, as an engine does.
+    """FlashAttention-3. Its metadata is made before timing, as an engine does.
 
-    library: path of `_vllm_fa3_C.abi3.so`; empty: of the installed vLLM
+    library: path of `_vllm_fa3_C.abi3.so`; empty: that of the installed vLLM
     """
 
     def __init__(self, library: str) -> None:
@@ -26,7 +26,7 @@ class FlashAttention3:
         self._ops: Any = None
 
     def prepare(self, data: StepData) -> Launch:
-        """As Contestant.prepare."""
+        """Does the same as Contestant.prepare."""
         problem = data.problem
         reason = _refusal(problem)
         if reason:
@@ -74,7 +74,7 @@ class FlashAttention3:
 
 
 def _refusal(problem: Problem) -> str:
-    """Why it does not serve; empty where it does."""
+    """Returns why it does not serve the problem; empty if it does."""
     if torch.version.hip is not None or not torch.cuda.is_available():
         return "it runs on NVIDIA's Hopper"
     if problem.pool is not PoolKind.SPLIT or problem.kv_encoding is not KVEncoding.LIKE_Q:

@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers over pages: planned before, as an engine does."""
+"""FlashInfer's wrappers over pages. They are planned before timing, as an engine does."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WORKSPACE_BYTES = 512 << 20
 
 
 class FlashInfer:
-    """Decode by the tensor-core kernels, extend by the prefill ones."""
+    """FlashInfer: decode by the tensor-core kernels, extend by the prefill ones."""
 
     def __init__(self) -> None:
         self._workspace: torch.Tensor | None = None
 
     def prepare(self, data: StepData) -> Launch:
-        """As Contestant.prepare."""
+        """Does the same as Contestant.prepare."""
         problem = data.problem
         if problem.pool is not PoolKind.SPLIT or problem.kv_encoding is not KVEncoding.LIKE_Q:
             raise NotServed("it is measured over K and V pages in q's dtype")

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention over packed K and V: what attention costs without pages, no equal work."""
+"""torch's scaled_dot_product_attention over packed K and V: the cost of attention without pages, not equal work."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 
 
 class TorchSdpa:
-    """Over copies of K and V, made before, [sequences, heads, tokens, dim]: sequences must be alike."""
+    """Attention over copies of K and V, made before timing, [sequences, heads, tokens, dim]: lengths must be equal."""
 
     def prepare(self, data: StepData) -> Launch:
-        """As Contestant.prepare."""
+        """Does the same as Contestant.prepare."""
         problem, batch = data.problem, data.batch
         reason = _refusal(problem, data)
         if reason:
@@ -31,7 +31,7 @@ class TorchSdpa:
         )
         q = data.q.view(num_seqs, q_len, problem.num_q_heads, problem.head_dim).transpose(1, 2)
         out = data.out.view(num_seqs, q_len, problem.num_q_heads, problem.v_head_dim)
-        # causal_lower_right picks the fast kernels where they have the mask; of one query there is nothing to hide.
+        # causal_lower_right selects the fast kernels if they have the mask. A single query needs no mask.
         mask = causal_lower_right(q_len, kv_len) if 1 < q_len < kv_len else None
         is_causal = q_len == kv_len and q_len > 1
 
@@ -45,7 +45,7 @@ class TorchSdpa:
 
 
 def _refusal(problem: Problem, data: StepData) -> str:
-    """Why it does not serve; empty where it does."""
+    """Returns why it does not serve the step; empty if it does."""
     if problem.pool is not PoolKind.SPLIT:
         return f"it has no {problem.pool.value}"
     if problem.window_left != UNLIMITED_WINDOW:

@@ -1,4 +1,4 @@
-"""vLLM's attention in Triton, which its ROCm users fall back to: set up as its backend does it."""
+"""vLLM's attention in Triton, which is the fallback of its ROCm users: set up the same way as in its backend."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rocm_attn.bench.contestant import Launch, NotServed
 from rocm_attn.bench.step_data import StepData
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind
 
-# Of vLLM's backend: segments of a decode, and the sequences up to which it is split, rounded to captured sizes.
+# Values of vLLM's backend: segments of a decode; the most sequences for which it is split, rounded to captured sizes.
 _SEGMENTS, _MOST_SPLIT = 16, 128
 _CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 
 
 class VllmTriton:
-    """Of the installed vLLM, 0.11 or later."""
+    """The attention of the installed vLLM, 0.11 or later."""
 
     def prepare(self, data: StepData) -> Launch:
-        """As Contestant.prepare."""
+        """Does the same as Contestant.prepare."""
         problem, step = data.problem, data.step
         if problem.pool is not PoolKind.SPLIT or problem.kv_encoding is not KVEncoding.LIKE_Q or not problem.causal:
             raise NotServed("it is measured over K and V pages in q's dtype, causal")

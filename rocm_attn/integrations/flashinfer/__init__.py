@@ -1,7 +1,7 @@
 """FlashInfer's paged attention by its own names: arguments, layouts, defaults and base-2 log-sum-exps of release 0.7.
 
-A program that was written for FlashInfer runs after `import rocm_attn.integrations.flashinfer as flashinfer`. What is
-not served raises Unsupported with a reason. docs/flashinfer.md says what differs.
+A program that was written for FlashInfer runs after `import rocm_attn.integrations.flashinfer as flashinfer`. Arguments
+that are not served raise Unsupported with a reason. docs/flashinfer.md lists the differences.
 """
 
 from rocm_attn.integrations.flashinfer import cascade, decode, mla, page, prefill

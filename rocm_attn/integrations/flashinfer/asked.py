@@ -1,4 +1,4 @@
-"""What callers of FlashInfer's functions ask for: layouts, dtypes, a geometry; what is not served, and why."""
+"""Requests of FlashInfer's callers: layouts, dtypes, a geometry. Also the arguments that are not served, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYOUTS = ("NHD", "HND")
 NO_POSITIONS, ROPE, ALIBI = "NONE", "ROPE_LLAMA", "ALIBI"
 _EIGHT_BITS = {torch.float8_e4m3fn: KVEncoding.E4M3FN, torch.float8_e5m2: KVEncoding.E5M2}
 
-# What FlashInfer takes and no kernel here does, and why.
+# Arguments that FlashInfer takes and no kernel here supports -> the reason.
 _REFUSED = {
     "window_right": "windows reach back from a query, not ahead of it",
     "jit_args": "they are CUDA source, which is compiled into FlashInfer's own kernels",
@@ -48,7 +48,7 @@ _REFUSED = {
 
 
 def refuse(**asked: bool) -> None:
-    """Raise Unsupported with the reason for the first argument that is asked for. positional: of *args"""
+    """Raises Unsupported with the reason for the first argument that is asked for. positional: of *args"""
     for name, is_asked in asked.items():
         if is_asked:
             name = "*args" if name == "positional" else name
@@ -56,14 +56,14 @@ def refuse(**asked: bool) -> None:
 
 
 def check_layout(kv_layout: str) -> str:
-    """The layout. Raises BadSetting for one that FlashInfer does not know."""
+    """Returns the layout. Raises BadSetting for one that FlashInfer does not know."""
     if kv_layout not in LAYOUTS:
         raise BadSetting(f"kv_layout is {kv_layout!r}; it is NHD or HND")
     return kv_layout
 
 
 def check_positions(pos_encoding_mode: str) -> bool:
-    """Whether scores get ALiBi's bias. Raises Unsupported, BadSetting."""
+    """True if scores get ALiBi's bias. Raises Unsupported, BadSetting."""
     if pos_encoding_mode == ROPE:
         raise Unsupported(
             "pos_encoding_mode ROPE_LLAMA is not served: kernels here read keys as they are stored; rotate queries and "
@@ -75,7 +75,7 @@ def check_positions(pos_encoding_mode: str) -> bool:
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A dtype, or the name of one. Raises BadSetting."""
+    """Returns a dtype given as such or by its name. Raises BadSetting."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise BadSetting(f"{dtype!r} is no dtype of torch")
@@ -86,14 +86,14 @@ _chosen = ["auto"]
 
 
 def use_provider(provider: str) -> None:
-    """Choose what serves calls that name no kernels, from now on: "auto", "torch", "triton" or "aiter"."""
+    """Sets the provider for later calls that name no kernels: "auto", "torch", "triton" or "aiter"."""
     if provider not in PROVIDERS:
         raise BadSetting(f"provider is {provider!r}; it is one of {', '.join(PROVIDERS)}")
     _chosen[0] = provider
 
 
 def provider_of(backend: str = "auto") -> str:
-    """Whose kernels serve a call.
+    """Returns the provider whose kernels serve a call.
 
     backend: a provider of ours, or a name of FlashInfer's, which means "auto": its kernels do not run here
     """
@@ -102,10 +102,10 @@ def provider_of(backend: str = "auto") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a plan fixes.
+    """The settings that a plan fixes.
 
     dtype:         of q; kv_dtype: of K and V, the same or eight bits
-    window_left:   previous keys that a query sees besides its own; -1: all of them
+    window_left:   previous keys that a query sees in addition to its own; -1: all of them
     alibi:         whether scores get ALiBi's bias
     sinks:         whether softmax denominators have a sink
     deterministic: whether a sequence's results must be the same in any batch
@@ -146,19 +146,19 @@ class Geometry:
 
     @property
     def is_coded(self) -> bool:
-        """Whether K and V are in eight bits."""
+        """True if K and V are in eight bits."""
         return self.kv_dtype in _EIGHT_BITS
 
     def scaled(self, factor: float) -> Geometry:
-        """The same with another scale."""
+        """Returns the same geometry with its scale multiplied by factor."""
         return self if factor == 1.0 else replace(self, scale=self.scale * factor)
 
     def seen(self, causal: bool, scores: Scores) -> Geometry:
-        """The same with another causality, and other scores."""
+        """Returns the same geometry with the given causality and scores."""
         return scores.over(replace(self, causal=causal))
 
     def problem(self, *, causal: bool, masked: bool) -> Problem:
-        """What kernels are chosen for. masked: whether steps say cell by cell what is seen, in place of the rest"""
+        """Returns the problem that kernels are chosen for. masked: steps bring a mask of cells in place of the rest"""
         return Problem(
             self.num_q_heads,
             self.num_kv_heads,
@@ -182,7 +182,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How scores become weights, as FlashInfer's arguments say it; None is their default."""
+    """The rules that turn scores into weights, as FlashInfer's arguments give them; None is their default."""
 
     pos_encoding_mode: str
     window_left: int
@@ -190,7 +190,7 @@ class Scores:
     sm_scale: float | None
 
     def over(self, geometry: Geometry) -> Geometry:
-        """The geometry with these scores."""
+        """Returns the geometry with these scores."""
         return replace(
             geometry,
             alibi=check_positions(self.pos_encoding_mode),
@@ -201,9 +201,9 @@ class Scores:
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """A slope for each head: 2^(-8 i / n), i from 1 on, n the largest power of two of heads; then those between.
+    """Returns a slope per head: 2^(-8 i / n), i from 1 on, n the largest power of two of heads; then those between.
 
-    Press, Smith and Lewis, "Train Short, Test Long", and its published code for other numbers of heads.
+    Source: Press, Smith and Lewis, "Train Short, Test Long", and its published code for other numbers of heads.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
@@ -212,7 +212,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raise BadTensor where a tensor is another than it must be."""
+    """Raises BadTensor if a tensor has another shape, dtype or device than it must have."""
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
         raise BadTensor(
             f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; it must be {dtype} "

@@ -1,4 +1,4 @@
-"""Values that a plan is made of, and those that one call brings."""
+"""Values that make up a plan, and those that one call brings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The largest batch.
+    """The size of the largest batch.
 
     num_seqs, num_tokens: of a batch
     num_entries:          page indices of a batch
@@ -25,12 +25,12 @@ class Room:
     width: int
 
     def holds(self, other: Room) -> bool:
-        """Whether a batch that needs other fits."""
+        """True if a batch that needs `other` fits."""
         mine, its = (tuple(getattr(room, name) for name in self.__slots__) for room in (self, other))
         return all(has >= needs for has, needs in zip(mine, its, strict=True))
 
     def grown(self, other: Room) -> Room:
-        """Room for both, and some to spare."""
+        """Returns room for both, rounded up to powers of two."""
         return Room(*(next_power_of_2(max(getattr(self, name), getattr(other, name), 1)) for name in self.__slots__))
 
 
@@ -39,11 +39,11 @@ NO_ROOM = Room(0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a plan is made of.
+    """A planned batch.
 
     pages:    page indices, sequence after sequence; the last list ends at num_entries
     page_ids: the smallest and the largest of them
-    mask:     bool [cells], what new tokens see in place of causality
+    mask:     bool [cells], the keys that new tokens see, in place of causality
     """
 
     lengths: Lengths
@@ -53,20 +53,20 @@ class Batch:
     mask: Tensor | None = None
 
     def room(self, page_size: int) -> Room:
-        """What the batch needs."""
+        """Returns the room that the batch needs."""
         width = max(1, -(-self.lengths.max_kv_len // page_size))
         return Room(self.lengths.num_seqs, self.lengths.num_tokens, self.num_entries, width)
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What one call attends with.
+    """The inputs and outputs of one call.
 
     q:        [tokens, q_heads, head_dim]
     k, v:     pages, [pages, page_size, kv_heads, head_dim | v_head_dim]
-    out, lse: as ExternalAttention.layers.attend; lse receives the natural log, and -inf of tokens that see nothing
-    sinks:    float [q_heads], where the geometry has some
-    k_scale, v_scale: float32 [1], of pages in eight bits
+    out, lse: as in ExternalAttention.layers.attend; lse receives the natural log, and -inf for tokens that see nothing
+    sinks:    float [q_heads], if the geometry has sinks
+    k_scale, v_scale: float32 [1], for pages in eight bits
     """
 
     q: Tensor

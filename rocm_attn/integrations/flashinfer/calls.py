@@ -16,13 +16,13 @@ from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE
 Scale = float | Tensor | None
 # K and V in one tensor, or in two.
 PagedKV = Tensor | tuple[Tensor, Tensor]
-# An output, or with its log-sum-exp.
+# An output, or a pair of it and its log-sum-exp.
 Result = Tensor | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What run() is given beside q, k and v, as FlashInfer names it."""
+    """Arguments of run() in addition to q, k and v, by FlashInfer's names."""
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -42,9 +42,10 @@ class Call:
 
 
 def pages_of(paged_kv_cache: PagedKV, kv_layout: str) -> tuple[Tensor, Tensor]:
-    """K and V as [pages, page_size, kv_heads, dim]: views, of any layout of FlashInfer's. Raises BadTensor.
+    """Returns K and V as [pages, page_size, kv_heads, dim]: views, for any layout of FlashInfer's. Raises BadTensor.
 
-    A tensor has K and V in its second dimension; without one for the page size, that is 1.
+    A single tensor has K and V in its second dimension. If the dimension of the page size is missing, pages have 1
+    token.
     """
     if isinstance(paged_kv_cache, Tensor):
         if paged_kv_cache.dim() not in (4, 5) or paged_kv_cache.shape[1] != 2:
@@ -76,7 +77,7 @@ def attend(
     pages: tuple[Tensor, Tensor],
     call: Call,
 ) -> Result:
-    """The output of one call, and its log-sum-exp where that is asked for. Raises BadTensor, WrongState, Unsupported.
+    """Returns the output of one call, and its log-sum-exp if asked for. Raises BadTensor, WrongState, Unsupported.
 
     q:     [tokens, q_heads, head_dim]
     pages: K and V, [pages, page_size, kv_heads, head_dim | v_head_dim]
@@ -110,7 +111,7 @@ def attend(
 
 
 def _lse_rows(call: Call, shape: tuple[int, int], device: torch.device) -> Tensor | None:
-    """float32 [tokens, heads] where a log-sum-exp is asked for: the caller's own memory where it gives some."""
+    """Returns float32 [tokens, heads], the caller's own memory if given; None if no log-sum-exp is asked for."""
     if call.lse is None:
         return torch.empty(shape, dtype=torch.float32, device=device) if call.return_lse else None
     check_rows("lse", call.lse, shape if call.lse_layout == "NH" else shape[::-1], torch.float32, device)
@@ -118,7 +119,7 @@ def _lse_rows(call: Call, shape: tuple[int, int], device: torch.device) -> Tenso
 
 
 def _finished(lse: Tensor, call: Call) -> Tensor:
-    """From the natural log to the base and layout that are asked for."""
+    """Converts a natural log to the base and layout that are asked for."""
     if call.lse_base == "log2":
         lse.mul_(LOG2_E)
     if call.lse_layout == "NH":
@@ -127,12 +128,12 @@ def _finished(lse: Tensor, call: Call) -> Tensor:
 
 
 def _number(scale: Scale) -> float:
-    """A factor on the host; a tensor is waited for."""
+    """Returns a scale as a float on the host; waits for a tensor."""
     return 1.0 if scale is None else float(scale)
 
 
 def _factor(scale: Scale, device: torch.device) -> Tensor:
-    """float32 [1] on the device."""
+    """Returns a scale as float32 [1] on the device. Raises BadTensor."""
     if isinstance(scale, Tensor) and scale.numel() == 1:
         return scale.to(device, torch.float32).reshape(1)
     if isinstance(scale, Tensor):

@@ -26,12 +26,12 @@ __all__ = [
 
 
 class MultiLevelCascadeAttentionWrapper(Wrapper):
-    """Attention over levels of KV, each of which more sequences share than the next: merged over all levels.
+    """Attention over levels of KV, merged over all levels. More sequences share a level than the next one.
 
-    num_levels:             of KV, from what most share to what is each sequence's own
-    float_workspace_buffer: its device is the wrapper's; nothing is written to it
-    ..._buf_arr:            for each level, what BatchPrefillWithPagedKVCacheWrapper takes; with use_cuda_graph
-    Raises BadBatch, BadSetting, BadTensor.
+    num_levels:             of KV, from the one that most sequences share to the one that each has for itself
+    float_workspace_buffer: sets the wrapper's device; nothing is written to it
+    ..._buf_arr:            a list with the buffer of each level's BatchPrefillWithPagedKVCacheWrapper; with
+    use_cuda_graph Raises BadBatch, BadSetting, BadTensor.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether run() is captured."""
+        """True if run() is captured."""
         return self._use_cuda_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffers: list[Tensor]) -> None:
-        """Nothing: no workspace of the caller's is used."""
+        """Does nothing: no workspace of the caller's is used."""
 
     def plan(
         self,
@@ -84,10 +84,11 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,
     ) -> None:
-        """Use these batches from now on, one for each level; all have the same new tokens.
+        """Plans batches for later calls of run(), one per level; all have the same new tokens.
 
-        causal: of the last level; tokens see all of the levels before it
-        The rest as BatchPrefillWithPagedKVCacheWrapper.plan. Raises Unsupported, BadBatch, BadTensor, NeverFits.
+        causal: for the last level; tokens see all of the levels before it
+        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan. Raises Unsupported, BadBatch,
+        BadTensor, NeverFits.
         """
         lists = qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len
         _check_levels(len(self._levels), *lists)
@@ -110,7 +111,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
     begin_forward = plan
 
     def run(self, q: Tensor, paged_kv_cache: PagedKV) -> Tensor:
-        """Attention over all levels: [tokens, q_heads, head_dim]. Raises BadTensor, WrongState."""
+        """Returns the attention over all levels: [tokens, q_heads, head_dim]. Raises BadTensor, WrongState."""
         out, lse = self._levels[-1].run(q, paged_kv_cache, return_lse=True)
         for level in self._levels[:-1]:
             merge_state_in_place(out, lse, *level.run(q, paged_kv_cache, return_lse=True))

@@ -1,7 +1,7 @@
-"""Masks of a cell for each new token and key: those that callers bring, and those of windows and of short KV.
+"""Masks with a cell per new token and key: those that callers give, and those of windows and of short KV.
 
 The cells of a sequence are [q_len, kv_len], one sequence after the other. Token i of a sequence is at position
-kv_len - q_len + i, which is negative where a sequence has more new tokens than KV.
+kv_len - q_len + i, which is negative if a sequence has more new tokens than KV.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rocm_attn.problem import UNLIMITED_WINDOW
 def seen_cells(
     lengths: Lengths, mask: Tensor | None, *, causal: bool, window_left: int, device: torch.device
 ) -> Tensor:
-    """bool [cells]: what each token sees of its sequence's KV, at least one cell.
+    """Returns the keys that each token sees of its sequence's KV: bool [cells], at least one cell.
 
-    mask: bool [cells], what a caller shows, in place of causality; a window hides what lies further back in any case
+    mask: bool [cells], the keys that a caller shows, in place of causality; a window hides older keys in any case
     """
     num_cells = lengths.num_cells
     if num_cells == 0:
@@ -42,7 +42,7 @@ def seen_cells(
 
 
 def token_positions(lengths: Lengths) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Where each new token is in its sequence: int64 [tokens]."""
+    """Returns the position of each new token in its sequence: int64 [tokens]."""
     q_len = lengths.q_len
     first = lengths.kv_len - q_len - lengths.q_indptr[:-1]
     return np.repeat(first, q_len) + np.arange(lengths.num_tokens)
@@ -51,11 +51,11 @@ def token_positions(lengths: Lengths) -> np.ndarray[tuple[int], np.dtype[np.int6
 def given_cells(
     lengths: Lengths, custom_mask: Tensor | None, packed_custom_mask: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """bool [cells] of a caller's mask, or None where there is none. Raises BadTensor.
+    """Returns a caller's mask as bool [cells], or None if there is none. Raises BadTensor.
 
     custom_mask:        [cells], not 0 where a key is seen
-    packed_custom_mask: uint8, eight cells a byte, from the lowest bit on; each sequence begins with a byte of its own.
-                        It counts where both are given
+    packed_custom_mask: uint8, eight cells per byte, from the lowest bit on; each sequence begins with a new byte.
+                        It is used if both are given
     """
     if packed_custom_mask is not None:
         return _unpacked(lengths, packed_custom_mask).to(device)
@@ -78,7 +78,7 @@ def _unpacked(lengths: Lengths, packed: Tensor) -> Tensor:
             "each sequence from a byte of its own on"
         )
     bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
-    # cell -> bit: those of a sequence move by what the bytes before it have left empty.
+    # cell -> bit: the cells of a sequence are shifted by the unused bits of the bytes before it.
     left_empty = np.cumsum(num_bytes * 8 - cells) - (num_bytes * 8 - cells)
     bit = np.arange(lengths.num_cells) + np.repeat(left_empty, cells)
     return bits.reshape(-1)[torch.from_numpy(bit).to(packed.device)] != 0

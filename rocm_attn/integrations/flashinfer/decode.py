@@ -26,7 +26,7 @@ from rocm_attn.integrations.flashinfer.wrapped import PagedKVLists, Wrapper, kee
 
 Dtype = str | torch.dtype | None
 
-# What plan() once took by position after page_size, in order.
+# Arguments that plan() once took by position after page_size, in order.
 _ONCE_POSITIONAL = (
     "pos_encoding_mode",
     "window_left",
@@ -64,7 +64,7 @@ def single_decode_with_kv_cache(
     rope_theta: float | None = None,
     return_lse: bool = False,
 ) -> Result:
-    """Attention of one new token: [q_heads, v_head_dim], and its LSE [q_heads] where that is asked for.
+    """Returns the attention of one new token: [q_heads, v_head_dim], and its LSE [q_heads] if asked for.
 
     q: [q_heads, head_dim]; k, v: [kv_len, kv_heads, dim] in NHD, [kv_heads, kv_len, dim] in HND
     Raises Unsupported, BadTensor.
@@ -76,11 +76,11 @@ def single_decode_with_kv_cache(
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
-    """Decode over lists of pages: plan() once a step, run() for each layer.
+    """Decode over lists of pages: plan() once per step, run() for each layer.
 
-    float_workspace_buffer: its device is the wrapper's; nothing is written to it
-    use_cuda_graph:         whether run() is captured; the three buffers then keep what plan() is given
-    use_tensor_cores, enable_pdl: whatever is said, kernels are chosen here
+    float_workspace_buffer: sets the wrapper's device; nothing is written to it
+    use_cuda_graph:         whether run() is captured; the three buffers then keep the arguments of plan()
+    use_tensor_cores, enable_pdl: ignored, kernels are chosen here
     backend:                a provider of ours, or a name of FlashInfer's, which stands for the best one
     Raises Unsupported, BadSetting.
     """
@@ -118,16 +118,16 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
 
     @property
     def use_tensor_cores(self) -> bool:
-        """What was said when the wrapper was made."""
+        """The value that the wrapper was made with."""
         return self._use_tensor_cores
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether run() is captured."""
+        """True if run() is captured."""
         return self._use_cuda_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Nothing: no workspace of the caller's is used."""
+        """Does nothing: no workspace of the caller's is used."""
 
     def plan(
         self,
@@ -141,9 +141,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         *deprecated_positional_args: Any,
         **kwargs: Any,
     ) -> None:
-        """Use this batch from now on. Optional arguments are those of _plan_impl, also by position, with a warning.
+        """Plans a batch for later calls of run(). Takes _plan_impl's optional arguments, by position with a warning.
 
-        Raises Unsupported, BadBatch, BadTensor, NeverFits; nothing is planned then.
+        Raises Unsupported, BadBatch, BadTensor, NeverFits. Then nothing is planned.
         """
         if len(deprecated_positional_args) > len(_ONCE_POSITIONAL):
             raise TypeError(
@@ -192,7 +192,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         q_len_per_req: int = 1,
         is_causal: bool | None = None,
     ) -> None:
-        """What plan() takes. fixed_split_size, disable_split_kv: results are the same in any batch."""
+        """Does the work of plan(). fixed_split_size, disable_split_kv: results are the same in any batch."""
         refuse(window_right=window_right != 0)
         if q_len_per_req < 1:
             raise BadBatch(f"q_len_per_req is {q_len_per_req}; it is at least 1")
@@ -246,7 +246,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: PagedKV | None = None,
     ) -> Result:
-        """Attention of the planned batch over a layer's pages: [tokens, q_heads, head_dim], and LSE to base 2.
+        """Returns the planned batch's attention over a layer's pages: [tokens, q_heads, head_dim], and LSE to base 2.
 
         paged_kv_cache: [pages, 2, page_size, kv_heads, head_dim] in NHD, [pages, 2, kv_heads, page_size, head_dim] in
                         HND, or K and V alone
@@ -288,7 +288,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Result:
-        """Deprecated in FlashInfer: run(), with scores that need not be those of plan()."""
+        """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
         self._geometry = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(self._ready()[1])
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
@@ -317,7 +317,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """Decode whose run() is captured: batches have as many sequences as last_page_len_buffer has entries."""
+    """Decode whose run() is captured. Every batch has as many sequences as last_page_len_buffer has entries."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Batches of latent pages, by lists of pages or by a table. Names and arguments are FlashInfer's."""
+"""Batches of latent pages, given as lists of pages or as a table. Names and arguments are FlashInfer's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rocm_attn.integrations.flashinfer.wrapped import listed_batch
 
 @dataclass(frozen=True)
 class MLAPlanMetadata:
-    """Lengths and pages of a batch: as lists of pages (csr), as a table (dense), or both, of which the lists count.
+    """Lengths and pages of a batch: as lists of pages (csr), as a table (dense), or both; then the lists are used.
 
     qo_indptr: int32 [S + 1]; kv_indptr: int32 [S + 1 or more]; kv_indices: int32 [kv_indptr[S] or more]
     kv_len_arr, seq_lens: int32 [S], tokens of each sequence
@@ -34,14 +34,14 @@ class MLAPlanMetadata:
 
     @classmethod
     def csr(cls, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor) -> MLAPlanMetadata:
-        """Lists of pages."""
+        """Makes a batch from lists of pages."""
         return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
 
     @classmethod
     def dense(
         cls, cum_seq_lens_q: Tensor, block_tables: Tensor, seq_lens: Tensor, max_q_len: int | None = None
     ) -> MLAPlanMetadata:
-        """A table of pages."""
+        """Makes a batch from a table of pages."""
         return cls(cum_seq_lens_q=cum_seq_lens_q, block_tables=block_tables, seq_lens=seq_lens, max_q_len=max_q_len)
 
     @classmethod
@@ -57,13 +57,13 @@ class MLAPlanMetadata:
         seq_lens: Tensor,
         max_q_len: int | None = None,
     ) -> MLAPlanMetadata:
-        """Both."""
+        """Makes a batch from both."""
         lists = qo_indptr, kv_indptr, kv_indices, kv_len_arr
         return cls(*lists, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
 
 
 def given(tensor: Tensor | None) -> Tensor:
-    """A tensor that a plan needs. Raises BadBatch."""
+    """Returns a tensor that a plan needs. Raises BadBatch if it is None."""
     if tensor is None:
         raise BadBatch(
             "the plan lacks tensors; give qo_indptr, kv_indptr, kv_indices and kv_len_arr, or cum_seq_lens_q, "
@@ -73,7 +73,7 @@ def given(tensor: Tensor | None) -> Tensor:
 
 
 def batch_of(metadata: MLAPlanMetadata, page_size: int) -> Batch:
-    """What a plan is made of. Raises BadBatch, BadTensor."""
+    """Returns the batch of a plan. Raises BadBatch, BadTensor."""
     lists = metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr
     if any(each is not None for each in lists):
         return _batch_of_lists(page_size, *map(given, lists))

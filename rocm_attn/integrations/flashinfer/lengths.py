@@ -1,4 +1,4 @@
-"""The lengths of a batch on the host, from what plan() is given; where that is on a device, one copy brings it."""
+"""The lengths of a batch on the host, from the arguments of plan(). If they are on a device, one copy brings them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Sight(enum.Enum):
-    """Which keys a batch's tokens see."""
+    """The keys that a batch's tokens see."""
 
     CAUSAL = "what comes before"
     ALL = "everything"
@@ -30,8 +30,8 @@ class Sight(enum.Enum):
 class Lengths:
     """A batch of S sequences.
 
-    q_indptr:   [S + 1]  where each sequence's new tokens begin
-    first_page: [S]      where each sequence's pages begin in the list of all
+    q_indptr:   [S + 1]  the first new token of each sequence
+    first_page: [S]      the place of each sequence's first page in the list of all pages
     kv_len:     [S]      tokens, new ones included
     Raises BadBatch.
     """
@@ -68,15 +68,15 @@ class Lengths:
 
     @property
     def num_cells(self) -> int:
-        """Pairs of a new token and a key of its sequence."""
+        """The number of pairs of a new token and a key of its sequence."""
         return int((self.q_len * self.kv_len).sum())
 
     def sight(self, *, causal: bool, window_left: int, has_mask: bool, one_is_causal: bool) -> Sight:
-        """What says which keys are seen.
+        """Returns the rule for the keys that are seen: causality, everything, or a mask.
 
-        A step that is causal takes a sequence without KV for a pad, if none with KV follows, and has no other with
-        fewer tokens in its KV than new ones. One that is not causal has no window.
-        one_is_causal: whether a batch of one new token each may count as causal, in which nothing else is seen
+        In a causal step, only sequences after the last one with KV may have fewer tokens in their KV than new ones.
+        They have no KV and count as padding. A step that is not causal has no window.
+        one_is_causal: whether a batch with one new token per sequence may count as causal, since it sees the same keys
         """
         if has_mask:
             return Sight.CELLS
@@ -92,7 +92,7 @@ class Lengths:
 
 
 def on_host(*tensors: Tensor) -> list[Int64Array]:
-    """Integers of one dimension, on the host. Those on one device come in one copy. Raises BadTensor."""
+    """Returns one-dimensional integers on the host. All that are on a device come in one copy. Raises BadTensor."""
     for tensor in tensors:
         if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex():
             raise BadTensor(
@@ -107,7 +107,7 @@ def on_host(*tensors: Tensor) -> list[Int64Array]:
 
 
 def paged_kv_len(indptr: Int64Array, last_page_len: Int64Array, page_size: int) -> Int64Array:
-    """Tokens of each sequence: full pages, and what its last page holds. Raises BadBatch."""
+    """Returns the tokens of each sequence: those of its full pages and of its last page. Raises BadBatch."""
     _check_indptr("indptr", indptr)
     pages = np.diff(indptr)
     if len(pages) != len(last_page_len):
@@ -128,5 +128,5 @@ def _check_indptr(name: str, indptr: Int64Array) -> None:
 
 
 def uniform_indptr(num_seqs: int, q_len: int) -> Int64Array:
-    """Boundaries of sequences with as many new tokens each."""
+    """Returns the indptr of sequences with q_len new tokens each."""
     return np.arange(num_seqs + 1, dtype=np.int64) * q_len

@@ -17,7 +17,7 @@ _LN_2 = 1.0 / LOG2_E
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both sides; the output has the dtype of v_a.
+    """Returns the attention over the keys of both sides; the output has the dtype of v_a.
 
     v_a, v_b: [tokens, heads, dim]; s_a, s_b: [tokens, heads], to base 2
     Raises BadTensor.
@@ -29,7 +29,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 
 
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
-    """merge_state into v and s.
+    """Merges v_other and s_other into v and s, like merge_state.
 
     s:    float32 [tokens, heads]
     mask: [tokens], not 0 where a token takes the other side; None: all do
@@ -50,7 +50,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of all sides.
+    """Returns the attention over the keys of all sides.
 
     v: [tokens, sides, heads, dim]; s: [tokens, sides, heads], to base 2
     Raises BadTensor.
@@ -61,7 +61,7 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         )
     natural = s.to(torch.float32) * _LN_2
     lse = natural[:, 0].clone()
-    # Between sides float32, so that a sum of many is rounded once.
+    # Partial results are float32, so that a merge of many sides is rounded once.
     out = v[:, 0].to(torch.float32, copy=True).contiguous()
     sides = [(v[:, side], natural[:, side]) for side in range(1, v.shape[1])]
     for side in sides or [(v[:, 0], torch.full_like(lse, float("-inf")))]:

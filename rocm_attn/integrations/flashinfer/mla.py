@@ -1,7 +1,7 @@
 """Attention over latent pages (MLA, absorbed). Names and arguments are FlashInfer's.
 
-A row of a latent cache is a compressed part and a rotated part, ckv and kpe; V is the first. Kernels here read rows
-that have both. Where they lie in two tensors that are no parts of one, run() copies the pages of the plan to one first.
+A row of a latent cache has a compressed part and a rotated part, ckv and kpe; V is the first. Kernels here read rows
+with both parts. If the parts are in two tensors that are not views of one, run() first copies the plan's pages to one.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ScaleMode = Literal["default", "kv-per-tensor", "bmm-scalar", "bmm-tensor"]
 
 
 class BatchMLAPagedAttentionWrapper(Wrapper):
-    """Attention over latent pages: plan() once a step, run() for each layer.
+    """Attention over latent pages: plan() once per step, run() for each layer.
 
-    float_workspace_buffer: its device is the wrapper's; nothing is written to it
+    float_workspace_buffer: sets the wrapper's device; nothing is written to it
     use_cuda_graph:         whether run() is captured. Batches then have as many sequences as kv_len_arr has entries,
-                            and no more new tokens than the first; where each sequence of that has one, all have. The
-                            buffers keep what plan() is given
+                            and no more new tokens than the first batch. If each sequence of the first batch has one new
+                            token, so must those of all batches. The buffers keep the arguments of plan()
     backend:                a provider of ours, or a name of FlashInfer's, which stands for the best one
     Raises BadTensor.
     """
@@ -59,7 +59,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         }
         if use_cuda_graph and any(buffer is None for buffer in self._buffers.values()):
             raise BadTensor(f"with use_cuda_graph give {', '.join(self._buffers)}")
-        # Of caches with both parts in a row, and of those in two tensors, whose pages are copied to others.
+        # False: for caches with both parts in a row. True: for caches in two tensors, whose pages are copied to one.
         self._planned: dict[bool, PlannedAttention] = {}
         self._batch: Batch | None = None
         self._geometry: Geometry | None = None
@@ -96,9 +96,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         enable_pdl: bool | None = None,
         use_sinks: bool = False,
     ) -> None:
-        """Use this batch from now on: metadata, or its tensors alone.
+        """Plans a batch for later calls of run(), given by metadata or by its tensors alone.
 
-        What is about layouts is not needed: run() takes either. Raises Unsupported, BadBatch, BadTensor, NeverFits.
+        Arguments about layouts are ignored: run() takes either. Raises Unsupported, BadBatch, BadTensor, NeverFits.
         """
         refuse(skip_softmax=skip_softmax, output_scale=output_scale != "none", scale_mode=scale_mode.startswith("bmm"))
         flat = qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
@@ -125,7 +125,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         self._batch = batch
 
     def _plan(self, batch: Batch, is_copied: bool) -> PlannedAttention:
-        """Plan over the caller's pages, or over copies of those that the batch names, in their order."""
+        """Plans over the caller's pages, or over copies of the pages that the batch names, in their order."""
         assert self._geometry is not None
         planned = self._planned.get(is_copied)
         if planned is None:
@@ -168,11 +168,11 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         bmm1_scale: float | Tensor | None = None,
         bmm2_scale: float | Tensor | None = None,
     ) -> Result:
-        """Attention of the planned batch over a layer's latent pages: [tokens, heads, head_dim_ckv], and LSE.
+        """Returns the planned batch's attention over a layer's latent pages: [tokens, heads, head_dim_ckv], and LSE.
 
         query:    [tokens, heads, head_dim_ckv + head_dim_kpe], or its two parts; also as q_nope and q_pe
         kv_cache: [pages, page_size, head_dim_ckv + head_dim_kpe], or its two parts; also as ckv_cache and kpe_cache
-        kv_len, page_table: of batches that were not planned, which are refused
+        kv_len, page_table: for batches that were not planned; refused
         Raises Unsupported, BadTensor, WrongState.
         """
         refuse(
@@ -200,13 +200,13 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         return attend(planned, geometry, self._out_dtype, q, (rows, rows[..., : geometry.v_head_dim]), call)
 
     def _copied(self, parts: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
-        """The pages that a batch names, one after the other, with both parts in a row."""
+        """Returns the pages that a batch names, one after the other, with both parts in a row."""
         low, high = batch.page_ids
         if low < 0 or high >= min(len(part) for part in parts):
             raise BadTensor(f"the plan names pages {low} to {high}; the caches have {[len(part) for part in parts]}")
         pages = batch.pages[: batch.num_entries].to(self.device)
         if self._use_cuda_graph:
-            # As many as there may be: a graph copies those of later plans too. Those that no plan named are page 0.
+            # All entries of the buffer: a graph copies those of later plans too. Entries that no plan wrote are page 0.
             pages = given(self._buffers["kv_indices"]).clamp(0, len(parts[0]) - 1)
         if not len(parts[0]):
             return torch.cat(parts, -1)
@@ -249,7 +249,7 @@ def _call(out: Tensor | None, lse: Tensor | None, return_lse: bool, base_e: bool
 
 
 def _one_of(name: str, whole: Any, parts: tuple[Tensor | None, Tensor | None]) -> Parts:
-    """One argument, or the two that it replaces."""
+    """Returns one argument, or the two that can be given instead. Raises BadTensor unless exactly one form is given."""
     first, second = parts
     if whole is None and first is not None and second is not None:
         return first, second
@@ -264,7 +264,7 @@ def _joined(parts: Parts) -> Tensor:
 
 
 def _whole(parts: Parts, geometry: Geometry) -> Tensor | None:
-    """[pages, page_size, both parts] where they lie in one row; None where they do not. Raises BadTensor."""
+    """Returns [pages, page_size, both parts] if both parts are in one row, else None. Raises BadTensor."""
     dims = geometry.v_head_dim, geometry.head_dim - geometry.v_head_dim
     sides = [parts] if isinstance(parts, Tensor) else list(parts)
     for side, dim in zip(sides, [geometry.head_dim] if len(sides) == 1 else dims, strict=True):

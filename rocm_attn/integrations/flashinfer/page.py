@@ -1,6 +1,6 @@
-"""K and V of new tokens into pages. Names and arguments are FlashInfer's.
+"""Appends K and V of new tokens to pages. Names and arguments are FlashInfer's.
 
-A token whose sequence, place or page is not there is written nowhere. What is infinite or no number is written as 0.
+A token whose sequence, place or page does not exist is not written. Infinities and NaN are written as 0.
 Nothing waits for the device, so all of it may be captured.
 """
 
@@ -21,14 +21,14 @@ from rocm_attn.providers.triton import TRITON
 
 
 def step_ops(device: torch.device) -> StepOps:
-    """The launches around attention on a device: those of the provider that was chosen."""
+    """Returns the launches around attention on a device, those of the chosen provider."""
     provider = provider_of()
     on_triton = provider in ("triton", "aiter") or (provider == "auto" and device.type == "cuda")
     return (TRITON if on_triton else TORCH).ops()
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
-    """Tokens of each sequence, [S]: its full pages, and what its last page holds."""
+    """Returns the tokens of each sequence, [S]: those of its full pages and of its last page."""
     return (kv_indptr[1:] - kv_indptr[:-1] - 1).clamp(min=0) * page_size + kv_last_page_len
 
 
@@ -39,11 +39,11 @@ def get_batch_indices_positions(
     batch_indices: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sequence of each new token, and its place there: int32 [nnz] each. New tokens are a sequence's last ones.
+    """Returns each new token's sequence and its place there, int32 [nnz] each. New tokens are a sequence's last ones.
 
-    append_indptr: int [S + 1], where each sequence's new tokens begin; seq_lens: int [S], new tokens included
-    nnz:           entries, of which those after append_indptr[S] get sequence -1 and place 0
-    batch_indices, positions: int32 [nnz], written where they are given
+    append_indptr: int [S + 1], the first new token of each sequence; seq_lens: int [S], new tokens included
+    nnz:           entries; those after append_indptr[S] get sequence -1 and place 0
+    batch_indices, positions: int32 [nnz], written if they are given
     Raises BadTensor.
     """
     device = append_indptr.device
@@ -81,11 +81,11 @@ def append_paged_kv_cache(
     kv_last_page_len: Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """Write K and V of new tokens to their places: page kv_indices[kv_indptr[seq] + place // page_size].
+    """Writes K and V of new tokens to their places: page kv_indices[kv_indptr[seq] + place // page_size].
 
     append_key, append_value: [nnz, kv_heads, head_dim]
-    batch_indices, positions: int [nnz], the sequence and the place of each
-    paged_kv_cache:           as BatchDecodeWithPagedKVCacheWrapper.run, written in place
+    batch_indices, positions: int [nnz], the sequence and the place of each token
+    paged_kv_cache:           as in BatchDecodeWithPagedKVCacheWrapper.run, written in place
     Raises BadTensor, Unsupported.
     """
     k_pages, v_pages = pages_of(paged_kv_cache, check_layout(kv_layout))
@@ -107,7 +107,7 @@ def append_paged_mla_kv_cache(
     kv_indptr: Tensor,
     kv_last_page_len: Tensor,
 ) -> None:
-    """As append_paged_kv_cache, for latent rows and rotated parts of keys.
+    """Like append_paged_kv_cache, but for latent rows and rotated parts of keys.
 
     append_ckv, append_kpe: [nnz, dim]; ckv_cache, kpe_cache: [pages, page_size, dim], written in place
     Raises BadTensor, Unsupported.
@@ -124,7 +124,7 @@ def append_paged_mla_kv_cache(
 def _slots(
     batch_indices: Tensor, positions: Tensor, indices: Tensor, indptr: Tensor, num_pages: int, page_size: int
 ) -> Tensor:
-    """int32 [nnz]: page * page_size + offset of each token; -1 for one that has no place."""
+    """Returns int32 [nnz]: page * page_size + offset of each token, or -1 if it has no place."""
     num_seqs = indptr.shape[0] - 1
     if num_seqs < 1 or not len(indices):
         return torch.full_like(batch_indices, -1, dtype=torch.int32)
@@ -140,7 +140,7 @@ def _slots(
 
 
 def _append(rows: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], slots: Tensor) -> None:
-    """Write rows [nnz, heads, dim] to slots of pages [pages, page_size, heads, dim]."""
+    """Writes rows [nnz, heads, dim] to slots of pages [pages, page_size, heads, dim]. Raises BadTensor, Unsupported."""
     device = pages[0].device
     if pages[0].shape[:3] != pages[1].shape[:3]:
         raise BadTensor(f"the sides of the KV cache are {list(pages[0].shape)} and {list(pages[1].shape)}")

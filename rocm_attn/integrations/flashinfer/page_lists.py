@@ -1,7 +1,7 @@
-"""PageLists: lists of pages, one after the other, as a table that kernels read where it lies.
+"""PageLists: concatenated lists of pages, as a block table that kernels read without a copy.
 
 Row r of the table begins at entry r of the list, and so overlaps with the rows after it: both strides are 1. The
-sequence whose pages begin at entry e has row e. So no step gathers its pages into rows of their own.
+sequence whose pages begin at entry e uses row e. So no step gathers pages into separate rows.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from rocm_attn.paging.adopted import TableSource
 
 
 class PageLists:
-    """Room for lists of num_entries pages together, of up to width pages each.
+    """Room for lists of num_entries pages in total, and up to width pages each.
 
-    Entries that no list has are 0, which names a page of any cache: torch's kernels read them, and use nothing of it.
+    Entries that no list has are 0, which is a page of any cache: torch's kernels read it, and ignore its contents.
     """
 
     def __init__(self, num_entries: int, width: int, device: torch.device) -> None:
@@ -27,11 +27,11 @@ class PageLists:
 
     @property
     def table(self) -> TableSource:
-        """As ExternalAttention takes it. Page 0 is a page like others."""
+        """Returns the table as ExternalAttention takes it. Page 0 is a page like others."""
         return TableSource(self._entries.as_strided((self.num_entries + 1, self.width), (1, 1)), null_page=False)
 
     def write(self, pages: Tensor, count: int) -> None:
-        """Take the first count pages. Raises BadTensor, NeverFits."""
+        """Writes the first count pages to the list. Raises BadTensor, NeverFits."""
         if pages.dim() != 1 or pages.dtype not in (torch.int32, torch.int64) or len(pages) < count:
             raise BadTensor(
                 f"page indices are {pages.dtype} {list(pages.shape)}; they are int32 or int64 in one dimension, with "
@@ -46,7 +46,7 @@ class PageLists:
 
 
 def page_bounds(pages: Tensor, count: int) -> Tensor:
-    """The smallest and the largest of the first count pages, where they are; int64 [2], 0 and -1 without any."""
+    """Returns the smallest and largest of the first count pages, on their device: int64 [2]; 0 and -1 without any."""
     if count == 0 or not len(pages):
         return torch.tensor([0, -1])
     return torch.stack(torch.aminmax(pages[:count])).to(torch.int64)

@@ -1,7 +1,7 @@
 """PlannedAttention: a batch that was planned once, and attention over it for each layer that runs.
 
-Every geometry that runs has an ExternalAttention over the same lists of pages. plan() begins and fills the steps of
-those that ran after the plan before; another begins where it first runs, which a capture cannot do.
+Every geometry that runs has an ExternalAttention over the same lists of pages. plan() begins and fills the steps of the
+geometries that ran after the previous plan. Other steps begin at their first run, which must not be captured.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, Boundari
 from rocm_attn.step.head_weights import HeadWeights
 
 LOG2_E = 1.4426950408889634
-# Where nothing is captured: attentions that are kept, for scales that differ from call to call, for instance.
+# The most attentions that are kept if nothing is captured, for instance for scales that differ between calls.
 _MOST_BUILT = 32
 
 
 class _Variant(NamedTuple):
-    """What a call adds to the plan's geometry: sinks, and a factor on its scale."""
+    """Additions of a call to the plan's geometry: sinks, and a multiplier of its scale."""
 
     sinks: bool = False
     factor: float = 1.0
@@ -44,7 +44,7 @@ class _Variant(NamedTuple):
 
 @dataclass(slots=True)
 class _Built:
-    """An attention, and the plan that it has begun last."""
+    """An attention, and the plan that it began last."""
 
     attention: ExternalAttention
     plan: int = 0
@@ -53,9 +53,9 @@ class _Built:
 class PlannedAttention:
     """Attention over batches of one wrapper.
 
-    fixed: of a wrapper whose run() is captured: the largest batch. Every batch has its number of sequences, and steps
-           are padded to its tokens; None where nothing is captured
-    each_one: of such a wrapper: whether every sequence has one new token in every batch
+    fixed: the largest batch of a wrapper whose run() is captured. Every batch has its number of sequences, and steps
+           are padded to its number of tokens. None if nothing is captured
+    each_one: for such a wrapper: whether every sequence has one new token in every batch
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PlannedAttention:
         return self._batch
 
     def plan(self, batch: Batch, geometry: Geometry) -> None:
-        """Use this batch from now on, and begin a step of it. Raises Unsupported, BadBatch, NeverFits, BadTensor."""
+        """Plans a batch for later runs, and begins its steps. Raises Unsupported, BadBatch, NeverFits, BadTensor."""
         self._refuse_capture()
         self._batch = None
         if self._fixed is not None and self._each_one and (batch.lengths.q_len != 1).any():
@@ -104,7 +104,7 @@ class PlannedAttention:
         self._batch = batch
 
     def run(self, geometry: Geometry, inputs: Inputs, *, factor: float = 1.0) -> None:
-        """Attend. factor: on the scale. Raises BadTensor, WrongState, Unsupported."""
+        """Computes attention. factor: multiplies the scale. Raises BadTensor, WrongState, Unsupported."""
         batch = self.batch
         if inputs.q.shape[0] != batch.lengths.num_tokens:
             raise BadTensor(
@@ -138,7 +138,7 @@ class PlannedAttention:
             self._raise_lse(batch.lengths, geometry, inputs.lse)
 
     def _attend_padded(self, attention: ExternalAttention, inputs: Inputs, num_tokens: int) -> None:
-        """Attend with fewer tokens than the captured step has."""
+        """Computes attention for fewer tokens than the captured step has."""
         count = len(inputs.q)
         q, out = (each.new_zeros((num_tokens, *each.shape[1:])) for each in (inputs.q, inputs.out))
         q[:count] = inputs.q
@@ -149,7 +149,7 @@ class PlannedAttention:
             inputs.lse.copy_(lse[:count])
 
     def _raise_lse(self, lengths: Lengths, geometry: Geometry, lse: Tensor) -> None:
-        """Make it FlashInfer's, whose bias is 0 at key i for the new token i; ours is 0 at a token's own key."""
+        """Converts the LSE to FlashInfer's bias, which is 0 at key i for new token i; ours is 0 at its own key."""
         if self._fixed is not None:
             raise Unsupported("the log-sum-exp of ALIBI is not served where run() is captured; its lengths are frozen")
         rise = np.repeat(lengths.kv_len - lengths.q_len, lengths.q_len).astype(np.float32)
@@ -157,12 +157,12 @@ class PlannedAttention:
         lse.add_(_sent(rise, self.device)[:, None] * slopes)
 
     def _begin(self, batch: Batch, geometry: Geometry) -> ExternalAttention:
-        """The attention of a geometry, with a step of the batch that has begun."""
+        """Returns the attention of a geometry, after a step of the batch has begun in it."""
         sight = self._sight_of(batch, geometry)
         problem = geometry.problem(causal=sight is Sight.CAUSAL, masked=sight is Sight.CELLS)
         built = self._built.get((problem, geometry.deterministic))
         if built is not None:
-            built.attention.take_over()  # a wrapper's calls come one after the other, in whichever threads
+            built.attention.take_over()  # a wrapper's calls do not overlap, but may come from any thread
             if built.plan == self._plan:
                 return built.attention
         self._refuse_capture()
@@ -177,7 +177,7 @@ class PlannedAttention:
         return built.attention
 
     def _sight_of(self, batch: Batch, geometry: Geometry) -> Sight:
-        """What says what the batch's tokens see; always the same of a wrapper whose run() is captured."""
+        """Returns the rule for the keys that tokens see. Raises BadBatch if it changes although run() is captured."""
         sight = batch.lengths.sight(
             causal=geometry.causal,
             window_left=geometry.window_left,
@@ -202,7 +202,7 @@ class PlannedAttention:
         each_one = self._each_one if captured else len(q_len) == num_seqs and bool((q_len == 1).all())
         each_one &= sight is not Sight.CELLS
         num_tokens = self._fixed.num_tokens if self._fixed is not None else lengths.num_tokens
-        # A step whose sequences have one new token each is a decode, and no other one is.
+        # A step counts as decode only if each of its sequences has one new token.
         most = 1 if each_one else max(2, num_tokens if captured else int(q_len.max()))
         cells: NoCells | BoolCells = NO_CELLS
         if sight is Sight.CELLS:
@@ -250,7 +250,7 @@ class PlannedAttention:
         return attention
 
     def _make_room(self, batch: Batch, page_size: int) -> None:
-        """Room for the batch. What was built for less, or for other pages, is dropped."""
+        """Makes room for the batch. Drops attentions that were built for less room, or for another page size."""
         needs = batch.room(page_size)
         if self._fixed is not None:
             if not self._fixed.holds(needs) or needs.num_seqs != self._fixed.num_seqs:
@@ -275,7 +275,7 @@ class PlannedAttention:
 
 
 def _see_nothing(inputs: Inputs) -> None:
-    """What a cache without pages gives: no kernel reads one."""
+    """Writes the results over a cache without pages, which no kernel reads."""
     inputs.out.zero_()
     if inputs.lse is not None:
         inputs.lse.fill_(float("-inf"))
@@ -284,7 +284,7 @@ def _see_nothing(inputs: Inputs) -> None:
 
 
 def _head_weights(geometry: Geometry, sinks: Tensor | None) -> HeadWeights:
-    """What the geometry has of them; sinks that are not there yet count for nothing."""
+    """Returns the weights per head of the geometry. Sinks that are not given yet are -inf, and so have no effect."""
     slopes = alibi_slopes(geometry.num_q_heads) if geometry.alibi else None
     if geometry.sinks and sinks is None:
         sinks = torch.full((geometry.num_q_heads,), float("-inf"), dtype=torch.float32)
@@ -292,6 +292,6 @@ def _head_weights(geometry: Geometry, sinks: Tensor | None) -> HeadWeights:
 
 
 def _sent(values: np.ndarray[tuple[int], np.dtype[np.int32 | np.float32]], device: torch.device) -> Tensor:
-    """Values on the device, without a wait."""
+    """Returns the values on the device, without waiting."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,4 +1,4 @@
-"""Prefill: any new tokens of each sequence of a batch, over pages. Names and arguments are FlashInfer's."""
+"""Prefill: any number of new tokens per sequence, over pages. Names and arguments are FlashInfer's."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def single_prefill_with_kv_cache(
     k_scale: float | None = None,
     v_scale: float | None = None,
 ) -> Result:
-    """Attention of a sequence's last tokens: [tokens, q_heads, v_head_dim], and LSE [tokens, q_heads] to base 2.
+    """Returns the attention of a sequence's last tokens: [tokens, q_heads, v_head_dim]; LSE [tokens, q_heads], base 2.
 
     q: [tokens, q_heads, head_dim]; k, v: [kv_len, kv_heads, dim] in NHD, [kv_heads, kv_len, dim] in HND
     custom_mask: [tokens, kv_len], not 0 where a key is seen; in place of causality
@@ -85,11 +85,11 @@ single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
-    """Prefill over lists of pages: plan() once a step, run() for each layer.
+    """Prefill over lists of pages: plan() once per step, run() for each layer.
 
-    float_workspace_buffer: its device is the wrapper's; nothing is written to it
+    float_workspace_buffer: sets the wrapper's device; nothing is written to it
     use_cuda_graph:         whether run() is captured. Batches then have as many sequences as qo_indptr_buf names, and
-                            no more new tokens than the first; the buffers keep what plan() is given
+                            no more new tokens than the first batch; the buffers keep the arguments of plan()
     backend:                a provider of ours, or a name of FlashInfer's, which stands for the best one
     Raises Unsupported, BadSetting, BadTensor.
     """
@@ -136,11 +136,11 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether run() is captured."""
+        """True if run() is captured."""
         return self._use_cuda_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Nothing: no workspace of the caller's is used."""
+        """Does nothing: no workspace of the caller's is used."""
 
     def plan(
         self,
@@ -180,12 +180,12 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         disable_split_kv: bool = False,
         uniform_q_len: int | None = None,
     ) -> None:
-        """Use this batch from now on.
+        """Plans a batch for later calls of run().
 
-        qo_indptr:   int [S + 1], where each sequence's new tokens begin; they are its last ones
-        custom_mask: [cells], not 0 where a key is seen, in place of causality; packed_custom_mask: eight cells a byte
+        qo_indptr:   int [S + 1], the first new token of each sequence; new tokens are its last ones
+        custom_mask: [cells], not 0 where a key is seen, in place of causality; packed_custom_mask: eight cells per byte
         fixed_split_size, disable_split_kv: results are the same in any batch
-        Raises Unsupported, BadBatch, BadTensor, NeverFits; nothing is planned then.
+        Raises Unsupported, BadBatch, BadTensor, NeverFits. Then nothing is planned.
         """
         refuse(
             prefix_len_ptr=prefix_len_ptr is not None,
@@ -247,9 +247,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         use_fp16_softmax: bool | None = None,
         uses_spcompress: bool | None = None,
     ) -> Result:
-        """Attention of the planned batch over a layer's pages: [tokens, q_heads, v_head_dim], and LSE.
+        """Returns the attention of the planned batch over a layer's pages: [tokens, q_heads, v_head_dim], and LSE.
 
-        paged_kv_cache: as BatchDecodeWithPagedKVCacheWrapper.run
+        paged_kv_cache: as in BatchDecodeWithPagedKVCacheWrapper.run
         lse_base: log2 or ln; lse_layout: NH, [tokens, q_heads], or HN
         Raises Unsupported, BadTensor, BadSetting, WrongState.
         """
@@ -282,7 +282,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Result:
-        """Deprecated in FlashInfer: run(), with scores that need not be those of plan()."""
+        """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
         scores = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
         self._geometry = self._ready()[1].seen(causal, scores)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)

@@ -1,6 +1,6 @@
 """Prefill whose K and V are two tensors, token after token. Names and arguments are FlashInfer's.
 
-To kernels each token is a page of its own.
+Kernels treat each token as a page of its own.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rocm_attn.integrations.flashinfer.wrapped import Wrapper
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
-    """Prefill of sequences whose K and V lie one after the other: plan() once a step, run() for each layer.
+    """Prefill of sequences whose K and V are concatenated: plan() once per step, run() for each layer.
 
-    float_workspace_buffer: its device is the wrapper's; nothing is written to it
+    float_workspace_buffer: sets the wrapper's device; nothing is written to it
     kv_layout:              NHD: k and v are [tokens, kv_heads, dim]; HND: [kv_heads, tokens, dim]
     backend:                a provider of ours, or a name of FlashInfer's, which stands for the best one
-    Raises Unsupported, also for use_cuda_graph: its lengths of K and V have no bound.
+    Raises Unsupported, also for use_cuda_graph, because the lengths of K and V have no bound.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether run() is captured."""
+        """False: run() is never captured."""
         return False
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Nothing: no workspace of the caller's is used."""
+        """Does nothing: no workspace of the caller's is used."""
 
     def plan(
         self,
@@ -106,10 +106,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         o_indptr: Tensor | None = None,
         uniform_q_len: int | None = None,
     ) -> None:
-        """Use this batch from now on.
+        """Plans a batch for later calls of run().
 
-        qo_indptr, kv_indptr: int [S + 1], where each sequence's new tokens, and its K and V, begin
-        The rest as BatchPrefillWithPagedKVCacheWrapper.plan. Raises Unsupported, BadBatch, BadTensor.
+        qo_indptr, kv_indptr: int [S + 1], the first new token of each sequence, and its first row of K and V
+        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan. Raises Unsupported, BadBatch,
+        BadTensor.
         """
         refuse(
             prefix_len_ptr=prefix_len_ptr is not None,
@@ -151,7 +152,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         enable_pdl: bool | None = None,
         kv_cache_sf: PagedKV | None = None,
     ) -> Result:
-        """Attention of the planned batch over a layer's K and V: [tokens, q_heads, v_head_dim], and LSE.
+        """Returns the attention of the planned batch over a layer's K and V: [tokens, q_heads, v_head_dim], and LSE.
 
         Raises Unsupported, BadTensor, BadSetting, WrongState.
         """
@@ -180,7 +181,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Result:
-        """Deprecated in FlashInfer: run(), with scores that need not be those of plan()."""
+        """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
         scores = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
         self._geometry = self._ready().seen(causal, scores)
         return self.run(q, k, v)

@@ -1,6 +1,6 @@
-"""A prefix that all requests share, in tensors of its own, and what each has beside it, in pages.
+"""Attention over a prefix that all requests share, in separate tensors, and over each request's own KV, in pages.
 
-Names and arguments are FlashInfer's, where MultiLevelCascadeAttentionWrapper replaces both of these wrappers.
+Names and arguments are FlashInfer's. There, MultiLevelCascadeAttentionWrapper replaces both of these wrappers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rocm_attn.integrations.flashinfer.wrapped import Wrapper
 
 
 def _over_both(prefix: Result, unique: Result) -> Tensor:
-    """Attention over the keys of both."""
+    """Returns the attention over the keys of both."""
     (out_a, lse_a), (out_b, lse_b) = prefix, unique
     return merge_state(out_a, lse_a, out_b, lse_b)[0]
 
@@ -25,7 +25,7 @@ def _over_both(prefix: Result, unique: Result) -> Tensor:
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(Wrapper):
     """Decode over a shared prefix and lists of pages.
 
-    float_workspace_buffer: its device is the wrapper's; nothing is written to it
+    float_workspace_buffer: sets the wrapper's device; nothing is written to it
     """
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
@@ -34,7 +34,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(Wrapper):
         self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Nothing: no workspace of the caller's is used."""
+        """Does nothing: no workspace of the caller's is used."""
 
     def begin_forward(
         self,
@@ -47,13 +47,13 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(Wrapper):
         page_size: int,
         data_type: str | torch.dtype = "float16",
     ) -> None:
-        """Use this batch from now on. Raises as BatchDecodeWithPagedKVCacheWrapper.plan does."""
+        """Plans a batch for later calls of forward(). Raises the same as BatchDecodeWithPagedKVCacheWrapper.plan."""
         lists = unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len
         sizes = num_qo_heads, num_kv_heads, head_dim, page_size
         self._unique.plan(*lists, *sizes, q_data_type=data_type, kv_data_type=data_type)
 
     def forward(self, q: Tensor, k_shared: Tensor, v_shared: Tensor, unique_kv_cache: PagedKV) -> Tensor:
-        """Attention over both: [requests, q_heads, head_dim].
+        """Returns the attention over both: [requests, q_heads, head_dim].
 
         k_shared, v_shared: [tokens, kv_heads, head_dim] in NHD, [kv_heads, tokens, head_dim] in HND
         Raises BadTensor, WrongState.
@@ -66,7 +66,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(Wrapper):
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(Wrapper):
     """Prefill over a shared prefix and lists of pages.
 
-    float_workspace_buffer: its device is the wrapper's; nothing is written to it
+    float_workspace_buffer: sets the wrapper's device; nothing is written to it
     """
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
@@ -75,7 +75,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(Wrapper):
         self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Nothing: no workspace of the caller's is used."""
+        """Does nothing: no workspace of the caller's is used."""
 
     def begin_forward(
         self,
@@ -88,7 +88,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(Wrapper):
         head_dim: int,
         page_size: int,
     ) -> None:
-        """Use this batch of float16 from now on. Raises as BatchPrefillWithPagedKVCacheWrapper.plan does."""
+        """Plans a float16 batch for later forward(). Raises the same as BatchPrefillWithPagedKVCacheWrapper.plan."""
         lists = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         self._unique.plan(*lists, num_qo_heads, num_kv_heads, head_dim, page_size)
 
@@ -104,9 +104,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(Wrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Tensor:
-        """Attention over both: [tokens, q_heads, head_dim]; causal in the pages alone.
+        """Returns the attention over both: [tokens, q_heads, head_dim]; causal only in the pages.
 
-        k_shared, v_shared: as BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward
+        k_shared, v_shared: as in BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward
         Raises BadTensor, WrongState.
         """
         prefix = single_prefill_with_kv_cache(

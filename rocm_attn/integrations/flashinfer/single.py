@@ -25,19 +25,19 @@ NO_MASKS: Masks = (None, None)
 
 @functools.lru_cache(maxsize=8)
 def _planned_alone(device: torch.device, provider: str, thread: int) -> PlannedAttention:
-    """Of a thread: these functions may be called in several at a time."""
+    """Returns the cached PlannedAttention of a thread: these functions may be called in several threads at a time."""
     return PlannedAttention(device, provider)
 
 
 def token_batch(lengths: Lengths, kv_indptr: Int64Array, masks: Masks, device: torch.device) -> Batch:
-    """A batch whose K and V lie token after token, each a page of its own."""
+    """Makes a batch whose K and V are token after token, each token a page of its own."""
     num_keys = int(kv_indptr[-1])
     pages = torch.arange(max(num_keys, 1), dtype=torch.int32, device=device)
     return Batch(lengths, pages, num_keys, (0, num_keys - 1), given_cells(lengths, *masks, device))
 
 
 def as_nhd(k: Tensor, v: Tensor, kv_layout: str) -> tuple[Tensor, Tensor]:
-    """K and V of a sequence as [kv_len, kv_heads, dim]; in HND they are [kv_heads, kv_len, dim]. Raises BadSetting."""
+    """Returns K and V of a sequence as [kv_len, kv_heads, dim]; HND is [kv_heads, kv_len, dim]. Raises BadSetting."""
     return (k, v) if check_layout(kv_layout) == "NHD" else (k.transpose(0, 1), v.transpose(0, 1))
 
 
@@ -52,7 +52,7 @@ def attend_alone(
     out_dtype: torch.dtype | Literal["as q"] = "as q",
     backend: str = "auto",
 ) -> Result:
-    """Attention of a sequence's last tokens. Raises BadTensor, Unsupported, WrongState in a capture.
+    """Returns the attention of a sequence's last tokens. Raises BadTensor, Unsupported, WrongState in a capture.
 
     q: [tokens, q_heads, head_dim]; kv: K and V, [kv_len, kv_heads, dim]
     """

@@ -1,4 +1,4 @@
-"""What wrappers share: their workspaces, from the tensors of plan() to a Batch, and buffers that graphs read."""
+"""The common part of wrappers: workspaces, a Batch from the tensors of plan(), and buffers that graphs read."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from rocm_attn.integrations.flashinfer.page_lists import page_bounds
 
 
 class Wrapper:
-    """What a wrapper has for the sake of programs that hand workspaces around. None of them is used.
+    """The members of a wrapper that programs need which pass workspaces around. No workspace is used.
 
-    float_workspace_buffer: its device is the wrapper's; nothing is written to it
+    float_workspace_buffer: sets the wrapper's device; nothing is written to it
     """
 
     def __init__(self, float_workspace_buffer: Tensor) -> None:
         self.device = float_workspace_buffer.device
-        # Not public in FlashInfer either, and yet engines give one wrapper's to others.
+        # Engines pass this attribute of one wrapper to others, although it is not public in FlashInfer either.
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def end_forward(self) -> None:
-        """Nothing, as in the releases of FlashInfer that have it."""
+        """Does nothing, as in the releases of FlashInfer that have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKVLists:
-    """Where each sequence's pages stand, as FlashInfer's plan() is given it.
+    """The pages of each sequence, in the form of the arguments of FlashInfer's plan().
 
     indptr:        int [S + 1]; indices: int32 or int64 [indptr[S] or more]
     last_page_len: int [S], tokens of each last page
-    seq_lens:      int [S], tokens of each sequence, which must be the same as the others say; or None
+    seq_lens:      int [S], tokens of each sequence, which must agree with the other tensors; or None
     """
 
     indptr: Tensor
@@ -46,7 +46,7 @@ class PagedKVLists:
     def batch(
         self, q_indptr: Tensor, page_size: int, masks: tuple[Tensor | None, Tensor | None] = (None, None)
     ) -> Batch:
-        """With the new tokens of each sequence, and a custom and a packed mask. Raises BadBatch, BadTensor."""
+        """Returns a batch with new tokens of each sequence, a custom and a packed mask. Raises BadBatch, BadTensor."""
         given = [q_indptr, self.indptr, self.last_page_len]
         if self.seq_lens is not None:
             given.append(self.seq_lens.flatten())
@@ -59,7 +59,7 @@ class PagedKVLists:
 
 
 def listed_batch(lengths: Lengths, indices: Tensor, indptr: Int64Array) -> Batch:
-    """A batch whose lengths are known on the host. Raises BadTensor."""
+    """Makes a batch whose lengths are known on the host. Raises BadTensor."""
     return _batch(lengths, indices, int(indptr[-1]), (None, None))
 
 
@@ -74,7 +74,7 @@ def _batch(lengths: Lengths, indices: Tensor, count: int, masks: tuple[Tensor | 
 
 
 def keep(name: str, buffer: Tensor | None, values: Tensor) -> None:
-    """Copy values to the beginning of a buffer of the caller's. Raises NeverFits, BadTensor."""
+    """Copies values to the beginning of a buffer of the caller's. Raises NeverFits, BadTensor."""
     if buffer is None:
         raise BadTensor(f"with use_cuda_graph the wrapper needs {name}; give it when the wrapper is made")
     if len(values) > len(buffer):

@@ -1,4 +1,4 @@
-"""Our attention in SGLang, under the name rocm_attn. Installing the package is all; SGLang calls register()."""
+"""Our attention in SGLang, under the name rocm_attn. Installing the package is enough; SGLang calls register()."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from rocm_attn.integrations.plugins import SGLANG, load
 
 
 def register() -> None:
-    """The entry point of sglang.srt.plugins. Called in each of SGLang's processes; raises nothing."""
+    """Registers our names. The entry point of sglang.srt.plugins, called in every process of SGLang. Raises nothing."""
     load(SGLANG, _register)
 
 
 def _register() -> None:
-    # Here, since it imports SGLang.
+    # Imported here, since it imports SGLang.
     from rocm_attn.integrations.sglang.registration import register_names
 
     register_names()

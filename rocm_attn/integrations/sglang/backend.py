@@ -30,7 +30,7 @@ class RocmAttnBackend(AttentionHooks, AttentionBackend):
         self._mask: VerifyMask | None = None
         drafts = serving.draft_tokens
         if drafts and not serving.with_trees:
-            # The mask of a chain is not looked at, but SGLang writes one: as few cells as it can be told to.
+            # The mask of a chain is not read, but SGLang writes one. This has the fewest cells that SGLang can write.
             num_seqs = self.attention.bounds.num_seqs
             with torch.inference_mode(False):
                 cells = torch.zeros(num_seqs * drafts**2, dtype=torch.bool, device=self._device)
@@ -38,33 +38,33 @@ class RocmAttnBackend(AttentionHooks, AttentionBackend):
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """Where SGLang writes what drafts that are verified see; None: into memory of its own, in each step.
+        """The memory into which SGLang writes the mask of drafts to verify. None: SGLang uses its own in each step.
 
-        A tree's mask has a cell for each token of the longest sequence, so that there is room for it once graphs say
-        of how many sequences.
+        A tree's mask has a cell for each token of the longest sequence. Its memory is made once graphs set the number
+        of sequences.
         """
         return self._mask
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *more: object, **named: object) -> None:
-        """As AttentionHooks. Raises NeverFits."""
+        """Does the same as AttentionHooks.init_cuda_graph_state, and makes room for tree masks. Raises NeverFits."""
         super().init_cuda_graph_state(max_bs, max_num_tokens, *more, **named)
         cells = self.mask_cells
         if self._mask is None and cells is not None and self._serving.draft_tokens:
             self._mask = VerifyMask(cells, TreeMaskMode.FULL_MASK, max_bs)
 
     def shared_read_ends(self, fm: Any) -> Any:
-        """When SGLang may write into its table again: after the step, since layers may read it where it lies."""
+        """Returns when SGLang may write its table again: after the step, because layers may read the table in place."""
         return SharedReadEnds.POST_REPLAY if fm.is_decode() or fm.is_target_verify() else SharedReadEnds.UNKNOWN
 
 
 def create(runner: Any) -> RocmAttnBackend:
-    """For a runner. Raises Unsupported for a release, a pool or a model that is not served."""
+    """Makes the backend of a runner. Raises Unsupported for a release, a pool or a model that is not served."""
     SGLANG.require_served()
     return RocmAttnBackend(runner, serving_of(runner))
 
 
 def serving_of(runner: Any) -> Serving:
-    """What the server's arguments ask for. Raises Unsupported."""
+    """Returns the settings that the server's arguments ask for. Raises Unsupported."""
     parallel = get_parallel()
     if parallel.attn_dcp_size > 1:
         raise Unsupported("decode context parallelism is not served in SGLang; use --dcp-size 1")
@@ -86,7 +86,7 @@ def serving_of(runner: Any) -> Serving:
 
 
 def _check_sparse(runner: Any) -> None:
-    """Refuse what would have index keys read or written by others, or kept from step to step. Raises Unsupported."""
+    """Raises Unsupported if others would read or write index keys, or if selections would be kept between steps."""
     if not set(attention_backends()) <= {*ours()}:
         raise Unsupported(
             f"index keys are scaled as one backend says, and prompts and decode have two: {attention_backends()}; "

@@ -1,4 +1,4 @@
-"""The steps of a draft model: one attention backend for each, and the table of what each branch of drafts sees."""
+"""The steps of a draft model: one attention backend per step, and the block table of each branch of drafts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rocm_attn.integrations.sglang.seen import PAD_KV_LEN, Batch, Pool, Runner
 
 
 def create_draft_steps(runner: Runner, topk: int, num_steps: int) -> DraftSteps:
-    """For a draft model's runner. Raises Unsupported."""
+    """Makes the steps of a draft model's runner. Raises Unsupported."""
     from rocm_attn.integrations.sglang.backend import RocmAttnBackend, serving_of
 
     return DraftSteps(runner, topk, num_steps, serving_of(runner), RocmAttnBackend)
 
 
 class BranchTable:
-    """The slots that each branch of drafts sees: its request's, then those of its own drafts.
+    """The slots that each branch of drafts sees: those of its request, then those of its own drafts.
 
-    SGLang keeps the slots of all branches after those of the request, in its row: num_steps of each branch, one branch
-    after the other, at page size 1; at larger ones each branch has pages of its own, the first of which begins with
-    what the request's last page holds.
+    SGLang keeps the slots of all branches in the request's row, after the request's own: num_steps slots per branch,
+    one branch after the other, at page size 1. At larger page sizes each branch has its own pages, and the first of
+    them begins with the tokens of the request's last page.
 
-    entries: int32 [branches, width], slots; branch seq * topk + b is that of sequence seq
+    entries: int32 [branches, width], slots; row seq * topk + b is branch b of sequence seq
     """
 
     def __init__(self, requests: Tensor, *, topk: int, num_steps: int, page_size: int) -> None:
@@ -36,15 +36,16 @@ class BranchTable:
             self._branch = torch.arange(topk, device=device)[None, :, None]
 
     def grow(self, num_seqs: int) -> None:
-        """Room for so many sequences. Before the first capture."""
+        """Makes room for this many sequences. Call it before the first capture."""
         if num_seqs * self._topk > self.entries.shape[0]:
             with torch.inference_mode(False):
                 self.entries = self.entries.new_zeros((num_seqs * self._topk, self.entries.shape[1]))
 
     def write(self, rows: Tensor, kv_len: Tensor) -> None:
-        """Of sequences in these rows of SGLang's table, with so many tokens before their drafts. May be captured.
+        """Writes the entries of sequences in these rows of SGLang's table. May be captured.
 
-        A row is copied as it is, and then the slots of the branch's own drafts are put after those of the request.
+        A row is copied unchanged. Then the slots of the branch's own drafts are put after those of the request.
+        kv_len: tokens of each sequence before its drafts
         """
         count = rows.shape[0] * self._topk
         if count > self.entries.shape[0]:
@@ -53,7 +54,7 @@ class BranchTable:
         row_of = rows.repeat_interleave(self._topk)
         torch.index_select(self._requests, 0, row_of, out=entries)
         page_size = self._page_size
-        # At page size 1 this is num_steps.
+        # At page size 1 the distance is num_steps.
         apart = (kv_len % page_size + self._steps + page_size - 1) // page_size * page_size
         columns = (kv_len[:, None] + self._step)[:, None, :]  # [S, 1, num_steps]
         there = columns + self._branch * apart[:, None, None]
@@ -63,11 +64,11 @@ class BranchTable:
 
 
 class DraftSteps:
-    """The attention backends of a draft model's steps, as SGLang's workers use them.
+    """The attention backends of a draft model's steps, in the form that SGLang's workers use.
 
-    topk:          branches of each sequence
-    num_steps:     tokens that a branch ends with; the last one needs no step of its own
-    attn_backends: of each step
+    topk:          branches per sequence
+    num_steps:     drafted tokens per branch; the last one needs no step of its own
+    attn_backends: one per step
     """
 
     needs_cpu_seq_lens = False
@@ -91,13 +92,13 @@ class DraftSteps:
         ]
 
     def init_forward_metadata(self, forward_batch: Batch) -> None:
-        """All steps, eagerly."""
+        """Begins all steps eagerly."""
         self._write_branches(forward_batch)
         for number, backend in enumerate(self.attn_backends):
             backend.begin(backend.branch_step(forward_batch, number, self.topk, captured=False), None)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Fix what graphs read. max_bs: sequences; each has topk branches"""
+        """Fixes the memory that graphs read. max_bs: sequences; each has topk branches"""
         if self._branches is not None:
             self._branches.grow(max_bs)
         for backend in self.attn_backends:
@@ -106,22 +107,22 @@ class DraftSteps:
             backend.init_cuda_graph_state(max_bs * self.topk, max(max_bs * self.topk, max_num_tokens))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """As AttentionHooks."""
+        """Does the same as AttentionHooks.get_cuda_graph_seq_len_fill_value."""
         return PAD_KV_LEN
 
     def init_forward_metadata_out_graph(self, forward_batch: Batch, in_capture: bool = False) -> None:
-        """Before a capture and each replay of the graph of all steps."""
+        """Begins all steps before a capture and before each replay of their graph."""
         for number, backend in enumerate(self.attn_backends):
             backend.begin_graphed(backend.branch_step(forward_batch, number, self.topk, captured=True))
 
     def init_forward_metadata_in_graph(self, forward_batch: Batch) -> None:
-        """Captured, before the first step: the batch's rows and lengths lie where they will at each replay."""
+        """Fills all steps; captured before the first step. The batch's rows and lengths do not move between replays."""
         self._write_branches(forward_batch)
         for backend in self.attn_backends:
             backend.fill(None)
 
     def on_after_cuda_graph_warmup(self) -> None:
-        """Nothing was changed."""
+        """Does nothing: the warmup changed nothing."""
 
     def _write_branches(self, batch: Batch) -> None:
         if self._branches is not None:

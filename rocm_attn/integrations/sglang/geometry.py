@@ -1,4 +1,4 @@
-"""What a model of SGLang's asks of our kernels, found before it serves: its layers, their sinks and their pages."""
+"""The requirements of a model of SGLang's, found before it serves: its layers, their sinks and their pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import ALL_KEYS, UNLIMITED_WINDOW, AllKeys, EarlierSelection, Indexer, KVEncoding, Problem
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 
-# What models of SGLang call the logits that their heads add to the softmax denominator.
+# Names in models of SGLang for the logits that their heads add to the softmax denominator.
 _SINK_NAMES = ("sinks", "attention_sink_bias")
 
 
@@ -28,9 +28,9 @@ _SINK_NAMES = ("sinks", "attention_sink_bias")
 class Found:
     """A layer of a model.
 
-    sinks:      float [q_heads], or None where it has none
-    is_sparse:  whether it attends to keys that were chosen
-    indexer:    what chooses them; None where the layer has none of its own
+    sinks:      float [q_heads], or None if it has none
+    is_sparse:  whether it attends to selected keys
+    indexer:    the module that selects them; None if the layer has none of its own
     """
 
     layer: Layer
@@ -41,7 +41,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """A layer's pages, as ExternalAttention.pages.bind takes them."""
+    """A layer's pages, in the form that ExternalAttention.pages.bind takes."""
 
     k: Tensor
     v: Tensor
@@ -49,13 +49,13 @@ class Pages:
 
 
 class ModelLayers:
-    """The attention layers of a runner's model that have pages, in order, and what kernels they need.
+    """The attention layers of a runner's model that have pages, in order, and the kernels they need.
 
-    page_size:  that tables and pages are read at: the pool's, or 1, at which a pool of tokens can always be read
+    page_size:  for tables and pages: the pool's, or 1, which works for every pool of tokens
     with_masks: whether steps may bring a tree of drafts
     index_encoding: of index keys in SGLang's pages
 
-    Raises Unsupported with every reason where a layer is not served.
+    Raises Unsupported with every reason if a layer is not served.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ModelLayers:
             raise Unsupported("; ".join(refused))
         self.layers: Sequence[Layer] = [each.layer for each in found]
         self._places = {_signature(each.layer): place for place, each in enumerate(found)}
-        # Keeps each layer that was looked up, so that its id stays its own.
+        # Holds each layer that was looked up, so that no other object gets its id.
         self._looked_up: dict[int, tuple[Layer, int]] = {}
         self._sinks = [each.sinks for each in found]
         windowed = windowed_layers(pool)
@@ -96,7 +96,7 @@ class ModelLayers:
         ]
 
     def place(self, layer: Layer) -> int:
-        """A layer's place among those of the model. Raises WrongState for one that is like none of them."""
+        """Returns a layer's place among those of the model. Raises WrongState for a layer that matches none of them."""
         kept = self._looked_up.get(id(layer))
         if kept is None:
             place = self._places.get(_signature(layer))
@@ -110,38 +110,38 @@ class ModelLayers:
         return kept[1]
 
     def sinks(self) -> list[Tensor | None]:
-        """Of each layer, as the model has them now."""
+        """Returns the sinks of each layer, with the model's present values."""
         return [None if each is None else _values(each) for each in self._sinks]
 
     @property
     def indexer_modules(self) -> Mapping[int, IndexerModule]:
-        """Place of a layer -> what chooses its keys, of those that have it."""
+        """Place of a layer -> the module that selects its keys, for the layers that have one."""
         return self._indexers
 
     def place_of_indexer(self, layer_id: int) -> int:
-        """The place of the layer that has an indexer and this id. Raises WrongState."""
+        """Returns the place of the layer that has an indexer and this id. Raises WrongState."""
         for place in self._indexers:
             if self.layers[place].layer_id == layer_id:
                 return place
         raise WrongState(f"layer {layer_id} had no indexer when its backend was made, so no kernel was chosen for it")
 
     def is_sparse(self, place: int) -> bool:
-        """Whether a layer attends to keys that were chosen."""
+        """True if a layer attends to selected keys."""
         return not isinstance(self._problems[place].indexer, AllKeys)
 
     def index_keys(self, place: int, pool: Pool) -> Tensor:
-        """A layer's index keys in a pool, as ExternalAttention.pages.bind_index takes them: as many pages as it has."""
+        """Returns a layer's index keys in a pool, as ExternalAttention.pages.bind_index takes them: num_pages pages."""
         keys = indexers.index_pages(
             pool, self.layers[place].layer_id, self._indexers[place], self._page_size, self._index_encoding
         )
         return keys[: self.num_pages]
 
     def index_address(self, place: int, pool: Pool) -> int:
-        """Where a layer's index keys lie in a pool. SGLang waits here, as for K and V."""
+        """Returns the address of a layer's index keys in a pool. SGLang waits here, as for K and V."""
         return indexers.index_rows(pool, self.layers[place].layer_id).data_ptr()
 
     def index_factor(self, place: int, pool: Pool) -> Tensor:
-        """float32 [1], what a code of a layer's index keys is worth; a pool has it beside each key from now on."""
+        """Returns the scale of a layer's index keys, float32 [1], and writes it next to each key in the pool."""
         module = self._indexers[place]
         factor = indexers.key_factor(module, self._index_encoding)
         indexers.write_factors(pool, self.layers[place].layer_id, module, self._page_size, factor)
@@ -149,18 +149,18 @@ class ModelLayers:
 
     @property
     def has_strides(self) -> bool:
-        """Whether a layer's pages have gaps."""
+        """True if a layer's pages have gaps."""
         pages = (self.pages(place, self._runner.token_to_kv_pool) for place in range(len(self.layers)))
         return not all(each.k.is_contiguous() and (each.v.is_contiguous() or self.is_latent) for each in pages)
 
     @property
     def num_pages(self) -> int:
-        """Of the largest pool."""
+        """The number of pages of the largest pool."""
         pool = self._runner.token_to_kv_pool
         return max(self.pages(place, pool).k.shape[0] for place in range(len(self.layers)))
 
     def pages(self, place: int, pool: Pool) -> Pages:
-        """A layer's pages in a pool."""
+        """Returns a layer's pages in a pool."""
         layer, problem = self.layers[place], self._problems[place]
         owner = pool.get_key_buffer(layer.layer_id)
         k = self._paged(owner)
@@ -173,25 +173,25 @@ class ModelLayers:
         return Pages(k, v, coded)
 
     def addresses(self, place: int, pool: Pool) -> tuple[int, int]:
-        """Where a layer's K and V lie in a pool. SGLang waits here for a layer whose KV is being loaded."""
+        """Returns the addresses of a layer's K and V in a pool. SGLang waits here if the layer's KV is being loaded."""
         layer_id = self.layers[place].layer_id
         k = pool.get_key_buffer(layer_id).data_ptr()
         return k, k if self.is_latent else pool.get_value_buffer(layer_id).data_ptr()
 
     @property
     def is_latent(self) -> bool:
-        """Whether a token has one row, whose first part is its value."""
+        """True if a token has one row, whose first part is its V."""
         return self._runner.use_mla_backend
 
     def _paged(self, rows: Tensor) -> Tensor:
-        """[pages, page_size, heads, dim]. What is left over at the end of a pool belongs to no page."""
+        """Returns rows as [pages, page_size, heads, dim]. Rows at the end of a pool that fill no page are left out."""
         if rows.dim() == 4:
             return rows.permute(0, 2, 1, 3)
         pages = rows.shape[0] // self._page_size
         return rows[: pages * self._page_size].view(pages, self._page_size, *rows.shape[1:])
 
     def _choices(self, found: Sequence[Found]) -> list[AllKeys | Indexer | EarlierSelection]:
-        """Which keys each layer attends to, in order. Raises Unsupported for a choice that no layer has made."""
+        """Returns the keys that each layer attends to, in order. Raises Unsupported for a selection never made."""
         choices: list[AllKeys | Indexer | EarlierSelection] = []
         earlier: Indexing | None = None
         for each in found:
@@ -233,7 +233,7 @@ class ModelLayers:
 
 
 def _found(model: nn.Module, layer_type: type) -> list[Found]:
-    """The layers of a model by id, each with the sinks of the module that it is a part of."""
+    """Returns the layers of a model by id, each with the sinks of the module that it is a part of."""
     found: dict[int, Found] = {}
     for module in model.modules():
         for child in module.children():
@@ -246,7 +246,7 @@ def _found(model: nn.Module, layer_type: type) -> list[Found]:
 
 
 def _signature(layer: Layer) -> tuple[object, ...]:
-    """What kernels are chosen by."""
+    """Returns the properties that kernels are chosen by."""
     heads = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
     return layer.layer_id, *heads, layer.scaling, layer.sliding_window_size, layer.logit_cap
 
@@ -256,8 +256,8 @@ def _is_tensor(module: nn.Module, name: str) -> bool:
 
 
 def _has_pages(layer: Layer, runner: Runner) -> bool:
-    """Whether a layer reads the pool. Of latent attention, which a model also has as one over keys and values, only
-    the layer of one head over latent rows does. A rank may have one head of the other one too."""
+    """True if a layer reads the pool. A model with latent attention also has the same layer over keys and values. Only
+    the layer with one head over latent rows reads the pool. On a rank the other one may have one head too."""
     if not runner.use_mla_backend:
         return True
     latent = getattr(runner.token_to_kv_pool, "kv_lora_rank", layer.v_head_dim)
@@ -265,7 +265,7 @@ def _has_pages(layer: Layer, runner: Runner) -> bool:
 
 
 def _refusals(layer: Layer, runner: Runner) -> list[str]:
-    """Why a layer is not served."""
+    """Returns the reasons why a layer is not served."""
     kind = getattr(layer.attn_type, "value", layer.attn_type)
     asked = (
         (layer.is_cross_attention, "cross attention, whose keys are an encoder's"),

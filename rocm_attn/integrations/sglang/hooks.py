@@ -1,10 +1,10 @@
 """AttentionHooks: the hooks of SGLang's AttentionBackend over ExternalAttention.
 
     eager     init_forward_metadata                begin, fill
-    capture   init_forward_metadata_out_graph      begin, with pads alone; then in the graph: fill, and each layer
+    capture   init_forward_metadata_out_graph      begin, with padding only; then in the graph: fill, and each layer
     replay    init_forward_metadata_out_graph      begin; then the graph
 
-Nothing here imports SGLang: backend.py puts these hooks over its class.
+Nothing here imports SGLang. backend.py combines these hooks with SGLang's class.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from rocm_attn.step.head_weights import HeadWeights
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How a runner is to be served.
+    """Settings for serving a runner.
 
     layer_type:    SGLang's class of attention layers
     provider:      of kernels
     deterministic: whether a request's text must not depend on its batch
-    with_trees:    whether drafts that are verified are trees
-    draft_tokens:  that are verified for each sequence at a time, its last token among them; 0: none are
+    with_trees:    whether verified drafts are trees
+    draft_tokens:  verified per sequence and step, the sequence's last token included; 0: drafts are not verified
     index_encoding: of index keys in SGLang's pages
     agree:         how tensor-parallel ranks agree on kernels
-    on_fault:      called with what went wrong on the device in an earlier step
-    guards:        the safeguards; None: all, less those that the environment switches off
+    on_fault:      called with a fault of the device in an earlier step
+    guards:        the safeguards; None: all except those that the environment switches off
     """
 
     layer_type: type
@@ -59,16 +59,16 @@ class Serving:
 
 
 class AttentionHooks:
-    """What SGLang calls of an attention backend. One for each runner, and for each half of a batch that is overlapped.
+    """The methods that SGLang calls on an attention backend. One object per runner, and per overlapped half of a batch.
 
-    table:     int32 [rows, width], slots, where they are not those of the runner's requests
-    page_size: that pages are read at; not given: the runner's
+    table:     int32 [rows, width], slots; None: those of the runner's requests
+    page_size: that pages are read at; None: the runner's
 
-    Raises Unsupported with every reason where a layer of the model, or its pool, is not served.
+    Raises Unsupported with every reason if a layer of the model, or its pool, is not served.
     """
 
     needs_cpu_seq_lens = False
-    # A step of SGLang's own that warms up has no more sequences than its pool has rows.
+    # A warmup step of SGLang's own has at most as many sequences as its pool has rows.
     extend_dummy_seqs_capped_by_req_pool = True
 
     def __init__(
@@ -76,7 +76,7 @@ class AttentionHooks:
     ) -> None:
         super().__init__()
         self.forward_metadata = None
-        # SGLang reads both here, and puts another pool in for some drafts.
+        # SGLang reads both here, and replaces the pool for some drafts.
         self.req_to_token_pool: Rows = runner.req_to_token_pool
         self.token_to_kv_pool: Pool = runner.token_to_kv_pool
         self.on_fault = serving.on_fault
@@ -97,7 +97,7 @@ class AttentionHooks:
 
     @property
     def attention(self) -> ExternalAttention:
-        """What computes it."""
+        """The object that computes attention."""
         return self._attention
 
     def _table(self) -> Tensor:
@@ -113,7 +113,7 @@ class AttentionHooks:
         return {space: with_map if space == Space.SWA else slots for space in spaces}
 
     def _build(self, num_seqs: int) -> ExternalAttention:
-        """Kernels, tables and pages for steps of up to so many sequences."""
+        """Makes kernels, tables and pages for steps of up to num_seqs sequences."""
         serving, table = self._serving, self._table()
         attention = ExternalAttention(
             self._layers.sources,
@@ -150,7 +150,7 @@ class AttentionHooks:
             self._bind_index(attention, place)
 
     def _bind_index(self, attention: ExternalAttention, place: int) -> None:
-        """A layer's index keys, where they lie now."""
+        """Binds a layer's index keys at their present address."""
         pool = self.token_to_kv_pool
         address = self._layers.index_address(place, pool)
         if self._index_keys.get(place) != address:
@@ -160,9 +160,9 @@ class AttentionHooks:
             self._index_keys[place], self._factors[place] = address, factor
 
     def _follow(self) -> None:
-        """Another thread of SGLang's, which has one step at a time; another pool, or tables that lie elsewhere.
+        """Adopts the present thread, pool and tables. SGLang may change each of them, but runs one step at a time.
 
-        Raises WrongState where graphs read the old ones.
+        Raises WrongState if graphs read the old ones.
         """
         self._attention.take_over()
         if self.token_to_kv_pool is not self._pool_seen:
@@ -173,23 +173,23 @@ class AttentionHooks:
                 self._attention.tables.use(source, space)
             self._table_seen = table
 
-    # Of a step.
+    # Hooks of a step.
 
     def init_forward_metadata(self, forward_batch: Batch) -> None:
-        """An eager step. Raises what ExternalAttention.begin and fill raise."""
+        """Begins an eager step. Raises the errors of ExternalAttention.begin and fill."""
         step = self._steps.eager(forward_batch)
         if step is not None:
             self.begin(step, forward_batch.out_cache_loc)
 
     def begin(self, step: ExternalStep, slots: Tensor | None) -> None:
-        """An eager step. slots: of its new tokens; None: the table's"""
+        """Begins and fills an eager step. slots: of its new tokens; None: the table's"""
         self._follow()
         self._attention.begin(step)
         self._attention.fill(slots)
         self._tokens, self._chosen = step.shape.num_tokens, None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_: object, **__: object) -> None:
-        """Fix what graphs read, with room for so many sequences and tokens."""
+        """Fixes the memory that graphs read, with room for this many sequences and tokens. Raises NeverFits."""
         if self._is_sealed:
             bounds = self._attention.bounds
             if max_bs > bounds.num_seqs or max_num_tokens > self._sealed_tokens:
@@ -208,7 +208,7 @@ class AttentionHooks:
         self._is_sealed, self._sealed_tokens = True, tokens
 
     def _mask_of(self, num_seqs: int, num_tokens: int) -> Tensor:
-        """Room for what the drafts of so many sequences see, as SGLang sizes it: their own tokens on top of the rest.
+        """Makes room for the mask of this many sequences' drafts, sized as in SGLang: for the context plus the drafts.
 
         SGLang writes it in place (verify_mask), and graphs read it there.
         """
@@ -219,49 +219,49 @@ class AttentionHooks:
 
     @property
     def mask_cells(self) -> Tensor | None:
-        """bool [n], where graphs read what drafts that are verified see; None: nowhere, or not yet."""
+        """The mask of verified drafts that graphs read in place: bool [n]; None if there is none, or none yet."""
         return self._cells
 
     @property
     def max_context_len(self) -> int:
-        """Tokens of the longest sequence. SGLang sizes a mask by it where we have no room for one."""
+        """Tokens of the longest sequence. SGLang uses it as the size of a mask if we have no room for one."""
         return self._attention.tables.max_kv_len
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Tokens of a pad."""
+        """Returns the number of tokens of a padding sequence."""
         return PAD_KV_LEN
 
     get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
 
     def init_forward_metadata_out_graph(self, forward_batch: Batch, in_capture: bool = False) -> None:
-        """What is done outside of the graph of a step, before its capture and each replay."""
+        """Begins a step outside of its graph, before its capture and each replay."""
         cells = self._graph_cells(forward_batch, in_capture=in_capture)
         self.begin_graphed(self._steps.graphed(forward_batch, cells, in_capture=in_capture))
 
     def branch_step(self, batch: Batch, number: int, branches: int, *, captured: bool) -> ExternalStep:
-        """The number-th step of drafts after a batch's tokens, of so many branches of each sequence."""
+        """Returns the number-th step of drafts after a batch's tokens, with this many branches per sequence."""
         return self._steps.branches(batch, number, branches, captured=captured)
 
     def use_own_table(self, table: Tensor) -> None:
-        """Read this table from now on; before the first capture."""
+        """Sets the table to read from now on. Call it before the first capture."""
         self._own_table = table
 
     def begin_graphed(self, step: ExternalStep) -> None:
-        """Before a capture or a replay."""
+        """Begins a step before a capture or a replay."""
         self._follow()
         self._attention.begin(step)
         self._tokens, self._chosen = step.shape.num_tokens, None
 
     def init_forward_metadata_in_graph(self, forward_batch: Batch) -> None:
-        """What is captured in the graph of a step before its layers."""
+        """Fills a step; captured in its graph before its layers."""
         self.fill(forward_batch.out_cache_loc)
 
     def fill(self, slots: Tensor | None) -> None:
-        """May be captured. slots: of new tokens; None: the table's"""
+        """Fills the step. May be captured. slots: of new tokens; None: the table's"""
         self._attention.fill(slots)
 
     def _graph_cells(self, batch: Batch, *, in_capture: bool) -> BoolCells | NoCells:
-        """The mask of a captured step of drafts, in memory that stays where it is."""
+        """Returns the mask of a captured step of drafts, at a fixed address. Raises WrongState, NeverFits."""
         if not batch.forward_mode.is_target_verify():
             return NO_CELLS
         if self._cells is None:
@@ -272,13 +272,13 @@ class AttentionHooks:
             if not has_tree(batch):
                 raise WrongState("drafts to be verified came without their tree, and their graph reads one")
             cells = batch.spec_info.custom_mask
-            if cells.data_ptr() != self._cells.data_ptr():  # n-grams, and halves of a batch, have their own
+            if cells.data_ptr() != self._cells.data_ptr():  # n-grams, and halves of a batch, have masks of their own
                 if cells.numel() > self._cells.numel():
                     raise NeverFits(f"a tree's mask has {cells.numel()} cells, and graphs have {self._cells.numel()}")
                 self._cells[: cells.numel()].copy_(cells)
         return BoolCells(self._cells, batch.positions)
 
-    # Of a layer.
+    # Hooks of a layer.
 
     def forward_extend(
         self,
@@ -290,19 +290,19 @@ class AttentionHooks:
         save_kv_cache: bool = True,
         **more: Any,
     ) -> Tensor:
-        """[T, q_heads * v_head_dim]: a layer's attention in a step of any kind."""
+        """Returns a layer's attention in a step of any kind: [T, q_heads * v_head_dim]."""
         return self._run(q, k, v, layer, save_kv_cache, more)
 
     forward_decode = forward_mixed = forward_extend
 
     def get_indexer_metadata(self, layer_id: int, forward_batch: Batch) -> AttentionHooks:
-        """What chooses a layer's keys. SGLang's wrappers of backends lead here to the one of a batch."""
+        """Returns the backend that selects a layer's keys. SGLang's wrappers of backends forward to the batch's."""
         return self
 
     def choose(self, layer_id: int, projected: Projected) -> Tensor:
-        """Store a step's index keys of a layer, and choose what its tokens, and those of later layers, attend to.
+        """Stores a step's index keys of a layer, and selects the keys for its tokens in this layer and later ones.
 
-        What is returned is what attention is to be called with as topk_indices. What was chosen lies in our memory.
+        Returns the tensor that attention must be called with as topk_indices. The selection itself is in our memory.
         """
         place = self._layers.place_of_indexer(layer_id)
         self._bind_index(self._attention, place)
@@ -318,7 +318,7 @@ class AttentionHooks:
         return self._chosen
 
     def support_triton(self) -> bool:
-        """Whether SGLang may run Triton kernels of its own beside ours."""
+        """True if SGLang may run Triton kernels of its own in addition to ours."""
         return self._device.type == "cuda"
 
     def _run(
@@ -339,7 +339,7 @@ class AttentionHooks:
                 "that of another batch"
             )
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
-        if q.shape[0] > tokens:  # of a rank that keeps up with others
+        if q.shape[0] > tokens:  # rows of a rank that keeps up with others
             out[tokens:].zero_()
         if saves and k is not None and v is not None:
             k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
@@ -353,7 +353,7 @@ class AttentionHooks:
         return out.view(out.shape[0], -1)
 
     def _place(self, layer: Layer) -> int:
-        """A layer's place among those of the model, after a look at whether its pages are where they were."""
+        """Returns a layer's place among those of the model, after binding its pages if they have moved."""
         place = self._layers.place(layer)
         addresses = self._layers.addresses(place, self.token_to_kv_pool)
         if addresses != self._addresses[place]:
@@ -363,7 +363,7 @@ class AttentionHooks:
         return place
 
     def _check_sinks(self, place: int, sinks: Tensor | None) -> None:
-        """Sinks that come with a call are those that were found. Raises Unsupported."""
+        """Raises Unsupported unless a call has sinks exactly if the layer had some when its kernels were chosen."""
         source = self._layers.sources[place]
         if (sinks is not None) is not source.problem.has_sinks:
             layer_id = self._layers.layers[place].layer_id
@@ -374,7 +374,7 @@ class AttentionHooks:
             )
 
     def _check_choice(self, layer: Layer, chosen: Tensor | None, *, is_sparse: bool) -> None:
-        """A sparse layer is called with what was chosen in this step, and no other one is."""
+        """Raises WrongState or Unsupported unless exactly the sparse layers are called with this step's selection."""
         if is_sparse:
             if chosen is None or chosen is not self._chosen:
                 raise WrongState(
@@ -388,7 +388,7 @@ class AttentionHooks:
             )
 
     def renew_sinks(self) -> None:
-        """Read the sinks of the model again, and what index keys are worth, after its weights have changed."""
+        """Reads the model's sinks and the scales of index keys again, after its weights have changed."""
         self._attention.take_over()
         for place, sinks in enumerate(self._layers.sinks()):
             if sinks is not None:
@@ -400,7 +400,7 @@ class AttentionHooks:
 def _joined(
     q: Tensor, k: Tensor | None, v: Tensor | None, layer: Layer, more: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """q, k and v of a latent layer in one piece each, where the rotated parts come beside them."""
+    """Joins q, k and v of a latent layer to one tensor each, if the rotated parts are passed separately."""
     q_rope, k_rope = more.pop("q_rope", None), more.pop("k_rope", None)
     latent, rotated = layer.v_head_dim, layer.qk_head_dim - layer.v_head_dim
     if q_rope is not None:
@@ -413,7 +413,7 @@ def _joined(
 
 
 def _check_pool(pool: Pool) -> None:
-    """Raises Unsupported for a pool whose rows are no keys and values."""
+    """Raises Unsupported for a pool whose rows are not plain K and V."""
     asked: Sequence[tuple[object, str]] = (
         (getattr(pool, "is_quantized_kv_cache", False), "keeps K and V in four bits"),
         (getattr(pool, "dsa_kv_cache_store_fp8", False), "packs latent rows, their factors and their rotated part"),

@@ -1,11 +1,11 @@
 """DSA, the sparse attention of DeepSeek-V3.2 and GLM-5: SGLang's indexer modules and index pages, over our indexer.
 
-A module's own projections make index queries, keys and head gates; our kernels store the keys, choose, and attend to
-what was chosen. Keys lie in SGLang's index pages, in its format: of each page first all codes, then all factors.
+A module's own projections compute index queries, keys and head gates. Our kernels store the keys, select, and attend to
+the selected keys. Keys are in SGLang's index pages, in its format: each page has all codes first, then all scales.
 
-SGLang makes a factor for each token. Ours is one for the layer, a power of two, made from the bound that a norm sets on
-its rows, and written beside every key, so that whatever moves or copies SGLang's pages takes keys with their factor.
-The rows are not turned by a Hadamard matrix: products of queries and keys are the same without.
+SGLang computes a scale per token. Ours is one per layer, a power of two, computed from the bound that a norm sets on
+its rows. It is written next to every key, so that any move or copy of SGLang's pages takes keys with their scale.
+The rows are not rotated by a Hadamard matrix, because the products of queries and keys are the same without it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _FACTOR_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """What a layer's indexer looks at, of T tokens.
+    """The inputs of a layer's indexer, for T tokens.
 
     q:     [T, index_heads, index_dim], rotated
     k:     [T, index_dim], rotated
-    gates: float32 [T, index_heads], factors of the heads' scores
+    gates: float32 [T, index_heads], multipliers of the heads' scores
     """
 
     q: Tensor
@@ -42,7 +42,7 @@ class Projected:
 
 
 def indexer_of(module: IndexerModule, encoding: KVEncoding) -> Indexer:
-    """What a module asks of our kernels. encoding: of index keys in SGLang's pages"""
+    """Returns our kernels' Indexer for a module. encoding: of index keys in SGLang's pages"""
     indexing = Indexing(
         scale=module.head_dim**-0.5,
         top=module.index_topk,
@@ -53,9 +53,9 @@ def indexer_of(module: IndexerModule, encoding: KVEncoding) -> Indexer:
 
 
 def project(module: IndexerModule, x: Tensor | tuple[Tensor, ...], q_lora: Tensor, positions: Tensor) -> Projected:
-    """Index queries, keys and gates of new tokens, by a module's weights.
+    """Returns index queries, keys and gates of new tokens, computed with a module's weights.
 
-    x:      [T, hidden]; or that in eight bits, its factors, and itself, as SGLang has it on MI300
+    x:      [T, hidden]; or a tuple of its eight-bit form, the scales, and x itself, as SGLang passes it on MI300
     q_lora: [T, q_lora_rank]
     Raises Unsupported for x in eight bits alone.
     """
@@ -67,7 +67,7 @@ def project(module: IndexerModule, x: Tensor | tuple[Tensor, ...], q_lora: Tenso
         k, gates = module.wk(plain)[0], _gates(module.weights_proj, plain)
     k = module.k_norm(k)
     rotated = module.rope_head_dim
-    # As attention has it: a head of its own for the key. Some of SGLang's kernels rotate in place.
+    # The key gets a dimension of heads, like in attention. Some of SGLang's kernels rotate in place.
     q_rope, k_rope = module.rotary_emb(positions, q[..., :rotated].clone(), k[:, None, :rotated].clone())
     q = torch.cat((q_rope.view(*q.shape[:-1], rotated), q[..., rotated:]), -1)
     k = torch.cat((k_rope.view(-1, rotated), k[..., rotated:]), -1)
@@ -75,10 +75,10 @@ def project(module: IndexerModule, x: Tensor | tuple[Tensor, ...], q_lora: Tenso
 
 
 def key_factor(module: IndexerModule, encoding: KVEncoding) -> float:
-    """What a code of a module's index keys is worth: the power of two from which on none of them is too large.
+    """Returns the scale of a module's index keys: the smallest power of two with which every key fits the encoding.
 
-    A row that a norm has scaled is no longer than the root of its elements times the norm's weight, and rotation makes
-    two elements one that is longer by at most the root of 2.
+    A row that a norm has scaled is no longer than the root of its elements times the norm's weight. Rotation combines
+    two elements into one that is larger by at most the root of 2.
     """
     norm = module.k_norm
     bias = getattr(norm, "bias", None)
@@ -89,31 +89,31 @@ def key_factor(module: IndexerModule, encoding: KVEncoding) -> float:
 
 
 def index_rows(pool: Pool, layer_id: int) -> Tensor:
-    """uint8 [pages, bytes of a page]: a layer's index keys in SGLang's pool, of each page first codes, then factors."""
+    """Returns a layer's index keys in SGLang's pool: uint8 [pages, bytes of a page], in each the codes, then scales."""
     rows: Tensor = pool.get_index_k_with_scale_buffer(layer_id)  # type: ignore[attr-defined]  # of pools of DSA
     return rows
 
 
 def index_pages(pool: Pool, layer_id: int, module: IndexerModule, page_size: int, encoding: KVEncoding) -> Tensor:
-    """A layer's index keys in SGLang's pool: [pages, page_size, index_dim], codes, with gaps between pages."""
+    """Returns a layer's index keys in SGLang's pool: [pages, page_size, index_dim], codes, with gaps between pages."""
     rows = index_rows(pool, layer_id)
     codes = rows.as_strided((rows.shape[0], page_size, module.head_dim), (rows.stride(0), module.head_dim, 1))
     return codes.view(encoding.over(torch.float32).dtype)
 
 
 def index_format(keys: Tensor) -> PageFormat:
-    """What index_pages() gives hold: rows of codes in order, with a factor for the layer."""
+    """Returns the format of the keys of index_pages(): rows of codes in order, with one scale per layer."""
     _, page_keys, dim = keys.shape
     return PageFormat(Encoding.of(keys.dtype), PoolKind.LATENT, page_keys, 1, dim, dim, Scales.LAYER)
 
 
 def write_factors(pool: Pool, layer_id: int, module: IndexerModule, page_size: int, factor: float) -> None:
-    """Put a layer's factor beside each of its keys, where SGLang has those of tokens."""
+    """Writes a layer's scale next to each of its keys, where SGLang keeps the scales of tokens."""
     index_rows(pool, layer_id).view(torch.float32)[:, page_size * module.head_dim // _FACTOR_BYTES :] = factor
 
 
 def refusals(pool: Pool, modules: list[IndexerModule], page_size: int, *, with_masks: bool) -> list[str]:
-    """Why a model with indexers, or its pool, is not served."""
+    """Returns the reasons why a model with indexers, or its pool, is not served."""
     found: list[Any] = list(modules)
     asked = (
         (getattr(pool, "index_kpool", 1) > 1, "index keys that stand for several tokens each are not served"),
@@ -155,7 +155,7 @@ def _plain(x: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def _gates(project_gates: Any, x: Tensor) -> Tensor:
-    """The gates of heads, whose weights SGLang keeps in bfloat16."""
+    """Returns the gates of heads, whose weights SGLang keeps in bfloat16."""
     weight: Tensor = project_gates.weight
     gates: Tensor = project_gates(x)[0] if weight.dtype == x.dtype else functional.linear(x, weight.to(x.dtype))
     return gates

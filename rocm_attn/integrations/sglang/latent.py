@@ -1,4 +1,4 @@
-"""How models with latent attention call us: always over latent rows, which is what the pool has, and which of them."""
+"""Hooks for models with latent attention: they always attend over latent rows, and our kernels select among them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward"
 
 
 def attend_over_latent_rows(names: Sequence[str]) -> None:
-    """Let models ask backends of these names for attention over latent rows, in every step."""
+    """Makes models ask backends of these names for attention over latent rows, in every step."""
     for name in names:
         AttentionBackendRegistry.register(name, _method)
 
 
 @cache
 def choose_by_our_kernels() -> None:
-    """Let indexers ask the backend of a step to choose, where it is ours. Once in a process."""
+    """Makes indexers ask the backend of a step to select keys, if it is ours. Call it once per process."""
     HookRegistry.register(_INDEXER, _choose, HookType.AROUND)
     HookRegistry.apply_hooks()
 

@@ -1,4 +1,4 @@
-"""What our backend is called in SGLang."""
+"""The names of our backend in SGLang."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ NAME = "rocm_attn"
 
 
 def ours() -> tuple[str, ...]:
-    """The names that mean our backend."""
+    """Returns the names that mean our backend."""
     return (NAME, *SGLANG.taken())

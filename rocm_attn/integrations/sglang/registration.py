@@ -1,4 +1,4 @@
-"""Our names in SGLang's lists."""
+"""Registers our names in SGLang's lists."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _UPDATES = (
     "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
-# Where backends that are made of others keep them.
+# Attributes in which composed backends keep their parts.
 _PARTS = "primary", "children", "prefill_backend", "decode_backend", "attn_backend_list", "attn_backends"
 
 
 def register_names() -> None:
-    """Put our backend into SGLang's lists under its own name, and under those that it takes. May be called again."""
+    """Puts our backend into SGLang's lists, under its own name and those that it takes. May be called again."""
     adders: tuple[tuple[list[str], Callable[[list[str]], None]], ...] = (
         (choices.ATTENTION_BACKEND_CHOICES, choices.add_attention_backend_choices),
         (choices.DRAFT_ATTENTION_BACKEND_CHOICES, choices.add_draft_attention_backend_choices),
@@ -46,7 +46,7 @@ def register_names() -> None:
 
 
 def _create(runner: Any) -> Any:
-    # Here and below: a process that serves with another backend imports nothing of ours.
+    # Imports are inside functions, so that a process that serves with another backend imports nothing of ours.
     from rocm_attn.integrations.sglang.backend import create
     from rocm_attn.integrations.sglang.latent import attend_over_latent_rows, choose_by_our_kernels
 
@@ -57,7 +57,7 @@ def _create(runner: Any) -> Any:
 
 
 def _draft_decode(original: Callable[[Any], Any], factory: Any) -> Any:
-    """The backend of a draft model's steps. None where it runs none."""
+    """Returns the backend of a draft model's steps, or None if it runs none."""
     name = _draft_name(factory, "decode")
     if name not in ours() or factory.speculative_num_steps <= 1:
         return original(factory)
@@ -71,7 +71,7 @@ def _draft_decode(original: Callable[[Any], Any], factory: Any) -> Any:
 
 
 def _draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
-    """The backend of a draft model that takes up what was accepted."""
+    """Returns the backend of a draft model that processes the accepted tokens."""
     from sglang.srt.runtime_context import get_spec
 
     name = _draft_name(factory, "decode" if get_spec().speculative_attention_mode == "decode" else "prefill")
@@ -83,7 +83,7 @@ def _draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
 
 
 def _renew_sinks(result: Any, updater: Any, *_: Any, **__: Any) -> None:
-    """After an update of a model's weights: its sinks were copied."""
+    """Copies the sinks again after an update of a model's weights."""
     runner = updater.get_model_runner()
     for name in ("attn_backend", "draft_attn_backend"):
         for backend in _of_ours(getattr(runner, name, None)):
@@ -91,7 +91,7 @@ def _renew_sinks(result: Any, updater: Any, *_: Any, **__: Any) -> None:
 
 
 def _of_ours(backend: Any) -> Iterator[Any]:
-    """Our backends among those that a backend is made of."""
+    """Yields our backends among the parts of a backend."""
     if hasattr(backend, "renew_sinks"):
         yield backend
         return
@@ -103,7 +103,7 @@ def _of_ours(backend: Any) -> Iterator[Any]:
 
 
 def _draft_name(factory: Any, phase: str) -> str:
-    """What a draft model's backend is called, as SGLang finds it."""
+    """Returns the name of a draft model's backend, found the way SGLang finds it."""
     from sglang.srt.runtime_context import attention_backends
 
     prefill, decode = attention_backends()

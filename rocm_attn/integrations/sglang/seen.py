@@ -1,4 +1,4 @@
-"""What is read of SGLang's objects: of a runner, its pools, a model's layers and a batch."""
+"""The parts that are read of SGLang's objects: a runner, its pools, a model's layers and a batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# What SGLang hands to a pad: a sequence of so many tokens, in row 0 of its table.
+# The values of a padding sequence in SGLang: PAD_KV_LEN tokens, in row PAD_ROW of its table.
 PAD_KV_LEN = 1
 PAD_ROW = 0
 
@@ -16,9 +16,9 @@ PAD_ROW = 0
 class Layer(Protocol):
     """RadixAttention.
 
-    sliding_window_size: previous keys that a query sees besides its own; -1: all
-    v_head_dim:          of latent attention, kv_lora_rank
-    k_scale_float:       what a code of eight bits is worth; None: 1
+    sliding_window_size: previous keys that a query sees in addition to its own; -1: all
+    v_head_dim:          kv_lora_rank for latent attention
+    k_scale_float:       the scale of eight-bit codes; None: 1
     """
 
     layer_id: int
@@ -40,11 +40,11 @@ class Layer(Protocol):
 
 
 class IndexerModule(Protocol):
-    """Indexer of DSA, less what its own kernels need.
+    """Indexer of DSA, without the members that only its own kernels need.
 
     wq_b, k_norm, rotary_emb: makes index queries; scales index keys; rotates both. A module has wk and weights_proj, or
                               wk_weights_proj in place of them, for keys and for gates
-    num_init_tokens, num_local_tokens: keys that are chosen whatever they score
+    num_init_tokens, num_local_tokens: keys that are selected whatever their score
     """
 
     n_heads: int
@@ -68,19 +68,19 @@ class Rows(Protocol):
 
 
 class Pool(Protocol):
-    """A KV pool: of keys and values, latent, or two of them for layers with a window and without."""
+    """A KV pool: of keys and values, of latent rows, or two pools for layers with and without a window."""
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
-        """[slots, heads, dim], or [pages, heads, page_size, dim]. May wait for a layer that is being loaded."""
+        """Returns [slots, heads, dim], or [pages, heads, page_size, dim]. May wait for a layer that is being loaded."""
         ...
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
-        """As get_key_buffer."""
+        """Like get_key_buffer, but for V."""
         ...
 
 
 class Runner(Protocol):
-    """ModelRunner, as it is when attention backends are made."""
+    """ModelRunner, in its state when attention backends are made."""
 
     device: str
     dtype: torch.dtype
@@ -107,10 +107,10 @@ class Mode(Protocol):
 class Batch(Protocol):
     """ForwardBatch, or a view of one that a graph runner makes.
 
-    batch_size:       sequences, pads included
+    batch_size:       sequences, padding included
     req_pool_indices: int64 [batch_size], rows
-    seq_lens:         int64 [batch_size], tokens; with the new ones but for verified drafts
-    seq_lens_cpu:     the same on the host, where it is known
+    seq_lens:         int64 [batch_size], tokens; new ones included, except verified drafts
+    seq_lens_cpu:     the same on the host, if known there
     out_cache_loc:    int64 [T], slots of new tokens
     extend_seq_lens:  int32 [batch_size], new tokens; extend_seq_lens_cpu on the host
     spec_info:        of drafts
@@ -129,13 +129,13 @@ class Batch(Protocol):
 
 
 def slot_map(pool: Pool) -> Tensor | None:
-    """int64 [slots], slot of the full pool -> slot of the pool of layers with a window; None: there is one pool."""
+    """Returns int64 [slots]: slot of the full pool -> slot of the pool of windowed layers; None for a single pool."""
     found: Tensor | None = getattr(pool, "full_to_swa_index_mapping", None) if _has_windows(pool) else None
     return found
 
 
 def windowed_layers(pool: Pool) -> frozenset[int]:
-    """Ids of the layers whose KV lies in the pool of layers with a window."""
+    """Returns the ids of the layers whose KV is in the pool of windowed layers."""
     if not _has_windows(pool):
         return frozenset()
     mapping: dict[int, tuple[int, bool]] = pool.layers_mapping  # type: ignore[attr-defined]  # of such pools
@@ -143,7 +143,7 @@ def windowed_layers(pool: Pool) -> frozenset[int]:
 
 
 def real_sequences(batch: Batch) -> int | None:
-    """Sequences that are no pads, where a graph runner says so, or a rank that keeps up with others; else None."""
+    """Returns the number of sequences without padding, if a graph runner or a rank that keeps up says it; else None."""
     padding: int | None = getattr(batch, "num_padding", None)
     if padding is not None:
         return batch.batch_size - padding
@@ -152,7 +152,7 @@ def real_sequences(batch: Batch) -> int | None:
 
 
 def on_host(lengths: Sequence[int] | Tensor | None) -> list[int] | None:
-    """Lengths as a list; None where the host does not know them."""
+    """Returns lengths as a list, or None if the host does not know them."""
     if lengths is None:
         return None
     return lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)

@@ -1,4 +1,4 @@
-"""Steps of SGLang as ExternalStep says them."""
+"""Converts steps of SGLang to ExternalStep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, External
 
 
 class KvLengths:
-    """Lengths of steps that are not SGLang's tensor as it is, in memory that stays: a replay allocates nothing."""
+    """Lengths that differ from SGLang's own tensor, in fixed memory: a replay allocates nothing."""
 
     def __init__(self, most: int, device: torch.device) -> None:
         with torch.inference_mode(False):
@@ -21,9 +21,9 @@ class KvLengths:
             self._is_pad = torch.zeros(most, dtype=torch.bool, device=device)
 
     def of(self, batch: Batch, *, more: int, copies: int = 1, hides_pads: bool) -> Tensor:
-        """int64 [batch_size * copies]: each sequence's tokens and so many more, which the next call overwrites.
+        """Returns int64 [batch_size * copies]: each sequence's tokens plus `more`. The next call overwrites it.
 
-        hides_pads: whether those in row 0, which SGLang keeps for pads, have none
+        hides_pads: whether sequences in row 0, which SGLang keeps for padding, get length 0
         Raises NeverFits.
         """
         count, most = batch.batch_size, len(self._lengths)
@@ -41,7 +41,7 @@ class KvLengths:
 class StepMaker:
     """Makes the steps of one attention backend.
 
-    num_seqs:   most sequences of a step
+    num_seqs:   the most sequences of a step
     max_kv_len: tokens of the longest sequence
     """
 
@@ -55,7 +55,7 @@ class StepMaker:
         self._kv_len = KvLengths(self.num_seqs, self.device)
 
     def eager(self, batch: Batch) -> ExternalStep | None:
-        """A step that is run at once; None where there is nothing to attend to."""
+        """Returns a step that is run at once, or None if there is nothing to attend to."""
         mode = batch.forward_mode
         if mode.is_idle() or batch.batch_size == 0:
             return None
@@ -68,10 +68,10 @@ class StepMaker:
         return self._extend(batch, num_seqs)
 
     def graphed(self, batch: Batch, cells: BoolCells | NoCells, *, in_capture: bool) -> ExternalStep:
-        """A step that is captured or replayed: of one token each, or of as many drafts each.
+        """Returns a step that is captured or replayed: one token per sequence, or the same number of drafts for each.
 
-        At a capture all of its sequences are pads, whatever the runner's tensors hold.
-        cells: where a captured step's mask lies
+        At a capture all of its sequences count as padding, whatever the runner's tensors hold.
+        cells: the mask of a captured step
         """
         mode, real = batch.forward_mode, 0 if in_capture else real_sequences(batch)
         num_seqs = batch.batch_size if real is None else real
@@ -82,9 +82,10 @@ class StepMaker:
         raise BadBatch(f"{mode} cannot be captured; only decode, verified drafts and extended drafts can")
 
     def branches(self, batch: Batch, number: int, branches: int, *, captured: bool) -> ExternalStep:
-        """The number-th step of drafts after a batch's tokens: one new token for each of a sequence's branches.
+        """Returns the number-th step of drafts after a batch's tokens: one new token per branch of a sequence.
 
-        With one branch sequences have their rows of SGLang's table; else each branch has one of a table of branches.
+        With one branch, sequences use their rows of SGLang's table. Otherwise each branch has a row in a table of
+        branches.
         """
         kv_len = self._kv_len.of(batch, more=number + 1, copies=branches, hides_pads=True)
         count, rows = kv_len.shape[0], batch.req_pool_indices[: batch.batch_size] if branches == 1 else None
@@ -99,13 +100,13 @@ class StepMaker:
     def _drafts(
         self, batch: Batch, num_seqs: int, cells: BoolCells | NoCells, *, captured: bool, hides_pads: bool = False
     ) -> ExternalStep:
-        """As many new tokens in each sequence."""
+        """Returns a step with the same number of new tokens in each sequence."""
         verifies, count, rows = batch.forward_mode.is_target_verify(), batch.batch_size, batch.req_pool_indices
         width = draft_width(batch)
         more = width if verifies else 0
         kv_len = self._kv_len.of(batch, more=more, hides_pads=hides_pads) if more or hides_pads else batch.seq_lens
         new = Lengths(self._of_width(width, count))
-        # The host's lengths may lag here: how many drafts were accepted is known on the device first.
+        # The host's lengths may be out of date here: the device is the first to know how many drafts were accepted.
         return ExternalStep(
             num_seqs, count, count * width, kv_len, new, rows, width, width, self.max_kv_len, captured, mask=cells
         )
@@ -135,7 +136,7 @@ class StepMaker:
         return max(1, min(self.max_kv_len, int(on_cpu[: batch.batch_size].max())))
 
     def _of_width(self, width: int, count: int) -> Tensor:
-        """int32 [count] of a width; graphs read it where it is, so it is made once for all counts."""
+        """Returns int32 [count], all equal to width. Graphs read it in place, so it is made once for all counts."""
         same = self._same.get(width)
         if same is None or same.shape[0] < count:
             with torch.inference_mode(False):
@@ -145,13 +146,13 @@ class StepMaker:
 
 
 def draft_width(batch: Batch) -> int:
-    """Tokens of each sequence of a batch that verifies or extends drafts."""
+    """Returns the tokens per sequence of a batch that verifies or extends drafts."""
     spec = batch.spec_info
     return int(spec.draft_token_num if batch.forward_mode.is_target_verify() else spec.num_tokens_per_req)
 
 
 def has_tree(batch: Batch) -> bool:
-    """Whether what is verified has a mask, and is not known to be a chain, which is causal."""
+    """True if drafts are verified with a mask and are not known to be a chain, which is causal."""
     spec = batch.spec_info
     if not batch.forward_mode.is_target_verify() or getattr(spec, "custom_mask", None) is None:
         return False

@@ -1,6 +1,6 @@
 """Our attention as a backend of vLLM's: docs/vllm.md.
 
-register() is what vLLM calls in each of its processes. It names classes and imports none of them.
+vLLM calls register() in each of its processes. register() names classes and imports none of them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ _PACKAGE = "rocm_attn.integrations.vllm"
 GQA_BACKEND = f"{_PACKAGE}.backend.RocmAttnBackend"
 MLA_BACKEND = f"{_PACKAGE}.mla.RocmAttnMLABackend"
 SPARSE_MLA_BACKEND = f"{_PACKAGE}.sparse_mla.RocmAttnSparseMLABackend"
-# Where vLLM takes new names, from 0.32 on: the backends of MLA layers have ones of their own.
+# From 0.32 on vLLM takes new names. There, the backends of MLA layers have names of their own.
 MLA_NAME = "ROCM_ATTN_RT_MLA"
 SPARSE_MLA_NAME = "ROCM_ATTN_RT_MLA_SPARSE"
 
 
 def register() -> None:
-    """Register CUSTOM, and the backends of vLLM's whose place ours is to take. Raises nothing: see plugins.load."""
+    """Registers CUSTOM, and replaces the vLLM backends that settings name. Raises nothing: see plugins.load."""
     load(VLLM, _register_names)
 
 
@@ -34,7 +34,7 @@ def _register_names() -> None:
 
 
 def _backend_for(name: str) -> str:
-    """Ours for the layers that a backend of vLLM's serves, by its name."""
+    """Returns our backend for the layers that the named backend of vLLM's serves."""
     if "MLA_SPARSE" in name:
         return SPARSE_MLA_BACKEND
     return MLA_BACKEND if "MLA" in name else GQA_BACKEND

@@ -1,8 +1,8 @@
-"""The backend of layers with K and V of their own heads: the classes that vLLM looks for, over KVGroup.
+"""The backend of layers whose heads have their own K and V: the classes that vLLM looks for, over KVGroup.
 
-Both ways of vLLM's to ask for a KV cache are answered: get_kv_cache_shape and get_kv_cache_stride_order up to 0.28,
-supported_kv_cache_layouts from 0.29 on. vLLM packs K and V into one row, so pages have strides; kernels that need dense
-pages are not chosen.
+It supports both of vLLM's ways to ask for a KV cache: get_kv_cache_shape and get_kv_cache_stride_order up to 0.28, and
+supported_kv_cache_layouts from 0.29 on. vLLM packs K and V into one row, so pages have strides, and kernels that need
+dense pages are not chosen.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ except ImportError:  # before 0.29
 
 
 class RocmAttnBackend(AttentionBackend):
-    """GQA layers: what vLLM asks before it builds a model."""
+    """GQA layers: the answers to vLLM's questions before it builds a model."""
 
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -81,7 +81,7 @@ class RocmAttnBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Tokens before heads."""
+        """Returns the order that puts tokens before heads."""
         return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
 
     @classmethod
@@ -103,14 +103,14 @@ class RocmAttnBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class RocmAttnMetadata:
-    """What vLLM keeps of a step for each layer."""
+    """The data of a step that vLLM passes to each layer."""
 
     group: KVGroup | SharedContextGroup
     step: StepOfGroup
 
 
 class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
-    """One for each attention group, and micro-batch, of vLLM's."""
+    """The metadata builder. There is one per attention group and micro-batch of vLLM's."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport[GQA_GRAPHS]
 
@@ -136,7 +136,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """None where ranks share contexts: their exchange was never captured."""
+        """Returns NEVER if ranks share contexts, because their exchange was never captured."""
         return AttentionCGSupport.NEVER if shares_context(vllm_config, kv_cache_spec) else cls._cudagraph_support
 
     def build(
@@ -151,14 +151,14 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
 
 
 class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
-    """One layer. Raises Unsupported for terms that are not served."""
+    """The attention of one layer. Raises Unsupported for terms that are not served."""
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
 
     def __init__(self, *given: Any, **named: Any) -> None:
         self.terms = terms = LayerTerms.read(given, named)
-        # Names that vLLM reads.
+        # Attributes that vLLM reads.
         self.num_heads, self.head_size, self.scale = terms.num_heads, terms.head_size, terms.scale
         self.num_kv_heads = terms.num_kv_heads or terms.num_heads
         self.sliding_window, self.alibi_slopes = terms.sliding_window, terms.alibi_slopes
@@ -168,7 +168,7 @@ class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
         self.loads = WeightLoads(terms.sinks)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM has loaded this layer's weights, for the first time or anew."""
+        """Counts a load. vLLM calls this after it has loaded this layer's weights, for the first time or again."""
         super().process_weights_after_loading(act_dtype)
         self.loads.count += 1
 
@@ -183,7 +183,7 @@ class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
         output: Tensor,
         **scales: Tensor | None,
     ) -> Tensor:
-        """Store the step's K and V, and write its attention to output. No metadata: vLLM measures memory."""
+        """Stores the step's K and V, and writes its attention to output. Without metadata, vLLM is measuring memory."""
         if attn_metadata is None:
             return output.fill_(0)
         if any(scale is not None for scale in scales.values()):
@@ -199,30 +199,30 @@ class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
 
 
 def layers_of(vllm_config: VllmConfig, layer_names: Sequence[str]) -> Mapping[str, Any]:
-    """vLLM's layers by name, in the order of names."""
+    """Returns vLLM's layers by name, in the order of names."""
     found = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
     return {name: found[name] for name in layer_names}
 
 
 def group_layer(layer: Any, problem: Any, device: torch.device) -> GroupLayer:
-    """A layer of vLLM's as KVGroup takes it."""
+    """Returns a layer of vLLM's in the form that KVGroup takes."""
     return GroupLayer(layer, problem, partial(layer.impl.terms.head_weights, device), layer.impl.loads)
 
 
 def has_name(name: str) -> bool:
-    """Whether this vLLM has a backend of a name."""
+    """True if this vLLM has a backend of this name."""
     return name in AttentionBackendEnum.__members__
 
 
 def new_group(
     layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device: torch.device, shards: int = 1
 ) -> KVGroup:
-    """The layers of a builder, with the options that the environment gives. shards: ranks that share sequences"""
+    """Makes the group of a builder's layers, with options from the environment. shards: ranks that share sequences"""
     return KVGroup(layers, _sizes(vllm_config), device, _options(vllm_config, shards))
 
 
 def shares_context(vllm_config: VllmConfig, kv_cache_spec: Any) -> bool:
-    """Whether ranks share the contexts of a KV cache group; not so of windows, in later releases."""
+    """True if ranks share the contexts of a KV cache group. In later releases they do not for windows."""
     is_asked = vllm_config.parallel_config.decode_context_parallel_size > 1
     return is_asked and bool(getattr(kv_cache_spec, "dcp_sharded", True))
 
@@ -230,7 +230,7 @@ def shares_context(vllm_config: VllmConfig, kv_cache_spec: Any) -> bool:
 def _new_shared_group(
     layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device: torch.device
 ) -> SharedContextGroup:
-    """As new_group, of layers whose contexts ranks share."""
+    """Like new_group, but for layers whose contexts ranks share."""
     sharing = Sharing(get_dcp_group(), vllm_config.parallel_config.cp_kv_cache_interleave_size)
     return SharedContextGroup(layers, _sizes(vllm_config), device, _options(vllm_config, 1), sharing)
 
@@ -261,7 +261,7 @@ def _options(vllm_config: VllmConfig, shards: int) -> GroupOptions:
 
 
 def _require_own_kv(name: str, terms: LayerTerms) -> None:
-    """Raises Unsupported for a layer that reads another's KV, of new tokens too."""
+    """Raises Unsupported for a layer that reads another's KV, also of new tokens."""
     if not terms.stores:
         raise Unsupported(
             f"{name} reads the KV of {terms.kv_sharing_target_layer_name}, and is not served where ranks share "
@@ -270,7 +270,7 @@ def _require_own_kv(name: str, terms: LayerTerms) -> None:
 
 
 def _captures_prompts(compilation: Any) -> bool:
-    """Whether full graphs serve prompts too. vLLM settles its mode after it has made builders."""
+    """True if full graphs serve prompts too. Ask at a capture: vLLM settles its mode after it has made builders."""
     mode = compilation.cudagraph_mode
     return mode is not None and not mode.separate_routine() and mode.mixed_mode() == CUDAGraphMode.FULL
 
@@ -279,7 +279,7 @@ DECODES_SHARED, PROMPTS_SHARED = "decode_context_parallel_size", "prefill_contex
 
 
 def require_parallel(vllm_config: VllmConfig, *names: str) -> None:
-    """Raises Unsupported for context parallelism that layers do not serve, of those that are named."""
+    """Raises Unsupported if vLLM uses one of the named kinds of context parallelism, which layers do not serve."""
     parallel = vllm_config.parallel_config
     for name in names:
         if (size := getattr(parallel, name, 1)) > 1:

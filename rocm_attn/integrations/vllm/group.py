@@ -1,7 +1,7 @@
 """KVGroup: the layers of one of vLLM's metadata builders, over the KV cache, tables, slots and graphs that vLLM owns.
 
-vLLM calls a builder once for each step, outside of graphs, and each layer within them. So begin and fill both belong to
-the builder, and a graph has but store and attend in it. Fills of the steps that vLLM captures are graphs of our own.
+vLLM calls a builder once per step, outside of graphs, and each layer inside them. So begin and fill both belong to the
+builder, and a graph contains only store and attend. Fills of the steps that vLLM captures are graphs of our own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 
 
 class CachedLayer(Protocol):
-    """What is read of vLLM's layers. kv_cache: bound by vLLM before the first step
+    """The part that is read of vLLM's layers. kv_cache: bound by vLLM before the first step
 
     _k_scale, _v_scale: float32 [], of FP8 caches
     """
@@ -45,8 +45,8 @@ class CachedLayer(Protocol):
 class GroupLayer:
     """A layer of a group.
 
-    weights: called when the first step begins, after vLLM has loaded weights, and when it has loaded others
-    loads:   tells others; None: the layer has none
+    weights: returns the head weights. Called at the first step, after vLLM has loaded weights, and after reloads
+    loads:   detects reloads; None: the layer has none
     """
 
     layer: CachedLayer
@@ -65,19 +65,19 @@ class GroupSizes:
 
 
 def say_nothing(selections: Sequence[Selection]) -> None:
-    """Kernels are not logged."""
+    """Logs nothing about the kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """How a group runs.
+    """Options of a group.
 
     agree:     how ranks agree on kernels
-    has_slots: whether every new token has a slot on this rank, which is then checked. A step none of whose tokens has
-               one is run for vLLM's own sake, to warm up or on an idle rank: its tables name no pages, and all of its
-               sequences are pads. Not so where ranks share a sequence's KV
-    is_wide:   asked at a capture: whether vLLM's full graphs serve any step of their padded size, prompts too. What the
-               captured step says of its longest sequence means nothing then
+    has_slots: whether every new token has a slot on this rank, so that slots are checked. A step whose tokens have no
+               slots is one that vLLM runs to warm up or on an idle rank. Its tables name no pages, so all of its
+               sequences count as padding. False if ranks share a sequence's KV
+    is_wide:   called at a capture: whether vLLM's full graphs serve any step of their padded size, prompts too. The
+               captured step's bound of new tokens per sequence then means nothing
     said:      called with the kernels that were chosen
     """
 
@@ -90,10 +90,10 @@ class GroupOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepOfGroup:
-    """A step that was begun and filled.
+    """A step that has begun and was filled.
 
-    num_tokens: padded ones
-    slots:      where its new tokens go, as vLLM says; None where that is not looked at
+    num_tokens: padding included
+    slots:      the slots of its new tokens, from vLLM; None if they are not used
     """
 
     number: int
@@ -103,7 +103,7 @@ class StepOfGroup:
 
 @dataclass(frozen=True, slots=True)
 class _CapturedStep:
-    """What vLLM has captured a step at, and the graph of its fill, which reads slots from one place."""
+    """The shape of a step that vLLM has captured, and the graph of its fill, which reads slots at one address."""
 
     shape: Shape
     slots_at: int
@@ -114,7 +114,7 @@ class KVGroup:
     """Attention for the layers of one metadata builder.
 
     layers: vLLM's name -> layer; all have one block size
-    Raises Unsupported where no kernel serves a layer; at the first step, what ExternalAttention raises.
+    Raises Unsupported if no kernel serves a layer; at the first step, the errors of ExternalAttention.
     """
 
     def __init__(
@@ -135,20 +135,20 @@ class KVGroup:
 
     @property
     def attention(self) -> ExternalAttention:
-        """What runs the steps. Raises WrongState before the first one."""
+        """The attention that runs the steps. Raises WrongState before the first one."""
         if self._attention is None:
             raise WrongState("the group has no step yet")
         return self._attention
 
     @property
     def captured(self) -> Sequence[Shape]:
-        """Shapes of the steps that vLLM has captured."""
+        """The shapes of the steps that vLLM has captured."""
         return tuple(each.shape for each in self._captured.values())
 
     def begin(self, common: CommonMetadata) -> StepOfGroup:
-        """Begin and fill a step, at the shape of a captured one where one serves it.
+        """Begins and fills a step, at the shape of a captured step if one serves it.
 
-        Raises Unsupported for one that is not causal, and what ExternalAttention raises.
+        Raises Unsupported for a step that is not causal, and the errors of ExternalAttention.
         """
         require_causal(common)
         own = Shape.of(common)
@@ -166,7 +166,7 @@ class KVGroup:
         return StepOfGroup(attention.step_number, shape.num_tokens, slots)
 
     def begin_capture(self, common: CommonMetadata) -> StepOfGroup:
-        """Begin and fill a step that vLLM captures, with pads alone: what its tensors hold means nothing yet."""
+        """Begins and fills a step that vLLM captures. All sequences are padding: its tensors hold no values yet."""
         require_causal(common)
         shape = Shape.of(common)
         if self._options.is_wide():
@@ -193,7 +193,7 @@ class KVGroup:
     def attend(
         self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Attention of a step's new tokens.
+        """Computes attention of a step's new tokens.
 
         q, out: [num_tokens or more, q_heads, head_dim | v_head_dim]
         lse:    float32 [num_tokens or more, q_heads]
@@ -204,11 +204,11 @@ class KVGroup:
     def attend_chosen(
         self, name: str, step: StepOfGroup, kv_cache: Tensor, chosen: Tensor, q: Tensor, out: Tensor
     ) -> None:
-        """Attention of a step's new tokens over the keys that were chosen for each. The layer's problem has an indexer.
+        """Computes attention of a step's new tokens over keys selected for each. The layer's problem has an indexer.
 
-        chosen: int32 [num_tokens or more, top of the indexing], places in the token's sequence in any order, each once;
-                a negative one is none
-        The rest as attend().
+        chosen: int32 [num_tokens or more, top of the indexing], positions in the token's sequence, in any order, once;
+                negative entries are ignored
+        The other arguments are those of attend().
         """
         index, tokens = self._bind(name, step, kv_cache), slice(step.num_tokens)
         units, counts = in_order(chosen[tokens], step.slots)
@@ -216,12 +216,12 @@ class KVGroup:
         self.attention.layers.attend_selected(index, q[tokens], out[tokens])
 
     def store(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write K and V of a step's new tokens. k, v: [num_tokens or more, kv_heads, head_dim | v_head_dim]"""
+        """Writes K and V of a step's new tokens. k, v: [num_tokens or more, kv_heads, head_dim | v_head_dim]"""
         index = self._bind(name, step, kv_cache)
         self.attention.layers.store(index, k[: step.num_tokens], v[: step.num_tokens])
 
     def store_at(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
-        """As store(), to the step's slots, which are not those of the table: its sequences are parts of others."""
+        """Like store(), but to the step's slots. They are not the table's: its sequences are parts of others."""
         index, tokens = self._bind(name, step, kv_cache), slice(step.num_tokens)
         assert step.slots is not None
         counts = torch.full((4,), step.num_tokens, dtype=torch.int32, device=k.device)
@@ -232,15 +232,15 @@ class KVGroup:
             )
 
     def _slots(self, common: CommonMetadata, shape: Shape) -> Tensor | None:
-        """Where a step's new tokens go, of a step whose slots are looked at."""
+        """Returns the slots of a step's new tokens, or None if slots are not used."""
         return common.slot_mapping[: shape.num_tokens] if self._options.has_slots else None
 
     def _begun(
         self, common: CommonMetadata, shape: Shape, kv_len: Tensor, num_seqs: int, captured: bool
     ) -> ExternalAttention:
-        """A step has begun; its attention.
+        """Begins a step and returns its attention.
 
-        num_seqs: sequences that are looked at; the others are pads
+        num_seqs: sequences that are read; the others are padding
         """
         attention = self._attention_over(common.block_table_tensor)
         for name, loads in self._loads.items():
@@ -251,9 +251,9 @@ class KVGroup:
         return attention
 
     def _attention_over(self, block_table: Tensor) -> ExternalAttention:
-        """The attention, over vLLM's table as it is in this step. It is made with the first one, which comes late.
+        """Returns the attention over vLLM's table of this step. The first call makes it, because the table comes late.
 
-        vLLM has one step at a time, in whichever thread.
+        vLLM runs one step at a time, in any thread.
         """
         place = (block_table.data_ptr(), block_table.stride())
         if self._attention is None:
@@ -288,7 +288,7 @@ class KVGroup:
                     attention.set_head_weights(self._index[name], weights)
                 self._use_pages(attention, name, caches[name])
                 if (form := each.problem.index_format) is not None:
-                    # Keys are chosen by another, over keys of its own, and no row of these is read: every page is one.
+                    # vLLM's indexer selects, with keys of its own. These rows are never read, so all pages share one.
                     no_keys = torch.zeros(1, form.page_size, form.head_dim, dtype=each.problem.dtype)
                     pages = no_keys.to(self._device).expand(attention.bounds.num_pages, -1, -1)
                     attention.pages.bind_index(self._index[name], pages)
@@ -296,7 +296,7 @@ class KVGroup:
         return attention
 
     def _bind(self, name: str, step: StepOfGroup, kv_cache: Tensor) -> int:
-        """A layer's index, with these pages. Raises WrongState for a step that is over, and where pages have moved."""
+        """Returns a layer's index, with these pages bound. Raises WrongState if the step is over or pages moved."""
         if step.number != self.attention.step_number:
             raise WrongState(
                 f"{name} asks for attention in step {step.number}, and step {self.attention.step_number} has begun; a "
@@ -319,10 +319,9 @@ class KVGroup:
 
 
 def forget_empty_parts(kv_len: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Where ranks share sequences, one may have no token of some: its part then weighs nothing. May be captured.
+    """Clears the results of sequences of which this rank has no token, so that they get no weight. May be captured.
 
-    Kernels that need a token of each sequence have read one that is not its own.
-
+    Kernels that need a token of each sequence have read a token of another one.
     kv_len: [num_seqs], this rank's part of each; out: [num_seqs, heads, dim] becomes 0, lse: [num_seqs, heads] -inf
     """
     is_empty = kv_len == 0
@@ -331,10 +330,10 @@ def forget_empty_parts(kv_len: Tensor, out: Tensor, lse: Tensor) -> None:
 
 
 def in_order(chosen: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys that were chosen, as give_selection() takes them: ascending units, and how many. May be captured.
+    """Returns selected keys in the form of give_selection(): ascending units, and their number. May be captured.
 
-    chosen: int32 [T, top], as of attend_chosen()
-    slots:  [T], negative for a pad, to which nothing is chosen
+    chosen: int32 [T, top], as in attend_chosen()
+    slots:  [T], negative for a padding token, which gets no keys
     """
     places = chosen if slots is None else chosen.masked_fill(slots[:, None] < 0, -1)
     is_none = places < 0
@@ -345,7 +344,7 @@ def in_order(chosen: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
 def _require_kernels(
     problems: Sequence[Problem], sizes: GroupSizes, device: torch.device, options: ExternalOptions
 ) -> None:
-    """Refuse layers that no kernel serves before vLLM allocates for them. Raises Unsupported."""
+    """Raises Unsupported for layers that no kernel serves, before vLLM allocates memory for them."""
     few = options.pool_size(
         Bounds(num_seqs=sizes.num_seqs, num_tokens=sizes.num_tokens, kv_len=sizes.kv_len, num_pages=2)
     )
@@ -361,14 +360,14 @@ def _require_kernels(
 
 
 def _place(slots: Tensor | None) -> int:
-    """Where slots are; vLLM's lie one after the other. 0: there are none."""
+    """Returns the address of slots, which vLLM keeps contiguous; 0 if there are none."""
     return 0 if slots is None else slots.data_ptr()
 
 
 def _all_rows(block_table: Tensor, num_seqs: int) -> Tensor:
-    """The table that a step's is a part of: vLLM hands the rows of a step's sequences, of memory that stays.
+    """Returns the whole table. vLLM passes only the rows of a step's sequences, which are views of fixed memory.
 
-    A table of fewer rows than its memory has would be another table in each step.
+    A table with fewer rows than its memory would differ from step to step.
     """
     stride = block_table.stride(0)
     elements = block_table.untyped_storage().nbytes() // block_table.element_size() - block_table.storage_offset()

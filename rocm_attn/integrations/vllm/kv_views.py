@@ -1,10 +1,10 @@
-"""vLLM's KV cache of a layer as pages of K and of V: views, whatever layout vLLM has chosen.
+"""Views of a layer's KV cache in vLLM as pages of K and of V, for any layout that vLLM chooses.
 
 vLLM packs K and V of a head and a token into one row. Logically a layer's cache is
 
     [blocks, kv_heads, block_size, head_size + v_head_size]
 
-with the strides of the layout; an MLA layer's is [blocks, block_size, latent], or the former with one head.
+with the strides of the layout. An MLA layer's is [blocks, block_size, latent], or the former with one head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rocm_attn.problem import PoolKind, Problem
 
 
 def pages_of(problem: Problem, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V pages of a layer, [blocks, block_size, kv_heads, head_dim | v_head_dim], views of its KV cache.
+    """Returns a layer's K and V pages, [blocks, block_size, kv_heads, head_dim | v_head_dim], views of its KV cache.
 
     Raises BadTensor for a cache of another layout.
     """

@@ -1,4 +1,4 @@
-"""What vLLM says of an attention layer, and the Problem that it makes."""
+"""The terms of an attention layer of vLLM's, and the Problem made from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rocm_attn.errors import Unsupported
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.step.head_weights import HeadWeights
 
-# vLLM's names of dtypes of the KV cache, and what they are where they name a dtype.
+# vLLM's names of KV cache dtypes -> the dtype; None: auto.
 PLAIN_DTYPES = {
     "auto": None,
     "float16": torch.float16,
@@ -22,12 +22,12 @@ PLAIN_DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
 }
-# Of those that keep eight bits with one factor for a layer; None: the platform's own e4m3.
+# Dtypes that keep eight bits with one scale per layer. None: the platform's own e4m3.
 FP8_DTYPES = {"fp8": None, "fp8_e4m3": None, "fp8_e5m2": torch.float8_e5m2}
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *FP8_DTYPES)
 
 _DECODER = "decoder"
-# Arguments of later releases that say nothing when they have these values.
+# Arguments of later releases -> the values with which they have no effect.
 _SAY_NOTHING: Mapping[str, Sequence[object]] = {"chunk_lookback": (-1, None), "use_alibi_sqrt": (False, None)}
 
 
@@ -35,11 +35,11 @@ _SAY_NOTHING: Mapping[str, Sequence[object]] = {"chunk_lookback": (-1, None), "u
 class LayerTerms:
     """The arguments of vLLM's AttentionImpl, in its order and with its names.
 
-    alibi_slopes:   of each query head
+    alibi_slopes:   one per query head
     sliding_window: keys that a query sees, its own included
     kv_cache_dtype: vLLM's name of it
-    kv_sharing_target_layer_name: the layer whose KV this one reads; it stores none of its own
-    sinks:          [num_heads], a logit of each head
+    kv_sharing_target_layer_name: the layer whose KV this one reads; it then stores none of its own
+    sinks:          [num_heads], a logit per head
     Raises Unsupported.
     """
 
@@ -57,7 +57,7 @@ class LayerTerms:
 
     @classmethod
     def read(cls, given: Sequence[Any], named: Mapping[str, Any]) -> LayerTerms:
-        """The terms that vLLM calls an implementation with. Raises Unsupported for any that is not known here."""
+        """Reads the arguments of an implementation's constructor. Raises Unsupported for any that is not known here."""
         names = {field.name for field in fields(cls)}
         unknown = [
             f"{name}={value!r}"
@@ -85,11 +85,11 @@ class LayerTerms:
 
     @property
     def stores(self) -> bool:
-        """Whether the layer has KV of its own."""
+        """True if the layer has KV of its own."""
         return self.kv_sharing_target_layer_name is None
 
     def problem(self, cache: CacheTerms) -> Problem:
-        """The layer over its pages. Raises Unsupported, BadProblem."""
+        """Returns the layer's problem over its pages. Raises Unsupported, BadProblem."""
         encoding = _encoding(self.kv_cache_dtype, cache)
         window = UNLIMITED_WINDOW if self.sliding_window is None else self.sliding_window - 1
         return Problem(
@@ -109,7 +109,7 @@ class LayerTerms:
         )
 
     def latent_problem(self, cache: CacheTerms, v_head_dim: int) -> Problem:
-        """An MLA layer's absorbed form over its latent pages. Raises Unsupported, BadProblem."""
+        """Returns the problem of an MLA layer's absorbed form over its latent pages. Raises Unsupported, BadProblem."""
         asked = {
             "ALiBi slopes": self.alibi_slopes is not None,
             "a sliding window": self.sliding_window is not None,
@@ -136,7 +136,7 @@ class LayerTerms:
         )
 
     def head_weights(self, device: torch.device) -> HeadWeights:
-        """Its sinks and slopes, as they are now."""
+        """Returns its sinks and slopes with their present values."""
         slopes = None if self.alibi_slopes is None else torch.as_tensor(self.alibi_slopes, dtype=torch.float32)
         return HeadWeights(
             None if self.sinks is None else self.sinks.detach().float().to(device).contiguous(),
@@ -145,23 +145,23 @@ class LayerTerms:
 
 
 class WeightLoads:
-    """Tells new weights of a layer from those that were read before. count: how often vLLM says that it loaded them
+    """Detects that a layer's weights have changed since they were read. count: loads that vLLM has reported
 
-    Weights in kernel format are copied into a parameter without a word; its version shows those.
+    vLLM copies weights in kernel format into a parameter without reporting it. The parameter's version shows those.
     """
 
     def __init__(self, weights: Tensor | None) -> None:
         self._weights, self.count = weights, 0
 
     def seen(self) -> tuple[int, int]:
-        """Another value after each load."""
+        """Returns a value that changes with each load."""
         weights = self._weights
         return self.count, 0 if weights is None or weights.is_inference() else weights._version
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTerms:
-    """What the layers of a KV cache group have in common.
+    """The common terms of the layers of a KV cache group.
 
     block_size: tokens of a block, as kernels see it
     dtype:      of q, k, v and the output

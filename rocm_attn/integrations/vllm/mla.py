@@ -1,7 +1,7 @@
 """The backend of MLA layers: decode in absorbed form by our kernels, over vLLM's latent pages.
 
-vLLM splits a step: what it counts as decodes comes first and is ours, prompts go to its own prefill backends. It stores
-the latent rows itself, before it asks for attention.
+vLLM splits a step. The decodes come first and run here; prompts run on its own prefill backends. vLLM stores the latent
+rows itself, before it asks for attention.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, DecodesOfStep
 
 
 class RocmAttnMLABackend(MLACommonBackend):
-    """MLA layers: what vLLM asks before it builds a model."""
+    """MLA layers: the answers to vLLM's questions before it builds a model."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
@@ -59,7 +59,7 @@ class RocmAttnMLABackend(MLACommonBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Any: kernels are asked when the layers are known."""
+        """Returns [], which allows any size: kernels are chosen when the layers are known."""
         return []
 
     @classmethod
@@ -76,7 +76,7 @@ class RocmAttnDecodes(MLACommonDecodeMetadata):
 
 
 class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    """One for each attention group, and micro-batch, of vLLM's."""
+    """The metadata builder. There is one per attention group and micro-batch of vLLM's."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport[MLA_GRAPHS]
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
@@ -114,7 +114,7 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _build_decode(self, **given: Any) -> RocmAttnDecodes:
-        """Begin a step of the decodes. given: as MLACommonMetadataBuilder names them; 0.26 has no max_query_len."""
+        """Begins a step of the decodes. given: MLACommonMetadataBuilder's arguments; 0.26 has no max_query_len."""
         common = self._common
         decodes = DecodesOfStep(
             query_start_loc=given["query_start_loc_device"],
@@ -143,23 +143,23 @@ def require_plain(layers: Iterable[Any]) -> None:
         raise Unsupported("latent rows are not stored in FP8 on a CPU; leave --kv-cache-dtype at auto there")
 
 
-_OF_LAYERS = 10  # the arguments that all implementations have come first
+_OF_LAYERS = 10  # the number of leading arguments that all implementations share
 
 
 def terms_of(impl: type, given: Sequence[Any], named: Mapping[str, Any]) -> LayerTerms:
-    """The terms that vLLM calls an implementation with, which has its own class's parameters. Raises Unsupported."""
+    """Returns the terms of a constructor with its own class's parameters. Raises Unsupported."""
     names = list(inspect.signature(impl).parameters)
     terms = dict(zip(names, given, strict=False)) | dict(named)
     return LayerTerms.read([terms[name] for name in names[:_OF_LAYERS]], {})
 
 
 class StoresLatentRows:
-    """Stores latent rows as vLLM does, and where it has no kernel for it too."""
+    """Stores latent rows like vLLM, also on CPUs, where vLLM has no kernel for it."""
 
     def do_kv_cache_update(
         self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *encoding: Any
     ) -> None:
-        """Store latent rows, by vLLM's kernel where it has one. encoding: dtype of the cache, and its factor"""
+        """Stores latent rows, by vLLM's kernel if it has one. encoding: dtype of the cache, and its scale"""
         if kv_cache.device.type != "cpu" or not kv_cache.numel():
             super().do_kv_cache_update(  # type: ignore[misc]  # of the class of vLLM's beside this one
                 kv_c_normed, k_pe, kv_cache, slot_mapping, *encoding
@@ -171,7 +171,7 @@ class StoresLatentRows:
 
 
 class RocmAttnMLAImpl(StoresLatentRows, MLACommonImpl[MLACommonMetadata]):
-    """One layer. Raises Unsupported for terms that are not served."""
+    """The attention of one layer. Raises Unsupported for terms that are not served."""
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
@@ -185,7 +185,7 @@ class RocmAttnMLAImpl(StoresLatentRows, MLACommonImpl[MLACommonMetadata]):
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of the step's decodes over latent rows; with its LSE, natural log, where ranks share sequences."""
+        """Returns the decodes' attention over latent rows; if ranks share sequences, also its LSE, natural log."""
         decodes: RocmAttnDecodes = attn_metadata.decode
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         tokens, heads = queries.shape[:2]

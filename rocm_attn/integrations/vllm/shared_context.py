@@ -1,11 +1,11 @@
-"""Ranks that share the context of sequences, of layers with K and V of their own heads: decode context parallelism.
+"""Decode context parallelism: ranks share the context of sequences, for layers whose heads have their own K and V.
 
 Each rank keeps every n-th stretch of a sequence's tokens. A step's new tokens attend twice:
 
-    context  what came before the step: each rank over its own part, for the query heads of all ranks
-    own      the step's new tokens, K and V of which every rank has; causal
+    context  the tokens before the step: each rank over its own part, for the query heads of all ranks
+    own      the step's new tokens, whose K and V every rank has; causal
 
-Parts of the context are merged by their log-sum-exps, and then with what is its own. Here is no import of vLLM.
+Parts of the context are merged by their log-sum-exps, and then with the own part. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ from rocm_attn.step.external_step import Boundaries, ExternalStep
 
 
 class Ranks(Protocol):
-    """The ranks that share contexts, as vLLM's GroupCoordinator: each calls the same in the same order."""
+    """The ranks that share contexts, like vLLM's GroupCoordinator. All ranks make the same calls in the same order."""
 
     @property
     def world_size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         ...
 
     @property
     def rank_in_group(self) -> int:
-        """Which of them this is."""
+        """The number of this rank."""
         ...
 
     def all_gather(self, input_: Tensor, dim: int) -> Tensor:
-        """The tensors of all ranks, one after the other along a dimension."""
+        """Returns the tensors of all ranks, concatenated along a dimension."""
         ...
 
     def reduce_scatter(self, input_: Tensor, dim: int) -> Tensor:
-        """The sum of all ranks' tensors; each rank gets its part of a dimension."""
+        """Returns this rank's part, along a dimension, of the sum of all ranks' tensors."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Who shares, and how. stretch: tokens of a sequence that a rank keeps one after the other"""
+    """The ranks that share contexts. stretch: consecutive tokens of a sequence that a rank keeps"""
 
     ranks: Ranks
     stretch: int = 1
 
     def kept(self, lengths: Tensor) -> Tensor:
-        """Of the first tokens of sequences, those that this rank keeps. May be captured."""
+        """Returns how many of the first `lengths` tokens of sequences this rank keeps. May be captured."""
         turn = self.stretch * self.ranks.world_size
         rest = lengths % turn - self.ranks.rank_in_group * self.stretch
         return lengths // turn * self.stretch + rest.clamp(0, self.stretch)
 
 
 class SharedContextGroup:
-    """As KVGroup, of ranks that share contexts. layers: with this rank's query heads
+    """Like KVGroup, but for ranks that share contexts. layers: with this rank's query heads
 
-    Raises Unsupported, also for windows and ALiBi slopes, as a rank does not know how far its keys are, and for more
-    than one KV head on a rank, as ranks that share contexts have copies of the same one.
+    Raises Unsupported also for windows and ALiBi slopes, because a rank does not know the distance of its keys; and for
+    more than one KV head per rank, because ranks that share contexts have copies of the same one.
     """
 
     def __init__(
@@ -121,13 +121,13 @@ class SharedContextGroup:
 
     @property
     def attention(self) -> ExternalAttention:
-        """What attends to contexts. Raises WrongState before the first step."""
+        """The attention over contexts. Raises WrongState before the first step."""
         return self._context.attention
 
     def begin(self, common: CommonMetadata) -> StepOfGroup:
-        """Begin and fill both parts of a step. common: as KVGroup.begin, with the lengths of whole sequences
+        """Begins and fills both parts of a step. common: as in KVGroup.begin, with the lengths of whole sequences
 
-        Raises Unsupported for a step that is not causal, and what ExternalAttention raises.
+        Raises Unsupported for a step that is not causal, and the errors of ExternalAttention.
         """
         require_causal(common)
         shape, seqs = Shape.of(common), common.num_reqs
@@ -170,14 +170,14 @@ class SharedContextGroup:
         return replace(step, slots=common.slot_mapping[: shape.num_tokens])
 
     def store(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write K and V of those new tokens that this rank keeps, and have all of them at hand for attend()."""
+        """Writes K and V of the new tokens that this rank keeps to the cache, and all of them to rows for attend()."""
         self._context.store_at(name, step, kv_cache, k, v)
         tokens = slice(step.num_tokens)
         for rows, new in zip(self._rows[self._layers[name].problem], (k, v), strict=True):
             rows[tokens] = new[tokens].unsqueeze(1)
 
     def attend(self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor, out: Tensor) -> None:
-        """Attention of a step's new tokens; store() of the same layer comes before. As KVGroup.attend"""
+        """Like KVGroup.attend. Call store() of the same layer before."""
         tokens = slice(step.num_tokens)
         q = q[tokens]
         context, lse = self._of_context(name, step, kv_cache, q)
@@ -189,7 +189,7 @@ class SharedContextGroup:
         out[tokens] = context
 
     def _of_context(self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention over the contexts of all ranks, and its log-sum-exp, of this rank's heads; float32."""
+        """Returns the attention of this rank's heads over the contexts of all ranks, and its log-sum-exp; float32."""
         ranks, heads = self._sharing.ranks, q.shape[1]
         of_all = ranks.all_gather(q.contiguous(), 1)
         part = q.new_empty(*of_all.shape[:2], self._layers[name].problem.v_head_dim)
@@ -204,13 +204,13 @@ class SharedContextGroup:
 
 
 def _of_context(problem: Problem, ranks: int) -> Problem:
-    """Of a rank's part of contexts: query heads of all ranks, all keys seen. Sinks count once, with what is own."""
+    """Returns the problem of a rank's part of contexts: all ranks' query heads, all keys seen, no sinks."""
     heads = problem.num_q_heads * ranks
     return replace(problem, num_q_heads=heads, has_sinks=False, causal=False, wants_lse=True)
 
 
 def _of_own(problem: Problem) -> Problem:
-    """Of a step's new tokens: each is a page of its own, in the model's dtype."""
+    """Returns the problem of a step's new tokens: each is a page of its own, in the model's dtype."""
     return replace(problem, page_size=1, kv_encoding=KVEncoding.LIKE_Q, kv_scales=Scales.NONE, wants_lse=True)
 
 

@@ -1,7 +1,7 @@
-"""The backend of MLA layers that attend to what an indexer has chosen (DeepSeek-V3.2, GLM-5).
+"""The backend of MLA layers that attend to keys selected by an indexer (DeepSeek-V3.2, GLM-5).
 
-vLLM's indexer chooses: it keeps its keys in a cache of its own, and writes places of keys into a buffer that layers
-share. What is ours is the attention over them, of decodes and of prompts, in absorbed form over vLLM's latent pages.
+vLLM's indexer selects. It keeps its keys in a cache of its own, and writes positions of keys into a buffer that layers
+share. Our part is the attention over them, for decodes and prompts, in absorbed form over vLLM's latent pages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rocm_attn.problem import Indexer
 
 
 class RocmAttnSparseMLABackend(RocmAttnMLABackend):
-    """Sparse MLA layers: what vLLM asks before it builds a model."""
+    """Sparse MLA layers: the answers to vLLM's questions before it builds a model."""
 
     @staticmethod
     def get_name() -> str:
@@ -59,9 +59,9 @@ class RocmAttnSparseMLABackend(RocmAttnMLABackend):
 
 @dataclass
 class RocmAttnSparseMetadata:
-    """What vLLM keeps of a step for each layer. To vLLM all tokens are decodes: prompts are not computed apart.
+    """The data of a step that vLLM passes to each layer. All tokens count as decodes: prompts have no attention apart.
 
-    The names but the first two are vLLM's.
+    All names except the first two are vLLM's.
     """
 
     group: KVGroup
@@ -84,7 +84,7 @@ class RocmAttnSparseMetadata:
 
 
 class RocmAttnSparseMLABuilder(AttentionMetadataBuilder[RocmAttnSparseMetadata]):
-    """One for each attention group, and micro-batch, of vLLM's."""
+    """The metadata builder. There is one per attention group and micro-batch of vLLM's."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport[MLA_GRAPHS]
 
@@ -98,7 +98,7 @@ class RocmAttnSparseMLABuilder(AttentionMetadataBuilder[RocmAttnSparseMetadata])
             require_plain(layers.values())
         cache = CacheTerms(kv_cache_spec.block_size, 0, vllm_config.model_config.dtype, current_platform.fp8_dtype())
         self.topk = int(config.index_topk)
-        # Its heads and its scale are those of vLLM's, which has chosen before anything is asked of ours.
+        # The heads and the scale are those of vLLM's indexer, which selects before our attention is called.
         indexer = Indexer(int(config.index_n_heads), int(config.index_head_dim), Indexing(scale=1.0, top=self.topk))
         self.group = new_group(
             {
@@ -138,7 +138,7 @@ class RocmAttnSparseMLABuilder(AttentionMetadataBuilder[RocmAttnSparseMetadata])
 
 
 class RocmAttnSparseMLAImpl(StoresLatentRows, SparseMLACommonImpl[Any]):
-    """One layer. Raises Unsupported for terms that are not served."""
+    """The attention of one layer. Raises Unsupported for terms that are not served."""
 
     can_return_lse_for_decode: bool = False
     supports_dense_mha_prefill: bool = False
@@ -151,12 +151,12 @@ class RocmAttnSparseMLAImpl(StoresLatentRows, SparseMLACommonImpl[Any]):
         self.supports_quant_query_input = False
 
     def record_logical_topk_ready(self) -> None:
-        """Nothing: what was chosen is read on the stream that has written it."""
+        """Does nothing: the selection is read on the stream that wrote it."""
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[Tensor, None]:
-        """Attention of the step's tokens over the latent rows that vLLM's indexer has chosen for each."""
+        """Returns the attention of the step's tokens over the latent rows that vLLM's indexer has selected for each."""
         chosen = self.topk_indices_buffer
         if chosen is None or chosen.shape[-1] != attn_metadata.topk_tokens:
             found = "no buffer of chosen keys" if chosen is None else f"{chosen.shape[-1]} keys chosen for a token"

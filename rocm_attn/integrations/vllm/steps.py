@@ -1,4 +1,4 @@
-"""A step as vLLM's runner describes it, as the runtime takes it."""
+"""Converts a step as vLLM's runner describes it to the runtime's form."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 from rocm_attn.errors import Unsupported
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep
 
-# What our builders declare of full graphs, by vLLM's names. A schedule on the device says what each
-# program of a step does, so one graph serves all lengths. Of MLA layers prompts are vLLM's, and not captured.
+# Our builders' support of full graphs, by vLLM's names. A schedule on the device assigns the work to the programs of a
+# step, so one graph serves all lengths. Prompts of MLA layers run on vLLM's kernels and are not captured.
 GQA_GRAPHS, MLA_GRAPHS = "ALWAYS", "UNIFORM_BATCH"
 
 
 class CommonMetadata(Protocol):
-    """What is read of vLLM's CommonAttentionMetadata. Nothing of it is on the host but the numbers.
+    """The part that is read of vLLM's CommonAttentionMetadata. Only its numbers are on the host.
 
-    query_start_loc:    int32 [num_reqs + 1 or more]; where each request's new tokens begin
-    seq_lens:           int32 [num_reqs or more]; tokens of each request, new ones included, 0 for a pad
+    query_start_loc:    int32 [num_reqs + 1 or more]; the first new token of each request
+    seq_lens:           int32 [num_reqs or more]; tokens of each request, new ones included; 0 for padding
     num_reqs:           padded for a full graph
     num_actual_tokens:  padded for a full graph
     max_query_len, max_seq_len: upper bounds
     block_table_tensor: int32 [num_reqs or more, width]; null blocks are 0
     slot_mapping:       int64 [num_actual_tokens or more]; -1: this token is not stored
-    causal:             True, False, or a tensor of one for each request
+    causal:             True, False, or a tensor with one entry per request
     """
 
     @property
@@ -50,7 +50,7 @@ class CommonMetadata(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecodesOfStep:
-    """The first sequences of a step, as CommonMetadata says it."""
+    """The first sequences of a step, in the form of CommonMetadata."""
 
     query_start_loc: Tensor
     seq_lens: Tensor
@@ -65,9 +65,9 @@ class DecodesOfStep:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a graph of vLLM's has frozen of a step, and what tells the steps that replay it from others.
+    """The properties of a step that a graph of vLLM's fixes. They decide which steps may replay the graph.
 
-    num_seqs, num_tokens: padded ones
+    num_seqs, num_tokens: padding included
     max_q_len:            the most new tokens of a sequence
     """
 
@@ -77,26 +77,26 @@ class Shape:
 
     @classmethod
     def of(cls, common: CommonMetadata) -> Shape:
-        """Of a step. A step has at least one token, and a sequence at least one new one."""
+        """Returns the shape of a step. A step has at least one token, and a sequence at least one new one."""
         tokens = max(1, common.num_actual_tokens)
         return cls(max(1, common.num_reqs), tokens, min(max(1, common.max_query_len), tokens))
 
     @property
     def decodes(self) -> bool:
-        """Whether each sequence has one new token, pads included."""
+        """True if each sequence has one new token, padding included."""
         return self.max_q_len == 1 and self.num_seqs == self.num_tokens
 
     def widest(self) -> Shape:
-        """That of steps of this size in which one sequence may have all new tokens."""
+        """Returns the shape of steps of this size in which one sequence may have all new tokens."""
         return Shape(self.num_seqs, self.num_tokens, self.num_tokens)
 
     @property
     def padded(self) -> tuple[int, int]:
-        """What vLLM looks a graph up by."""
+        """The key by which vLLM looks a graph up."""
         return self.num_seqs, self.num_tokens
 
     def serves(self, step: Shape) -> bool:
-        """Whether a step may run as one of this shape: with longer bounds, never with shorter ones."""
+        """True if a step may run with this shape: its bounds may be smaller, never larger."""
         return step.padded == self.padded and step.max_q_len <= self.max_q_len
 
 
@@ -110,10 +110,10 @@ def require_causal(common: CommonMetadata) -> None:
 
 
 def external_step(common: CommonMetadata, shape: Shape, kv_len: Tensor, num_seqs: int, captured: bool) -> ExternalStep:
-    """The step at a shape.
+    """Returns the step at a shape.
 
     kv_len:   of its sequences; as common has them, or less
-    num_seqs: sequences that are looked at; the others are pads
+    num_seqs: sequences that are read; the others are padding
     """
     return ExternalStep(
         num_seqs=num_seqs,

@@ -1,4 +1,6 @@
-"""Linear pages as vectorised ones, written down once more for tests: element by element what page_rows.py says."""
+"""Linear pages as vectorised ones, computed a second time for tests: element by element as page_rows.py defines
+them.
+"""
 
 from __future__ import annotations
 

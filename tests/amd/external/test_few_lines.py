@@ -273,7 +273,7 @@ def test_pages_of_a_call_may_come_after_seal_where_the_engine_says_so(binds_call
 
 
 def test_tables_that_were_used_before_are_let_go(device: torch.device) -> None:
-    """Of the many tables that an engine may pass, one per step, only the last one is held."""
+    """An engine may pass many tables, one per step. Only the last one is held."""
     attention = build(device)
     cache = torch.zeros(2, LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, DIM, device=device)
     attention.pages.bind_all(cache, "kv layer page token head dim")

@@ -1,6 +1,4 @@
-"""The values that pages keep of K and V, computed a second time for tests: by torch's own casts, with scales from
-definitions.
-"""
+"""The values that pages keep of K and V, computed again for tests: by torch's casts, with scales by definition."""
 
 from __future__ import annotations
 

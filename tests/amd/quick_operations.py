@@ -169,9 +169,7 @@ def broadcast_by_shape(block_of: Callable[[Any, Any], Any]) -> None:
 
 
 def called_by_interpreter(member: Any) -> Callable[..., Any]:
-    """Returns the function that replaces a builtin during a launch: the same function, given the interpreter's
-    semantics.
-    """
+    """Returns the replacement of a builtin during a launch: the same function, given the interpreter's semantics."""
     function = member.__wrapped__ if member.__code__ is _WRAPPER else member
     given = interpreter.interpreter_semantic
 

@@ -65,9 +65,7 @@ LOGITS = {torch.bfloat16: LogitBound(0.035, 0.2), torch.float16: LogitBound(0.00
 def assert_attention_close(
     out: Tensor, reference: Tensor, dtype: torch.dtype, *, eight_bit_products: bool = False
 ) -> None:
-    """Checks that out, computed from inputs of this dtype, is as close to the float64 reference as the table
-    demands.
-    """
+    """Checks that out, computed from inputs of the dtype, is as close to the float64 reference as the table says."""
     bound = EIGHT_BIT_PRODUCTS if eight_bit_products else BOUNDS[dtype]
     torch.testing.assert_close(out.double(), reference, atol=bound.atol, rtol=bound.rtol)
 

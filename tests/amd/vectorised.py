@@ -1,6 +1,4 @@
-"""Linear pages as vectorised ones, computed a second time for tests: element by element as page_rows.py defines
-them.
-"""
+"""Linear pages as vectorised ones, computed again for tests: element by element as page_rows.py defines them."""
 
 from __future__ import annotations
 

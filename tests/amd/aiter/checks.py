@@ -86,9 +86,7 @@ class Scores:
 
 
 def distances(q_len: int, kv_len: int) -> Tensor:
-    """Returns the distance [q_len, kv_len] from each key to each query: positive for keys before it, negative for later
-    ones.
-    """
+    """Returns the distance [q_len, kv_len] from each key to each query; negative for keys after the query."""
     return torch.arange(kv_len - q_len, kv_len)[:, None] - torch.arange(kv_len)[None, :]
 
 
@@ -103,9 +101,7 @@ _QUERIES = 512
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Returns out and lse of the attention of one sequence, in float64. They are NaN where q is, as in every real
-    kernel.
-    """
+    """Returns out and lse of the attention of one sequence, float64. They are NaN where q is, as in real kernels."""
     parts = [_attend_some(q, k, v, scores, slice(at, at + _QUERIES)) for at in range(0, len(q), _QUERIES)]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
@@ -133,9 +129,7 @@ def _attend_some(q: Tensor, k: Tensor, v: Tensor, scores: Scores, some: slice) -
 
 
 def _beside_zero(logits: Tensor, terms: Tensor) -> Tensor:
-    """Returns shares in float32 for a maximum that is at least 0. Shares of logits below -87 vanish, and 0 / 0 is
-    NaN.
-    """
+    """Returns float32 shares for a maximum that is at least 0. Shares of logits below -87 vanish, and 0 / 0 is NaN."""
     top = terms.amax(-1, keepdim=True).clamp(min=0.0)
     smallest = torch.finfo(torch.float32).tiny
     weights, all_weights = ((each - top).float().exp() for each in (logits, terms))
@@ -174,9 +168,7 @@ def worth(rows: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def require_vectorised(k_cache: object, v_cache: object, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns K [blocks, kv_heads, dim / x, block, x] and V [blocks, kv_heads, block / x, dim, x], checked to have no
-    gaps.
-    """
+    """Checks and returns K [blocks, kv_heads, dim / x, block, x], V [blocks, kv_heads, block / x, dim, x]: no gaps."""
     x = 16 // dtype.itemsize
     k = require_tensor("K", k_cache, dtype, (None, None, None, None, x))
     blocks, heads, _, block, _ = k.shape

@@ -59,9 +59,7 @@ def cases(target: Target) -> Iterator[Case]:
 
 
 def _encoded(limits: Limits, dtype: torch.dtype, arch: str) -> Iterator[tuple[Problem, str]]:
-    """Yields problems in every encoding and with every kind of scale: dims, page sizes and heads. Scores are varied
-    with the first kind of scale only.
-    """
+    """Yields problems in every encoding and kind of scale: dims, page sizes, heads; scores with the first kind only."""
     kinds, factors = (
         eight_bit_kinds(limits.encodings, arch),
         [each for each in limits.scales if each is not Scales.NONE],
@@ -121,9 +119,7 @@ def _binds(row: KernelRow, problem: Problem, target: Target) -> bool:
 
 
 def selection_of(case: Case, target: Target, others: str) -> Selection:
-    """Returns the case's kernel for its kind of step, and for other kinds AITER's first kernels or torch's, as `others`
-    says.
-    """
+    """Returns the case's kernel for its kind of step, and AITER's first kernels or torch's (`others`) for the rest."""
     kernel = LayerKernel(case.row, case.row.bind(case.problem, target, PoolSize(100, MAX_KV_LEN, 8)))
     kernels = dict.fromkeys(StepKind, kernel)
     for provider in ("torch", "aiter", others):

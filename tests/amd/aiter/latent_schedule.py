@@ -30,9 +30,7 @@ WORK_BUFFERS = (
 
 
 def _groups(release: Release, eight_bits: torch.dtype, num_heads: int, *, is_eight_bit: bool) -> int:
-    """Returns the number of groups of 16 heads that a sequence is cut into. The kernel sees each group as a
-    sequence.
-    """
+    """Returns the number of groups of 16 heads that a sequence is cut into. A kernel sees each group as a sequence."""
     require(num_heads % 16 == 0 and num_heads <= 128, f"no kernel for {num_heads} heads")
     if not is_eight_bit:
         require(num_heads == 16, "a schedule for 16 heads")
@@ -43,9 +41,7 @@ def _groups(release: Release, eight_bits: torch.dtype, num_heads: int, *, is_eig
 
 
 def _require_buffers(buffers: Mapping[str, Tensor], units: int, num_seqs: int, num_heads: int) -> None:
-    """Checks the shapes that get_mla_metadata_info_v1 gives for one token per sequence, or larger ones: groups are not
-    always used.
-    """
+    """Checks the shapes of get_mla_metadata_info_v1 for one token per sequence, or more: groups are not always used."""
     tiles = 1 if num_heads == 128 else num_heads // 16
     work = (num_seqs + units - 1) * tiles
     require_tensor("work_metadata_ptrs", buffers["work_meta_data"], torch.uint64, (2,))

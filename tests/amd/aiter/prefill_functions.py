@@ -200,9 +200,7 @@ def _run_batch_prefill(
 
 
 def _left_out_of_the_lse(alibi_slopes: Tensor | None, kv_len: int, q_len: int, is_causal: bool) -> Tensor:
-    """Returns slope * query, which the causal bias slope * key lacks. It is equal for all keys and changes only the
-    lse.
-    """
+    """Returns slope * query, which the causal bias slope * key lacks. It is equal for all keys and changes the lse."""
     position = torch.arange(kv_len - q_len, kv_len)
     return alibi_slopes[:, None] * position if is_causal and alibi_slopes is not None else torch.zeros(1, q_len)
 

@@ -291,9 +291,7 @@ def test_heads_that_the_kernel_gets_on_top_are_zero(aiter: StandIn) -> None:
 
 
 def test_shares_in_eight_bits_without_a_factor_lose_what_the_reason_says() -> None:
-    """paged_attention_ragged is not bound over 8 bits for this reason. One of 256 keys has nearly all of the weight
-    here.
-    """
+    """paged_attention_ragged is not bound over 8 bits for this reason: one of 256 keys has nearly all of the weight."""
     (row,) = (row for row in ROWS if row.name == "aiter.paged_attention_ragged[fp8]")
     for arch, dtype, smallest, lost in (
         ("gfx942", torch.float8_e4m3fnuz, 2048, 1 / 8),

@@ -113,9 +113,7 @@ def by_extend(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_rows_of_192_and_128_are_aiters_once_both_kernels_agree(release: StandIn, by_extend: list[bool]) -> None:
-    """Holds in every release. New tokens and chunks of prefixes are compared once; sequences without keys are not
-    handed over.
-    """
+    """New tokens and chunks of prefixes are compared once in every release; sequences without keys are left out."""
     real = release.bodies[FUNCTION]
     lengths: list[Tensor] = []
 

@@ -45,9 +45,7 @@ def problem_of(row: KernelRow) -> Problem:
 
 
 def numbers(row: KernelRow, aiter: StandIn, kv_len: int, q_len: int) -> Mapping[str, Any]:
-    """Returns the numbers that the host passes to the row's function in a step of two sequences, the longer one of
-    kv_len tokens.
-    """
+    """Returns the host's numbers for the row's function in a step of two sequences, the longer one of kv_len tokens."""
     problem = problem_of(row)
     kernels = {
         **select(problem, known_target("cpu"), "torch").kernels,

@@ -1,6 +1,4 @@
-"""Steps through AITER's kernels as graphs: recorded once, and replayed at other lengths with the bits of eager
-steps.
-"""
+"""Steps through AITER's kernels as graphs: recorded once, replayed at other lengths with the bits of eager steps."""
 
 from __future__ import annotations
 

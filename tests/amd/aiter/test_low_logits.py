@@ -1,6 +1,4 @@
-"""Logits below -87, which a running maximum of 0 turns into nothing. The binding never gives unified_attention
-arguments that make the maximum 0.
-"""
+"""Logits below -87, which a running maximum of 0 removes. The binding keeps that maximum out of unified_attention."""
 
 from __future__ import annotations
 

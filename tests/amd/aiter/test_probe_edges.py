@@ -45,9 +45,7 @@ Damage = Callable[[Tensor], Tensor]
 
 
 def ends(visible: Tensor, *, first: bool, steps: int) -> Tensor:
-    """Returns `visible` with one cell of each row inverted, if it exists: `steps` after the first or last visible
-    key.
-    """
+    """Returns `visible` with one cell of each row inverted, if any: `steps` after the first or last visible key."""
     places = torch.arange(visible.shape[1])
     at = torch.where(visible, places, visible.shape[1]).amin(1) if first else torch.where(visible, places, -1).amax(1)
     cell = places[None] == (at + steps)[:, None]
@@ -66,9 +64,7 @@ OF_UNLIMITED = [name for name in DAMAGES if name != "sees the key before the fir
 
 @contextmanager
 def damaged(damage: Damage) -> Iterator[None]:
-    """Makes the stand-in's functions see other keys. After the last key of a sequence lies a row of zeros, as in a
-    page.
-    """
+    """Makes the stand-in's functions see other keys. A row of zeros follows a sequence's last key, as in a page."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         k, v = (torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) for rows in (k, v))
@@ -195,9 +191,7 @@ def test_right_kernels_of_any_scores_pass_and_one_key_too_few_is_seen(
 
 
 def test_random_rows_do_not_show_one_key_among_many(aiter: StandIn) -> None:
-    """Random rows do not suffice, so the probe has edge rows: a bound that covers rounding covers a key among
-    hundreds.
-    """
+    """Random rows do not suffice, so the probe has edge rows: a bound for rounding hides one key among hundreds."""
     problem = replace(LINEAR, dtype=torch.bfloat16, window_left=255)
     make_wrong(aiter, "unified_attention", DAMAGES["sees the key before the first"])
     selection = selected(problem, "")
@@ -207,9 +201,7 @@ def test_random_rows_do_not_show_one_key_among_many(aiter: StandIn) -> None:
 
 
 def test_keys_that_a_large_page_loses_after_the_first_2048_are_missed(aiter: StandIn) -> None:
-    """Releases before v0.1.14 lose them on pages of 1024. A build that does not report its release could do the
-    same.
-    """
+    """Releases before v0.1.14 lose them on pages of 1024. A build that reports no release could do the same."""
     function = vectorised_functions.pa_decode_gluon
     aiter.bodies["pa_decode_gluon"] = lambda call: function(V0_1_10, EIGHT_BITS["gfx942"], call)
     problem = vectorised_problem(1024, heads=(4, 1))

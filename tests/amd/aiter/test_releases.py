@@ -1,6 +1,4 @@
-"""A kernel's faults of some releases are refused in those releases, which the reason names, and served in the
-others.
-"""
+"""A kernel's faults in some releases are refused there, with the release in the reason, and served in others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whole steps through AITER's kernels against the reference, eagerly: NaN where nothing was stored, and in every
-pad.
-"""
+"""Whole steps through AITER's kernels against the reference, eager: NaN where nothing was stored, and in every pad."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ def check_every_kind_of_step(problem: Problem) -> None:
 
 
 def test_its_layers_with_windows_decode_steps_that_others_share_prefixes_in(aiter: StandIn) -> None:
-    """gpt-oss has such layers. Every sequence has one new token: its kernel gets that number in shared steps too, and
-    its pads have a key.
-    """
+    """gpt-oss has such layers. The kernel's max_seqlen_q is 1 in shared steps too, and its pads have a key."""
     most_new: list[int] = []
     unified = aiter.bodies["unified_attention"]
 

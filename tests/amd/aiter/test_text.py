@@ -36,9 +36,7 @@ def model(head_dim: int, dtype: torch.dtype) -> LoadedModel:
 
 
 def assert_text(loaded: LoadedModel, engine: Engine) -> None:
-    """Checks that each token is the likeliest one, or within a few of float16's last places of it. Logits are up to
-    8.
-    """
+    """Checks that each token is the likeliest one, or within a few last places of float16. Logits are up to 8."""
     oracle = Float64Llama(loaded)
     for done in engine.generate(some_requests(5)):
         assert len(done.token_ids) > 4

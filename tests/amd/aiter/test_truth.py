@@ -44,9 +44,7 @@ LAYERS = {
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_every_needle_is_found(kind: str, aiter: StandIn) -> None:
-    """The needles are found in chunks over a prefix and in decode steps, all of them replays. Torch serves steps that
-    no function serves.
-    """
+    """Needles are found in replayed chunks over a prefix and decode steps. Torch serves steps that AITER does not."""
     layer, decodes = LAYERS[kind]
 
     def build(layers: Sequence[Problem], options: RuntimeOptions) -> AttentionRuntime:

@@ -239,9 +239,7 @@ def _gluon_cases() -> list[SourceCase]:
 
 
 def _gluon_window(window: int, problem: Problem, name: str) -> SourceCase:
-    """Returns decodes at several lengths, each twice: the last key of the window dominates once, the first key past it
-    once.
-    """
+    """Returns decodes at several lengths, each twice: the window's last key dominates, then the first key past it."""
     lengths = (20, 270, 600)
     planted = []
     for length in lengths:
@@ -269,9 +267,7 @@ _LATENT_DECODES = [
 
 
 def _eight_bit_cases() -> list[SourceCase]:
-    """Returns cases for the differences from other pages: the dtype that is loaded, vectors of 16 elements, and
-    scales.
-    """
+    """Returns cases for the differences from other pages: the loaded dtype, vectors of 16 elements, and scales."""
     base, wide = _problem(), _problem(32, dim=128)
     gluon = _problem(heads=(16, 2), dim=128, pool=PoolKind.VECTORIZED)
     decodes = ((255, 511, 63), (1, 1, 1), (1, 1, 1))

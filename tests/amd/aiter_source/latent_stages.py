@@ -64,9 +64,7 @@ def mla_prefill_asm_fwd(
     split_data: Tensor,
     split_lse: Tensor,
 ) -> None:
-    """Computes causal attention of every sequence's new tokens. split_data: [T, 1, heads, 512], in the dtype of the
-    output
-    """
+    """Computes causal attention of all new tokens. split_data: [T, 1, heads, 512], in the dtype of the output"""
     spans = zip(pairwise(qo_indptr.tolist()), pairwise(kv_indptr.tolist()), strict=True)
     for (first, end), (first_key, end_key) in spans:
         rows = kv[kv_indices[first_key:end_key].long(), 0, 0].double()

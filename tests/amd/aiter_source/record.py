@@ -59,9 +59,7 @@ def kernel_of(case: SourceCase) -> str:
 
 
 def main(document: Path, places: Sequence[str], kernel: str) -> int:
-    """Runs the cases, prints a line for each, writes the document, and returns the exit status. kernel: a prefix of its
-    name
-    """
+    """Runs cases, prints a line for each, writes the document, returns the exit status. kernel: prefix of its name"""
     checkout = Checkout.named()
     start = f"| {checkout.commit()} | {checkout.date()} | {triton.__version__} |"
     is_wrong = False
@@ -120,9 +118,7 @@ def _printed(line: Line) -> Line:
 
 
 def with_runs(text: str, lines: Sequence[Line], start: str) -> str:
-    """Returns the document with these lines in place of those of the same AITER and Triton (start), place and
-    kernel.
-    """
+    """Returns the document with these lines in place of those with the same start (AITER, Triton), place and kernel."""
     before, _, rest = text.partition(BEGIN)
     table, found, after = rest.partition(END)
     if not found:

@@ -53,9 +53,7 @@ def script(block: Block) -> str:
 
 
 def commands_of(text: str) -> list[Command]:
-    """Returns a script's commands in order, each command of a pipe or list by itself. Raises ValueError at open
-    quotes.
-    """
+    """Returns a script's commands in order, pipes and lists split. Raises ValueError at open quotes."""
     found = []
     for line in lines(text):
         for part in _parts(line):
@@ -111,9 +109,7 @@ def files_of(command: Command) -> list[str]:
 
 
 def scratch(folder: Path) -> None:
-    """Writes the files that pages mention to a folder: a config of Llama 3.1 8B, alone and as a model's, and
-    prompts.
-    """
+    """Writes files that pages mention to a folder: a config of Llama 3.1 8B, alone and as a model's, and prompts."""
     config = json.dumps(LLAMA31)
     model = folder / "Llama-3.1-8B-Instruct"
     model.mkdir()

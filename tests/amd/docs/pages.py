@@ -74,9 +74,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def with_links(text: str, change: Callable[[str], str]) -> str:
-    """Returns a page with its links replaced by `change`. Links to other sites, links within the page, and code
-    stay.
-    """
+    """Returns a page with its links replaced by `change`. Links to other sites or within the page, and code, stay."""
 
     def changed(link: re.Match[str]) -> str:
         if re.match(r"[a-z]+:|#", link[2]):
@@ -111,9 +109,7 @@ def resolved(page: str, link: str) -> str:
 
 
 def menu() -> dict[str, list[tuple[str, str]]]:
-    """Returns the sections of docs/README.md; in each, title and path (from the root of the repository) of its
-    pages.
-    """
+    """Returns the sections of docs/README.md; in each, title and path of its pages, from the repository's root."""
     found: dict[str, list[tuple[str, str]]] = {}
     for line in LIST.read_text().splitlines():
         if line.startswith("## "):

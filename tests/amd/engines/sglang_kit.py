@@ -286,9 +286,7 @@ class Kit:
                     yield f"{layout} {case.name} rope {rotated}", partial(run, loc_layout=layout)
 
     def graphed(self) -> Iterator[tuple[str, Case]]:
-        """Yields decode cases that are begun and filled for a graph of more sequences; the kit runs the layers outside
-        it.
-        """
+        """Yields decode cases, begun and filled for a graph of more sequences; the kit runs the layers outside it."""
         self.with_trees = False
         dense, latent = self.dense, self.mla
         windows = (*dense.make_swa_no_prefix_input_config_cases(NAME), *dense.make_swa_prefix_input_config_cases(NAME))

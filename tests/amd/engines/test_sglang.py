@@ -1,6 +1,4 @@
-"""SGLang's whole engine with our backend gives the tokens of its own backend and gets reports of faults; its kit
-passes.
-"""
+"""SGLang's whole engine with our backend gives the tokens of its own one and gets reports of faults; its kit passes."""
 
 from __future__ import annotations
 
@@ -118,9 +116,7 @@ def test_windows_give_sglangs_own_tokens_in_one_pool_and_in_two(
 def test_drafts_of_another_model_change_no_token(
     branches: int, page_size: int, sglang: SglangVenv, tmp_path: Path
 ) -> None:
-    """Covers steps of a draft model, of verification in a chain or by a tree's mask, and of the draft model's
-    extension.
-    """
+    """Covers steps of a draft model, of verification in a chain or by a tree's mask, and the draft model's extend."""
     (stock,) = sglang.stock([run(sglang, "gemma3")], tmp_path)
     drafting = run(
         sglang,
@@ -198,9 +194,7 @@ def test_prompts_that_share_steps_with_decodes_change_no_token(sglang: SglangVen
 def test_with_the_deterministic_flag_a_request_has_the_same_bits_alone_and_among_others(
     sglang: SglangVenv, tmp_path: Path
 ) -> None:
-    """Four requests are compared. Alone, a prompt of up to 16 tokens is one chunk; the radix cache has the prefix of a
-    longer one.
-    """
+    """Four requests run alone: a prompt of up to 16 tokens is one chunk; the radix cache has a longer one's prefix."""
     asked = run(sglang, "gemma3", enable_deterministic_inference=True)
     single = (0, 8, 11, 12)
     asked.rounds, asked.chances = [prompts(), *([prompts()[each]] for each in single)], True

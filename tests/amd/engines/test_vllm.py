@@ -88,9 +88,7 @@ def test_two_ranks_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> Non
 
 @pytest.mark.nightly
 def test_two_ranks_that_share_contexts_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> None:
-    """Each rank has every other token of a sequence's KV. vLLM has no slots for that on a CPU; vllm_cpu_ranks adds
-    them.
-    """
+    """Each rank has every other token of a sequence's KV. vLLM has no such slots on a CPU; vllm_cpu_ranks adds them."""
     (stock,) = vllm.stock([run(vllm, "vllm_llama", 24)], tmp_path)
     shared = run(vllm, "vllm_llama", 24, tensor_parallel_size=2, decode_context_parallel_size=2)
     assert_equal(vllm.ours([shared], tmp_path), stock)
@@ -108,9 +106,7 @@ def test_latent_attention_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path)
 @pytest.mark.nightly
 @pytest.mark.parametrize("release", ["0.26.0", "0.33.0"])
 def test_the_oldest_and_the_newest_release_give_the_same_tokens(release: str, vllm: VllmVenv, tmp_path: Path) -> None:
-    """The releases' Python runs over the compiled part of the newest CPU wheel; they ask for KV caches in different
-    ways.
-    """
+    """The releases' Python runs over the newest CPU wheel's compiled part; they ask for KV caches in different ways."""
     (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
     fault = run(vllm, "gemma3", fault="wrong_slot", block_size=16)
     ours, reported = vllm.ours([run(vllm, "gemma3"), fault], tmp_path, release=release)

@@ -51,9 +51,7 @@ class Answer:
 
 
 def written(tensor: Any) -> Any:
-    """Returns the tensor that a fault writes to: on a GPU the tensor itself, which graphs read and vLLM rewrites each
-    step.
-    """
+    """Returns the tensor that a fault writes to: on a GPU the original, which graphs read and vLLM rewrites."""
     return tensor if tensor.device.type == "cuda" else tensor.clone()
 
 

@@ -243,9 +243,7 @@ class Engine(ABC):
         pads: int = 0,
         corrupt: Callable[[Tensor, Tensor], None] = leave_alone,
     ) -> tuple[Tensors, list[Tensor]]:
-        """Like run(), but without checking the results. corrupt: given the engine's lengths and slots before the
-        step
-        """
+        """Like run(), but without checks of the results. corrupt: gets the step's lengths and slots before it"""
         for request, count in zip(requests, new, strict=True):
             self.reserve(request, request.kv_len + count)
         self.start_step(requests, new)

@@ -120,9 +120,7 @@ def together(*rows: Array | Tensor) -> Array:
 def test_a_page_that_does_not_exist_is_neither_read_nor_written(
     kind: str, wrong: int, at: int, device: torch.device, provider: str
 ) -> None:
-    """B stores two tokens after its first four, and one of its two pages does not exist. A and C are served in the same
-    step.
-    """
+    """B stores two tokens after its first four; one of its two pages does not exist. A and C are in the same step."""
     of_b = [5, 5]
     of_b[at] = wrong
     if kind == "slots" and wrong == 2**31 - 1:

@@ -165,9 +165,7 @@ def end(engine: Engine, request: Request, shared: int) -> None:
 
 @each_table
 def test_a_row_and_pages_that_go_to_others_are_no_fault(make: MakeEngine, device: torch.device, provider: str) -> None:
-    """A prompt was computed again in another row, in pages that its first row once had. It is a prefix in that row
-    now.
-    """
+    """A prompt was computed again in another row, in pages of its first row, and is now a prefix in that first row."""
     engine = watched(make, 16, device, provider)
     first, writer = engine.admit(), engine.admit()
     engine.run([first], [32])

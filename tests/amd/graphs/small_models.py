@@ -268,9 +268,7 @@ def counts_on_the_host(tiny: Tiny) -> Callable[[Part], Tensor]:
 
 
 def takes_another_bias_each_step(tiny: Tiny) -> Callable[[Part], Tensor]:
-    """Returns a forward that reads a tensor which the host replaces before every step: a graph keeps the old
-    address.
-    """
+    """Returns a forward that reads a tensor which the host replaces before each step: a graph keeps the old address."""
     stage, biases = tiny.runtime.gate.stage, [torch.zeros(96, device=tiny.runtime.device)]
 
     def replace_bias(batch: StepBatch) -> None:

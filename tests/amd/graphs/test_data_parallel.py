@@ -1,6 +1,4 @@
-"""Data-parallel attention: ranks serve their own requests in lockstep, with a forward that has collectives over all
-tokens.
-"""
+"""Data-parallel attention: ranks serve their own requests in lockstep, with collectives over all tokens."""
 
 from __future__ import annotations
 
@@ -160,9 +158,7 @@ POLICY = PaddingPolicy(SizeLadder((1, 2, 4, 8)), SizeLadder((8, 16, 32)), max_ch
 def test_what_all_ranks_pad_to_holds_every_ranks_step_and_is_of_the_ladders(
     q_lens: list[list[int]], whole: tuple[int, int, int], halves: tuple[int, int, int]
 ) -> None:
-    """Sequences and tokens are rungs of a ladder, as far as the ladder goes. Mixed kinds have at least two
-    sequences.
-    """
+    """Sequences and tokens are rungs of a ladder, as far as it goes. Mixed kinds have two sequences or more."""
     for num_children, wanted in ((1, whole), (2, halves)):
         batches = [batch_of(q_len, kv_len=max(20, *q_len, 0)) for q_len in q_lens]
         needs = [PadTo.of(batch, POLICY, num_children) for batch in batches]

@@ -183,9 +183,7 @@ def test_an_exception_that_leaves_a_capture_is_sent_to_the_other_ranks_first(err
 
 
 def broken_off_on(rank: int, broken: int, how: str) -> list[str]:
-    """Serves with a capture that fails on one rank. Returns the reason why graphs are off, replays, and whether rows
-    are right.
-    """
+    """Serves with a capture failing on one rank. Returns why graphs are off, replays, and whether rows are right."""
     tiny, runs = Tiny.build(CPU, "torch", [4]), 0
     tiny.runtime.agree = among_all()
 

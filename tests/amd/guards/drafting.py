@@ -159,9 +159,7 @@ class Drafting:
                 take_back(request, request.kv_len - length)
 
     def _draft_steps(self, drafts: Series) -> Tensor:
-        """Runs each draft step on its part of the tensors. Sequences of the second half follow the padded ones of the
-        first.
-        """
+        """Runs each draft step on its part of the tensors. The second half's sequences follow the first one's pads."""
         for number, step in enumerate(drafts):
             at = step.tokens
             num_seqs = step.row_of_seq.shape[0]

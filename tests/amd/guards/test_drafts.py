@@ -272,9 +272,7 @@ def test_a_prefix_on_the_device_beyond_its_bound_reaches_no_neighbour(
 
 
 def token_after_a_path_past_the_row(guards: Guards, provider: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns K of the last token of a row of eight, before and after a path that moves token 10, of no page, to its
-    place.
-    """
+    """Returns K of a row's last token of eight, before and after a path moves token 10, of no page, to its place."""
     drafting = Drafting(device, guards, drafts=TREE, provider=provider, graphs=False)
     (request,) = drafting.admit([4])
     drafting.world.step([request], [4], visible=[torch.ones(4, 8, dtype=torch.bool)])

@@ -17,9 +17,7 @@ from tests.amd.guards.serving import ALL_ON, DEVICE_FAULT, Serving, in_each_way,
 
 
 def padded_beyond(device: torch.device, guards: Guards, provider: str, alignment: int, *, graphs: bool) -> Serving:
-    """Returns a server with a pool of 5 rows, whose steps are padded to a multiple of `alignment` and may be split in
-    two.
-    """
+    """Returns a server with a pool of 5 rows, whose steps are padded to multiples of `alignment` and may be split."""
     sizes = default_ladder(5, alignment).sizes
     return Serving(device, guards, graphs=graphs, provider=provider, capture_sizes=sizes, split_steps=True)
 

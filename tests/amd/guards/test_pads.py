@@ -90,9 +90,7 @@ def test_stale_new_token_counts_index_out_of_range(device: torch.device) -> None
 
 @both_ways
 def test_pads_of_kernels_that_need_a_token_read_page_zero(graphs: bool, device: torch.device) -> None:
-    """With min_kv_len 1, as for kernels that divide by the length, the token is one of the reserved page, so V is
-    zero.
-    """
+    """With min_kv_len 1, as for kernels that divide by the length, the token is the reserved page's, so V is zero."""
     serving = Serving(device, graphs=graphs, provider="csr_min_1", pad_q=1.0)
     crowd = serving.admit(5)
     for q_len in ([4, 3, 2, 5, 6], [1] * 5):
@@ -194,9 +192,7 @@ def test_a_v_that_is_no_number_stays_with_the_tokens_that_see_it(
         return
 
     def attended(guards: Guards) -> tuple[Serving, list[bool]]:
-        """Runs a chunk of eight tokens, in which the seventh has such a V. Returns whether each token's result is
-        right.
-        """
+        """Runs a chunk of eight tokens; the seventh has such a V. Returns whether each token's result is right."""
         serving = Serving(device, guards, graphs=False, provider=provider, deterministic=deterministic)
         runtime, requests = serving.runtime, serving.admit(1)
         step = runtime.step(serving.world.batch(requests, [8])).parts[0]

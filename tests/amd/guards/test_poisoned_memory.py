@@ -66,9 +66,7 @@ def serve(device: torch.device, provider: str, graphs: bool, before: Before) -> 
 
 
 def without_live_tokens(serving: Serving) -> Tensor:
-    """Returns bool [pages, page_size]: slots without a request's token, except those of page 0, which is always
-    zero.
-    """
+    """Returns bool [pages, page_size]: slots without a request's token, except page 0, which is always zero."""
     problem, table = serving.problem, serving.runtime.table
     dead = torch.ones(serving.runtime.pool.num_pages, problem.page_size, dtype=torch.bool)
     dead[0] = False

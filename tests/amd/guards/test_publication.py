@@ -92,9 +92,7 @@ def test_copies_that_failed_half_way_are_made_again_from_the_same_pages(
     provider: str, failing_call: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tried_again(guards: Guards) -> tuple[Serving, list[Request]]:
-        """Two forks continue in copies. The page of the first copy becomes free, and would be the second one's
-        target.
-        """
+        """Two forks continue in copies. The page of the first copy becomes free, and would be the second's target."""
         serving = Serving(device, guards, graphs=False, provider=provider)
         parents = serving.admit(2)
         serving.run(parents, [6, 6])

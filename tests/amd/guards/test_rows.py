@@ -48,9 +48,7 @@ def test_a_row_filled_past_its_width_stays_out_of_the_next_row(
 @pytest.mark.parametrize("provider", providers())
 def test_a_length_beyond_the_row_writes_no_other_requests_page(provider: str, device: torch.device) -> None:
     def second_before_and_after(guards: Guards) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns K of the second request's first page, before and after a step in which the device has too long a
-        first length.
-        """
+        """Returns K of the second request's first page, before and after a step with too long a first length."""
         serving = Serving(device, guards, graphs=True, provider=provider, max_kv_len=16, capture_sizes=(2,))
         first, second = neighbours(serving)
         runtime = serving.runtime

@@ -73,9 +73,7 @@ def test_the_groups_of_an_earlier_step_do_not_stay(graphs: bool, provider: str, 
 
 
 def serve(device: torch.device, provider: str, graphs: bool, before: Callable[[Serving], None]) -> list[Tensor]:
-    """Returns outputs and log-sum-exps of steps in GROUPS, then of the first again. before: called ahead of each
-    step
-    """
+    """Returns outputs and log-sum-exps of steps in GROUPS, and the first again. before: called ahead of each step"""
     serving, requests = family(device, provider, graphs)
     results = []
     for groups in (*GROUPS, GROUPS[0]):

@@ -125,9 +125,7 @@ class ScaleOnDevice(Scenario):
 
 
 class BufferReallocated(Broken):
-    """Writers reach the buffer through its owner, which has replaced it by a larger one; the recording reads the old
-    one.
-    """
+    """Writers reach the buffer by its owner, which has a larger one by then; the recording reads the old one."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

@@ -134,9 +134,7 @@ def test_an_engines_strides_are_served_and_unaligned_rows_and_deterministic_step
 
 
 def adopting(*, unaligned_rows: bool = False) -> ExternalAttention:
-    """Returns attention over an engine's pages of one layer, built as vLLM's plug-in does, for a GPU that is not
-    here.
-    """
+    """Returns attention over an engine's pages of one layer, as in vLLM's plug-in, for a GPU that is not here."""
     cpu, one = torch.device("cpu"), replace(LAYER, num_q_heads=8, num_kv_heads=2)
     return ExternalAttention(
         [LayerSource(one)],

@@ -219,9 +219,7 @@ def adopting(*, unaligned_rows: bool = False, deterministic: bool = False) -> Ex
 
 
 def engines_pages(k_first: int, v_first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns K and V of 5 pages. They begin k_first and v_first elements after a multiple of 16 bytes, and are never
-    read.
-    """
+    """Returns K and V of 5 pages, k_first and v_first elements after a multiple of 16 bytes. They are never read."""
     size = 5 * 16 * 2 * 128
     k, v = (torch.empty(first + size, dtype=torch.bfloat16)[first:] for first in (k_first, v_first))
     return k.view(5, 16, 2, 128), v.view(5, 16, 2, 128)

@@ -38,9 +38,7 @@ def kept_in(table: RequestTable, space: int) -> Counter[int]:
 
 
 def pages_are_safe(table: RequestTable, rows: list[int]) -> None:
-    """Checks that no page is free and held, free twice, or held by more rows than counted, and that copies read kept
-    pages.
-    """
+    """Checks that no page is free and held, free twice, or held more often than counted; copies read kept pages."""
     for space, pages in enumerate(table.spaces):
         held = Counter(page for row in rows for page in table.pages_of(row, pages.space).tolist())
         held += kept_in(table, space)
@@ -141,9 +139,7 @@ def call_of(table: RequestTable, rows: list[int], ids: list[int], rng: random.Ra
 
 
 def lives(seed: int, table: RequestTable, interrupt: Callable[[Callable[[], object]], bool]) -> int:
-    """Runs random calls on a table, each of which may be interrupted and then repeated. Returns the number of
-    interrupts.
-    """
+    """Runs random calls on a table, which may be interrupted and then repeated. Returns the number of interrupts."""
     rng, rows, interrupted = random.Random(seed), [table.admit()], 0
     ids: list[int] = []
     for _ in range(24):

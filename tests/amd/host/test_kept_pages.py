@@ -24,9 +24,7 @@ BOTH = (Space.FULL, Space.SWA)
 
 
 def make_table(*, windowed: bool = False, num_pages: int = FULL_PAGES, max_num_seqs: int = 4) -> RequestTable:
-    """Returns a table with rows of up to 8 pages of 4 tokens. Ids of the SWA space, if any, follow those of the other
-    one.
-    """
+    """Returns a table with rows of up to 8 pages of 4 tokens. Ids of the SWA space, if any, follow the others."""
     swa = SpacePages(Space.SWA, FULL_PAGES + SWA_PAGES, "swa_pages", window_left=WINDOW, first_page=FULL_PAGES)
     return RequestTable(
         max_num_seqs=max_num_seqs,

@@ -119,9 +119,7 @@ def test_a_row_of_extend_serves_its_class_of_steps_and_never_masked_ones() -> No
 
 
 def test_masked_steps_keep_whole_tiles_of_64_rows_at_most() -> None:
-    """With heads of 320, steps of up to 512 rows have tiles of 128 rows of their own. They are halved like those of
-    larger steps.
-    """
+    """Heads of 320 have tiles of 128 rows for steps of up to 512 rows, halved like those of larger steps."""
     layer = replace(LAYER, head_dim=320, v_head_dim=320, custom_mask=True)
     masked = select(layer, known_target("sm_90"), "triton").kernel(StepKind.MASKED).bound
     assert isinstance(masked, KernelByTokens)

@@ -133,9 +133,7 @@ class Twins:
             self.check(rows, kv_len)
 
     def check(self, rows: list[int], kv_len: list[int]) -> None:
-        """Checks that both tables have the same holders of pages and the same free pages, and accept the same
-        lengths.
-        """
+        """Checks that both tables have the same holders of pages, free pages and accepted lengths."""
         for table in (self.at_once, self.one_by_one):
             table.checks.check(batch_of(rows, kv_len))
         assert self.holders(self.at_once) == self.holders(self.one_by_one)

@@ -64,9 +64,7 @@ def _syntax_tree(module: str) -> ast.Module:
 
 
 def summary(name: str, module: str) -> str:
-    """Returns the first paragraph of a name's docstring, or of its class's if it is an instance; otherwise its
-    value.
-    """
+    """Returns the first paragraph of a name's docstring, or of its class's if it is an instance; else its value."""
     node = definition(name, module)
     match node:
         case ast.Assign(value=ast.Call(func=ast.Name(id=its_class), args=[], keywords=[])):

@@ -34,9 +34,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serves a tiny model, whose tokens are words, under any name. "windowed" has a window, and token w7 gives NaN to
-    "poisoned".
-    """
+    """Serves a tiny model of words under any name. "windowed" has a window; token w7 gives NaN to "poisoned"."""
     tokenizer = word_tokenizer()
 
     def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:

@@ -1,6 +1,4 @@
-"""Compose profiles, the Kubernetes manifest, CI on a user's GPU, and the gateway, checked with the server's own
-options.
-"""
+"""Compose profiles, the Kubernetes manifest, CI on a user's GPU, and the gateway, against the server's own options."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ def seconds(text: str) -> int:
 
 
 def needed_to_stop(options: Any) -> float:
-    """Returns the time for the drain, twice the last bytes of answers, and the end of the engine's thread or ranks, on
-    a slow machine.
-    """
+    """Returns the time of the drain, twice the last bytes of answers, and a slow end of the engine thread or ranks."""
     return float(options.drain_seconds) + 2 * server_run._LAST_BYTES_SECONDS + 5
 
 

@@ -50,9 +50,7 @@ def links(text: str) -> list[str]:
 
 
 def sections(page: Path) -> dict[str, str]:
-    """Returns the anchor of each heading, as GitHub makes it, and the text up to the next heading of its level or
-    above.
-    """
+    """Returns the anchor of each heading, as on GitHub, and the text up to the next heading of its level or above."""
     text, found = prose(page), {"": prose(page)}
     for heading in re.finditer(r"^(#+) (.+)$", text, re.MULTILINE):
         rest = text[heading.end() :]

@@ -59,9 +59,7 @@ def test_every_function_but_the_jitted_ones_is_typed() -> None:
 
 
 def refused_annotations(tree: ast.Module) -> list[str]:
-    """Returns annotations in jitted functions that Triton would look up among the names that a kernel uses, and
-    refuse.
-    """
+    """Returns annotations in jitted functions that Triton would look up as names that a kernel uses, and refuse."""
     refused = []
     for function in ast.walk(tree):
         if not isinstance(function, Function) or not is_jitted(function):

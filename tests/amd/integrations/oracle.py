@@ -27,9 +27,7 @@ class Scores:
     shown: Array | None = None
 
     def sees(self, token: int, key: int, tokens: int, keys: int) -> bool:
-        """True if the token sees the key. Tokens are a sequence's last ones, even if there are more of them than
-        keys.
-        """
+        """True if the token sees the key. Tokens are a sequence's last ones, even if they outnumber the keys."""
         position = keys - tokens + token
         if self.window_left >= 0 and key < position - self.window_left:
             return False

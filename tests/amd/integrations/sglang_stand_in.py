@@ -326,9 +326,7 @@ class Engine:
             request.kv_len += count
 
     def compare(self, requests: Sequence[Request], step: Step, shown: Callable[[int], Array] | None = None) -> None:
-        """Checks that every row equals the reference. shown: place of a request in the batch -> keys that its new
-        tokens see
-        """
+        """Checks that every row equals the reference. shown: place of a request in the batch -> its visible keys"""
         for place, window in enumerate(self.windows):
             first, layer = 0, self.layers[place]
             out = step.outs[place].view(-1, Q_HEADS, layer.v_head_dim)

@@ -67,9 +67,7 @@ def _said(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def _functions(tree: ast.Module, names: tuple[str, ...]) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Yields functions of these names that are not overloads, and of classes the public methods, __init__ and
-    _plan_impl.
-    """
+    """Yields functions of these names without overloads; for classes, public methods, __init__ and _plan_impl."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name in names and not _is_overload(node):
             yield node.name, node

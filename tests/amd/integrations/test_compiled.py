@@ -64,9 +64,7 @@ def work_of(device: torch.device) -> QkvWork:
 
 
 def forward_of(model: Tiny, calls_of: Callable[[Part], LayerCalls], work: QkvWork) -> Callable[[Part], Tensor]:
-    """Returns a forward in which the first layer stores plain rows, and the second normalises and rotates them and has
-    a gate.
-    """
+    """Returns a forward whose first layer stores plain rows; the second normalises and rotates them, and has a gate."""
     embedding, (first, second) = model.embedding, model.projections
 
     def forward(step: Part) -> Tensor:
@@ -131,9 +129,7 @@ def test_both_halves_of_a_split_step_find_their_own_tokens(provider: str, device
 
 
 def operations_of(forward: Callable[..., Any], *args: Any) -> list[str]:
-    """Returns this project's operations that compiled code calls, in order, without operations removed as
-    ineffective.
-    """
+    """Returns this project's operations that compiled code calls, in order, after removal of ineffective ones."""
     found: list[str] = []
 
     def look(graph: GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:

@@ -101,9 +101,7 @@ def room(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def moved(source: AttentionRuntime, row: int, kv_len: int, target: AttentionRuntime) -> int:
-    """Moves the request to the target and returns its row there. Checks that the buffer's surroundings and other pages
-    stay.
-    """
+    """Moves the request to the target and returns its row. The buffer's surroundings and other pages must stay."""
     exporter, importer = KVExporter(source), KVImporter(target, KVPassport.from_json(KVPassport.of(source).to_json()))
     extent = exporter.extent(exporter.pages_of(row, kv_len), kv_len)
     num_bytes = exporter.num_bytes(extent)

@@ -84,9 +84,7 @@ def test_a_captured_step_serves_any_batch_up_to_its_bucket(
 
 
 def tree_of(requests: Sequence[Request], new: int) -> Any:
-    """Returns the keys that drafts of a tree see: all earlier ones, themselves, and the first draft, but not one
-    another.
-    """
+    """Returns the keys that drafts of a tree see: all earlier ones, the first draft, and themselves only."""
 
     def cells(number: int) -> Array:
         before = requests[number].kv_len - new

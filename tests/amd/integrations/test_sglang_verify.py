@@ -90,9 +90,7 @@ def test_a_mask_that_is_written_in_place_is_read_there_in_every_replay(engine: E
 
 @pytest.mark.long
 def test_halves_of_an_overlapped_batch_read_their_parts_of_its_mask_in_graphs_of_their_own(engine: Engine) -> None:
-    """SGLang writes the mask to the memory of the whole batch's backend, and passes each half's backend a part of
-    it.
-    """
+    """SGLang writes the mask to the memory of the whole batch's backend, and passes each half a part of it."""
     whole, requests = engine.hooks, [engine.admit() for _ in range(3)]
     engine.run(Mode.EXTEND, requests, [9, 2, 5])
     graphs = []

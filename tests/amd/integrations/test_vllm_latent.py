@@ -206,9 +206,7 @@ def compare_chosen(out: Tensor, q: Tensor, of_seq: Sequence[Tensor], chosen: Ten
 
 
 def place(part: Rank, of_seq: Sequence[Tensor], width: int) -> list[int]:
-    """Stores rows of sequences, the last `width` of each as new ones. Returns the number of keys that each new token
-    sees.
-    """
+    """Stores rows of sequences, the last `width` as new ones. Returns the number of keys that each new token sees."""
     part.slots.fill_(-1)
     for seq, rows in enumerate(of_seq):
         slots = part.store(seq, rows)[-width:]

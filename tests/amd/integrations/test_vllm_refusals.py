@@ -1,6 +1,4 @@
-"""Refusals of our backend classes for vLLM, and their requirements on kernels, with stand-ins for vLLM's base classes
-and config.
-"""
+"""Our backend classes' refusals of vLLM, and their demands on kernels, with stand-ins for vLLM's classes and config."""
 
 from __future__ import annotations
 

@@ -135,9 +135,7 @@ def spec() -> Any:
 
 
 def gqa_layer(impl: Callable[..., Any], **terms: Any) -> Any:
-    """Returns an attention layer with a cache of its own, as vLLM packs it. terms: passed by vLLM to its
-    implementation
-    """
+    """Returns an attention layer with a cache of its own, as vLLM packs it. terms: given to its implementation"""
     cache = torch.zeros(NUM_BLOCKS, BLOCK, KV_HEADS, 2 * DIM).transpose(1, 2)
     made = impl(HEADS, DIM, SCALE, KV_HEADS, **terms)
     return SimpleNamespace(layer_name="layer", impl=made, kv_cache=cache)

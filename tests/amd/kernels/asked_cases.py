@@ -27,9 +27,7 @@ def asked_counts(vocab: int) -> Tensor:
 
 
 def shaping(vocab: int) -> list[Tensor]:
-    """Returns the arguments of launch_shape_rows after three rows of logits: dyadic penalties, and room for its
-    rows.
-    """
+    """Returns the arguments of launch_shape_rows after three rows of logits: dyadic penalties, and room for rows."""
     num_words = -(-vocab // 32)
     masks = torch.arange(1, num_words + 1, dtype=torch.int32).mul_(0x01234567).view(1, num_words)
     return [asked_rows(), asked_counts(vocab), masks, torch.full((3, vocab), float("nan"))]

@@ -358,9 +358,7 @@ class _Side:
             self.scale[page, :, offset] = float("nan")
 
     def pages(self, device: torch.device, order: tuple[int, ...]) -> Tensor:
-        """Returns the pages in a launcher's form. If the case is spread, they have gaps and another order of
-        dimensions.
-        """
+        """Returns the pages in a launcher's form. If the case is spread, they have gaps and another dimension order."""
         held = self.held.to(device)
         held = _spread(held, order, self.nan) if self.case.spread else held
         return held if self.case.kv is None else held.view(self.case.kv.dtype)
@@ -379,9 +377,7 @@ def _visible(case: Case, length: int, kv_index: int) -> range:
 
 
 def _random_keys(length: int, generator: torch.Generator) -> list[int]:
-    """Returns the keys that a token of a masked step sees: none, some keys of the first half only, some of all, or
-    all.
-    """
+    """Returns the keys that a token of a masked step sees: none, some of the first half only, some of all, or all."""
     share, end = [(0.0, 0), (0.3, length // 2), (0.5, length), (1.0, length)][
         int(torch.randint(4, (), generator=generator))
     ]
@@ -390,9 +386,7 @@ def _random_keys(length: int, generator: torch.Generator) -> list[int]:
 
 
 def _packed(cells: Sequence[bool], window_start: Sequence[int], case: Case, device: torch.device) -> PackedMask:
-    """Returns cells of all sequences as words. Bits after the last one are set: a kernel that reads them sees too
-    much.
-    """
+    """Returns cells of all sequences as words. Bits after the last are set: a kernel that reads them sees too much."""
     bits = [*cells, *[True] * (-len(cells) % 32)]
     words = [sum(bit << place for place, bit in enumerate(bits[at : at + 32])) for at in range(0, len(bits), 32)]
     start = [max(length - new - case.mask_keys, 0) for length, new in zip(case.kv_len, case.q_len, strict=True)]
@@ -408,9 +402,7 @@ def _packed(cells: Sequence[bool], window_start: Sequence[int], case: Case, devi
 def _attend_one(
     q: Tensor, k: Tensor, v: Tensor, distance: Tensor, scores: Scores, sinks: Tensor | None, slopes: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attends for one token: q [q_heads, dim], k and v [visible, kv_heads, dim], distance [visible] to the keys, in
-    float64.
-    """
+    """Attends for a token: q [q_heads, dim], k and v [visible, kv_heads, dim], distance [visible] to keys; float64."""
     ratio = q.shape[0] // k.shape[1]
     k, v = (x.double().repeat_interleave(ratio, 1) for x in (k, v))
     logits = torch.einsum("hd,khd->hk", q.double() * scores.scale, k)

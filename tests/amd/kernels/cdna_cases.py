@@ -44,9 +44,7 @@ def cdna_cut(arch: str, case: Case, num_programs: int = NUM_PROGRAMS) -> DecodeC
 
 
 def launch_cdna(arch: str, tensors: Tensors, cut: DecodeCut) -> None:
-    """Runs schedule, decode and merge, with scratch memory that is NaN or garbage before, and no page before
-    windows.
-    """
+    """Runs schedule, decode and merge, with scratch memory of NaN or garbage, and no page before windows."""
     case, tensors = tensors.case, _without_pages_before_windows(tensors)
     tiles = cdna_tiles(arch, num_kv_heads=case.heads[1], gqa_ratio=tensors.gqa_ratio, head_dim=case.dims[0])
     schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)

@@ -46,9 +46,7 @@ def encode(numbers: Tensor, encoding: Encoding) -> tuple[Tensor, Tensor]:
 
 
 def numbers_to_encode(encoding: Encoding) -> Tensor:
-    """Returns float32 numbers: every code, the midpoints between two, their neighbours on both sides, and numbers
-    without a code.
-    """
+    """Returns float32: every code, midpoints between two, their neighbours on both sides, numbers without a code."""
     values = torch.arange(256, dtype=torch.uint8).view(encoding.dtype).float()
     values = values[values.isfinite()].unique()
     halves = (values[1:] + values[:-1]) / 2

@@ -33,9 +33,7 @@ class ExpertProblem:
         return torch.full(size, float("nan"), dtype=self.x.dtype, device=self.x.device)
 
     def assert_served(self, out: Tensor) -> None:
-        """Checks each pair's row against its product, within the error of a float32 sum of that length and one
-        rounding.
-        """
+        """Checks each pair's row against its product, within the error of a float32 sum of its length and rounding."""
         x, weight, result = self.x.double().cpu(), self.weight.double().cpu(), out.double().cpu()
         for pair, expert in enumerate(self.expert.flatten().tolist()):
             row = x[pair * len(x) // len(result)]

@@ -92,9 +92,7 @@ def of_take_inputs(take: Launch, pads: Pads) -> Launch:
 
 
 def of_device_inputs(place: Launch, ahead: int = 0) -> Launch:
-    """Returns place(slot, kv_len, q_len, token_ids, floor, stored, and the outputs counts, kv_len, q_len,
-    token_ids).
-    """
+    """Returns place(slot, kv_len, q_len, token_ids, floor, stored, and outputs counts, kv_len, q_len, token_ids)."""
 
     def of_tensors(slot: Tensor, *tensors: Tensor) -> None:
         names = ("counts", "kv_len", "q_len", "token_ids")

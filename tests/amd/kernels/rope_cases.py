@@ -54,9 +54,7 @@ def turned(rows: Tensor, positions: Tensor, rope: RopeTable | None, *, back: boo
 
 
 def assert_rounded(found: Tensor, want: Tensor) -> None:
-    """Checks that found is float64 want, computed in float32 and rounded once: half a last place, and the error of
-    sums.
-    """
+    """Checks found against float64 want, computed in float32 and rounded once: half a last place, and sums' errors."""
     eps = torch.finfo(found.dtype).eps
     bound = want.abs() * eps * 0.5 + 2e-5 * max(1.0, float(want.abs().max()))
     error = (found.double() - want).abs()

@@ -76,9 +76,7 @@ def run_extend_twin(tensors: Tensors) -> None:
 
 
 def last_tokens(tensors: Tensors) -> Tensors:
-    """Returns the last token of each sequence as a decode step over the same pages. Every sequence must have new
-    tokens.
-    """
+    """Returns the last token of each sequence, all of which have new ones, as a decode step over the same pages."""
     assert all(tensors.case.q_len)
     last = (tensors.q_indptr[1:] - 1).long()
     num_seqs, device = tensors.num_seqs, tensors.q.device

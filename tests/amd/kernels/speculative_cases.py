@@ -57,9 +57,7 @@ def of_next_round(next_round: Launch, width: int) -> Launch:
 
 
 def rounds(last_limit: int) -> list[Tensor]:
-    """Returns three picked tokens for each of four sequences; rows; limits, of which the last one has to be 9;
-    numbers.
-    """
+    """Returns three picked tokens of each of four sequences; rows; limits, of which the last one must be 9; numbers."""
     numbers = torch.arange(5 * 1060, dtype=torch.float32).view(5, 1060) / 8192
     return [ints([4, 5, 6, 1, 2, 1, 7, 8, 9, 3, 3, 3]), ints([2, 4, 0, 3]), ints([40, 1050, 11, last_limit]), numbers]
 

@@ -35,9 +35,7 @@ class Tree:
 
 
 def verified(trees: Sequence[Tree], device: torch.device, more_seqs: int = 0) -> tuple[Verified, Accepted]:
-    """Returns the trees as tensors: parents have a stride and garbage after their nodes, and sequences without nodes
-    follow.
-    """
+    """Returns the trees as tensors: parents with a stride and garbage after the nodes, then sequences without nodes."""
 
     def ints(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -119,9 +117,7 @@ def test_a_path_goes_on_as_long_as_a_child_has_the_token_that_was_drawn(
 
 
 def with_prompts(accept: Callable[[Verified, Accepted], None], device: torch.device) -> Accepted:
-    """Runs a tree between a prompt with more tokens than any tree has nodes and one with fewer. Their tokens look like
-    drafts.
-    """
+    """Runs a tree between a prompt with more tokens than a tree and one with fewer. Their tokens look like drafts."""
     trees = [Tree(3, [-1, *range(8)], range(9)), Tree(5, [-1, 0, 1], [4, 5, 6]), Tree(0, [-2, 0], [0, 1])]
     given, to = verified(trees, device, more_seqs=1)
     given = given._replace(parents=given.parents[:, :4])
@@ -175,9 +171,7 @@ def test_a_chain_that_is_drawn_to_its_end_is_accepted_whole(
 def rejected(
     tree: Tree, target: Tensor, draft: Tensor, accept_uniform: Sequence[float], draw_uniform: Sequence[float]
 ) -> tuple[list[int], int]:
-    """Returns the path and the next token of rejection sampling by its definition, with normalised residuals, in
-    float64.
-    """
+    """Returns path and next token by the definition of rejection sampling, with normalised residuals, in float64."""
     path: list[int] = []
     node, r, q = 0, target[0].double(), draft[0].double()
     untried = tree.children(0)

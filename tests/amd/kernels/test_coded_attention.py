@@ -33,9 +33,7 @@ each_scales = pytest.mark.parametrize("scales", SCALES, ids=lambda s: s.name)
 
 
 def by_turns(name: str, values: Sequence[object]) -> pytest.MarkDecorator:
-    """Parametrizes by every value and every kind of scale. Each run has each value with one kind, and each kind with a
-    value.
-    """
+    """Parametrizes by values and kinds of scale. Every run has each value with one kind, and each kind with a value."""
     return pytest.mark.parametrize(
         ("scales", name),
         [

@@ -375,9 +375,7 @@ def test_a_list_that_begins_before_all_lists_has_no_page_there(gather: Launch, k
 def step_over(
     table: list[list[int]], lengths: Sequence[tuple[int, int]], device: torch.device, pads: Pads = NO_PADS
 ) -> StepTensors:
-    """Returns a published step: sequence i has row i + 1 of the table, and the given (kv_len, q_len); one more is a
-    pad.
-    """
+    """Returns a published step: sequence i has row i + 1 of the table, and the given (kv_len, q_len); then a pad."""
     values = {
         "counts": [len(lengths), sum(new for _, new in lengths), 41, TOKEN_WITHOUT_PAGE],
         "row_of_seq": [*range(1, len(lengths) + 1), 0],

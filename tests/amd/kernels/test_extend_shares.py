@@ -124,9 +124,7 @@ def test_every_row_is_taken_once_from_its_first_key_to_its_last(step: Step) -> N
 @example(NEARLY_ALIKE)
 @example(ONE_ROW_ALIKE)
 def test_parts_of_a_row_take_its_key_blocks_in_turn(step: Step) -> None:
-    """Key blocks are counted as in extend.py: a part has the blocks that begin in its keys, and the last part the
-    rest.
-    """
+    """Key blocks are counted as in extend.py: a part has the blocks that begin in its keys, the last part the rest."""
     blocks, row_keys = step.blocks(), step.sharing.row_keys
     for (at, _), parts in taken(step).items():
         seq, _, tokens, first_kv_index, keys, *_ = blocks[at]

@@ -41,9 +41,7 @@ def fill_once(fill: Fill, case: Case, device: torch.device) -> StepTensors:
 
 
 def check(fill: Fill, case: Case, device: torch.device) -> None:
-    """Checks that one fill writes the tensors that plain Python derives, and changes no input and no memory after
-    outputs.
-    """
+    """Checks that one fill writes what plain Python derives, and changes no input and no memory after its outputs."""
     step = fill_once(fill, case, device)
     assert written(step) == {**written(tensors(case, device)), **derived_by_hand(case)}
     assert [name for name in DERIVED if not is_untouched_after(getattr(step, name))] == []
@@ -174,9 +172,7 @@ def test_the_error_word_says_that_a_live_token_has_no_page(
 def test_the_error_word_says_that_a_window_begins_in_a_page_that_was_given_back(
     fill: Fill, given_back: int, new: int, window_left: int, is_blind: bool, kernel_device: torch.device
 ) -> None:
-    """Three pages of four tokens, the last token at 11: the first new one sees 12 - new - window_left and later
-    ones.
-    """
+    """Three pages of four tokens, the last one at 11: the first new one sees 12 - new - window_left and later ones."""
     case = one_sequence(12, new, width=3)
     case.pages[0][:given_back] = [0] * given_back
     step = tensors(case, kernel_device)

@@ -261,9 +261,7 @@ def test_soft_caps_are_right(scores: dict[str, Any], dim: int, device: torch.dev
 @dims
 @pytest.mark.parametrize("cap", [30.0, 60.0, 61.0, 400.0])
 def test_scores_at_both_ends_of_a_cap_are_right(cap: float, dim: int, device: torch.device) -> None:
-    """One row's scores are all at the lower end, with the smallest exponentials, and the other row's all at the upper
-    end.
-    """
+    """One row's scores are all at the lower end, with the smallest exponentials, the other row's at the upper end."""
     case = Case([300, 300], [9, 9], heads=(8, 2), dims=(dim, dim), dtype=torch.bfloat16, soft_cap=cap)
     for sharing in (ALL_SHARED, NONE_SHARED):
         tensors = build(case, device)
@@ -324,9 +322,7 @@ def test_windows_sinks_and_attention_to_all_keys_are_right_over_eight_bit_pages(
 def test_rows_of_zeros_see_all_keys_alike_however_small_the_factor_of_k_is(
     scales: Scales, dim: int, device: torch.device
 ) -> None:
-    """Rows are converted to float16 with a scale of their own, and the product of both scales and -inf must not be
-    NaN.
-    """
+    """Rows are converted to float16 with a scale, and the product of both scales and -inf must not be NaN."""
     case = replace(RAGGED, dims=(dim, dim), kv=Encoding.E5M2, scales=scales, tail=0)
     tensors = build(case, device)
     assert tensors.k_scale is not None
@@ -455,9 +451,7 @@ def test_rows_are_drawn_anew_at_each_launch(dim: int, more: dict[str, Any], devi
 def test_rows_are_drawn_anew_after_a_launch_that_was_broken_off(
     error: type[BaseException], dim: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    """The interruption is before the merge, which resets the count of drawn rows. The next layer still draws all
-    rows.
-    """
+    """The interruption is before the merge, which resets the count of drawn rows. The next layer draws all rows."""
     case = replace(DRAWN, dims=(dim, dim), **more)
     tiles = replace(hopper_tiles(dim, case.page_size, coded=case.kv is not None), drawn_blocks=8)
     for sharing in (NONE_SHARED, ALL_SHARED._replace(split_keys=0)):

@@ -34,9 +34,7 @@ UNITS = (5, 40, 132)
 
 
 def run_hopper_latent(tensors: Tensors, *, compute_units: int, most: int = 1, launches: int = 1) -> None:
-    """Runs schedule, decode and merge, with scratch memory that is NaN or garbage before. launches: over one
-    schedule
-    """
+    """Runs schedule, decode and merge, with scratch memory of NaN or garbage. launches: over one schedule"""
     tiles = HOPPER_LATENT_TILES
     args, cut = latent_decode_args(tensors, tiles.latent, compute_units=compute_units, most=most)
     launch_decode_schedule(tensors.queries, args.schedule, cut)

@@ -24,9 +24,7 @@ by_both = pytest.mark.parametrize("next_round", [launch_next_round, twins.next_r
 
 @dataclass(frozen=True)
 class Text:
-    """A sequence in a round: its tokens, the draft tokens after them, and the tokens picked after its last one and
-    these.
-    """
+    """A sequence in a round: its tokens, the draft tokens after them, and the picks after its last one and these."""
 
     tokens: list[int]
     guesses: list[int]

@@ -1,6 +1,4 @@
-"""Page 0 as a normal page, and as one that belongs to no sequence and is not zero: fill, the store and tails of
-both.
-"""
+"""Page 0 as a normal page, and as a page of no sequence that is not zero: fill, the store and tails of both."""
 
 from __future__ import annotations
 

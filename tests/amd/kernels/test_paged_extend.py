@@ -254,9 +254,7 @@ def test_one_launch_may_take_shares_and_whole_rows(
 def test_few_rows_of_many_parts_are_merged_by_row(
     programs: int, parts: int, layer: dict[str, Any], kernel_device: torch.device
 ) -> None:
-    """Two heads of a sequence's six tokens have keys that many programs share; the merge takes several steps, or
-    one.
-    """
+    """Two heads of a sequence's six tokens have keys shared by many programs; the merge takes several steps, or one."""
     case = Case(kv_len=[170, 0], q_len=[6, 0], tail=2, heads=(6, 2), dims=(24, 40), **layer)
     tensors = build(case, kernel_device)
     tiles = ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1)
@@ -415,9 +413,7 @@ def test_the_device_lists_the_tiles_of_the_host_twin(
     kernel_device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The order is longest first, then the padded tail, then nothing. Equal extents are in the order of their
-    sequences.
-    """
+    """Order: longest first, then the padded tail, then nothing; equal extents in the order of their sequences."""
     # Seventy sequences are then read in three steps.
     monkeypatch.setattr("rocm_attn.kernels.attention.extend_schedule._SEQS_AT_ONCE", 32)
     draw = random.Random(num_seqs)

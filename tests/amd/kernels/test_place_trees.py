@@ -24,9 +24,7 @@ WINDOW = 2
 
 
 def step_of(older: Sequence[int], q_len: Sequence[int], pads: tuple[int, int], device: torch.device) -> StepTensors:
-    """Returns lengths of a step, with garbage in the place of its mask. older: tokens before the new ones; pads:
-    sequences, tokens
-    """
+    """Returns a step's lengths, with garbage as its mask. older: tokens before the new ones; pads: sequences, tokens"""
 
     def ints(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

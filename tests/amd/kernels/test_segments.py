@@ -170,9 +170,7 @@ def test_masked_steps_are_right(case: Case, run: Callable[..., object], kernel_d
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("mask_keys", [0, 20, 200])
 def test_a_mask_of_a_chain_changes_no_bit(mask_keys: int, dtype: torch.dtype, kernel_device: torch.device) -> None:
-    """For any number of keys with bits, a token's result equals that of the last token of a causal step, and
-    decode's.
-    """
+    """For any keys with bits, a token's result equals that of the last token of a causal step, and decode's."""
     lengths, new = [130, 70], [5, 66]
     plain = build(Case(lengths, new, dims=(32, 32), dtype=dtype), kernel_device)
     tiles = tiles_at(kernel_device, plain.case)

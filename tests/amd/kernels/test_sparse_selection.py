@@ -91,9 +91,7 @@ def test_the_twin_holds_no_more_memory_than_it_may(
 
 
 def lines_of(scores: Tensor, indexing: Indexing, *, longest_part: int = 8192) -> list[list[list[int]]]:
-    """Returns launch_top_k's choice for scores [tokens, sets, units], all visible, after checking it against
-    best_units.
-    """
+    """Returns launch_top_k's choice for scores [tokens, sets, units], all visible, checked against best_units."""
     num_tokens, _, max_units = scores.shape
     cut = top_k_cut(max_units, indexing, longest_part=longest_part)
     lines = torch.full((num_tokens, indexing.sets, cut.stride), float("nan"), device=scores.device)

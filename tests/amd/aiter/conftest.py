@@ -1,4 +1,4 @@
-"""The stand-in, in one release or in each of three, and a place of its own for the verdicts of probes."""
+"""Fixtures: the stand-in in one release or in each of three, and a separate folder for the probe's verdicts."""
 
 from __future__ import annotations
 

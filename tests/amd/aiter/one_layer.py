@@ -1,4 +1,4 @@
-"""A model of one layer, served as graphs and without, on the stand-in or on a GPU."""
+"""A model of one layer, served with graphs and eagerly, on the stand-in or on a GPU."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def flash_attn_varlen_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Te
     window = _window(call)
     is_plain = call["logits_soft_cap"] == 0.0 and call["alibi_slopes"] is None and window[0] <= 0 and window[1] <= 0
     is_assembled = is_plain and dtype == torch.bfloat16 and (q.shape[2], v.shape[2]) in ASSEMBLED
-    if is_assembled:  # they know no window
+    if is_assembled:  # they support no window
         window = (-1, window[1])
     run(
         _run_varlen,

@@ -78,7 +78,7 @@ def test_scores_are_those_of_the_oracle_in_the_release_before(
 def test_the_first_release_extends_with_another_function(
     problem: Problem, served_by: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had no mha_batch_prefill_func on pages of 16."""
+    """The first release had no mha_batch_prefill_func on pages of 16."""
     served_by = [UNIFIED if function == PAGED else function for function in served_by]
     check_scores(problem, served_by, install(V0_1_10, monkeypatch))
 

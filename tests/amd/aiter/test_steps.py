@@ -80,7 +80,9 @@ def test_in_older_releases_every_kind_of_step_equals_dense_attention(
 
 
 def test_the_first_release_extends_nothing_over_vectorised_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had no mha_batch_prefill_func on pages of 16, and over vectorised pages nothing else extends."""
+    """The first release had no mha_batch_prefill_func on pages of 16, and nothing else extends over vectorised
+    pages.
+    """
     install(V0_1_10, monkeypatch)
     with pytest.raises(Unsupported, match="serves extend and mixed steps"):
         world(PROBLEMS["vectorised"], max_kv_len=300)

@@ -1,4 +1,4 @@
-"""Several passes of a benchmark of host times as one result."""
+"""Several passes of a benchmark of host times, merged into one result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of requests: three public schemas, the own one, and made-up ones."""
+"""Traces of requests: three public schemas, our own one, and made-up ones."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def overlap_on_a_cpu(log: Path) -> None:
     from sglang.srt.arg_groups import validation_hook
     from sglang.srt.batch_overlap import operations_strategy, two_batch_overlap
 
-    validation_hook.check_two_batch_overlap = lambda _: None  # it wants experts that communicate
+    validation_hook.check_two_batch_overlap = lambda _: None  # it requires experts that communicate
     torch.cuda.get_device_properties = lambda *_, **__: SimpleNamespace(multi_processor_count=1)  # type: ignore[assignment]  # as far as it is looked at
     operations_strategy._is_hip = two_batch_overlap._is_hip = True
     keep_experts_here()

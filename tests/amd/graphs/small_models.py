@@ -31,7 +31,7 @@ VOCABULARY = 50
 class Tiny:
     """Two layers of attention over random embeddings: every row of the output depends on all of its KV.
 
-    around: a context that a test puts around the layers of a step
+    around: a test's wrapper of the layer calls of a step
     """
 
     runtime: AttentionRuntime

@@ -190,7 +190,7 @@ def test_what_graphs_of_shared_steps_hold_is_sealed_at_their_largest_size(provid
 
 
 def test_captures_leave_out_shared_steps_that_no_layer_can_share(device: torch.device) -> None:
-    """In a deterministic runtime the other graphs are captured, and the report gives the reason why these are not."""
+    """The other graphs of a deterministic runtime are captured, and the report gives the reason why these are not."""
     tiny = Tiny.build(
         device, "torch" if device.type == "cpu" else "triton", (2,), shared_prefixes=True, deterministic=True
     )

@@ -181,7 +181,7 @@ def test_what_lies_after_a_sequence_in_its_page_is_not_read(
     assert torch.isfinite(serving.out[1]).all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter, at 0 * inf
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # in the interpreter, at 0 * inf
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("provider", providers())

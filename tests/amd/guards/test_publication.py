@@ -151,7 +151,7 @@ def test_a_late_device_still_reads_its_own_steps_inputs() -> None:
 def test_graphs_take_their_inputs_until_a_step_was_too_long_for_their_slots(
     provider: str, device: torch.device
 ) -> None:
-    """After that they are published, like those of steps with more inputs than rows and lengths of the host."""
+    """Later inputs are published, like those of steps with more inputs than rows and lengths of the host."""
     serving = Serving(device, graphs=True, provider=provider)
     requests = serving.admit(2)
     publisher, launched = serving.runtime.gate._publisher, 0

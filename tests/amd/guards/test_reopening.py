@@ -32,7 +32,7 @@ def decoding(guards: Guards = ALL_ON) -> tuple[Serving, list[Request]]:
 
 
 def steps_of_all_sizes(serving: Serving, requests: list[Request]) -> bool:
-    """True if decode steps are right whose sizes appear, grow and appear again."""
+    """True if decode steps are right while their sizes grow, and when earlier sizes return."""
     right = True
     for count in (1, 2, 1, 4, 2, 1, 5, 2, 4):
         serving.run(requests[:count], [1] * count)

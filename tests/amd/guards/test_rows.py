@@ -126,7 +126,7 @@ def test_a_length_beyond_its_bound_touches_no_other_request(provider: str, graph
     with pytest.raises(DeviceFault, match="a length on the device lay outside"):
         serving.runtime.check_device()
     serving, requests = run(Guards().without("length_bounds"))
-    # The second one's tokens are taken for those after them.
+    # The second one's tokens are treated as the tokens after them.
     assert not serving.is_right(requests, [2, 2])
 
 

@@ -621,7 +621,7 @@ def test_steps_of_few_tokens_hold_no_more_and_ask_for_no_more_room() -> None:
 
 
 def test_hoppers_kernels_are_launched_early_but_in_mixed_steps() -> None:
-    """In mixed steps decode runs next to them, and would start late."""
+    """Decode runs next to them in mixed steps, and would start late."""
     of_one_head = chosen(replace(LAYER, num_q_heads=128, num_kv_heads=1), on(TRITONS[0]))
     assert hopper_of(of_one_head.kernel(StepKind.DECODE).bound).tiles.extend.early
     for deterministic in (False, True):

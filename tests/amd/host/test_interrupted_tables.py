@@ -58,7 +58,7 @@ def pages_are_safe(table: RequestTable, rows: list[int]) -> None:
 def tokens_are_safe(table: RequestTable, rows: list[int]) -> None:
     """Checks that stored tokens have pages, and that a row may not store in a page that another row also holds.
 
-    The check does not use counts of holders: a fork lost by an interrupt holds pages too, but no one reads there.
+    The check does not use counts of holders: a fork lost by an interrupt holds pages too, but nothing reads them.
     """
     for row in rows:
         room, floor = int(table._rows.reserved_len[row]), int(table.tokens.floor[row])

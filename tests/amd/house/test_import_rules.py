@@ -1,4 +1,4 @@
-"""Imports go down only: read from the imports of every file."""
+"""Imports go only down the floors: checked by the imports of every file."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def unwritten(num_slots: int, heads: int, dim: int, dtype: torch.dtype, device: 
 
 
 class SplitPool:
-    """MHATokenToKVPool: [slots, heads, dim] for each layer; slots of page 0 belong to no one."""
+    """MHATokenToKVPool: [slots, heads, dim] for each layer; slots of page 0 belong to no request."""
 
     def __init__(self, layers: Sequence[int], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         def rows() -> Tensor:

@@ -255,7 +255,7 @@ def test_tokens_that_a_window_has_given_back_are_no_ones_elsewhere(provider: str
     ids=lambda scales: scales.name,
 )
 def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, device: torch.device) -> None:
-    """From E4M3FN to E4M3FNUZ, with scales twice as large: attention reads the same values."""
+    """Attention reads the same values from E4M3FN as from E4M3FNUZ with scales twice as large."""
     there, here = coded(FN, scales), coded(FNUZ, scales)
     source, target = runtime_of(there, device, provider), runtime_of(here, device, provider)
     if scales is not Scales.TOKEN:

@@ -144,7 +144,7 @@ def test_every_extend_tile_has_every_feature(
 def test_queries_may_outnumber_the_keys_they_look_at(
     run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
-    """In cross-attention the KV is an encoder's, with its length."""
+    """Cross-attention has an encoder's KV, with its length."""
     case = Case(kv_len=[5, 40, 1], q_len=[30, 3, 2], dims=(32, 32), page_size=4, causal=False)
     tensors = build(case, kernel_device)
     run(tensors)

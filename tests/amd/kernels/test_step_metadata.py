@@ -135,7 +135,7 @@ def test_a_step_of_more_than_one_program_is_taken_by_none(
 def test_a_run_for_which_no_slot_is_due_changes_nothing_but_the_count(
     take: Launch, kernel_device: torch.device
 ) -> None:
-    """The last number of runs comes before 0."""
+    """The largest number of runs is followed by 0."""
     words = [_due(41, 7), _due(42, 2**31 - 1, NO_ECHO)]
     slots = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     runs = device_ints([2**31 - 1], kernel_device)

@@ -1,4 +1,4 @@
-"""What pages keep of K and V, written down once more for tests: by torch's own casts, with factors from definitions."""
+"""The values that pages keep of K and V, computed again for tests: by torch's casts, with scales by definition."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rocm_attn.problem import KVEncoding, Problem, Scales
 
 
 def kept(rows: Tensor, problem: Problem, scale: Tensor | None) -> Tensor:
-    """rows [tokens, kv_heads, dim] as a reader of the problem's pages gets them: in float32 where they are codes.
+    """Returns rows [tokens, kv_heads, dim] as a reader of the problem's pages gets them, in float32 if they are codes.
 
-    scale: the factors of the layer or of its heads; of tokens they are made here
+    scale: of the layer or its heads; scales of tokens are computed here
     """
     if problem.kv_encoding is KVEncoding.LIKE_Q:
         return rows

@@ -1,4 +1,4 @@
-"""Which cases of a test every run has, where its parameters make many of them."""
+"""The choice of cases that every run has, if a test's parameters make many of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Case = TypeVar("Case")
 
 
 def cover(cases: Sequence[tuple[Case, Sequence[Hashable]]], test: str = "") -> list[Case]:
-    """Few of the cases in which each value of each parameter occurs: the same ones in every process.
+    """Returns a few cases in which each value of each parameter occurs. They are the same in every process.
 
-    cases: each with the values of its parameters, in one order. test: whose they are. Where several cases serve
-    alike, tests begin at different ones: what two values do together in one test is not left out of all.
+    cases: each with the values of its parameters, in one order. test: the name of their test. If several cases fit
+    equally well, tests begin at different ones, so that a combination left out in one test can occur in another.
     """
     first = zlib.crc32(test.encode()) % max(len(cases), 1)
     cases = [*cases[first:], *cases[:first]]
@@ -31,9 +31,10 @@ def cover(cases: Sequence[tuple[Case, Sequence[Hashable]]], test: str = "") -> l
 
 
 def spread(cases: Sequence[tuple[Case, Sequence[Hashable]]], number: int) -> list[Case]:
-    """So many of the cases, the first among them: next comes who has values that few have, and then who lies far off.
+    """Returns `number` of the cases, the first among them.
 
-    cases: as of cover().
+    Each next case has the values that are rarest so far; ties go to the case farthest from the chosen ones. cases: see
+    cover()
     """
     left, chosen, seen = dict(enumerate(cases)), list[int](), Counter[Hashable]()
 
@@ -48,20 +49,21 @@ def spread(cases: Sequence[tuple[Case, Sequence[Hashable]]], number: int) -> lis
 
 
 def values_of(item: pytest.Function) -> list[Hashable]:
-    """One value for each decorator, however many parameters it has: what was written as a case stays one.
+    """Returns one value per decorator, however many parameters it has: a tuple written as one case stays one.
 
-    Each is known by its objects, which all cases of it share: few of them can be compared.
+    A value is identified by its objects, which all its cases share: few of them can be compared.
     """
     own = {name: id(value) for name, value in item.callspec.params.items()}
     values: list[Hashable] = []
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
         values.append(tuple(own.pop(name.strip()) for name in names))
-    return [*values, *own.values()]  # then what fixtures are parametrized by
+    return [*values, *own.values()]  # then the parameters of fixtures
 
 
 def number_of(mark: pytest.Mark, interpreted: bool) -> int | None:
-    """How many cases every run has: by_day(4) in each stage, by_day(4, interpreted=1) under the interpreter fewer.
+    """Returns the number of cases in every run: by_day(4) in each stage, by_day(4, interpreted=1) fewer in the
+    interpreter.
 
     None: all, as on the host for by_day(interpreted=1).
     """
@@ -71,10 +73,9 @@ def number_of(mark: pytest.Mark, interpreted: bool) -> int | None:
 
 
 def leave_to_the_night(items: Sequence[pytest.Item]) -> None:
-    """Mark what tests with the marks `each_value` and `by_day` leave to .ci/nightly.
+    """Marks the cases that tests with the marks `each_value` and `by_day` leave to .ci/nightly.
 
-    Other marks leave cases to it first.
-    `long` does so under the interpreter: on the host those cases run.
+    Other marks leave cases to it first. `long` does so under the interpreter: on the host those cases run.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     at_night = {"nightly", "long"} if interpreted else {"nightly"}

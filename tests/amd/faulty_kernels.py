@@ -1,4 +1,4 @@
-"""Kernels that take what they are given for something else, put in the place of a runtime's own."""
+"""Kernels that misread their arguments, put in the place of a runtime's own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rocm_attn.providers.contract import BoundKernel, LayerKernel, Schedule, Ste
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.core import OpsChange, SelectionChange, unchanged
 
-# What a kernel is given -> what a faulty one takes it for.
+# A kernel's arguments -> the arguments that a faulty one reads.
 Fault = Callable[[AttendArgs], AttendArgs]
 
 
 @dataclass(frozen=True)
 class FaultyKernel:
-    """A kernel that reads something else than it is given."""
+    """A kernel that reads other arguments than it is given."""
 
     inner: BoundKernel
     fault: Fault
@@ -39,7 +39,7 @@ class FaultyKernel:
 
 
 def with_launches(kernels: SelectionChange, ops: OpsChange = unchanged) -> Guards:
-    """Safeguards in the place of which faults are put."""
+    """Returns guards with faults in place of their launches."""
     guards = Guards()
     launches = replace(guards.step.launches, v_mask=kernels, store_drops=ops)
     return replace(guards, step=replace(guards.step, launches=launches))

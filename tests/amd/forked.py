@@ -1,4 +1,4 @@
-"""Processes of their own that begin with torch imported: forked from one that has done so, and nothing else."""
+"""Separate processes that begin with torch imported: forked from one that has done nothing else."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 
 def context() -> ForkServerContext:
-    """Where processes come from. They have the environment of the first one's beginning."""
+    """Returns the context that starts processes. They have the environment from the first one's start."""
     forking = multiprocessing.get_context("forkserver")
-    # None of these looks for a GPU, which no process forked later could then use.
+    # None of these modules looks for a GPU: a process forked later could not use it then.
     forking.set_forkserver_preload(["torch", "torch.distributed", "rocm_attn.selection.build", "rocm_attn.cli.serve"])
     return forking
 
 
 def run_forked(code: str) -> subprocess.CompletedProcess[str]:
-    """What comes of Python code, as of `python -c`."""
+    """Runs Python code as `python -c` does and returns the completed process."""
     with tempfile.TemporaryDirectory() as folder:
         process = context().Process(target=_run, args=(code, folder))
         process.start()

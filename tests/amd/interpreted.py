@@ -1,15 +1,15 @@
-"""Makes Triton's interpreter quicker, which then computes the same.
+"""Makes Triton's interpreter faster without changing its results.
 
-Whenever a jitted function is launched, and again whenever it calls another, the interpreter searches all of
-triton.language for functions and replaces them by its own. That took half of the time of an interpreted test. Here the
-names are searched once, and a call does not replace what its launch has replaced. By what, and until when, stays
+The interpreter searches all of triton.language for functions and replaces them by its own: at each launch of a jitted
+function, and again whenever it calls another. That took half of the time of an interpreted test. Here the names are
+searched once, and a call does not repeat the replacement of its launch. The replacements and their lifetime stay
 Triton's own work.
 
-Half of the rest went into three more things. Every sum and product of integers was done again in 64 bits, to look for
-an overflow that the interpreter reports with `debug` only, which it never sets. A table of types was built whenever a
-type was looked up. Types and shapes of tensors were made anew for each operation; here equal ones are one object.
+Half of the rest went into three more things. Every sum and product of integers was computed again in 64 bits, to look
+for an overflow that the interpreter reports with `debug` only, which it never sets. A table of types was built at each
+look-up of a type. Types and shapes of tensors were created again for each operation; here equal ones are one object.
 
-Of what was left then, most was which type the result of an operation has, asked anew for each one: see
+Most of the remaining time went into the type of each operation's result, derived again for each one: see
 quick_operations.py.
 """
 
@@ -28,7 +28,7 @@ from tests.amd import quick_operations
 
 
 class _OfLaunch:
-    """What a launch has replaced, until restore()."""
+    """The replacements of a launch, until restore()."""
 
     def __init__(self, scope: Any, active: set[Any], added: set[Any]) -> None:
         self._scope, self._active, self._added = scope, active, added
@@ -40,14 +40,14 @@ class _OfLaunch:
 
 
 class _OfCall:
-    """What a call within a launch replaces: nothing."""
+    """The replacements of a call within a launch: none."""
 
     def restore(self) -> None:
         raise AssertionError("only a launch restores triton.language")
 
 
 def quicken() -> None:
-    """Spare the interpreter of this process its repeated work. Call it once, before any launch."""
+    """Spares the interpreter of this process repeated work. Call it once, before any launch."""
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "overflows are reported: they must be looked for"
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -58,7 +58,7 @@ def quicken() -> None:
 
 
 def _once_a_name(of_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same function of a type, asked once for all types of one name."""
+    """Returns the same function of a type, called once for all types of one name."""
     known: dict[str, Any] = {}
 
     def look_up(dtype: Any) -> Any:
@@ -71,7 +71,7 @@ def _once_a_name(of_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _share_types_and_shapes() -> None:
-    """Make the type of a block, and the shape of a tensor, once for all that are equal."""
+    """Creates the type of a block, and the shape of a tensor, once for all that are equal."""
     core = tl.core
     blocks: dict[tuple[str, tuple[int, ...]], Any] = {}
     of_sizes: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -85,7 +85,7 @@ def _share_types_and_shapes() -> None:
         return blocks[key]
 
     def init_tensor(tensor: Any, handle: Any, type: Any) -> None:
-        """What tensor.__init__ does."""
+        """Does the same as `tensor.__init__`."""
         if type.name not in shapes:
             sizes = tuple(type.shape.values) if type.is_block() else ()
             if sizes not in of_sizes:
@@ -104,13 +104,13 @@ def _share_types_and_shapes() -> None:
 
 
 def _search_once() -> None:
-    """Search triton.language once for what the interpreter replaces."""
+    """Searches triton.language once for the functions that the interpreter replaces."""
     core = tl.core
     places = tl, core, tl.math, core.tensor, core.tensor_descriptor_base
     names = {place: [name for name, member in inspect.getmembers(place) if core.is_builtin(member)] for place in places}
     search, patch, active = interpreter._patch_builtin, interpreter._patch_lang, set[Any]()
     replacements: dict[Any, Any] = {}
-    # By a module's names: what they call triton.language, which a module does not change.
+    # By a module's names for triton.language, which do not change.
     languages: dict[int, tuple[dict[str, Any], set[Any]]] = {}
 
     def search_names(place: Any, *others: Any) -> None:

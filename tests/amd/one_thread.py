@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def computing_in_one_thread() -> Iterator[None]:
-    """A context in which torch computes in one thread."""
+    """Makes torch compute in one thread within the context."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -22,6 +22,6 @@ def computing_in_one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Of the packages whose conftest has it."""
+    """Runs the tests of packages whose conftest imports it in one thread."""
     with computing_in_one_thread():
         yield

@@ -1,7 +1,7 @@
-"""Operations of Triton's interpreter whose types are looked up where Triton derives them again each time.
+"""Operations of Triton's interpreter that look up types which Triton derives again each time.
 
-What is computed stays Triton's own work: only the types and shapes of results, constants, and the way to an operation
-are remembered. Whatever is not known for certain to be alike goes Triton's way.
+Triton still computes the results: only the types and shapes of results, constants, and the function of an operation are
+remembered. If a case is not known to be equal, Triton handles it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# The code of what core.builtin wraps functions in.
+# The code object of the wrapper that core.builtin puts around functions.
 _WRAPPER = tl.core.builtin(lambda: None).__code__
 _NUMBERS = (int, float, bool)
 
 
 def remember_types() -> None:
-    """Ask once for the type that two types come to, and for what a number is beside a tensor."""
+    """Derives the result type of two types, and the tensor for a number next to a tensor, only once."""
     core, semantic = tl.core, TritonSemantic
     derive, check = semantic.computation_type_impl, semantic.binary_op_type_checking_impl
     types: dict[tuple[Any, ...], Any] = {}
-    # Whether operands of two types stay what they are. Then their shapes alone are left to look at.
+    # True if operands of two types keep their types. Then only their shapes must be checked.
     stays: dict[tuple[Any, ...], bool] = {}
     beside = _Constants()
 
@@ -69,12 +69,12 @@ def remember_types() -> None:
 
 
 def _key(value: float) -> tuple[Any, type]:
-    """Of a number: 1, True and 1.0 are equal, and so are 0.0 and -0.0."""
+    """Returns the key of a number: 1, True and 1.0 are equal, and so are 0.0 and -0.0."""
     return (value.hex() if type(value) is float else value), type(value)
 
 
 class _Constants:
-    """Tensors of one number. known: those that were last made, which nobody can write to"""
+    """Tensors of one number. known: the latest ones, which are read-only"""
 
     _MOST, _MOST_BYTES = 4096, 1 << 14
 
@@ -116,7 +116,7 @@ def _describe_blocks_once() -> None:
     known: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
-        """What block_type.__init__ does."""
+        """Does the same as `block_type.__init__`."""
         key = element_ty.name, tuple(core._unwrap_shape(shape))
         if key not in known:
             describe(self, element_ty, shape)
@@ -131,7 +131,7 @@ def _make_handles_at_once() -> None:
     check = handle.__post_init__
 
     def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
-        """What TensorHandle.__init__ does."""
+        """Does the same as `TensorHandle.__init__`."""
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
         if type(dtype) is not pointer and data.itemsize * 8 > dtype.primitive_bitwidth:
             check(self)
@@ -140,10 +140,10 @@ def _make_handles_at_once() -> None:
 
 
 def broadcast_by_shape(block_of: Callable[[Any, Any], Any]) -> None:
-    """Ask once for the shape that two shapes come to. Equal shapes of tensors are one object."""
+    """Derives the common shape of two shapes only once. Equal shapes of tensors are one object."""
     semantic = TritonSemantic
     broadcast_others = semantic.broadcast_impl_value
-    # The shapes themselves, which keep their place in memory, the common one, and who has another.
+    # The two shapes, which keep their place in memory, the common shape, and which of the two differ from it.
     plans: dict[tuple[int, int], tuple[Any, Any, tuple[int, ...], bool, bool]] = {}
 
     def reshaped(self: Any, tensor: Any, sizes: tuple[int, ...]) -> Any:
@@ -169,7 +169,7 @@ def broadcast_by_shape(block_of: Callable[[Any, Any], Any]) -> None:
 
 
 def called_by_interpreter(member: Any) -> Callable[..., Any]:
-    """What takes a builtin's place during a launch: the same function, given the interpreter's semantics."""
+    """Returns the replacement of a builtin during a launch: the same function, given the interpreter's semantics."""
     function = member.__wrapped__ if member.__code__ is _WRAPPER else member
     given = interpreter.interpreter_semantic
 

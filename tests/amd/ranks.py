@@ -1,4 +1,4 @@
-"""Two ranks of one model, as processes of their own that meet over Gloo."""
+"""Two ranks of one model, as separate processes that meet over Gloo."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ NUM_RANKS = 2
 
 
 def among_all() -> Agreement:
-    """All ranks agree."""
+    """Returns the agreement of all ranks."""
     group = torch.distributed.group.WORLD
     assert group is not None
     return among(group)
 
 
 def on_every_rank(body: Callable[..., list[str]], folder: Path, *arguments: Any) -> list[list[str]]:
-    """What body(rank, *arguments) gives on each rank; raises EOFError where a rank ends without an answer."""
+    """Returns the result of body(rank, *arguments) on each rank. Raises EOFError if a rank ends without an answer."""
     context = forked.context()
     ranks, pipes, said = [], dict[Connection, int](), dict[Connection, list[str]]()
     for rank in range(NUM_RANKS):
@@ -40,7 +40,7 @@ def on_every_rank(body: Callable[..., list[str]], folder: Path, *arguments: Any)
             for ready in wait(pipes.keys() - said.keys()):
                 assert isinstance(ready, Connection)
                 said[ready] = ready.recv()
-    finally:  # the answers are in, or a rank has failed and the others wait for it
+    finally:  # all answers have arrived, or a rank has failed and the others wait for it
         for process in ranks:
             process.kill()
             process.join()

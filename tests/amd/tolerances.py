@@ -1,7 +1,7 @@
 """Assertions that results are as close to a float64 reference as they have to be.
 
-The bounds are the tests' own table, which no change of the package's table moves. rocm_attn.oracle.numerics says where
-such numbers come from; a test holds the package to bounds that are no looser than these.
+The bounds are the tests' own table, which no change of the package's table moves. rocm_attn.oracle.numerics explains
+such numbers; a test checks that the package's bounds are no looser than these.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rocm_attn.oracle.numerics import FLOAT32_ROUNDING, sum_error
 
 # exp is off by a unit in the last place at most, and there is a division and an output to round.
 _ROUNDINGS_OF_A_SHARE = 4
-# Of what a few layers give that are sums of a few hundred products, in float32, as a part of the root mean square of
-# all. Two libraries come within a tenth of it.
+# Tolerance for float32 results of a few layers, which are sums of a few hundred products, relative to the root mean
+# square of all. Two libraries come within a tenth of it.
 _LAYERS = 2e-4
 # A quotient, a product and two differences, each half a unit in the last place of numbers that may be this large.
 _ROUNDINGS_OF_A_SHAPED_LOGIT = 4
@@ -25,7 +25,7 @@ _LARGEST_LOGIT = 64.0
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """atol and rtol of an attention output, and of its log-sum-exp."""
+    """Bounds of an attention output, atol and rtol, and of its log-sum-exp."""
 
     atol: float
     rtol: float
@@ -41,14 +41,15 @@ BOUNDS = {
 }
 
 
-# Where what values are weighted with is rounded to three bits after the first one, or q by the kernel: a factor is off
-# by a sixteenth at most. AITER's own tests of such kernels allow 0.055 to 0.06.
+# The bound if the kernel rounds q, or the weights of values, to three bits after the first one: such a number is off by
+# a sixteenth at most. AITER's own tests of such kernels allow 0.055 to 0.06.
 EIGHT_BIT_PRODUCTS = Bound(atol=0.12, rtol=6e-2, lse_atol=0.12)
 
 
 @dataclass(frozen=True, slots=True)
 class LogitBound:
-    """|logits - reference| as a share of |reference|, the reference computed in float32: at a mean token, at the worst.
+    """Bounds of |logits - reference| relative to |reference|, computed in float32: for the mean token and for the
+    worst.
 
     The torch provider, which rounds where a model must, reached 0.021 and 0.110 in bf16, 0.0023 and 0.0096 in fp16 on
     SmolLM2's first 16 tokens on a CPU.
@@ -64,42 +65,42 @@ LOGITS = {torch.bfloat16: LogitBound(0.035, 0.2), torch.float16: LogitBound(0.00
 def assert_attention_close(
     out: Tensor, reference: Tensor, dtype: torch.dtype, *, eight_bit_products: bool = False
 ) -> None:
-    """out, computed from inputs of this dtype, is as close to the float64 reference as the table demands."""
+    """Checks that out, computed from inputs of the dtype, is as close to the float64 reference as the table says."""
     bound = EIGHT_BIT_PRODUCTS if eight_bit_products else BOUNDS[dtype]
     torch.testing.assert_close(out.double(), reference, atol=bound.atol, rtol=bound.rtol)
 
 
 def assert_lse_close(lse: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
-    """Likewise for log-sum-exp; -inf only where the reference has it."""
+    """Like assert_attention_close, but for log-sum-exps; -inf is allowed only where the reference has it."""
     bound = BOUNDS[dtype]
     torch.testing.assert_close(lse.double(), reference, atol=bound.lse_atol, rtol=bound.lse_rtol)
 
 
 def assert_same_but_for_rounding(one: Tensor, other: Tensor) -> None:
-    """Attention in float32 done in two ways: each may lie from the exact result as far as the table demands."""
+    """Compares float32 attention computed in two ways. Each may differ from the exact result by the table's bound."""
     bound = BOUNDS[torch.float32]
     torch.testing.assert_close(one, other, atol=2 * bound.atol * _size(other), rtol=2 * bound.rtol)
 
 
 def assert_layers_close(result: Tensor, expected: Tensor) -> None:
-    """What layers of a small model give in float32, logits for instance, by two ways that add in different orders."""
+    """Compares float32 results of a small model's layers, such as logits, computed in two orders of summation."""
     torch.testing.assert_close(result, expected, atol=_LAYERS * _size(expected), rtol=_LAYERS)
 
 
 def assert_products_close(product: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> None:
-    """x @ weight.T + bias in float32 is as close to float64 as sums of so many products are."""
+    """Checks that x @ weight.T + bias in float32 is as close to float64 as sums of that many products are."""
     exact = x.double() @ weight.double().T + bias.double()
     size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
     assert bool(((product.double() - exact).abs() <= sum_error(x.shape[-1], size)).all())
 
 
 def _size(values: Tensor) -> float:
-    """The root mean square of what is finite, or 1 if that is more."""
+    """Returns the root mean square of the finite values, or 1 if that is more."""
     return max(1.0, float(values[values.isfinite()].double().square().mean().sqrt()))
 
 
 def assert_as_close_as_float32(out: Tensor, exact: Tensor, rounding: Tensor) -> None:
-    """out lies no further from the exact output than what attention_rounding allows for each of its elements."""
+    """Checks that out is no further from the exact output than attention_rounding allows for each of its elements."""
     part = (out.double() - exact).abs() / rounding
     worst = int(part.nan_to_num(float("inf")).argmax())
     assert bool((part <= 1).all()), (
@@ -109,7 +110,7 @@ def assert_as_close_as_float32(out: Tensor, exact: Tensor, rounding: Tensor) -> 
 
 
 def attention_rounding(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention in float64, and how far attention in float32 may lie from it, element by element.
+    """Returns attention in float64, and the allowed error of float32 attention for each element.
 
     q: [heads, tokens, head_dim]; k: [heads, keys, head_dim]; v: [heads, keys, v_head_dim]; one sequence
     hidden: bool [tokens, keys], the keys that a token does not see; each token sees one
@@ -119,11 +120,11 @@ def attention_rounding(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: f
 
         e[j] = sum_error(head_dim, |scale| * sum_d |q[d] * k[j, d]|) + (max(s) - s[j]) * u + 4 * u
 
-    of its score, of the difference that exp is given, and of exp itself. They are normalised, so that to first order
+    of its score, of the argument of exp, and of exp itself. They are normalised, so that to first order
 
         |out - exact| <= sum_j p[j] * e[j] * (|v[j]| + |exact|) + 2 * sum_error(keys, sum_j p[j] * |v[j]|)
 
-    where the last term is of the two sums over the keys, shares and weighted values.
+    where the last term covers the two sums over the keys, shares and weighted values.
     """
     q, k, v = q.double(), k.double(), v.double()
     scores = (q @ k.mT * scale).masked_fill(hidden, float("-inf"))
@@ -138,7 +139,7 @@ def attention_rounding(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: f
 
 
 def assert_shaped_close(shaped: Tensor, exact: Tensor) -> None:
-    """Logits with penalties: three roundings of numbers that are no larger than the largest of both sides."""
+    """Compares logits with penalties: three roundings of numbers that are no larger than the largest of both sides."""
     size = torch.where(exact.isfinite(), exact.abs(), 0.0) + _LARGEST_LOGIT
     assert torch.equal(shaped.isneginf(), exact.isneginf())
     part = torch.where(exact.isneginf(), 0.0, (shaped.double() - exact).abs())
@@ -146,6 +147,6 @@ def assert_shaped_close(shaped: Tensor, exact: Tensor) -> None:
 
 
 def assert_logprobs_close(logprobs: Tensor, exact: Tensor) -> None:
-    """Logprobs in float32: the logit and the log-sum-exp are rounded, and so are exp and log."""
+    """Compares float32 logprobs: the logit and the log-sum-exp are rounded, and so are exp and log."""
     bound = BOUNDS[torch.float32]
     torch.testing.assert_close(logprobs.double(), exact, atol=bound.lse_atol, rtol=bound.lse_rtol)

@@ -1,4 +1,4 @@
-"""Linear pages as vectorised ones, written down once more for tests: element by element what page_rows.py says."""
+"""Linear pages as vectorised ones, computed again for tests: element by element as page_rows.py defines them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from torch import Tensor
 
 
 def vectorised_keys(pages: Tensor, x: int) -> Tensor:
-    """[pages, page_size, kv_heads, dim] -> [pages, kv_heads, dim / x, page_size, x]"""
+    """Converts [pages, page_size, kv_heads, dim] to [pages, kv_heads, dim / x, page_size, x]."""
     count, page_size, heads, dim = pages.shape
     return pages.view(count, page_size, heads, dim // x, x).permute(0, 2, 3, 1, 4).contiguous()
 
 
 def vectorised_values(pages: Tensor, x: int) -> Tensor:
-    """[pages, page_size, kv_heads, dim] -> [pages, kv_heads, page_size / x, dim, x]"""
+    """Converts [pages, page_size, kv_heads, dim] to [pages, kv_heads, page_size / x, dim, x]."""
     count, page_size, heads, dim = pages.shape
     return pages.view(count, page_size // x, x, heads, dim).permute(0, 3, 1, 4, 2).contiguous()
 
 
 def linear_keys(pages: Tensor) -> Tensor:
-    """[pages, kv_heads, dim / x, page_size, x] -> [pages, page_size, kv_heads, dim]"""
+    """Converts [pages, kv_heads, dim / x, page_size, x] to [pages, page_size, kv_heads, dim]."""
     return pages.permute(0, 3, 1, 2, 4).flatten(3)
 
 
 def linear_values(pages: Tensor) -> Tensor:
-    """[pages, kv_heads, page_size / x, dim, x] -> [pages, page_size, kv_heads, dim]"""
+    """Converts [pages, kv_heads, page_size / x, dim, x] to [pages, page_size, kv_heads, dim]."""
     return pages.permute(0, 2, 4, 1, 3).flatten(1, 2)

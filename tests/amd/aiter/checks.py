@@ -1,5 +1,5 @@
-"""What the stand-in's functions share. They refuse what the real ones refuse or misread, compute in float64, and leave
-memory as the real ones leave it.
+"""Checks and arithmetic shared by the stand-in's functions. They refuse calls that the real functions refuse or
+misread, compute in float64, and leave memory as the real functions leave it.
 
 A call is checked twice: shapes, dtypes and strides when it is made, values when it runs, which may be in a replay.
 """
@@ -19,7 +19,7 @@ from tests.amd.vectorised import linear_keys, linear_values
 
 HALF = (torch.bfloat16, torch.float16)
 
-# What dtypes.fp8 is on an arch.
+# The dtype that `dtypes.fp8` names on each arch.
 EIGHT_BITS = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 
 
@@ -35,7 +35,7 @@ def require(holds: object, what: str) -> None:
 def require_tensor(
     name: str, tensor: object, dtype: torch.dtype, shape: Sequence[int | None], *, contiguous: bool = True
 ) -> Tensor:
-    """tensor, if it has the dtype, the shape (None: any size) and, if demanded, no gaps."""
+    """Returns `tensor` after checking its dtype, its shape (None: any size) and, if demanded, that it has no gaps."""
     require(isinstance(tensor, Tensor), f"{name} is {type(tensor).__name__}, not a tensor")
     assert isinstance(tensor, Tensor)
     require(tensor.dtype == dtype, f"{name} is {tensor.dtype} and would be read as {dtype}")
@@ -59,19 +59,20 @@ class _OnHost:
 
 
 def run(function: Callable[..., None], *args: Any, **options: Any) -> None:
-    """function(*args, **options), as device work."""
+    """Runs `function(*args, **options)` as device work."""
     launch(_OnHost(function), (1,), *args, **options)
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a function makes of the products q.k of one sequence, in the words of that function.
+    """The scores that a function computes from the products q.k of one sequence. Fields have the names of its
+    arguments.
 
     visible:  bool [q_len, kv_len]
     soft_cap: 0 for none; applied to scaled products
     bias:     [q_heads, q_len, kv_len], added after the cap, or None
     sinks:    [q_heads], one more logit of each softmax, or None
-    caps_bias: whether the cap is applied to the sum of product and bias instead
+    caps_bias: true if the cap is applied to the sum of product and bias instead
     floored:  bool [q_len], queries whose running maximum is at least 0, or None
     """
 
@@ -85,22 +86,22 @@ class Scores:
 
 
 def distances(q_len: int, kv_len: int) -> Tensor:
-    """[q_len, kv_len]: how far before each query each key is; negative for keys after it."""
+    """Returns the distance [q_len, kv_len] from each key to each query; negative for keys after the query."""
     return torch.arange(kv_len - q_len, kv_len)[:, None] - torch.arange(kv_len)[None, :]
 
 
 def require_heads(name: str, tensor: object, num_heads: int) -> None:
-    """tensor is None, or float32 with one number a query head."""
+    """Checks that `tensor` is None, or float32 with one number per query head."""
     if tensor is not None:
         require_tensor(name, tensor, torch.float32, (num_heads,))
 
 
-# Queries at a time: all pairs of a prompt of 4,096 tokens would take 2 GB.
+# Number of queries computed at a time: all pairs of a prompt of 4,096 tokens would take 2 GB.
 _QUERIES = 512
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence: out and lse, float64; NaN where q is, as in every real kernel."""
+    """Returns out and lse of the attention of one sequence, float64. They are NaN where q is, as in real kernels."""
     parts = [_attend_some(q, k, v, scores, slice(at, at + _QUERIES)) for at in range(0, len(q), _QUERIES)]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
@@ -128,7 +129,7 @@ def _attend_some(q: Tensor, k: Tensor, v: Tensor, scores: Scores, some: slice) -
 
 
 def _beside_zero(logits: Tensor, terms: Tensor) -> Tensor:
-    """Shares in float32 where the maximum is at least 0: of logits below -87 they vanish, and 0 / 0 is NaN."""
+    """Returns float32 shares for a maximum that is at least 0. Shares of logits below -87 vanish, and 0 / 0 is NaN."""
     top = terms.amax(-1, keepdim=True).clamp(min=0.0)
     smallest = torch.finfo(torch.float32).tiny
     weights, all_weights = ((each - top).float().exp() for each in (logits, terms))
@@ -137,7 +138,7 @@ def _beside_zero(logits: Tensor, terms: Tensor) -> Tensor:
 
 
 def spans(indptr: Tensor, limit: int, name: str) -> list[tuple[int, int]]:
-    """The ranges of an indptr, checked: it starts at 0, never decreases and stays within limit."""
+    """Returns the ranges of an indptr after checking that it starts at 0, never decreases and stays within `limit`."""
     ends = indptr.tolist()
     require(ends[0] == 0, f"{name} starts at {ends[0]}")
     require(all(a <= b for a, b in pairwise(ends)), f"{name} decreases: {ends}")
@@ -146,13 +147,13 @@ def spans(indptr: Tensor, limit: int, name: str) -> list[tuple[int, int]]:
 
 
 def rows_of(pages: Tensor, ids: Tensor, name: str) -> Tensor:
-    """The tokens of these pages, [n * page_size, heads, dim], of pages that exist."""
+    """Returns the tokens of these pages, [n * page_size, heads, dim], after checking that the pages exist."""
     require(bool(((ids >= 0) & (ids < len(pages))).all()), f"{name} names pages {ids.tolist()} of {len(pages)}")
     return pages[ids.long()].flatten(0, 1)
 
 
 def require_factors(cache: Tensor, like: torch.dtype, eight_bits: torch.dtype, **factors: object) -> None:
-    """A cache in a dtype has no factors, one in the arch's eight bits has float32 [1] each."""
+    """Checks that a cache in `like` has no scales, and that one in the arch's 8-bit dtype has float32 [1] for each."""
     if cache.dtype == like:
         require(all(each is None for each in factors.values()), "nothing is quantised")
         return
@@ -162,12 +163,12 @@ def require_factors(cache: Tensor, like: torch.dtype, eight_bits: torch.dtype, *
 
 
 def worth(rows: Tensor, factor: Tensor | None) -> Tensor:
-    """float64: what elements of a cache stand for."""
+    """Returns the float64 values that the elements of a cache represent."""
     return rows.double() if factor is None else rows.double() * factor.double()
 
 
 def require_vectorised(k_cache: object, v_cache: object, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """K [blocks, kv_heads, dim / x, block, x] and V [blocks, kv_heads, block / x, dim, x], without gaps."""
+    """Checks and returns K [blocks, kv_heads, dim / x, block, x], V [blocks, kv_heads, block / x, dim, x]: no gaps."""
     x = 16 // dtype.itemsize
     k = require_tensor("K", k_cache, dtype, (None, None, None, None, x))
     blocks, heads, _, block, _ = k.shape
@@ -176,10 +177,10 @@ def require_vectorised(k_cache: object, v_cache: object, dtype: torch.dtype) -> 
 
 
 def linear(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """A vectorised cache as [blocks, block, kv_heads, dim]; a linear one is what it is."""
+    """Returns a vectorised cache as [blocks, block, kv_heads, dim], and a linear one unchanged."""
     return (linear_keys(k_cache), linear_values(v_cache)) if k_cache.dim() == 5 else (k_cache, v_cache)
 
 
 def times_zero(v: Tensor) -> Tensor:
-    """What keys that are masked add to each query head: 0 where V is finite, NaN where it is not."""
+    """Returns the value that masked keys add to each query head: 0 if V is finite, NaN otherwise."""
     return (0 * v.double()).sum()

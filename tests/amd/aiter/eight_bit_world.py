@@ -1,4 +1,4 @@
-"""A world over pages in eight bits: it brings rows that they hold exactly, so that only attention is compared."""
+"""A world over 8-bit pages. Its rows are exactly representable in them, so that only attention is compared."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rocm_attn.step.step import Part
 from tests.amd.runtime.stepping import Request, World
 from tests.amd.tolerances import assert_attention_close
 
-# Powers of two, so that a code times a factor is an element of bfloat16; of K and of V, and of heads.
+# Scales of K, of V, and per head. They are powers of two, so that a code times a scale is an element of bfloat16.
 _K_FACTOR, _V_FACTOR, _BY_HEAD = 2.0**-5, 2.0**-4, 2.0
-# Of tokens, which the store finds: from a row whose largest element is the encoding's largest times this.
+# Scale per token. The store computes it from the row, whose largest element is the encoding's largest times this.
 _TOKEN_FACTOR = 2.0**-6
 
 
 @dataclass
 class EightBitWorld(World):
-    """row: of the kernel that served the last step"""
+    """A world over 8-bit pages. row: the row of the kernel that served the last step"""
 
     row: KernelRow | None = field(default=None, init=False)
 
@@ -32,7 +32,7 @@ class EightBitWorld(World):
         return super().lse_rows(layer, step, q)
 
     def set_factors(self) -> None:
-        """Factors of every layer's K and V that are not 1 and not each other's."""
+        """Sets scales for every layer's K and V that differ from 1 and from each other."""
         for layer, problem in enumerate(self.problems):
             pages = self.runtime.pool.layer(layer)
             if problem.kv_scales in (Scales.LAYER, Scales.HEAD):
@@ -46,7 +46,7 @@ class EightBitWorld(World):
         return self.held(problem, *super().qkv(problem, step))
 
     def held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, and the nearest k and v that pages hold as they are."""
+        """Returns q, and the k and v nearest to the given ones that pages hold exactly."""
         (layer,) = (layer for layer, each in enumerate(self.problems) if each is problem)
         pages = self.runtime.pool.layer(layer)
         v_is_k = v.data_ptr() == k.data_ptr()
@@ -76,7 +76,7 @@ class EightBitWorld(World):
 
 
 def held_exactly(rows: Tensor, problem: Problem, factors: Tensor | None) -> Tensor:
-    """The nearest rows [T, kv_heads, dim] that pages hold as they are; NaN stays NaN."""
+    """Returns the nearest rows [T, kv_heads, dim] that pages hold exactly; NaN stays NaN."""
     if problem.kv_encoding is KVEncoding.LIKE_Q:
         return rows
     encoding = problem.page_format.encoding
@@ -90,6 +90,6 @@ def held_exactly(rows: Tensor, problem: Problem, factors: Tensor | None) -> Tens
 
 
 def eight_bit_kinds(kinds: Sequence[KVEncoding], arch: str) -> Sequence[KVEncoding]:
-    """Of the encodings that a kernel reads, those that it reads on an arch."""
+    """Returns those of a kernel's encodings that it reads on `arch`."""
     other = KVEncoding.E4M3FN if arch == "gfx942" else KVEncoding.E4M3FNUZ
     return [kind for kind in kinds if kind not in (other, KVEncoding.LIKE_Q)]

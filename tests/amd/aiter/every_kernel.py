@@ -1,4 +1,4 @@
-"""Every bound kernel of AITER's at every dtype, page size and head_dim that its row names, and with every score.
+"""Every bound AITER kernel at every dtype, page size and head_dim that its row names, and with every score.
 
 On a machine with AITER these are the claims of the capability table; on the stand-in they show that the checks work.
 """
@@ -26,7 +26,8 @@ from tests.amd.aiter.one_layer import STEPS, OneLayer
 from tests.amd.graphs.small_models import same, serve
 
 MAX_KV_LEN = 640
-# New tokens of three sequences in steps of each kind: tiles, pages, partitions of 256 keys, an empty sequence and pads.
+# New tokens of three sequences per kind of step. They cover tiles, pages, partitions of 256 keys, an empty sequence and
+# pads.
 STEPS_OF_KIND = {
     StepKind.PREFILL: ([70, 2, 257],),
     StepKind.DECODE: ([255, 511, 63], [1, 1, 1], [1, 1, 1], [1, 1, 1]),
@@ -49,7 +50,7 @@ class Case:
 
 
 def cases(target: Target) -> Iterator[Case]:
-    """All of them that the table says are served on the target."""
+    """Yields every case that the table says is served on the target."""
     for row in (row for row in ROWS if not row.not_bound):
         for dtype in row.limits.dtypes:
             for problem, what in _encoded(row.limits, dtype, target.arch):
@@ -58,7 +59,7 @@ def cases(target: Target) -> Iterator[Case]:
 
 
 def _encoded(limits: Limits, dtype: torch.dtype, arch: str) -> Iterator[tuple[Problem, str]]:
-    """In every encoding, and with every kind of factor: dims, page sizes and heads; scores with the first of them."""
+    """Yields problems in every encoding and kind of scale: dims, page sizes, heads; scores with the first kind only."""
     kinds, factors = (
         eight_bit_kinds(limits.encodings, arch),
         [each for each in limits.scales if each is not Scales.NONE],
@@ -86,7 +87,7 @@ def _problems(limits: Limits, dtype: torch.dtype) -> Iterator[tuple[Problem, str
 
 
 def _problems_over_pages(limits: Limits, dtype: torch.dtype) -> Iterator[tuple[Problem, str]]:
-    """Of a linear pool."""
+    """Yields problems over a linear pool, each with its name."""
     for head_dim, v_head_dim in limits.exact_dims:
         for page_size in limits.page_sizes or (16,):
             problem = Problem(8, 2, head_dim, dtype, page_size, v_head_dim=v_head_dim, scale=0.11)
@@ -118,7 +119,7 @@ def _binds(row: KernelRow, problem: Problem, target: Target) -> bool:
 
 
 def selection_of(case: Case, target: Target, others: str) -> Selection:
-    """The case's kernel for its kind of step, and for all others those of `others`, AITER's first ones, or torch's."""
+    """Returns the case's kernel for its kind of step, and AITER's first kernels or torch's (`others`) for the rest."""
     kernel = LayerKernel(case.row, case.row.bind(case.problem, target, PoolSize(100, MAX_KV_LEN, 8)))
     kernels = dict.fromkeys(StepKind, kernel)
     for provider in ("torch", "aiter", others):
@@ -131,7 +132,10 @@ def selection_of(case: Case, target: Target, others: str) -> Selection:
 
 
 def largest_error(case: Case, device: torch.device, selection: Selection) -> float:
-    """Of eager steps against the oracle; raises AssertionError where it is above the bound or a pad is not zero."""
+    """Returns the largest error of eager steps against the reference.
+
+    Raises AssertionError if the error is above the bound or a pad is not zero.
+    """
     serving = EightBitWorld.build(
         [case.problem],
         device,
@@ -150,7 +154,10 @@ def largest_error(case: Case, device: torch.device, selection: Selection) -> flo
 
 
 def graphs_equal_eager(case: Case, device: torch.device, selection: Selection) -> Sequence[str]:
-    """Serve as graphs and without; raises AssertionError where they differ or a graph is refused. The captures."""
+    """Serves the steps with graphs and eagerly, and returns the captures.
+
+    Raises AssertionError if the results differ or a graph is refused.
+    """
     graphed, eager = (OneLayer.build(case.problem, device, selection.target, [selection]) for _ in range(2))
     runner = StepRunner(graphed.runtime, graphed.forward, recorder_for(device))
     replayed = serve(runner, graphed.runtime, STEPS)

@@ -1,6 +1,6 @@
-"""What `rocm-attn explain` says of eight models on two archs, and of two of them with K and V in eight bits.
+"""The output of `rocm-attn explain` for eight models on two archs, and for two of them with 8-bit K and V.
 
-`python -m tests.amd.aiter.explained` writes it anew.
+`python -m tests.amd.aiter.explained` writes it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ARCHS = ("gfx942", "gfx950")
 
 _EIGHT_BITS = ("--kv-dtype", "fp8", "--kv-scales", "layer")
 
-# Model, which may have a variant after a point -> what it is served with.
+# Model, which may have a variant after a point -> the options that it is served with.
 MODELS: Mapping[str, tuple[str, ...]] = {
     "llama-3-8b": (),
     "llama-3-70b": ("--tp", "8"),
@@ -34,7 +34,7 @@ MODELS: Mapping[str, tuple[str, ...]] = {
 
 
 def explained(model: str, arch: str) -> str:
-    """stdout and stderr of the command, and its exit code, without the config's place."""
+    """Returns stdout and stderr of the command, and its exit code, without the config's path."""
     config = HERE / "configs" / f"{model.partition('.')[0]}.json"
     printed, complaints = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
@@ -44,7 +44,7 @@ def explained(model: str, arch: str) -> str:
 
 
 def place(model: str, arch: str) -> Path:
-    """The golden file."""
+    """Returns the path of the golden file."""
     return GOLDEN / f"{model}.{arch}.txt"
 
 

@@ -14,12 +14,12 @@ from tests.amd.aiter.signatures import Release
 
 
 def _require_latent(call: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> int:
-    """What both functions take; the number of sequences."""
+    """Checks the arguments that both functions take, and returns the number of sequences."""
     q, num_seqs = call["q"], len(call["qo_indptr"]) - 1
     require(dtype != torch.bfloat16 or q.shape[1] in (16, 128), f"no kernel for {q.shape[1]} heads in every release")
     require_tensor("q", q, dtype, (None, None, 576))
     kv = require_tensor("kv_buffer", call["kv_buffer"], dtype, (None, 1, 1, 576))
-    # v_mul_u32_u24 of a page's id, into a 32-bit offset of a buffer_load.
+    # v_mul_u32_u24 multiplies a page's id, and the product is the 32-bit offset of a buffer_load.
     require(kv.nbytes < 2**32 and len(kv) <= 2**24, f"byte offsets wrap at 4 GiB, and the cache takes {kv.nbytes}")
     require_tensor("o", call["o"], torch.bfloat16, (len(q), q.shape[1], 512))
     for name in ("qo_indptr", "kv_indptr"):

@@ -15,9 +15,9 @@ from torch import Tensor
 from tests.amd.aiter.checks import Scores, attend, require, require_tensor, rows_of, run, spans, times_zero, worth
 from tests.amd.aiter.signatures import Release
 
-# Of gfx942; AITER asks the device.
+# The number on gfx942; AITER asks the device.
 COMPUTE_UNITS = 304
-# An arch is known here by its eight bits.
+# Compute units of an arch, which its 8-bit dtype identifies here.
 UNITS_OF = {torch.float8_e4m3fnuz: COMPUTE_UNITS, torch.float8_e4m3fn: 256}
 WORK_BUFFERS = (
     "work_meta_data",
@@ -30,7 +30,7 @@ WORK_BUFFERS = (
 
 
 def _groups(release: Release, eight_bits: torch.dtype, num_heads: int, *, is_eight_bit: bool) -> int:
-    """Groups of 16 heads that a sequence is cut into, each a sequence of its own to the kernel."""
+    """Returns the number of groups of 16 heads that a sequence is cut into. A kernel sees each group as a sequence."""
     require(num_heads % 16 == 0 and num_heads <= 128, f"no kernel for {num_heads} heads")
     if not is_eight_bit:
         require(num_heads == 16, "a schedule for 16 heads")
@@ -41,7 +41,7 @@ def _groups(release: Release, eight_bits: torch.dtype, num_heads: int, *, is_eig
 
 
 def _require_buffers(buffers: Mapping[str, Tensor], units: int, num_seqs: int, num_heads: int) -> None:
-    """The shapes that get_mla_metadata_info_v1 gives for one token a sequence, or more: groups are not always used."""
+    """Checks the shapes of get_mla_metadata_info_v1 for one token per sequence, or more: groups are not always used."""
     tiles = 1 if num_heads == 128 else num_heads // 16
     work = (num_seqs + units - 1) * tiles
     require_tensor("work_metadata_ptrs", buffers["work_meta_data"], torch.uint64, (2,))
@@ -113,13 +113,13 @@ def _run_schedule(
     partial_map[:num_partials] = torch.arange(num_partials, dtype=torch.int32)
     reduce_indptr.fill_(ends[-1])
     reduce_indptr[: len(ends)] = torch.tensor(ends, dtype=torch.int32)
-    # One share a compute unit; the last one takes what is over.
+    # One share per compute unit; the last unit takes the rest.
     indptr.copy_(torch.arange(units + 1).clamp(max=len(shares)))
     indptr[-1] = len(shares)
 
 
 def decode_by_schedule(release: Release, eight_bits: torch.dtype, call: Mapping[str, Any], num_seqs: int) -> None:
-    """The part of mla_decode_fwd that is given a schedule."""
+    """Computes the part of mla_decode_fwd that is given a schedule."""
     q, out = call["q"], call["o"]
     num_heads, is_eight_bit, units = q.shape[1], q.dtype == eight_bits, UNITS_OF[eight_bits]
     groups = _groups(release, eight_bits, num_heads, is_eight_bit=is_eight_bit)

@@ -1,4 +1,4 @@
-"""A model of one layer, served as graphs and without, on the stand-in or on a GPU."""
+"""A model of one layer, served with graphs and eagerly, on the stand-in or on a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = [[5, 2, 7], [1, 1, 1], [1, 1], [2, 9, 3], [1, 1, 1], [1, 4, 1], [70, 3, 
 
 @dataclass
 class OneLayer:
-    """One layer of attention over random rows; its last axis is what the layer gives."""
+    """One layer of attention over random rows. `forward` returns the layer's output."""
 
     runtime: AttentionRuntime
     problem: Problem
@@ -56,7 +56,7 @@ class OneLayer:
         return cls(runtime, problem, rows.to(runtime.device, problem.dtype))
 
     def forward(self, step: Part) -> Tensor:
-        """[S, q_heads * v_head_dim]"""
+        """Returns [S, q_heads * v_head_dim]."""
         problem = self.problem
         rows = (self.rows[step.token_ids] * (1 + step.positions[:, None] / 100)).to(problem.dtype)
         heads = rows.view(len(rows), -1, problem.head_dim)

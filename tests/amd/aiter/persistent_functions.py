@@ -1,4 +1,4 @@
-"""The stand-in's get_pa_metadata_v1 and pa_persistent_fwd: decode over vectorised caches in eight bits, by a schedule.
+"""The stand-in's get_pa_metadata_v1 and pa_persistent_fwd: decode over 8-bit vectorised caches, by a schedule.
 
 A share is [sequence, row of its partial result or -1, first token, end, first entry of the page list, end, nothing,
 first query head and end, 16 bits each]. All KV heads have the same shares.
@@ -30,13 +30,13 @@ from tests.amd.aiter.latent_schedule import COMPUTE_UNITS
 from tests.amd.aiter.signatures import Release
 
 BLOCK = 1024
-# What mla_reduce_v1 has an instance for, at 128 elements, in every release that takes strides of factors.
+# Head counts for which mla_reduce_v1 has an instance, at 128 elements, in every release that takes strides of scales.
 REDUCED_HEADS = (1, 2, 4, 8, 10, 16, 32, 40, 64, 128)
 WORK_BUFFERS = ("work_indptr", "work_info", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
 
 
 def _require_buffers(call: Mapping[str, Any], num_seqs: int, num_kv_heads: int) -> list[Tensor]:
-    """The shapes that get_pa_metadata_info_v1 gives."""
+    """Checks the shapes that get_pa_metadata_info_v1 gives."""
     shares = num_seqs + COMPUTE_UNITS - 1
     shapes = (
         (COMPUTE_UNITS + 1,),
@@ -104,7 +104,7 @@ def _run_schedule(
                 partial = -1 if len(cuts) == 2 else num_partials
                 num_partials += partial != -1
                 shares.append([seq, partial, token, token + 1, begin, stop, 0, heads])
-            if len(cuts) > 2:  # a sequence that is one share is written where it belongs, and not put together
+            if len(cuts) > 2:  # a sequence with one share is written to its place, without a reduction
                 tiles.append([token, token + 1])
                 ends.append(num_partials)
     require(len(shares) <= len(work) and num_partials <= len(partial_map), "more shares than there is room for")

@@ -26,7 +26,7 @@ from tests.amd.aiter.checks import (
 )
 from tests.amd.aiter.signatures import Release
 
-# Of queries and keys, and of values, where the assembly kernels take bfloat16.
+# Head dims of queries and keys, and of values, for which the assembly kernels take bfloat16.
 ASSEMBLED = ((128, 128), (192, 128))
 
 
@@ -37,7 +37,7 @@ def mha_batch_prefill_func(
     dtype, dim, num_seqs = q.dtype, q.shape[2], len(call["cu_seqlens_q"]) - 1
     x = 16 // dtype.itemsize
     page_size = 1 if k.dim() == 3 else k.shape[-2] if k.dim() == 5 else k.shape[1]
-    # What the tests of the releases run; pages of one token are linear ones alone.
+    # The dims and pages that the tests of the releases run. Pages of one token exist in linear caches only.
     dims = (128,) if release.is_before(0, 1, 12) else (128, 256)
     pages = {128, 256, 1024} if release.version == "0.1.10" else {16, 1024}
     is_known = dtype in (*HALF, eight_bits)
@@ -46,7 +46,7 @@ def mha_batch_prefill_func(
     require(page_size in (pages if k.dim() == 5 else {1, *pages}), f"no matching kernel found for pages of {page_size}")
     require_tensor("q", q, dtype, (None, None, dim), contiguous=False)
     require(out is not None, "out would be allocated")
-    # Of queries in eight bits there is bfloat16 alone.
+    # The output for 8-bit queries is always bfloat16.
     require_tensor("out", out, torch.bfloat16 if factors else dtype, q.shape, contiguous=False)
     if k.dim() == 5:
         require_vectorised(k, call["v"], dtype)
@@ -94,7 +94,7 @@ def mha_batch_prefill_func(
 
 
 def _batch_factors(call: Mapping[str, Any], is_eight_bit: bool) -> tuple[Tensor, ...]:
-    """Of q, K and V: all of them are float32 [1], or none is there."""
+    """Returns the scales of q, K and V after checking that all of them are float32 [1], or none is given."""
     names = ("q_descale", "k_descale", "v_descale")
     if not is_eight_bit:
         require(all(call[name] is None for name in names), "nothing is quantised")
@@ -105,7 +105,7 @@ def _batch_factors(call: Mapping[str, Any], is_eight_bit: bool) -> tuple[Tensor,
 
 
 def _require_scores(call: Mapping[str, Any]) -> None:
-    """What both prefill functions are given in any case, and what they have no variant for."""
+    """Checks the score arguments that both prefill functions need, and refuses combinations without a variant."""
     num_heads = call["q"].shape[1]
     for name in ("sink_ptr", "alibi_slopes"):
         require_heads(name, call[name], num_heads)
@@ -118,7 +118,7 @@ def _require_scores(call: Mapping[str, Any]) -> None:
 
 
 def _window(call: Mapping[str, Any]) -> tuple[int, int]:
-    """Keys before and after a query's own that it sees; -1: all."""
+    """Returns the number of keys before and after its own that a query sees; -1: all."""
     left, right = (-1 if size >= call["max_seqlen_k"] else size for size in call["window_size"][:2])
     return (left, 0) if call["causal"] else (left, right)
 
@@ -182,7 +182,7 @@ def _run_batch_prefill(
         k = worth(rows_of(k_cache, page_list[first_page:end_page], "kv_page_indices"), k_factor)
         v = worth(rows_of(v_cache, page_list[first_page:end_page], "kv_page_indices"), v_factor)
         ahead = rows_of(v_cache, page_list[end_page:read_end], "kv_page_indices").double()
-        if seq + 1 == len(pages) or pages[-1][1] == end_page:  # else it is other sequences' pages, of any content
+        if seq + 1 == len(pages) or pages[-1][1] == end_page:  # otherwise other sequences' pages follow
             require(bool((ahead == 0).all()), "what lies after the page list is not page 0")
         scores = _scores(
             q_len,
@@ -200,7 +200,7 @@ def _run_batch_prefill(
 
 
 def _left_out_of_the_lse(alibi_slopes: Tensor | None, kv_len: int, q_len: int, is_causal: bool) -> Tensor:
-    """The causal bias is slope * key; what it lacks, slope * query, is the same for all keys, but not for the sum."""
+    """Returns slope * query, which the causal bias slope * key lacks. It is equal for all keys and changes the lse."""
     position = torch.arange(kv_len - q_len, kv_len)
     return alibi_slopes[:, None] * position if is_causal and alibi_slopes is not None else torch.zeros(1, q_len)
 
@@ -222,7 +222,7 @@ def flash_attn_varlen_func(call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Te
     window = _window(call)
     is_plain = call["logits_soft_cap"] == 0.0 and call["alibi_slopes"] is None and window[0] <= 0 and window[1] <= 0
     is_assembled = is_plain and dtype == torch.bfloat16 and (q.shape[2], v.shape[2]) in ASSEMBLED
-    if is_assembled:  # they know no window
+    if is_assembled:  # they support no window
         window = (-1, window[1])
     run(
         _run_varlen,

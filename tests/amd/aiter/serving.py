@@ -1,4 +1,4 @@
-"""Worlds of AITER's kernels: a runtime on CPU tensors whose target is written down, over the stand-in."""
+"""Worlds of AITER's kernels: a runtime on CPU tensors over the stand-in, with a target given by the tests."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def plain_problem(
     dtype: torch.dtype = torch.float16,
     wants_lse: bool = False,
 ) -> Problem:
-    """Query and KV heads over K and V pages."""
+    """Returns a problem with these query and KV heads over K and V pages."""
     return Problem(*heads, dims[0], dtype, page_size, v_head_dim=dims[1], scale=0.21, wants_lse=wants_lse)
 
 
 def latent_problem(num_q_heads: int = 16) -> Problem:
-    """DeepSeek's latent attention, absorbed, on pages of one token."""
+    """Returns DeepSeek's latent attention, absorbed, on pages of one token."""
     return Problem(num_q_heads, 1, 576, torch.bfloat16, 1, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
 
 
@@ -47,26 +47,27 @@ def vectorised_problem(
     dims: tuple[int, int] = (128, 128),
     dtype: torch.dtype = torch.float16,
 ) -> Problem:
-    """Over vectorised pages, and with the usual scale: what every kernel serves that reads them."""
+    """Returns a problem over vectorised pages with the usual scale. Every kernel that reads such pages serves it."""
     scale = dims[0] ** -0.5
     return Problem(*heads, dims[0], dtype, page_size, v_head_dim=dims[1], scale=scale, pool=PoolKind.VECTORIZED)
 
 
 def in_eight_bits(problem: Problem, scales: Scales = Scales.LAYER, arch: str = "gfx942") -> Problem:
-    """The problem over pages in what an arch computes in."""
+    """Returns the problem over pages in the arch's own 8-bit encoding."""
     encoding = KVEncoding.E4M3FNUZ if arch == "gfx942" else KVEncoding.E4M3FN
     return replace(problem, kv_encoding=encoding, kv_scales=scales)
 
 
 def functions_of(row: KernelRow) -> list[str]:
-    """The functions of AITER's that a row's name names."""
+    """Returns the AITER functions that the row's name contains."""
     return row.name.removeprefix("aiter.").partition("[")[0].split("+")
 
 
 def partly_torch(problem: Problem, target: Target = GFX942) -> Selection:
-    """The first kernel of AITER that serves each kind of step, and torch's for the kinds that it does not serve.
+    """Selects the first AITER kernel that serves each kind of step, and torch's for the kinds that AITER does not
+    serve.
 
-    torch's read pages as long as AITER's, which a runtime without AITER does not offer.
+    Torch's kernels read pages as long as AITER's here, which a runtime without AITER does not offer.
     """
     cpu = known_target("cpu")
     of_torch = select(replace(problem, page_size=min(problem.page_size, MAX_PAGE_SIZE)), cpu, "torch").kernels
@@ -89,7 +90,7 @@ def world(
     capture_tokens: Sequence[int] = (1,),
     selections: Sequence[Selection] | None = None,
 ) -> EightBitWorld:
-    """Room for eight sequences, four of which may be long."""
+    """Returns a world with room for eight sequences, four of which may be long."""
     serving = EightBitWorld.build(
         [problem],
         CPU,
@@ -105,6 +106,6 @@ def world(
 
 
 def with_installed_aiter(target: Target) -> Target:
-    """The target, with the release of the stand-in where one is installed."""
+    """Returns the target with the release of the stand-in, if one is installed."""
     version = releases.aiter_version()
     return replace(target, releases=Releases(target.releases.rocm, Release.of(version))) if version else target

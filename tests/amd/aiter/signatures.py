@@ -18,11 +18,11 @@ class Release:
     parameters: Mapping[str, str]
 
     def is_before(self, *numbers: int) -> bool:
-        """Whether it was made before the release of these three numbers."""
+        """True if it was made before the release of these three numbers."""
         return tuple(int(part) for part in self.version.split(".")[:3]) < numbers
 
     def signature(self, name: str) -> inspect.Signature:
-        """The function's signature."""
+        """Returns the function's signature."""
         return inspect.Signature([_parameter(text) for text in self.parameters[name].split()])
 
 
@@ -90,7 +90,7 @@ _MLA_PREFILL = (
     "q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q sm_scale=None logit_cap=0.0 "
     "num_kv_splits=None"
 )
-# page_size came in between: what stood after it has moved.
+# page_size was inserted here, so the parameters after it have moved.
 _MLA_PAGED = _MLA_OLD.replace(" sm_scale=None", " page_size=1 nhead_kv=1 sm_scale=None")
 _MLA = _MLA_PAGED + " g_kv_indptr=None cp_world_size=1 cp_rank=0 causal=True"
 
@@ -173,5 +173,5 @@ E4048607 = Release(
 )
 RELEASES = (V0_1_10, V0_1_14, E4048607)
 
-# Before pages of more than one token were served: its signature has drifted too far.
+# A release before pages of more than one token were served. Its signature differs too much.
 V0_1_9 = Release("0.1.9.post1", _OLD_MODULE, {**V0_1_10.parameters, "mha_batch_prefill_func": _BATCH_PREFILL_0_1_9})

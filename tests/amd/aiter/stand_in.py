@@ -26,7 +26,7 @@ Body = Callable[[Mapping[str, Any]], Any]
 
 
 def bodies_of(release: Release, arch: str) -> dict[str, Body]:
-    """What the functions of a release do on an arch; most do the same in all."""
+    """Returns the functions of a release on an arch. Most are the same in all releases."""
     here = release, EIGHT_BITS[arch]
     return {
         "paged_attention_ragged": paged_attention_ragged,
@@ -48,7 +48,7 @@ class StandIn:
     """An installed stand-in.
 
     calls:  names of functions, in the order in which they were called
-    bodies: what each does; a test may put a wrong one in
+    bodies: the implementation of each function; a test may put a wrong one in
     """
 
     release: Release
@@ -56,7 +56,7 @@ class StandIn:
     bodies: dict[str, Body] = field(default_factory=dict)
 
     def function(self, name: str) -> Callable[..., Any]:
-        """The function of this name, which takes keywords only."""
+        """Returns the function of this name, which takes keywords only."""
         signature = self.release.signature(name)
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ class StandIn:
 
 
 def install(release: Release, monkeypatch: pytest.MonkeyPatch, arch: str = "gfx942") -> StandIn:
-    """Put the module tree of a release into sys.modules until the test ends. arch: of the device that it finds"""
+    """Puts the module tree of a release into sys.modules until the test ends. arch: of the device that it finds"""
     stand_in = StandIn(release, bodies=bodies_of(release, arch))
     places = {
         "aiter": (
@@ -98,7 +98,7 @@ def install(release: Release, monkeypatch: pytest.MonkeyPatch, arch: str = "gfx9
 
 
 def _module(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module at path, made with all of its parents."""
+    """Returns the module at `path`, made with all of its parents."""
     parts = path.split(".")
     for end in range(1, len(parts) + 1):
         name = ".".join(parts[:end])

@@ -1,4 +1,4 @@
-"""What the installed AITER must look like, and what is said when it does not."""
+"""Requirements on the installed AITER, and the messages if it does not meet them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_aiter_asked_for_by_name_and_not_installed_is_refused_with_every_reason(
         assert any(reason.startswith(kernel) for reason in caught.value.reasons), kernel
 
 
-# A call with one thing wrong: the function, the parameter, and what the real one would have made of it.
+# Calls with one thing wrong: the function, and the changed parameter, which the real function would misread.
 WRONG_CALLS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "int64 indptr": ("paged_attention_ragged", {"kv_indptr": torch.int64}),
     "int64 page list": ("mha_batch_prefill_func", {"kv_page_indices": torch.int64}),
@@ -94,7 +94,7 @@ WRONG_CALLS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Likewise over vectorised pools, in the words of the functions that read them.
+# The same over vectorised pools, with the parameter names of the functions that read them.
 WRONG_VECTORISED_CALLS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "another dtype to compute in": ("pa_decode_gluon", {"compute_type": torch.bfloat16}),
     "int64 lengths": ("pa_decode_gluon", {"context_lengths": torch.int64}),

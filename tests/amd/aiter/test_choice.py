@@ -1,4 +1,4 @@
-"""Which kernel is chosen where, what makes it another, and what is said about it."""
+"""The choice of kernels, the reasons that change it, and the messages about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages in eight bits: which encodings and factors AITER's kernels read where, and what becomes of queries."""
+"""8-bit pages: the encodings and scales that AITER's kernels read on each arch, and the handling of queries."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_vectorised_pages_in_eight_bits_are_served_by_aiter_alone() -> None:
     assert kernels(VECTORISED, provider="aiter")[StepKind.DECODE] == "aiter.pa_decode_gluon"
     large = kernels(LARGE_PAGES, provider="aiter")
     assert large[StepKind.EXTEND] == "aiter.mha_batch_prefill_func[vectorised, fp8]"
-    # Two query heads on a KV head are too few for pa_decode_gluon's tiles.
+    # Two query heads per KV head are too few for pa_decode_gluon's tiles.
     assert large[StepKind.DECODE] == "aiter.pa_persistent_fwd"
 
 
@@ -89,7 +89,7 @@ NAMES = [
 
 @pytest.mark.parametrize(("name", "problem"), NAMES, ids=[name for name, _ in NAMES])
 def test_each_arch_reads_its_own_eight_bits(name: str, problem: Problem) -> None:
-    """A code of one encoding is worth half or twice what it is in the other, which nothing but a refusal shows."""
+    """A code of one encoding means half or twice its value in the other, and only a refusal shows the mistake."""
     own = {"gfx942": KVEncoding.E4M3FNUZ, "gfx950": KVEncoding.E4M3FN}
     for arch, encoding in own.items():
         (other,) = set(own.values()) - {encoding}
@@ -110,7 +110,7 @@ def test_factors_that_a_function_does_not_take_are_refused(name: str, problem: P
 
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.TOKEN])
 def test_large_pages_may_have_factors_of_tokens_of_several_heads(scales: Scales) -> None:
-    """The store leaves them as pa_persistent_fwd reads them: [pages, kv_heads, page_size]."""
+    """The store writes scales as pa_persistent_fwd reads them: [pages, kv_heads, page_size]."""
     problem = replace(LARGE_PAGES, kv_scales=scales)
     assert refusal(problem, "gfx942", "pa_persistent_fwd") == ()
     (row,) = (row for row in ROWS if row.name == "aiter.pa_persistent_fwd")
@@ -132,7 +132,7 @@ def test_more_than_16_heads_over_latent_pages_are_refused_on_gfx950_before_a_rel
 
 @pytest.mark.parametrize("heads", [17, 24, 48, 64, 128])
 def test_latent_pages_in_eight_bits_are_decoded_on_gfx950(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 heads, 64 and 128 as they are, 48 in groups of 16; the others are padded to one of these."""
+    """Counts of 32, 64 and 128 heads run unchanged, 48 in groups of 16, and the others are padded to one of these."""
     aiter = install(E4048607, monkeypatch, arch="gfx950")
     problem = in_eight_bits(latent_problem(heads), arch="gfx950")
     serving = world(problem, max_kv_len=80, selections=[partly_torch(problem, known_target("gfx950"))])
@@ -142,7 +142,7 @@ def test_latent_pages_in_eight_bits_are_decoded_on_gfx950(heads: int, monkeypatc
     assert aiter.calls == ["get_mla_metadata_v1", "mla_decode_fwd"]
 
 
-# A call with one thing wrong: the problem, the function, the parameter, and what is made of it.
+# A call with one thing wrong: the problem, the function, the parameter, and the change.
 Change = Callable[[Tensor], Any]
 WRONG: Mapping[str, tuple[Problem, str, str, Change]] = {
     "codes of the other arch": (LINEAR, "unified_attention", "k", lambda k: k.view(torch.float8_e4m3fn)),
@@ -213,7 +213,7 @@ def test_every_number_of_heads_is_served_over_latent_pages(
 
 
 def queries_given(aiter: StandIn, function: str) -> list[Tensor]:
-    """Copies of what a function is given as q from now on."""
+    """Returns a list that collects copies of the q that a function is given from now on."""
     right, seen = aiter.bodies[function], []
 
     def spy(call: Mapping[str, Any]) -> Any:
@@ -225,7 +225,7 @@ def queries_given(aiter: StandIn, function: str) -> list[Tensor]:
 
 
 def test_queries_saturate_and_stay_in_their_own_rows(aiter: StandIn) -> None:
-    """One request with infinite and with NaN queries takes nothing from its neighbour."""
+    """A request with infinite and with NaN queries does not affect its neighbour."""
     serving = world(LATENT, max_kv_len=80, selections=[partly_torch(LATENT)])
     requests = [serving.admit(), serving.admit()]
     serving.step(requests, [9, 4])
@@ -254,7 +254,7 @@ def test_a_check_beside_serving_knows_that_queries_are_rounded(aiter: StandIn) -
     serving.step(requests, [40, 14])
     step = serving.runtime.step(serving.batch(requests, [1, 1])).parts[0]
     q, k, v = serving.qkv(LATENT, step)
-    q *= 3  # logits of a standard deviation of four: rounding is multiplied by so much
+    q *= 3  # logits of a standard deviation of four: rounding errors grow as much
     out = torch.empty_like(q[..., :512])
     step.layers.store_and_attend(0, q, k, v, out)
     pages = [torch.from_numpy(serving.runtime.table.pages_of(each.row)).long() for each in requests]
@@ -291,7 +291,7 @@ def test_heads_that_the_kernel_gets_on_top_are_zero(aiter: StandIn) -> None:
 
 
 def test_shares_in_eight_bits_without_a_factor_lose_what_the_reason_says() -> None:
-    """Why paged_attention_ragged is not bound over eight bits: 256 keys, one of which has nearly all of the weight."""
+    """paged_attention_ragged is not bound over 8 bits for this reason: one of 256 keys has nearly all of the weight."""
     (row,) = (row for row in ROWS if row.name == "aiter.paged_attention_ragged[fp8]")
     for arch, dtype, smallest, lost in (
         ("gfx942", torch.float8_e4m3fnuz, 2048, 1 / 8),
@@ -320,7 +320,7 @@ PROBED = {
     "mha_batch_prefill_func": in_eight_bits(plain_problem(1, heads=(1, 1), dims=(128, 128), dtype=BF16)),
     "mla_decode_fwd": LATENT,
 }
-# What a wrong kernel leaves out.
+# The parameters that a wrong kernel ignores.
 FACTORS = {
     "unified_attention": ("v_descale",),
     "pa_decode_gluon": ("key_scale",),

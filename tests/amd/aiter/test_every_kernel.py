@@ -16,7 +16,7 @@ from tests.amd.aiter.serving import CPU, GFX942, functions_of
 from tests.amd.aiter.stand_in import StandIn
 
 CASES = list(cases(GFX942))
-# Of each kernel and kind of step, a few: the stand-in computes in float64 on one core.
+# A few cases for each kernel and kind of step: the stand-in computes in float64 on one core.
 _SOME = (
     "64x64-pages of 16",
     "128x128-pages of 16",
@@ -26,7 +26,7 @@ _SOME = (
 )
 # These go through 1024 keys of float64 for each token.
 _SLOW = "128x128-pages of 1024"
-# Of eight bits fewer: what a factor is of, and who multiplies by it.
+# Fewer cases in 8 bits: the granularity of the scale, and the side that multiplies by it.
 _SOME_EIGHT_BITS = ("128x128-pages of 16", "192x128-pages of 16", "the usual scale, 1 KV heads")
 
 
@@ -59,9 +59,10 @@ def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page
 
 
 def _marked(case: Case) -> object:
-    """In every run the first of three cases of a row, in one of its dtypes, by turns; of the slow ones those of decode.
+    """Marks a case as a nightly one or not.
 
-    Mixed steps are the night's where extend steps of the function are among the cases: it is called alike for both.
+    Every run has the first of three cases of a row, in one of its dtypes, by turns; among slow cases only those of
+    decode. Mixed steps run at night if the function's extend steps are among the cases: both call it in the same way.
     """
     of_row = [other for other in SOME if other.row is case.row]
     turn = list(dict.fromkeys(other.what for other in of_row)).index(case.what)

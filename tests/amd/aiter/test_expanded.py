@@ -30,7 +30,7 @@ LAYER = latent_problem(HEADS)
 
 @dataclass
 class Prefills:
-    """Prompts of three sequences, then a chunk over each prefix but one; all that they stored, and what comes back."""
+    """Prompts of three sequences, then a chunk over every prefix but one, with all that they stored and the results."""
 
     provider: str = "auto"
     problem: Problem = LAYER
@@ -52,13 +52,13 @@ class Prefills:
         return torch.randn(*shape, generator=self.generator).bfloat16()
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [tokens, heads, 128 + 64] and values [tokens, heads, 128]."""
+        """Returns keys [tokens, heads, 128 + 64] and values [tokens, heads, 128]."""
         turned = latents[:, None, LATENT:].expand(-1, HEADS, -1)
         k = torch.cat([torch.einsum("tl,hnl->thn", latents[:, :LATENT], self.w_k), turned], -1)
         return k, torch.einsum("tl,hlv->thv", latents[:, :LATENT], self.w_v)
 
     def step(self, q_len: list[int]) -> None:
-        """New tokens, whose output is that of dense attention in float64."""
+        """Runs new tokens, whose output must equal dense attention in float64."""
         new = [self.random(count, LATENT + TURNS) for count in q_len]
         self.latents = [torch.cat(each) for each in zip(self.latents, new, strict=True)]
         kv_len = [len(each) for each in self.latents]
@@ -98,7 +98,7 @@ class Prefills:
 
 @pytest.fixture
 def by_extend(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each piece of attention that our kernel has computed was causal."""
+    """A list that gets an entry for each piece of attention that our kernel computes: true if the piece is causal."""
     calls: list[bool] = []
     real = PackedAttention._by_extend
 
@@ -113,7 +113,7 @@ def by_extend(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_rows_of_192_and_128_are_aiters_once_both_kernels_agree(release: StandIn, by_extend: list[bool]) -> None:
-    """In every release. New tokens and chunks of prefixes are compared once; nobody without keys is handed over."""
+    """New tokens and chunks of prefixes are compared once in every release; sequences without keys are left out."""
     real = release.bodies[FUNCTION]
     lengths: list[Tensor] = []
 
@@ -167,7 +167,7 @@ def test_a_kernel_that_is_wrong_is_not_asked_again(how: str, aiter: StandIn, cap
 
 
 def test_values_that_are_all_zero_say_nothing_of_a_kernel(aiter: StandIn, by_extend: list[bool]) -> None:
-    """As those of an engine that warms up over latents of zeros."""
+    """An engine that warms up over latents of zeros gives such values."""
     warm = Prefills()
     warm.w_v.zero_()
     warm.serve()
@@ -189,7 +189,7 @@ def test_a_kernel_that_raises_is_not_asked_again(aiter: StandIn, caplog: pytest.
 
 
 def test_a_kernel_that_comes_to_raise_is_not_asked_again(aiter: StandIn, by_extend: list[bool]) -> None:
-    """The step in which it does is served by ours."""
+    """Our kernel serves the step in which it raises."""
     Prefills().serve()
     before, asked = len(by_extend), aiter.calls.count(FUNCTION)
 
@@ -223,7 +223,7 @@ def test_another_provider_does_not_ask_it(aiter: StandIn) -> None:
 
 
 def test_sinks_that_its_assembly_drops_are_ours(aiter: StandIn, by_extend: list[bool]) -> None:
-    """They belong to the part of the new tokens; chunks of a prefix have none."""
+    """Sinks belong to the part of the new tokens; chunks of a prefix have none."""
     problem = replace(LAYER, has_sinks=True)
     for _ in range(2):
         Prefills(problem=problem).serve()

@@ -1,4 +1,4 @@
-"""Which kernels real models get on MI300X and MI355X, held by golden files."""
+"""The kernels that real models get on MI300X and MI355X, checked against golden files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_aiter_serves_decode_and_extend_of_the_plain_models(arch: str) -> None:
     for model in ("llama-3-8b", "llama-3-70b", "qwen3-30b-a3b"):
         text = explained(model, arch)
         assert "  decode: aiter.paged_attention_ragged\n" in text
-        # Of gfx950, ROCm 7.2 makes a wrong one.
+        # ROCm 7.2 compiles it wrongly for gfx950.
         extend = "mha_batch_prefill_func" if arch == "gfx942" else "unified_attention"
         assert f"  extend: aiter.{extend}\n" in text
         assert "  mixed: aiter.unified_attention\n" in text
@@ -52,7 +52,7 @@ def test_aiter_serves_every_step_of_the_models_with_windows_sinks_and_latent_row
         lines = explained(model, arch).splitlines()
         chosen = [line for line in lines if line.startswith("  ") and " not " not in line and "pages of" not in line]
         shared = [line for line in chosen if line.startswith("  shared: ")]
-        # Of the layers without windows: AITER has no kernel that shares prefixes.
+        # The line is for the layers without windows: AITER has no kernel that shares prefixes.
         assert shared == [f"  shared: triton.{'latent_' * model.startswith('deepseek')}shared_prefix"]
         assert len(chosen) - len(shared) in (3, 8)
         assert all(": aiter." in line for line in chosen if line not in shared)
@@ -78,7 +78,7 @@ HERE = Path(__file__).parent / "configs"
 
 
 def run(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `rocm-attn explain` on a published config."""
+    """Returns exit code, stdout and stderr of `rocm-attn explain` on a published config."""
     code = main(["explain", str(HERE / f"{model}.json"), *options])
     return code, *capsys.readouterr()
 
@@ -150,7 +150,7 @@ def test_latent_layers_are_asked_for_with_their_heads_on_a_rank(
         f": {heads} query heads over 1 KV heads, head_dim 576, v_head_dim 512, bfloat16, pages of 1, latent" in printed
     )
     assert "  decode: aiter.mla_decode_fwd+get_mla_metadata_v1\n" in printed
-    # 4 GiB of a layer's rows: what an MI300X has room for, and the kernels do not reach.
+    # 4 GiB of rows per layer: an MI300X has room for them, but the kernels do not reach them.
     code, printed, _ = run(capsys, *latent, "--num-pages", "3728271")
     assert code == 0
     assert (

@@ -1,4 +1,4 @@
-"""Numbers of the host that a function of AITER's is called with are frozen in a graph, so its row must name them."""
+"""Host numbers that an AITER function is called with are frozen in a graph, so its row must name them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BOUND = [row for row in ROWS if not row.not_bound and row.kind is not StepKind.P
 
 
 def problem_of(row: KernelRow) -> Problem:
-    """Of the row's first kind of pool."""
+    """Returns a problem over the row's first kind of pool."""
     problems = {
         PoolKind.SPLIT: plain_problem(16, dims=(128, 128)),
         PoolKind.LATENT: latent_problem(),
@@ -45,7 +45,7 @@ def problem_of(row: KernelRow) -> Problem:
 
 
 def numbers(row: KernelRow, aiter: StandIn, kv_len: int, q_len: int) -> Mapping[str, Any]:
-    """What the row's function is given by the host in a step of two sequences, the longer one of kv_len tokens."""
+    """Returns the host's numbers for the row's function in a step of two sequences, the longer one of kv_len tokens."""
     problem = problem_of(row)
     kernels = {
         **select(problem, known_target("cpu"), "torch").kernels,
@@ -80,7 +80,7 @@ def differs(row: KernelRow, aiter: StandIn, *lengths: tuple[int, int]) -> bool:
 @pytest.mark.parametrize(
     "row",
     [
-        # A mixed step is given what an extend step is.
+        # A mixed step passes the same arguments as an extend step.
         pytest.param(row, id=f"{row.name}-{row.kind.value}", marks=[pytest.mark.nightly] * (row.kind is StepKind.MIXED))
         for row in BOUND
     ],
@@ -89,5 +89,5 @@ def test_a_row_names_the_lengths_that_its_function_is_given_and_no_others(row: K
     new = 1 if row.kind is StepKind.DECODE else 3
     assert differs(row, aiter, (50, new), (400, new)) == (Baked.MAX_KV_LEN in row.bakes)
     if row.kind is not StepKind.DECODE:
-        # Above two: unified_attention takes one new token for a decode step, and is told of two at least.
+        # Above two: unified_attention takes one new token for a decode step, and is given at least two.
         assert differs(row, aiter, (200, 3), (200, 60)) == (Baked.MAX_Q_LEN in row.bakes)

@@ -1,4 +1,4 @@
-"""Steps through AITER's kernels as graphs: recorded once, replayed at other lengths, bitwise what eager steps give."""
+"""Steps through AITER's kernels as graphs: recorded once, replayed at other lengths with the bits of eager steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROBLEMS = {
 
 
 def by_turns(of_day: int, of: int = 2) -> pytest.MarkDecorator:
-    """Every problem; in every run one of so many that follow from each other, of_day 0 for the first one."""
+    """Marks every problem; each run has one of `of` consecutive problems, of_day 0 for the first one."""
     return pytest.mark.parametrize(
         "problem",
         [
@@ -91,7 +91,7 @@ def test_a_replay_calls_nothing_on_the_host(aiter: StandIn) -> None:
 
 
 def test_a_longer_step_takes_a_graph_with_more_partitions(aiter: StandIn) -> None:
-    """Keys past max_num_partitions are ignored in silence, so the length bucket is part of the key."""
+    """The kernel ignores keys past max_num_partitions without an error, so the length bucket is part of the key."""
     model = OneLayer.build(PROBLEMS["ragged and unified"])
     runner = StepRunner(model.runtime, model.forward, recorder_for(CPU))
     serve(runner, model.runtime, [[3], [1], [100], [1], [100], [1]])

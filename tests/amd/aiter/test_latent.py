@@ -1,4 +1,4 @@
-"""Latent pools: one row a token that holds K and, in its first part, V."""
+"""Latent pools: one row per token that holds K and, in its first part, V."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def serve_every_kind_of_step(num_q_heads: int, launches: int, aiter: StandIn) ->
     assert serving.page_zero_is_zero()
 
 
-# 304 and 256 compute units, and 16 splits of a sequence at most.
+# The devices have 304 and 256 compute units, and a sequence has at most 16 splits.
 @pytest.mark.parametrize(("arch", "most"), [("gfx942", 18), ("gfx950", 15)])
 def test_a_schedule_is_made_for_as_many_sequences_as_equal_splits_do_not_fill_the_device(arch: str, most: int) -> None:
     target = known_target(arch)
@@ -112,7 +112,7 @@ def test_heads_that_a_kernel_gets_on_top_are_zero(function: str, q_len: list[int
 
 
 def test_a_schedule_of_other_lengths_is_noticed(aiter: StandIn) -> None:
-    """What the stand-in would say if a schedule were kept from one step to the next."""
+    """The stand-in would raise this if a schedule were kept from one step to the next."""
     serving = world(latent_problem(), max_kv_len=80)
     requests = [serving.admit(), serving.admit()]
     serving.step(requests, [40, 9])

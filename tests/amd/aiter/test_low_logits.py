@@ -1,4 +1,4 @@
-"""Logits below -87, of which a running maximum of 0 leaves nothing: unified_attention is not given what makes it 0."""
+"""Logits below -87, which a running maximum of 0 removes. The binding keeps that maximum out of unified_attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.amd.aiter.serving import plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.runtime.stepping import World
 
-# Of AITER's functions, unified_attention alone has head_dim 64 over these pages.
+# unified_attention is the only AITER function for head_dim 64 over these pages.
 PLAIN = plain_problem(16, dims=(64, 64), heads=(2, 1))
 PROBLEMS: Mapping[str, Problem] = {
     "no window": PLAIN,
@@ -27,7 +27,7 @@ PROBLEMS: Mapping[str, Problem] = {
 
 
 class LowWorld(World):
-    """Every product of q and k is about -150 before anything is added."""
+    """A world in which every product of q and k is about -150 before anything is added."""
 
     def qkv(self, problem: Problem, step: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().qkv(problem, step)
@@ -49,7 +49,7 @@ def test_low_logits_are_those_of_the_oracle(problem: Problem, aiter: StandIn) ->
     assert "unified_attention" in aiter.calls
 
 
-# What the binding gives the function against it, taken away.
+# The binding's arguments against it, taken away.
 WITHOUT = {
     "sinks far below": (PROBLEMS["a window"], {"sinks": None}),
     "one piece": (PROBLEMS["no window"], {"max_seqlen_k": 900}),
@@ -60,7 +60,7 @@ WITHOUT = {
 def test_without_what_the_binding_does_low_logits_vanish(
     problem: Problem, change: Mapping[str, Any], aiter: StandIn
 ) -> None:
-    world(problem, max_kv_len=900)  # past its probe, whose logits are above
+    world(problem, max_kv_len=900)  # after its probe, whose logits are higher
     right = aiter.bodies["unified_attention"]
     aiter.bodies["unified_attention"] = lambda call: right({**call, **change})
     with pytest.raises(AssertionError, match="not close"):

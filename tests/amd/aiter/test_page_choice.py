@@ -73,7 +73,7 @@ def test_linear_pages_are_chosen_where_kernels_are_equally_good(name: str) -> No
 
 
 def test_the_layers_choose_together() -> None:
-    """One layer in eight would rather have pages of 32; with eight of them it gets its way."""
+    """One layer that prefers pages of 32 loses against seven others. Eight such layers win against one other."""
 
     def only(page_size: int) -> dict[str, str]:
         return {} if page_size == 32 else {"aiter.unified_attention": "x", "aiter.paged_attention_ragged": "x"}
@@ -112,7 +112,7 @@ LINEAR_DECODE = {"paged_attention_ragged": "x", "unified_attention": "x"}
 
 
 def test_vectorised_pages_are_taken_where_more_is_served_over_them() -> None:
-    """Two functions that read linear pages are missing, so that decode would be left to Triton."""
+    """Two functions that read linear pages are missing, so that Triton would serve decode."""
     choice = choose_pages([HEADS] * 3, chooser(GFX942, **LINEAR_DECODE))
     assert (choice.page_size, choice.pool) == (16, PoolKind.VECTORIZED)
     assert choice.describe() == "vectorised pages of 16 tokens"

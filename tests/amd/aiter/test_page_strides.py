@@ -1,7 +1,8 @@
-"""Pages that an engine owns may have strides of their own, and tails that must stay: which kernels take them.
+"""Pages that an engine owns may have strides of their own, and tails that must stay. These tests show which kernels
+take them.
 
-Every row is run over such pages on the stand-in: one that says so gives the right rows, and every other is refused by
-the stand-in, where the real function refuses them or is wrong in silence.
+Every row is run over such pages on the stand-in. A row that claims to read them gives the right result. The stand-in
+refuses every other one, because the real function refuses such pages or is silently wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TAILS = "what follows a sequence in its last page must be zeroed for it, and the
 
 
 def case_of(row: KernelRow) -> Case:
-    """The first one whose pages hold several tokens, where there is one."""
+    """Returns the row's first case whose pages hold several tokens, or its first case if there is none."""
     found = [case for case in cases(GFX942) if case.row is row and case.problem.dtype == row.limits.dtypes[0]]
     return next((case for case in found if case.problem.page_size > 1), found[0])
 
@@ -49,7 +50,7 @@ def test_a_row_is_refused_where_it_cannot_serve_an_engines_pages(row: KernelRow)
 
 @each_row
 def test_no_row_serves_fewer_keys_than_new_tokens(row: KernelRow) -> None:
-    """Nothing is known of what AITER's kernels do then."""
+    """The behaviour of AITER's kernels is unknown then."""
     assert not row.limits.short_kv
 
 
@@ -83,7 +84,11 @@ def test_pages_with_strides_of_their_own_are_read_right_or_refused(row: KernelRo
 
 
 def with_strides(pages: LayerPages, pool: PoolKind) -> LayerPages:
-    """The same pages: K and V packed in rows, heads before tokens; rows and pages further apart in other pools."""
+    """Returns the same pages with other strides.
+
+    K and V are packed in rows, with heads before tokens, in split pools. In other pools rows and pages are further
+    apart.
+    """
     raw_k, raw_v = pages.raw_k, pages.raw_v
     if pool is PoolKind.LATENT:
         k = torch.cat([raw_k, gaps(raw_k)], -1)[..., : raw_k.shape[-1]]
@@ -99,5 +104,5 @@ def with_strides(pages: LayerPages, pool: PoolKind) -> LayerPages:
 
 
 def gaps(raw: Tensor) -> Tensor:
-    """As much of NaN."""
+    """Returns a tensor like `raw` that is all NaN."""
     return torch.full_like(raw, 0x80 if raw.dtype == torch.uint8 else float("nan"))

@@ -22,12 +22,12 @@ PROBLEM = plain_problem(16, dims=(128, 128))
 
 
 def ignores_the_scale(right: Body) -> Body:
-    """1/sqrt(D), whatever is asked for."""
+    """Uses 1/sqrt(D), whatever scale is asked for."""
     return lambda call: right({**call, "softmax_scale" if "softmax_scale" in call else "scale": 128**-0.5})
 
 
 def forgets_the_second_sequence(right: Body) -> Body:
-    """Right for a batch of one."""
+    """Computes only a batch of one correctly."""
 
     def wrong(call: Mapping[str, Any]) -> Any:
         result = right(call)
@@ -131,7 +131,7 @@ def test_a_probe_is_longer_than_the_runtimes_sequences(aiter: StandIn) -> None:
 
 
 def ignores_long_windows(right: Body) -> Body:
-    """Right on sequences that the window holds."""
+    """Is right only for sequences that fit in the window."""
     return lambda call: right({**call, "window_size": (-1, -1)})
 
 

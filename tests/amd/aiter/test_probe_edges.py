@@ -1,4 +1,4 @@
-"""The probe's rows of edges: who sees one key too few or too many is refused at every window, and no one else is."""
+"""The probe's edge rows. A kernel that sees one key too few or too many is refused at every window; others are not."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ MODULES = (
     vectorised_functions,
 )
 
-# What a kernel does wrong to the keys that a query sees: bool [q_len, keys] -> the same with one more or one less.
+# A kernel's error in the keys that a query sees: bool [q_len, keys] -> the same with one more or one less.
 Damage = Callable[[Tensor], Tensor]
 
 
 def ends(visible: Tensor, *, first: bool, steps: int) -> Tensor:
-    """visible with the cell at an end of each row, or the one `steps` before it, turned over where it exists."""
+    """Returns `visible` with one cell of each row inverted, if any: `steps` after the first or last visible key."""
     places = torch.arange(visible.shape[1])
     at = torch.where(visible, places, visible.shape[1]).amin(1) if first else torch.where(visible, places, -1).amax(1)
     cell = places[None] == (at + steps)[:, None]
@@ -64,7 +64,7 @@ OF_UNLIMITED = [name for name in DAMAGES if name != "sees the key before the fir
 
 @contextmanager
 def damaged(damage: Damage) -> Iterator[None]:
-    """The stand-in's functions see other keys. After the last key of a sequence lies a row of zeros, as in a page."""
+    """Makes the stand-in's functions see other keys. A row of zeros follows a sequence's last key, as in a page."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         k, v = (torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) for rows in (k, v))
@@ -88,7 +88,7 @@ def make_wrong(aiter: StandIn, function: str, damage: Damage) -> None:
     aiter.bodies[function] = wrong
 
 
-# Function -> a layer that it serves, as few heads as it takes.
+# Function -> a layer that it serves, with as few heads as it takes.
 LINEAR = plain_problem(16, heads=(1, 1), dims=(128, 128))
 PROBLEMS: Mapping[str, Problem] = {
     "flash_attn_varlen_func": LINEAR,
@@ -108,7 +108,7 @@ WINDOWS = (0, 1, 15, 127, 1023, 4095)
 
 
 def selected(problem: Problem, function: str) -> Selection:
-    """AITER's kernels; those of decode that come before the function are left out."""
+    """Returns AITER's kernels, without the decode kernels that come before the function."""
     earlier = {"pa_fwd_asm": ("aiter.pa_decode_gluon",)}.get(function, ())
     return select(problem, GFX942, "aiter", unavailable=dict.fromkeys(earlier, "left out"))
 
@@ -141,7 +141,7 @@ def test_one_key_too_few_or_too_many_at_a_window_is_refused(function: str, windo
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     "function",
-    # Those that have windows are refused at one in every run.
+    # Functions that have windows are checked at one window in every run.
     [
         pytest.param(name, marks=[pytest.mark.nightly] * (name in PROBLEMS and at > 0))
         for at, name in enumerate(UNLIMITED)
@@ -191,7 +191,7 @@ def test_right_kernels_of_any_scores_pass_and_one_key_too_few_is_seen(
 
 
 def test_random_rows_do_not_show_one_key_among_many(aiter: StandIn) -> None:
-    """Why there are rows of edges: a bound that covers rounding covers a key among hundreds."""
+    """Random rows do not suffice, so the probe has edge rows: a bound for rounding hides one key among hundreds."""
     problem = replace(LINEAR, dtype=torch.bfloat16, window_left=255)
     make_wrong(aiter, "unified_attention", DAMAGES["sees the key before the first"])
     selection = selected(problem, "")
@@ -201,7 +201,7 @@ def test_random_rows_do_not_show_one_key_among_many(aiter: StandIn) -> None:
 
 
 def test_keys_that_a_large_page_loses_after_the_first_2048_are_missed(aiter: StandIn) -> None:
-    """As releases before v0.1.14 do on pages of 1024, should one of them not say what it is."""
+    """Releases before v0.1.14 lose them on pages of 1024. A build that reports no release could do the same."""
     function = vectorised_functions.pa_decode_gluon
     aiter.bodies["pa_decode_gluon"] = lambda call: function(V0_1_10, EIGHT_BITS["gfx942"], call)
     problem = vectorised_problem(1024, heads=(4, 1))
@@ -212,7 +212,7 @@ def test_keys_that_a_large_page_loses_after_the_first_2048_are_missed(aiter: Sta
 
 
 def test_a_kernel_that_is_wrong_in_large_batches_alone_is_refused(aiter: StandIn) -> None:
-    """There pa_decode_gluon takes one program a sequence, which writes its result without the reduction."""
+    """For such batches pa_decode_gluon runs one program per sequence, which writes its result without the reduction."""
     right = aiter.bodies["pa_decode_gluon"]
 
     def wrong(call: Mapping[str, Any]) -> None:
@@ -221,7 +221,7 @@ def test_a_kernel_that_is_wrong_in_large_batches_alone_is_refused(aiter: StandIn
             call["output"].mul_(0.5)
 
     aiter.bodies["pa_decode_gluon"] = wrong
-    # So many KV heads that 512 sequences fill the device.
+    # Enough KV heads for 512 sequences to fill the device.
     found = edges_of(vectorised_problem(heads=(8, 2)), "")
     assert found is not None
     assert (found.kernel, "decode" in found.what) == ("aiter.pa_decode_gluon", True)

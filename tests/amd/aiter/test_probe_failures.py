@@ -1,4 +1,4 @@
-"""Whatever a kernel of another library raises in the probe refuses it, with what was raised; the next one serves."""
+"""Whatever a kernel of another library raises in the probe refuses it, with that error; the next one serves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.amd.aiter.stand_in import StandIn
 
 PROBLEM = plain_problem(16, dims=(128, 128))
 
-# What was raised, and what the reason says of it.
+# The error raised, and the text of it in the reason.
 FAILURES: Mapping[str, tuple[BaseException, str]] = {
     "tiles that do not fit": (OutOfResources(131072, 65536, "shared memory"), "out of resource: shared memory"),
     "a kernel that does not compile": (CompilationError("a = b", ast.parse("a").body[0], "no such name"), "at 1:0"),
@@ -54,7 +54,7 @@ def test_a_kernel_that_fails_is_switched_off_with_what_it_raised(name: str, aite
     (reason,) = (r.reason for r in selection.refusals if r.kernel == "aiter.paged_attention_ragged")
     assert reason.startswith("switched off by its probe: it raised ")
     assert said in reason
-    # The verdict on the kernels that serve instead is there in any case.
+    # The verdict on the kernels that serve instead is always written.
     kept = [place.read_text() for place in own_cache.iterdir()]
     assert any("paged_attention_ragged" in verdict for verdict in kept) == (name not in LACK_MEMORY)
 
@@ -67,7 +67,7 @@ def test_what_is_no_failure_of_the_library_is_raised(error: BaseException, aiter
 
 
 def test_a_sequence_without_new_tokens_that_spoils_its_neighbour_is_noticed(aiter: StandIn) -> None:
-    """No caller of AITER's own gives mla_prefill_fwd such sequences, as padding does; so the probe does."""
+    """No caller of AITER's own passes such sequences to mla_prefill_fwd, but padding makes them; so the probe does."""
     right = aiter.bodies["mla_prefill_fwd"]
 
     def wrong(call: Mapping[str, Any]) -> None:

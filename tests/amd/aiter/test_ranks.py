@@ -1,4 +1,4 @@
-"""Ranks of one model take the same kernels and the same graphs, whatever each of them finds."""
+"""Ranks of one model take the same kernels and the same graphs, whatever each rank finds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_one_rank_alone_agrees_with_itself() -> None:
 
 
 def kernels_of(rank: int, agree_with_others: bool) -> list[str]:
-    """The lines of a selection on a rank; on the second one, AITER's decode kernel gives zeros."""
+    """Returns the lines of a rank's selection. On the second rank, AITER's decode kernel gives zeros."""
     with pytest.MonkeyPatch.context() as patch:
         aiter = install(E4048607, patch)
         right = aiter.bodies["paged_attention_ragged"]
@@ -57,7 +57,7 @@ def kernels_of(rank: int, agree_with_others: bool) -> list[str]:
 
 
 def graphs_of(rank: int, agree_with_others: bool) -> list[str]:
-    """Why graphs are off on a rank; on the second one, a graph is dead."""
+    """Returns the reason why graphs are off on a rank. On the second rank, a graph is dead."""
     tiny = Tiny.build(CPU, "torch", [4])
     if agree_with_others:
         tiny.runtime.agree = among_all()

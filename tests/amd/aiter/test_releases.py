@@ -1,4 +1,4 @@
-"""What a kernel gets wrong in some releases is refused in those, with the release, and served in the others."""
+"""A kernel's faults in some releases are refused there, with the release in the reason, and served in others."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def refusals(name: str, kind: StepKind, problem: Problem, target: Target, pool: 
 
 
 D512, D256 = plain_problem(128, dims=(512, 512)), plain_problem(128, dims=(256, 256))
-# As many pages of 16 tokens, 2 heads and 128 elements of 2 bytes as take 2 GiB.
+# The number of pages of 16 tokens, 2 heads and 128 elements of 2 bytes that take 2 GiB.
 TWO_GIB = PoolSize(2**31 // (16 * 2 * 128 * 2), 1024, 8)
 
-# What is refused, where: kernel, kind of step, problem, pool, the last release that has the fault, the first without.
+# The refusal, and its place: kernel, kind of step, problem, pool, the last release with the fault, the first without.
 BY_AITER: Mapping[str, tuple[str, StepKind, Problem, PoolSize, str, str]] = {
     "large pages lose keys": (
         "pa_decode_gluon",
@@ -167,7 +167,7 @@ def test_a_fault_is_refused_up_to_the_release_that_ended_it(
     assert any(reason == own.replace(f"here {last}", "here of unknown release") for reason in reasons)
 
 
-# Beside a fault: what is a little other, and right.
+# Cases that differ a little from a fault, and are right.
 BESIDE: Mapping[str, tuple[str, StepKind, Problem, PoolSize, Target]] = {
     "smaller pages": (
         "pa_decode_gluon",
@@ -290,7 +290,7 @@ def test_a_latent_pool_ends_at_4_gib_a_layer(row: Any) -> None:
 
 
 def test_the_stand_ins_read_no_farther_than_the_real_ones() -> None:
-    """On the meta device, where a pool of gigabytes costs nothing; a call that is in reach is refused for nothing."""
+    """Runs on the meta device, where a pool of gigabytes costs nothing. A call within reach is not refused."""
 
     def pages(num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes // (2 * 16 * 128 * 2), 2, 16, 16, 8, dtype=torch.float16, device="meta")

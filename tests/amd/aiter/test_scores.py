@@ -1,6 +1,6 @@
-"""Windows, soft caps, sinks, ALiBi slopes and non-causal attention through AITER's kernels, against the oracle.
+"""Windows, soft caps, sinks, ALiBi slopes and non-causal attention through AITER's kernels, against the reference.
 
-The stand-in makes its scores in each function's own words, so a conversion that is off by one key shows.
+The stand-in takes its scores from each function's own arguments, so a conversion that is off by one key shows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.amd.aiter.signatures import V0_1_10, V0_1_14
 from tests.amd.aiter.stand_in import StandIn, install
 from tests.amd.runtime.stepping import World
 
-SMALL = plain_problem(16, dims=(64, 64))  # as gpt-oss: no mha_batch_prefill_func
+SMALL = plain_problem(16, dims=(64, 64))  # as in gpt-oss: no mha_batch_prefill_func
 WIDE = plain_problem(16, dims=(128, 128))
 VECTORISED = vectorised_problem()
 
@@ -78,7 +78,7 @@ def test_scores_are_those_of_the_oracle_in_the_release_before(
 def test_the_first_release_extends_with_another_function(
     problem: Problem, served_by: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had no mha_batch_prefill_func on pages of 16."""
+    """The first release had no mha_batch_prefill_func on pages of 16."""
     served_by = [UNIFIED if function == PAGED else function for function in served_by]
     check_scores(problem, served_by, install(V0_1_10, monkeypatch))
 
@@ -90,7 +90,7 @@ def test_the_first_release_extends_nothing_that_is_not_causal(monkeypatch: pytes
 
 
 def check_scores(problem: Problem, served_by: Sequence[str], release: StandIn) -> None:
-    """Every kind of step is that of the oracle, and its function is the named one."""
+    """Checks that every kind of step equals the reference, and that the named function computed it."""
     serving = world(problem, max_kv_len=300)
     requests = [serving.admit() for _ in range(3)]
     release.calls.clear()
@@ -123,7 +123,7 @@ def test_a_window_ends_at_the_same_key_in_every_function(
     assert function in aiter.calls, "its probe refused it"
 
 
-# Function -> the arguments that carry scores, with what says "none".
+# Function -> the arguments that carry scores, with the value that means "none".
 NOTHING: Mapping[str, Mapping[str, Any]] = {
     RAGGED: {"logits_soft_cap": 0.0, "alibi_slopes": None},
     UNIFIED: {"window_size": (-1, -1), "softcap": 0.0, "sinks": None, "alibi_slopes": None},
@@ -230,11 +230,11 @@ def test_the_lse_of_a_layer_with_sinks_has_the_sink_in_it(window_left: int, aite
     requests = [serving.admit() for _ in range(3)]
     aiter.calls.clear()
     for q_len in ([5, 2, 20], [40, 3, 4]):
-        serving.step(requests, q_len)  # which asks for the log-sum-exp of kernels that give it
+        serving.step(requests, q_len)  # asks for the log-sum-exp of kernels that return it
     assert aiter.calls == [VARLEN, PAGED]
 
 
-# Scores of AITER's that would be wrong together: problem, step, kernel, why.
+# Scores that AITER would compute wrongly together: problem, step, kernel, reason.
 TOGETHER = [
     (
         replace(WIDE, has_sinks=True, dtype=torch.bfloat16),

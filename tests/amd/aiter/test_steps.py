@@ -1,4 +1,4 @@
-"""Whole steps through AITER's kernels against the oracle, eagerly: NaN where nothing was stored, and in every pad."""
+"""Whole steps through AITER's kernels against the reference, eager: NaN where nothing was stored, and in every pad."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROBLEMS = {
     "vectorised, large pages": vectorised_problem(64, heads=(8, 2), dtype=torch.bfloat16),
     "vectorised, wide heads": vectorised_problem(heads=(4, 1), dims=(256, 256)),
 }
-# What every release serves: over vectorised pages, unified_attention came later; wide heads did not fit the LDS.
+# Problems that every release serves. unified_attention came later for vectorised pages; wide heads did not fit the LDS.
 IN_EVERY_RELEASE = {
     name: problem
     for name, problem in PROBLEMS.items()
@@ -39,7 +39,7 @@ every_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLE
 
 
 def every_second(of_day: int) -> pytest.MarkDecorator:
-    """Every problem; in every run one of two that follow from each other, of_day 0 for the first one."""
+    """Marks every problem; each run has one of two consecutive problems, of_day 0 for the first one."""
     return pytest.mark.parametrize(
         "problem",
         [
@@ -50,7 +50,7 @@ def every_second(of_day: int) -> pytest.MarkDecorator:
 
 
 def steps_at(page_size: int) -> list[list[int]]:
-    """New tokens of four sequences: one token, a page less and more by one, a whole page, and none."""
+    """Returns new tokens of four sequences per step: one token, a page less and more by one, a whole page, and none."""
     around = [page_size - 1, page_size, page_size + 1]
     return [
         [1, *around],
@@ -80,7 +80,9 @@ def test_in_older_releases_every_kind_of_step_equals_dense_attention(
 
 
 def test_the_first_release_extends_nothing_over_vectorised_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had no mha_batch_prefill_func on pages of 16, and over vectorised pages nothing else extends."""
+    """The first release had no mha_batch_prefill_func on pages of 16, and nothing else extends over vectorised
+    pages.
+    """
     install(V0_1_10, monkeypatch)
     with pytest.raises(Unsupported, match="serves extend and mixed steps"):
         world(PROBLEMS["vectorised"], max_kv_len=300)
@@ -101,7 +103,7 @@ def check_every_kind_of_step(problem: Problem) -> None:
 
 
 def test_its_layers_with_windows_decode_steps_that_others_share_prefixes_in(aiter: StandIn) -> None:
-    """As in gpt-oss. A new token each: its kernel is told so in shared steps too, and its pads have a key."""
+    """gpt-oss has such layers. The kernel's max_seqlen_q is 1 in shared steps too, and its pads have a key."""
     most_new: list[int] = []
     unified = aiter.bodies["unified_attention"]
 
@@ -212,7 +214,7 @@ def test_a_shared_page_keeps_its_other_requests_tokens(aiter: StandIn) -> None:
 @pytest.mark.parametrize("layout", [PoolKind.SPLIT, PoolKind.VECTORIZED])
 @pytest.mark.parametrize("unavailable", [{}, {"aiter.pa_decode_gluon": "switched off"}], ids=["first", "second"])
 def test_rows_with_gaps_are_served(layout: PoolKind, unavailable: dict[str, str], aiter: StandIn) -> None:
-    """q, k and v cut out of one fused projection, and a gap after each head of q and out."""
+    """q, k and v are cut out of one fused projection, and a gap follows each head of q and out."""
     problem = replace(plain_problem(16, heads=(16, 2), dims=(128, 128)), scale=128**-0.5, pool=layout)
     serving = world(problem, selections=[select(problem, GFX942, "aiter", unavailable=unavailable)])
     requests = [serving.admit(), serving.admit()]

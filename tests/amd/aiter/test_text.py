@@ -29,14 +29,14 @@ TORCH = EngineOptions(
 
 
 def model(head_dim: int, dtype: torch.dtype) -> LoadedModel:
-    """Two layers with heads that AITER has kernels for."""
+    """Returns two layers with heads that AITER has kernels for."""
     attention = AttentionLayer(4, 2, head_dim, scale=head_dim**-0.5)
     layer = replace(CONFIG.layers[0], attention=attention, rope=Rope(theta=10000.0, head_dim=head_dim))
     return tiny_model(base=replace(CONFIG, layers=(layer, layer)), dtype=dtype)
 
 
 def assert_text(loaded: LoadedModel, engine: Engine) -> None:
-    """Each token is the likeliest one, or as likely within a few of float16's last places: logits are up to 8."""
+    """Checks that each token is the likeliest one, or within a few last places of float16. Logits are up to 8."""
     oracle = Float64Llama(loaded)
     for done in engine.generate(some_requests(5)):
         assert len(done.token_ids) > 4
@@ -45,7 +45,7 @@ def assert_text(loaded: LoadedModel, engine: Engine) -> None:
 
 @pytest.fixture
 def on_mi300(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors count as those of a gfx942."""
+    """Makes CPU tensors count as those of a gfx942."""
 
     def detect(device: torch.device) -> Target:
         return GFX942
@@ -68,7 +68,7 @@ def test_aiter_generates_the_text_of_the_model(head_dim: int, graphs: bool, aite
 
 
 def wide_model(dtype: torch.dtype) -> LoadedModel:
-    """Two layers whose eight query heads share one KV head, as kernels over vectorised pages want them."""
+    """Returns two layers whose eight query heads share one KV head, which kernels over vectorised pages require."""
     attention = AttentionLayer(8, 1, 128, scale=128**-0.5)
     layer = replace(CONFIG.layers[0], attention=attention, rope=Rope(theta=10000.0, head_dim=128))
     return tiny_model(base=replace(CONFIG, layers=(layer, layer)), dtype=dtype)

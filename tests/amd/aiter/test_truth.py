@@ -27,7 +27,7 @@ from tests.amd.aiter.stand_in import StandIn
 BF16 = torch.bfloat16
 PLAN = TruthPlan(lengths=(30, 100), first_chunk=40, chunk=60, decode_steps=1)
 PLAIN = plain_problem(16, dims=(128, 128), dtype=BF16)
-# Of each: a layer, and the function of AITER's that decodes it.
+# Kind of layer -> the layer, and the AITER function that decodes it.
 LAYERS = {
     "a window": (replace(PLAIN, window_left=30), "unified_attention"),
     "eight bits": (in_eight_bits(PLAIN), "unified_attention"),
@@ -44,7 +44,7 @@ LAYERS = {
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_every_needle_is_found(kind: str, aiter: StandIn) -> None:
-    """In chunks over a prefix and in decode steps, all of them replays; torch serves steps that no function does."""
+    """Needles are found in replayed chunks over a prefix and decode steps. Torch serves steps that AITER does not."""
     layer, decodes = LAYERS[kind]
 
     def build(layers: Sequence[Problem], options: RuntimeOptions) -> AttentionRuntime:

@@ -27,10 +27,10 @@ from tests.amd.aiter.checks import (
 )
 from tests.amd.aiter.signatures import Release
 
-# The fewest that a split sequence is cut into.
+# The smallest number of segments that a split sequence is cut into.
 FEWEST_SEGMENTS = 8
 
-# Of gfx942; with them it decides whether a sequence is split.
+# The number on gfx942. It decides whether a sequence is split.
 COMPUTE_UNITS = 304
 
 
@@ -42,7 +42,7 @@ def unified_attention(release: Release, eight_bits: torch.dtype, call: Mapping[s
     require(dtype in HALF, f"no variant for {dtype}")
     require_tensor("q", q, dtype, (None, None, dim), contiguous=False)
     require_tensor("out", out, dtype, q.shape, contiguous=False)
-    # Releases that read linear caches alone do not have the parameter.
+    # Releases that read only linear caches do not have the parameter.
     if call.get("shuffled_kv_cache", False):
         require_vectorised(k, call["v"], k.dtype)
         require(k.shape[2] * k.shape[4] == dim == call["v"].shape[3], f"rows of K and V are not {dim} long")
@@ -91,7 +91,7 @@ def unified_attention(release: Release, eight_bits: torch.dtype, call: Mapping[s
 
 
 def _tile(release: Release, call: Mapping[str, Any], page_size: int, dim: int) -> int:
-    """Keys of a tile on gfx942."""
+    """Returns the number of keys per tile on gfx942."""
     if call.get("shuffled_kv_cache", False):
         return page_size
     if call["max_seqlen_q"] == 1:
@@ -100,16 +100,16 @@ def _tile(release: Release, call: Mapping[str, Any], page_size: int, dim: int) -
 
 
 def _require_lds(release: Release, call: Mapping[str, Any], tile: int, dim: int, *, splits: bool) -> None:
-    """A tile of K takes 64 KiB where nothing is staged, and where the next one is fetched beside it."""
+    """Checks the LDS: a tile of K takes 64 KiB if nothing is staged, and if the next tile is fetched next to it."""
     decodes = call["max_seqlen_q"] == 1
     fits = tile * dim * 2 < 64 << 10 or (splits and dim < 512) or (not decodes and call["max_seqlen_q"] < 256)
     require(fits or not release.is_before(0, 1, 20), f"out of resource: shared memory, for tiles of {tile} x {dim}")
 
 
 def _floored(first_query: int, q_len: int, kv_len: int, *, block: int, tile: int, window: int, splits: bool) -> Tensor:
-    """bool [q_len]: queries of which some program sees a tile first that shows it nothing.
+    """Returns bool [q_len]: queries for which some program first sees a tile without visible keys.
 
-    Its running maximum is 0 then. Programs are of `block` queries each, and of one segment where a sequence is split.
+    The running maximum of such a query is 0 then. A program has `block` queries, and one segment of a split sequence.
     """
     query = torch.arange(q_len)
     place, block_place = first_query + query, first_query + query // block * block
@@ -154,7 +154,7 @@ def _run_unified(
         require(max_q_len > 1 or q_len == 1, f"with max_seqlen_q 1, sequence {seq} has {q_len} new tokens")
         if q_len == 0:
             continue
-        # How long a sequence is said to be decides whether it is split, and bounds nothing.
+        # The given length of a sequence decides whether it is split, and bounds nothing.
         require(q_len <= kv_len, f"sequence {seq} has {kv_len} keys, {q_len} new")
         pages_read = -(-kv_len // ahead) * ahead // page_size
         require(pages_read <= block_table.shape[1], f"{pages_read} entries are read of a row of {block_table.shape[1]}")
@@ -163,12 +163,12 @@ def _run_unified(
         before = distances(q_len, kv_len)
         visible = (before >= 0) & (before < window) if window else before >= 0
         bias = None
-        if alibi_slopes is not None:  # not counted from the query's own key, but from the first new one
+        if alibi_slopes is not None:  # distances are counted from the first new key, not from the query's own
             bias = alibi_slopes.double()[:, None, None] * (torch.arange(kv_len) - (kv_len - q_len))
         floored = _floored(
             kv_len - q_len, q_len, kv_len, block=_block(q, k, max_q_len), tile=tile, window=window, splits=splits
         )
-        # A sink starts the maximum; of a sequence that is split, that of the first segment alone.
+        # A sink starts the maximum; in a split sequence, only that of the first segment.
         if sinks is not None and not splits:
             floored = torch.zeros_like(floored)
         scores = Scores(scale, visible, soft_cap, bias, sinks, floored=floored)
@@ -177,6 +177,6 @@ def _run_unified(
 
 
 def _block(q: Tensor, k: Tensor, max_q_len: int) -> int:
-    """Queries of one program."""
+    """Returns the number of queries per program."""
     heads = q.shape[1] // k.shape[1]
     return max(1, (128 if max_q_len >= 256 else 16) // heads)

@@ -38,7 +38,7 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
     require(call["query_length"] == 1, "one token a sequence")
     require_tensor("query", q, dtype, (None, None, dim), contiguous=False)
     require_tensor("output", out, dtype, q.shape, contiguous=False)
-    # Without factors, eight bits would be read in vectors of eight.
+    # Without scales, 8-bit codes would be read in vectors of eight.
     factors = {name: call[name] for name in ("key_scale", "value_scale")}
     require_factors(call["key_cache"], dtype, eight_bits, **factors)
     require(call["query_scale"] is None, "q is not quantised")
@@ -76,7 +76,7 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
         *scratch,
         scale=call["softmax_scale"],
         window=window,
-        # Pages that are larger than a partition were cut into partitions whatever ps says, and parts are all there are.
+        # Pages larger than a partition were cut into partitions whatever ps said, and there are no more than `parts`.
         most_keys=parts * PARTITION_KEYS if block > PARTITION_KEYS and release.is_before(0, 1, 14) else 1 << 31,
     )
 
@@ -108,10 +108,10 @@ def _run_gluon(
         v = worth(rows_of(values, block_tables[seq, :blocks], "block_tables"), value_scale)
         key = torch.arange(kv_len)[None]
         visible = (key >= kv_len - window + 1) if window else key < most_keys
-        # Partitions are loaded whole, but for blocks after the last one.
+        # Partitions are loaded whole, except for blocks after the last one.
         first = (kv_len - window) // PARTITION_KEYS if 0 < window < kv_len else 0
         loaded = v[first * PARTITION_KEYS : -(-kv_len // PARTITION_KEYS) * PARTITION_KEYS]
-        # A key that is masked has a logit of -3.4e38, so that where all of them are, all count the same.
+        # A masked key has a logit of -3.4e38. If all keys are masked, all count the same.
         if not visible.any():
             out[seq] = loaded.mean(0).repeat_interleave(len(out[seq]) // loaded.shape[1], 0).to(out.dtype)
             continue
@@ -131,7 +131,7 @@ def pa_fwd_asm(release: Release, call: Mapping[str, Any]) -> Tensor:
     k_cache, v_cache = require_vectorised(call["K"], call["V"], dtype)
     require(k_cache.shape[3] == 16, f"no kernel for blocks of {k_cache.shape[3]}")
     require(k_cache.nbytes == v_cache.nbytes, "V is read with the strides of K")
-    # The size that its code objects give the hardware for K and for V; what lies after is read as 0.
+    # The size that its code objects give the hardware for K and for V. Everything after it is read as 0.
     reach = 2**31 if release.is_before(0, 1, 17) else 2**32
     require(k_cache.nbytes < reach, f"byte offsets reach {reach}, and a cache takes {k_cache.nbytes}")
     require(num_heads // k_cache.shape[1] in (8, 16), f"no kernel for {num_heads // k_cache.shape[1]} heads on one")

@@ -1,7 +1,7 @@
 """Runs of AITER's own kernels under the provider, each at one problem: prompts, decodes, chunks, padded steps.
 
-The kernel named serves the kinds of step that its rows say, torch the others. Pages start as NaN, q, k and v of padded
-tokens are NaN, and every output is compared with the formula.
+The named kernel serves the kinds of step in its rows, torch the others. Pages start as NaN, q, k and v of padded tokens
+are NaN, and every output is compared with the formula.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class SourceCase:
     kernel:     name of its rows
     steps:      new tokens of each sequence, step by step
     planted:    places of each sequence whose keys dominate; None: random keys
-    kinds:      of the steps that its rows serve, those in which it is used
-    floor:      about where the logits of keys that are not planted are
-    eight_bits: whether K and V are kept in what the arch computes in, with a factor of the layer
+    kinds:      the kinds of step in which it is used, among those that its rows serve
+    floor:      approximate logits of keys that are not planted
+    eight_bits: true if K and V are kept in the arch's 8-bit dtype, with one scale per layer
     """
 
     name: str
@@ -59,7 +59,7 @@ class SourceCase:
         return f"{self.kernel.removeprefix('aiter.')}-{self.name}"
 
     def outcome(self, target: Target) -> Outcome:
-        """Run it. The target's AITER is imported from its checkout, and a driver for its arch is active."""
+        """Runs the case. The target's AITER is imported from its checkout, and a driver for its arch is active."""
         if self.eight_bits:
             coded = replace(self, problem=in_eight_bits(self.problem, arch=target.arch), eight_bits=False)
             return coded.outcome(target)
@@ -73,7 +73,7 @@ class SourceCase:
         faults = [refusal for row in rows for refusal in row.refusals(self.problem, target, self._pool())]
         try:
             error = self._largest_error(rows, target)
-        except Exception as caught:  # whatever a kernel does is its result; the other cases still run
+        except Exception as caught:  # any exception is the kernel's result; the other cases still run
             what = f"{type(caught).__name__}: {caught}"
             return Outcome(Verdict.RIGHTLY_REFUSED, f"{faults[0]}: {what}") if faults else Outcome(Verdict.WRONG, what)
         if faults:
@@ -106,7 +106,7 @@ class SourceCase:
 
 
 class Verdict(enum.Enum):
-    """How a case ended. In all but the last, the kernel and the provider do what they should."""
+    """The result of a case. In all but the last, the kernel and the provider do what they should."""
 
     RIGHT = "right"
     REFUSED = "refused: the checkout has no such function, or it lacks a parameter"
@@ -116,7 +116,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a case ended. error: the largest, of a case that is right."""
+    """A case's verdict and its reason. error: the largest error of a case that is right"""
 
     verdict: Verdict
     what: str
@@ -182,14 +182,14 @@ def _unified_cases() -> list[SourceCase]:
         *(SourceCase(name, UNIFIED, problem, _LONG, kinds=_SPLIT) for name, problem in long.items()),
         *(_unified_window(left) for left in WINDOWS if left != UNLIMITED_WINDOW),
         *(
-            # A tile that shows a query nothing must not hide keys whose logits are all far below zero.
+            # A tile without visible keys for a query must not hide keys whose logits are all far below zero.
             SourceCase(
                 f"{name}-far_below", UNIFIED, problem, ((5, 70, 17), (30, 9, 40), (1, 40, 1)), _NONE, floor=-150.0
             )
             for name, problem in (("window", window), ("plain", base))
         ),
         SourceCase("long-far_below", UNIFIED, base, _LONG, _NONE, kinds=_SPLIT, floor=-150.0),
-        # Tiles of 128 rows, where a sequence has 256 new tokens or more.
+        # Sequences with at least 256 new tokens use tiles of 128 rows.
         SourceCase("chunk", UNIFIED, base, ((300,),)),
         *(SourceCase(name, UNIFIED_VECTORISED, _vectorised(each), _ALL_KINDS) for name, each in vectorised.items()),
         SourceCase("long", UNIFIED_VECTORISED, _vectorised(base), _LONG, kinds=_SPLIT),
@@ -201,10 +201,13 @@ def _vectorised(problem: Problem) -> Problem:
 
 
 def _unified_window(window: int) -> SourceCase:
-    """A planted key that the first tokens of a chunk still see and later ones do not, and that decodes see last."""
+    """Returns a case with one planted key per sequence.
+
+    The first tokens of a chunk still see it, later ones do not, and it is the last key that decodes see.
+    """
     prompts = (window + 2, window + 9, window + 9)
-    # Of the chunk's 5 tokens the first 3 see the key of the first two sequences; the third's is the last that its own
-    # decode sees.
+    # The first 3 of the chunk's 5 tokens see the key in the first two sequences. In the third sequence it is the last
+    # key that the sequence's decode sees.
     planted = tuple(frozenset({place}) for place in (4, 11, 14))
     steps = (prompts, (5, 5, 5), (1, 1, 1), (1, 1, 1))
     kinds = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
@@ -236,7 +239,7 @@ def _gluon_cases() -> list[SourceCase]:
 
 
 def _gluon_window(window: int, problem: Problem, name: str) -> SourceCase:
-    """Decodes at several lengths, each twice: once the last key of the window dominates, once the first key past it."""
+    """Returns decodes at several lengths, each twice: the window's last key dominates, then the first key past it."""
     lengths = (20, 270, 600)
     planted = []
     for length in lengths:
@@ -264,7 +267,7 @@ _LATENT_DECODES = [
 
 
 def _eight_bit_cases() -> list[SourceCase]:
-    """What differs from other pages: the dtype of what is loaded, vectors of 16 elements, and factors."""
+    """Returns cases for the differences from other pages: the loaded dtype, vectors of 16 elements, and scales."""
     base, wide = _problem(), _problem(32, dim=128)
     gluon = _problem(heads=(16, 2), dim=128, pool=PoolKind.VECTORIZED)
     decodes = ((255, 511, 63), (1, 1, 1), (1, 1, 1))
@@ -291,10 +294,10 @@ def _eight_bit_cases() -> list[SourceCase]:
 
 CASES = (*_unified_cases(), *_gluon_cases(), *_LATENT_DECODES, *_eight_bit_cases())
 
-# Of mla_prefill_fwd only the wrapper is Python: nothing of it runs on a device here.
+# Only the wrapper of mla_prefill_fwd is Python. None of it runs on a device here.
 WRAPPERS = tuple(SourceCase(f"heads{heads}", MLA_PREFILL, _latent(heads), _ALL_KINDS) for heads in (16, 24))
 
-# Triton's interpreter knows neither Gluon nor, rightly, bfloat16.
+# Triton's interpreter supports no Gluon and computes bfloat16 wrongly.
 INTERPRETED = tuple(
     replace(case, problem=replace(case.problem, dtype=FP16))
     for case in CASES

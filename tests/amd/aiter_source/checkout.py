@@ -1,14 +1,14 @@
 """A checkout of ROCm/aiter on a machine without ROCm: which one, and how its Python modules are imported from there.
 
-`import aiter` asks ROCm for the GPU and builds C++. So its package, what builds and what asks are replaced by what is
-written down here of the machine (`_replaced`), and every other module is the checkout's own file. Of the functions that
-rocm_attn calls these are then real, with the kernels that they launch:
+`import aiter` asks ROCm for the GPU and builds C++. Therefore `_replaced` replaces the package itself, and the modules
+that build or ask, by stand-ins that describe the machine. Every other module is the checkout's own file. These
+functions that rocm_attn calls are then real, with the kernels that they launch:
 
     aiter.ops.triton.attention.unified_attention.unified_attention   (Triton)
     aiter.ops.triton.gluon.pa_decode_gluon.pa_decode_gluon           (Gluon; its reduction is AITER's Triton kernel,
-                                                                      which AITER has beside the one in C++)
-    aiter.mla.mla_decode_fwd and mla_prefill_fwd                     (stage 2 in Triton; stage 1 is assembly, and what
-                                                                      latent_stages.py says in its place)
+                                                                      which AITER has in addition to the C++ one)
+    aiter.mla.mla_decode_fwd and mla_prefill_fwd                     (stage 2 in Triton; stage 1 is assembly, which
+                                                                      latent_stages.py replaces)
 
 The rest of AITER is C++ and assembly, which no simulator here runs.
 """
@@ -47,7 +47,7 @@ class Checkout:
 
     @classmethod
     def named(cls) -> Checkout:
-        """The one that AITER_SOURCE names. Raises ValueError where it names none."""
+        """Returns the checkout that AITER_SOURCE names. Raises ValueError if it names none."""
         folder = os.environ.get(VARIABLE, "")
         if not folder:
             raise ValueError(f"{VARIABLE} is not set; set it to the folder of a checkout of github.com/ROCm/aiter")
@@ -57,21 +57,21 @@ class Checkout:
         return cls(root)
 
     def commit(self) -> str:
-        """The tag that is checked out or came last, the commits since then, and whether files were changed."""
+        """The last tag or the one checked out, the number of commits since then, and whether files were changed."""
         return _git(self.root, "describe", "--tags", "--match=v[0-9]*", "--long", "--abbrev=10", "--dirty=+changes")
 
     def date(self) -> str:
-        """Of the commit."""
+        """The date of the commit."""
         return _git(self.root, "show", "--no-patch", "--format=%cs", "HEAD")
 
     def target(self, arch: str) -> Target:
-        """The arch with this AITER, and with the ROCm of the image."""
+        """Returns the arch with this AITER, and with the ROCm of the image."""
         known = known_target(arch)
         return replace(known, releases=replace(known.releases, aiter=release_of(self.commit())))
 
 
 def release_of(commit: str) -> Release:
-    """The release that a commit is, or the next one in development: v0.1.20-46-ge4048607a5 is 0.1.21's."""
+    """Returns the release of a commit, or the next one in development: v0.1.20-46-ge4048607a5 is 0.1.21's."""
     tag, commits_since, _ = commit.rsplit("-", 2)
     release = Release.of(tag)
     if commits_since == "0":
@@ -87,7 +87,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 @contextmanager
 def imported(checkout: Checkout, arch: str) -> Iterator[None]:
-    """While active, `import aiter` finds the checkout, on a machine with a GPU of that arch.
+    """Makes `import aiter` find the checkout while active, as on a machine with a GPU of that arch.
 
     A Triton driver for the arch must be active: AITER's modules ask it when they are imported.
     """
@@ -97,7 +97,7 @@ def imported(checkout: Checkout, arch: str) -> Iterator[None]:
     sys.modules.update(modules or _replaced(checkout.root, arch))
     properties = SimpleNamespace(multi_processor_count=known_target(arch).compute_units, gcnArchName=arch)
     try:
-        # Older releases ask torch how many compute units there are.
+        # Older releases ask torch for the number of compute units.
         with (
             mock.patch.object(torch.cuda, "current_device", return_value=0),
             mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
@@ -117,7 +117,7 @@ def _is_its(name: str) -> bool:
 
 
 def _replaced(root: Path, arch: str) -> Mapping[str, ModuleType]:
-    """The modules that are not the checkout's own, by name."""
+    """Returns the modules that are not the checkout's own, by name."""
     target = known_target(arch)
     own = root / "aiter"
     dtypes = _module(
@@ -130,7 +130,7 @@ def _replaced(root: Path, arch: str) -> Mapping[str, ModuleType]:
     )
     modules = [
         dtypes,
-        # Packages whose __init__ would load all of AITER; their folders are looked into.
+        # Packages whose __init__ would load all of AITER; their folders are searched.
         _module(
             "aiter",
             own,
@@ -142,7 +142,7 @@ def _replaced(root: Path, arch: str) -> Mapping[str, ModuleType]:
         _module("aiter.ops.triton", own / "ops" / "triton"),
         # unified_attention takes one small function from it.
         _module(_FLASH_ATTENTION, own.parent.joinpath(*_FLASH_ATTENTION.split("."))),
-        # What builds C++ and asks rocminfo.
+        # Modules that build C++ and ask rocminfo.
         _module("aiter.jit"),
         _module("aiter.jit.core", is_experimental_enabled=lambda: False),
         _module("aiter.jit.utils"),
@@ -162,7 +162,7 @@ def _replaced(root: Path, arch: str) -> Mapping[str, ModuleType]:
 
 
 def _module(name: str, folder: Path | None = None, **content: object) -> ModuleType:
-    """A package; without a folder nothing more is found in it."""
+    """Returns a package. Without a folder nothing more is found in it."""
     module = ModuleType(name)
     module.__path__ = [] if folder is None else [str(folder)]
     for key, value in content.items():
@@ -186,7 +186,7 @@ def _reduce_parts(
     head_size: int,
     context_partition_num: int,
 ) -> None:
-    """The reduction of pa_decode_gluon, by the kernel that it falls back to where the one in C++ was not built."""
+    """Reduces pa_decode_gluon's parts with the kernel that it falls back to if the C++ one was not built."""
     gluon = importlib.import_module("aiter.ops.triton.gluon.pa_decode_gluon")
     kernel: Any = gluon.paged_attention_decode_ps_reduce_kernel
     launch: Callable[..., object] = kernel[(output.shape[0], output.shape[2], query_seq_len * query_group_size)]

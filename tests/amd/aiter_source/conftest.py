@@ -1,4 +1,4 @@
-"""Without AITER_SOURCE only what needs no checkout is collected, and with it what this process can run."""
+"""Collects only tests without a checkout if AITER_SOURCE is unset, else those that this process can run."""
 
 from __future__ import annotations
 

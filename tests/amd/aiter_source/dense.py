@@ -19,7 +19,7 @@ from rocm_attn.step.head_weights import HeadWeights
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, weights: HeadWeights) -> Tensor:
-    """The output, float64 [q_len, q_heads, v_dim].
+    """Returns the output, float64 [q_len, q_heads, v_dim].
 
     q: [q_len, q_heads, dim]; k: [kv_len, kv_heads, dim]; v: [kv_len, kv_heads, v_dim]
     """

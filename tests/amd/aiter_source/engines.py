@@ -1,4 +1,4 @@
-"""What runs AITER's kernels without a GPU: the simulator of its machine code, or Triton's interpreter.
+"""Engines that run AITER's kernels without a GPU: the simulator of its machine code, or Triton's interpreter.
 
 Triton decides at import which of them a process has: the interpreter with TRITON_INTERPRET=1, the simulator without.
 """
@@ -20,20 +20,20 @@ from tests.amd.simulator.driver import simulated
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-# What the interpreted kernels are told that they run on: tile sizes are chosen by it.
+# The arch that interpreted kernels see: tile sizes depend on it.
 INTERPRETED_ARCH = "gfx942"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A case that was run. kernels: of AITER, that were launched on the simulator."""
+    """A case that was run. kernels: AITER's kernels that were launched on the simulator"""
 
     outcome: Outcome
     kernels: Collection[str]
 
 
 def simulate(case: SourceCase, arch: str) -> Run:
-    """As machine code of the arch."""
+    """Runs the case as machine code of the arch."""
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)  # then torch.empty() gives NaN
     checkout = Checkout.named()
@@ -45,7 +45,7 @@ def simulate(case: SourceCase, arch: str) -> Run:
 
 
 def interpret(case: SourceCase) -> Outcome:
-    """By Triton's interpreter."""
+    """Runs the case in Triton's interpreter."""
     assert IS_INTERPRETED, "set TRITON_INTERPRET=1"
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)

@@ -1,6 +1,6 @@
-"""What stands for the two assembly kernels of aiter.mla, in float64: stage 1 of mla_decode_fwd, and mla_prefill_fwd's.
+"""Stand-ins for the two assembly kernels of aiter.mla, in float64: stage 1 of mla_decode_fwd, and mla_prefill_fwd's.
 
-Written from what AITER's stage 2 reads of the first and from the shapes beside their declarations in
+They follow from the data that AITER's stage 2 reads, and from the shapes next to the kernels' declarations in
 aiter/ops/attention.py. They are called by position, as AITER does; releases have added arguments at the end.
 """
 
@@ -31,7 +31,7 @@ def mla_decode_stage1_asm_fwd(
     split_lse: Tensor,
     *rest: object,
 ) -> None:
-    """Output and log-sum-exp of each split of each sequence's keys; splits without a key are left as they are.
+    """Writes output and log-sum-exp of each split of each sequence's keys. Splits without a key are left unchanged.
 
     q: [S, heads, 576]; kv: [pages, 1, 1, 576]; split_data: float32 [S, splits, heads, 512]; split_lse likewise, 1 wide
     """
@@ -39,7 +39,7 @@ def mla_decode_stage1_asm_fwd(
     assert (max_seqlen_q, page_size, nhead_kv) == (1, 1, 1), "plain decode"
     split_data.fill_(float("nan"))
     split_lse.fill_(float("nan"))
-    # Stage 2 reads no more splits of a sequence than it has blocks of so many keys.
+    # Stage 2 reads at most as many splits of a sequence as it has blocks of this many keys.
     keys_of_split = 64 if q.shape[1] == 16 else 16
     splits_of = num_kv_splits_indptr.diff().tolist()
     for seq, (first, end) in enumerate(pairwise(kv_indptr.tolist())):
@@ -64,7 +64,7 @@ def mla_prefill_asm_fwd(
     split_data: Tensor,
     split_lse: Tensor,
 ) -> None:
-    """Causal attention of every sequence's new tokens. split_data: [T, 1, heads, 512], in the dtype of the output"""
+    """Computes causal attention of all new tokens. split_data: [T, 1, heads, 512], in the dtype of the output"""
     spans = zip(pairwise(qo_indptr.tolist()), pairwise(kv_indptr.tolist()), strict=True)
     for (first, end), (first_key, end_key) in spans:
         rows = kv[kv_indices[first_key:end_key].long(), 0, 0].double()

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.amd.aiter_source.checkout import Checkout
 
-# Where each has been, newest place first.
+# Files in which each function has been, the newest first.
 _PLACES = {
     "unified_attention": (
         "aiter/ops/triton/attention/unified_attention.py",
@@ -28,11 +28,11 @@ NAMES = tuple(_PLACES)
 
 
 def declared(checkout: Checkout, name: str) -> Callable[..., None]:
-    """A function of this name that does nothing and has the parameters of the checkout's; every default is None."""
+    """Returns a function of this name that does nothing and has the checkout's parameters; every default is None."""
     (path, *_) = (path for path in _PLACES[name] if (checkout.root / path).is_file())
     tree = ast.parse((checkout.root / path).read_text())
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
-    # The last one counts, as in the module.
+    # The last definition counts, as in the module.
     parameters = found[-1].args
     others = (*parameters.kwonlyargs, parameters.vararg, parameters.kwarg)
     assert not any(others), f"{name} takes more than plain parameters"

@@ -40,7 +40,7 @@ _LONGEST_REASON = 160
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A case that was run. where: an arch, or the interpreter."""
+    """A case that was run. where: an arch, or the interpreter"""
 
     where: str
     case: SourceCase
@@ -48,18 +48,18 @@ class Line:
 
     @property
     def group(self) -> tuple[str, str]:
-        """The line of the table that it belongs to: where, and the kernel."""
+        """The line of the table that it belongs to: place and kernel."""
         return self.where, kernel_of(self.case)
 
 
 def kernel_of(case: SourceCase) -> str:
-    """What a line of the table calls the kernel, and which of its cases."""
+    """Returns the table's name for the kernel and its group of cases."""
     windows = " (windows)" if case.kernel == GLUON and case.name.startswith("window") else ""
     return case.kernel.removeprefix("aiter.") + (" (eight bits)" if case.eight_bits else windows)
 
 
 def main(document: Path, places: Sequence[str], kernel: str) -> int:
-    """Run, print a line for each case, write; the exit status. kernel: what its name begins with"""
+    """Runs cases, prints a line for each, writes the document, returns the exit status. kernel: prefix of its name"""
     checkout = Checkout.named()
     start = f"| {checkout.commit()} | {checkout.date()} | {triton.__version__} |"
     is_wrong = False
@@ -71,7 +71,7 @@ def main(document: Path, places: Sequence[str], kernel: str) -> int:
 
 
 def _simulated(arch: str, kernel: str) -> Iterator[Line]:
-    # Spawned: a forked process would inherit whatever threads torch has started here.
+    # Processes are spawned: a forked process would inherit the threads that torch has started here.
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         cases = [case for case in CASES if kernel_of(case).startswith(kernel)]
         started = [(case, pool.submit(_outcome, case, arch)) for case in cases]
@@ -89,7 +89,7 @@ def _result(future: Future[Outcome]) -> Outcome:
 
 
 def _interpreted(kernel: str) -> Iterator[Line]:
-    """In a process of its own, which prints a line for each case."""
+    """Runs the cases in a process of its own, which prints a line for each case."""
     command = [sys.executable, "-m", "tests.amd.aiter_source.record", "--print", "--kernel", kernel]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     text = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -100,7 +100,7 @@ def _interpreted(kernel: str) -> Iterator[Line]:
 
 
 def print_interpreted(kernel: str) -> None:
-    """What _interpreted() reads."""
+    """Prints the lines that _interpreted() reads."""
     assert IS_INTERPRETED
     for case in INTERPRETED:
         if kernel_of(case).startswith(kernel):
@@ -118,7 +118,7 @@ def _printed(line: Line) -> Line:
 
 
 def with_runs(text: str, lines: Sequence[Line], start: str) -> str:
-    """The document with these lines in place of those of the same AITER and Triton (start), place and kernel."""
+    """Returns the document with these lines in place of those with the same start (AITER, Triton), place and kernel."""
     before, _, rest = text.partition(BEGIN)
     table, found, after = rest.partition(END)
     if not found:
@@ -141,7 +141,7 @@ def _largest_error(group: Sequence[Line]) -> str:
 
 
 def _verdict(group: Sequence[Line]) -> str:
-    """How many are right, and of the others each one with its reason."""
+    """Returns the number of cases that are right, and each other case with its reason."""
     right = sum(line.outcome.verdict is Verdict.RIGHT for line in group)
     others: dict[str, list[str]] = {}
     for line in group:

@@ -19,12 +19,12 @@ from tests.amd.aiter_source.dense import dense_attention
 from tests.amd.runtime.stepping import Request
 from tests.amd.tolerances import assert_attention_close
 
-# How far planted keys are above the others, whose logits differ by a hundredth of that at most.
+# Distance of planted keys above the others, whose logits differ by a hundredth of that at most.
 _PLANTED_LOGIT = 12.0
 
 
 def selection_of(rows: Collection[KernelRow], problem: Problem, target: Target, pool: PoolSize) -> Selection:
-    """The kernel of these rows in the steps that they serve, and torch's in all others."""
+    """Selects the kernel of these rows for the steps that they serve, and torch's for all others."""
     kernels = dict(select(problem, known_target("cpu"), "torch").kernels)
     kernels.update({row.kind: LayerKernel(row, row.bind(problem, target, pool)) for row in rows})
     return Selection(problem, target, kernels, ())
@@ -32,12 +32,12 @@ def selection_of(rows: Collection[KernelRow], problem: Problem, target: Target, 
 
 @dataclass
 class SourceWorld(EightBitWorld):
-    """A World that compares with the formula instead of the project's oracle.
+    """A World that compares with the formula instead of the project's reference.
 
     planted:  for each request, places whose keys dominate every softmax that sees them; None: all keys are random.
               Among many random keys one too few or too many changes an output by less than the rounding does.
-    floor:    about where the logits of all other keys are, where some are planted
-    attended: steps in which AITER's kernel attended, whose largest error is kept
+    floor:    approximate logits of all other keys, if some are planted
+    attended: number of steps in which AITER's kernel attended; the largest error is of these
     """
 
     planted: Sequence[frozenset[int]] | None = None
@@ -64,7 +64,7 @@ class SourceWorld(EightBitWorld):
         q, k, v = super().qkv(problem, step)
         if self.planted is not None:
             num_tokens = len(self._is_planted)
-            # One query for all tokens and heads, and keys along it.
+            # One query for all tokens and heads, and keys in its direction.
             q[:num_tokens] = 1.0
             logits = self.floor + _PLANTED_LOGIT * (self._is_planted + k[:num_tokens, 0, 0].clamp(-1, 1).float() / 100)
             k[:num_tokens] = (logits / problem.head_dim / problem.scale).to(k.dtype)[:, None, None]

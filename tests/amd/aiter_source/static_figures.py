@@ -1,7 +1,7 @@
-"""What the compiler and the model of docs/amd_tuning.md say of AITER's Triton and Gluon kernels.
+"""Figures of AITER's Triton and Gluon kernels from the compiler and from the model of docs/amd_tuning.md.
 
-They are compiled with the Triton at hand, in the tiles that AITER's own wrappers choose. Nothing runs: launches of
-compiled kernels do nothing, and tensors hold no numbers.
+They are compiled with the installed Triton, in the tiles that AITER's own wrappers choose. Nothing runs: launches of
+compiled kernels do nothing, and tensors hold no values.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from tests.amd.offline.offline_driver import offline
 from tests.amd.offline.tile_candidates import Kind
 from tests.amd.offline.tile_cost import PAIRS, Running, cost_of, programs_on_a_cu
 
-# Steps by whose lengths AITER's wrappers choose tiles and splits: kv_len and q_len of each sequence.
+# Steps whose lengths determine the tiles and splits of AITER's wrappers: kv_len and q_len of each sequence.
 _DECODE = ((4096,) * 64, (1,) * 64)
 _EXTEND = ((8192,) * 4, (2048,) * 4)
 _NUM_PAGES = 64
 
-# Kernels that attend, and which of their constants says how many keys an iteration of the hot loop takes.
+# Kernels that attend -> the constant with the number of keys per iteration of the hot loop.
 _KEYS = {
     "kernel_unified_attention_2d": "TILE_SIZE",
     "kernel_unified_attention_3d": "TILE_SIZE",
@@ -49,7 +49,7 @@ _KEYS = {
     "paged_attention_decode_sliding_window_head_1": "CONTEXT_PARTITION_SIZE",
 }
 _QUERY_ROWS = "BLOCK_M"
-# The pool that each of AITER's functions reads.
+# The pool that each AITER function reads.
 _FUNCTIONS = {
     StepKind.DECODE: {"aiter.unified_attention": PoolKind.SPLIT, "aiter.pa_decode_gluon": PoolKind.VECTORIZED},
     StepKind.EXTEND: {"aiter.unified_attention": PoolKind.SPLIT},
@@ -79,7 +79,7 @@ class _Launched:
 
 
 def of_layer(checkout: Checkout, row: Row, kind: Kind) -> tuple[tuple[Peer, ...], dict[str, str]]:
-    """The figures of AITER's kernels for a layer, and of functions that this project's provider refuses its reasons."""
+    """Returns the figures of AITER's kernels for a layer, and the reasons for functions that our provider refuses."""
     step_kind = StepKind.DECODE if kind is DecodeTiles else StepKind.EXTEND
     peers: list[Peer] = []
     refused: dict[str, str] = {}
@@ -98,10 +98,10 @@ def of_layer(checkout: Checkout, row: Row, kind: Kind) -> tuple[tuple[Peer, ...]
 
 
 def _launched_by(checkout: Checkout, row: Row, kind: Kind, problem: Problem, kernel: BoundKernel) -> Iterator[Peer]:
-    """Of each kernel with products that a function of AITER's launches."""
+    """Yields the figures of each kernel with products that an AITER function launches."""
     with offline(row.arch), imported(checkout, row.arch), _Launched() as launched:
         _attend(problem, kernel, StepKind.DECODE if kind is DecodeTiles else StepKind.EXTEND)
-    # The others merge parts.
+    # The other kernels merge parts.
     attending = [launch for launch in launched.kernels if launch[0] in _KEYS]
     assert attending, f"AITER attends with {[name for name, *_ in launched.kernels]}; _KEYS knows none of them"
     for name, compiled, constants in attending:
@@ -120,7 +120,7 @@ def _launched_by(checkout: Checkout, row: Row, kind: Kind, problem: Problem, ker
 
 
 def _attend(problem: Problem, kernel: BoundKernel, kind: StepKind) -> None:
-    """Launch a layer of a step of this kind, with tensors of the right shapes and no numbers."""
+    """Launches a layer of a step of this kind, with tensors of the right shapes and no values."""
     kv_len, q_len = _DECODE if kind is StepKind.DECODE else _EXTEND
     num_seqs, num_tokens, width = len(kv_len), sum(q_len), max(kv_len) // problem.page_size
     bounds = StepBounds(PaddedShape(kind, num_seqs, num_tokens), max(q_len), max(kv_len))

@@ -1,4 +1,4 @@
-"""The formula that judges AITER's kernels agrees with the project's oracle, and with results written by hand."""
+"""The formula that judges AITER's kernels agrees with the project's reference, and with results written by hand."""
 
 from __future__ import annotations
 

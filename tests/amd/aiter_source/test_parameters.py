@@ -1,4 +1,4 @@
-"""What the provider passes is what the checkout's functions take, those that do not run here too."""
+"""The provider passes arguments that the checkout's functions take, including functions that do not run here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.amd.aiter.signatures import RELEASES
 from tests.amd.aiter_source.checkout import Checkout, release_of
 from tests.amd.aiter_source.parameters import NAMES, declared
 
-# The first release whose unified_attention does.
+# The first release whose unified_attention reads vectorised pages.
 READS_VECTORISED = Release.of("0.1.16")
 
 ENTRIES = {

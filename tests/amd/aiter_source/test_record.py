@@ -1,4 +1,4 @@
-"""The cases, and the document's table: one line for a kernel in one place, and nothing around it changes."""
+"""The cases, and the document's table: one line per kernel and place, and nothing around it changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LATENT = [case for case in CASES if case.kernel == MLA_DECODE]
 
 
 def lines(text: str) -> list[str]:
-    """The lines of the table, without its head."""
+    """Returns the lines of the table, without its head."""
     return text.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
 
 

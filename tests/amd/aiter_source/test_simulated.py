@@ -16,7 +16,7 @@ every_arch = pytest.mark.parametrize("arch", ARCHS)
 
 
 def windows_of(kernel: str) -> dict[int, SourceCase]:
-    """The cases of a kernel that are about a window alone, by window_left."""
+    """Returns a kernel's cases that are about a window alone, by window_left."""
     cases = [case for case in CASES if case.kernel == kernel and case.name.startswith("window")]
     return {case.problem.window_left: case for case in cases if case.name == f"window{case.problem.window_left}"}
 
@@ -32,7 +32,7 @@ def test_a_kernel_of_aiters_gives_the_right_answer(case: SourceCase, arch: str) 
 
 @pytest.mark.parametrize("case", WRAPPERS, ids=str)
 def test_a_wrapper_around_assembly_takes_what_the_provider_passes(case: SourceCase) -> None:
-    """simulate() calls a run without a kernel wrong, so this one is imported by hand."""
+    """simulate() treats a run without a kernel as wrong, so this test imports the checkout itself."""
     checkout = Checkout.named()
     with simulated("gfx942"), imported(checkout, "gfx942"):
         outcome = case.outcome(checkout.target("gfx942"))

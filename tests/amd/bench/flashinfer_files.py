@@ -1,7 +1,7 @@
-"""A small data set of flashinfer-bench, written by hand from its public documentation: not by our own writer.
+"""A small data set of flashinfer-bench, written by hand from its public documentation, without our own writer.
 
-docs/flashinfer-trace of flashinfer-ai/flashinfer-bench has the schema; definitions/OP_TYPE/NAME.json,
-workloads/OP_TYPE/NAME.jsonl and the tensors in blob/ lie as its data set has them.
+docs/flashinfer-trace of flashinfer-ai/flashinfer-bench has the schema. definitions/OP_TYPE/NAME.json,
+workloads/OP_TYPE/NAME.jsonl and the tensors in blob/ are placed as in its data set.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _tensor(*shape: str, dtype: str = "float32", **more: str) -> dict[str, Any]:
 def _definition(
     name: str, op_type: str, stage: str, axes: Mapping[str, Any], inputs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """With outputs of its first input's tokens, and a reference."""
+    """Returns a definition whose outputs have its first input's tokens, with a reference."""
     latent, prefill, tails = op_type == "mla_paged", stage == "prefill", "kv_last_page_len" in inputs
     tokens = "total_q" if prefill else "batch_size"
     unpack = _LATENT_ROWS if latent else "k, v = k_cache, v_cache"
@@ -157,7 +157,7 @@ DEFINITIONS = {each["name"]: each for each in (GQA_DECODE, GQA_PREFILL, MLA_DECO
 
 
 def ints(*values: int) -> Tensor:
-    """int32."""
+    """Returns an int32 tensor."""
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -168,13 +168,13 @@ _NEW = {"qo_indptr": ints(0, 2, 5, 6)}
 
 
 def tensors_of(definition: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The inputs that a workload of the definition reads from a file."""
+    """Returns the inputs that a workload of the definition reads from a file."""
     paged = _PAGES_OF_4 if definition["axes"]["page_size"]["value"] == 4 else _PAGES_OF_1
     return {**paged, **(_NEW if "qo_indptr" in definition["inputs"] else {})}
 
 
 def workload_of(definition: Mapping[str, Any], blob: str) -> dict[str, Any]:
-    """A line of a file of workloads. blob: the file with its tensors"""
+    """Returns a line of a file of workloads. blob: the file with its tensors"""
     tensors = tensors_of(definition)
     axes = {"len_indptr": 4, "num_kv_indices": len(tensors["kv_indices"]), "num_pages": 10}
     axes |= {name: size for name, size in {"total_q": 6, "batch_size": 3}.items() if name in definition["axes"]}
@@ -190,7 +190,7 @@ def workload_of(definition: Mapping[str, Any], blob: str) -> dict[str, Any]:
 
 
 def data_set(root: Path, definition: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Write a definition and its workload; their files."""
+    """Writes a definition and its workload, and returns their files."""
     folder, name = definition["op_type"], definition["name"]
     blob = f"./blob/workloads/{folder}/{name}.safetensors"
     files = root / "definitions" / folder / f"{name}.json", root / "workloads" / folder / f"{name}.jsonl"

@@ -1,4 +1,4 @@
-"""A server on 127.0.0.1 that answers /v1/completions as OpenAI's does, and fails as it is told."""
+"""A server on 127.0.0.1 that answers /v1/completions like OpenAI's, and fails on demand."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 @dataclass(slots=True)
 class StandIn:
-    """What it was asked, and what it does.
+    """The requests that it received, and the failures that it makes.
 
     bodies:   of requests, in the order in which they came
-    at_once:  requests that are answered now; most_at_once: the most there were
+    at_once:  requests being answered now; most_at_once: the largest number of them
     refuse:   number of a request -> the status that it gets
     breaks:   numbers of requests whose stream ends early
     stalls:   numbers of requests that get no answer
-    garbles:  number of a request -> what its stream has in the place of an event
+    garbles:  number of a request -> the text that its stream has in place of an event
     """
 
     refuse: dict[int, int] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class StandIn:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[StandIn]:
-        """Until the context is left."""
+        """Serves until the context is left."""
         server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:

@@ -1,4 +1,4 @@
-"""Batches as words and as files: what is read is what is written, and mistakes are pointed at."""
+"""Batches as text and as files: a written batch reads back equal, and errors point at mistakes."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_file_that_holds_no_lengths_says_where(name: str, text: str, complaint
     ],
 )
 def test_a_trace_is_a_step_in_which_its_requests_decode(name: str, text: str, tmp_path: Path) -> None:
-    """In the order in which they come, each halfway through its answer: 100 + 44 stored and its new token."""
+    """Requests are in the order of arrival, each halfway through its answer: 100 + 44 stored and its new token."""
     (tmp_path / name).write_text(text)
     assert str(read_batch(f"{tmp_path}/{name}")) == "1d145+1d8+1d6"
     assert str(read_batch(f"{tmp_path}/{name}:2")) == "1d145+1d8"

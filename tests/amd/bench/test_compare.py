@@ -1,4 +1,4 @@
-"""A comparison says slower or faster only where the samples do."""
+"""A comparison reports slower or faster only if the samples show it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rocm_attn.errors import BadSetting
 
 
 def samples(median: float, spread: float, seed: int, count: int = 15) -> list[float]:
-    """Times about a median."""
+    """Returns times about a median."""
     chooser = random.Random(seed)
     return [median * (1 + spread * chooser.uniform(-1, 1)) for _ in range(count)]
 
 
 def row(case: str, us: Sequence[float], provider: str = "triton", suite: str = "decode") -> dict[str, Any]:
-    """Of a result file; without samples it was wrong."""
+    """Returns a row of a result file. A row without samples was wrong."""
     found: dict[str, Any] = {"suite": suite, "case": case, "batch": "1d8k", "provider": provider, "floor_us": 50.0}
     if not us:
         return {**found, "status": "wrong", "reason": "it left NaN"}
@@ -34,14 +34,14 @@ def row(case: str, us: Sequence[float], provider: str = "triton", suite: str = "
 
 
 def result_file(path: Path, rows: Sequence[dict[str, Any]], device: str = "NVIDIA H200", **changes: Any) -> Path:
-    """As `bench kernels --out` writes it."""
+    """Writes a result file as `bench kernels --out` does."""
     machine = {"device": device, "commit": "abc", "torch": "2.11", "triton": "3.6"}
     path.write_text(json.dumps({"schema": SCHEMA, "kind": "kernels", "machine": machine, "rows": rows, **changes}))
     return path
 
 
 def compared(tmp_path: Path, before: Sequence[float], after: Sequence[float]) -> Compared:
-    """Of one row, where 2% count."""
+    """Returns the comparison of one row, for which 2% count."""
     old, new = (result_file(tmp_path / f"{number}.json", [row("a", us)]) for number, us in enumerate((before, after)))
     (found,) = compare(read_result(old), read_result(new), 0.02, Allowed())
     return found

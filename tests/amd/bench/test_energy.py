@@ -1,4 +1,4 @@
-"""Counters of energy: what files say, and why there is none."""
+"""Energy counters: the values of their files, and the reasons for a missing counter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from rocm_attn.bench import energy
 
-# Of two GPUs; the first one on the bus is the second card.
+# Two GPUs; the first one on the bus is the second card.
 BUSY, OTHER = "0000:c1:00.0", "0000:26:00.0"
 
 
@@ -46,7 +46,7 @@ def test_amd_smi_counts_the_gpu_at_the_address_of_torchs_and_not_the_one_of_its_
         AmdSmiClkType=SimpleNamespace(GFX=0),
     )
     monkeypatch.setitem(sys.modules, "amdsmi", cast("ModuleType", smi))
-    # What torch says of its first device where HIP_VISIBLE_DEVICES hides the other one.
+    # The address that torch reports for its first device if HIP_VISIBLE_DEVICES hides the other one.
     address = energy._pci_address(SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0))
     meter = energy._amd(address)
     assert (address, meter.joules(), meter.mhz()) == (BUSY, 8.0, 2100.0)

@@ -1,4 +1,4 @@
-"""flashinfer-bench's files: read, run by us, judged by the oracle, and written as its documentation has them."""
+"""flashinfer-bench's files: read, run by us, judged by the reference, and written as its documentation defines them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.amd.bench.flashinfer_files import DEFINITIONS, GQA_DECODE, data_set, 
 from tests.amd.bench.layers import CPU
 
 each_definition = pytest.mark.parametrize("name", DEFINITIONS)
-# Fields of an evaluation, as the documentation lists them; where the status is PASSED all are required.
+# Fields of an evaluation, as listed in the documentation. All are required if the status is PASSED.
 EVALUATION = {"status", "log", "correctness", "performance", "environment", "timestamp"}
 
-# The example of the documentation's page on solutions, shortened; on traces and workloads, whole.
+# The example of the documentation's page on solutions, shortened; the one on traces and workloads, whole.
 SOLUTION = {
     "name": "rmsnorm_triton_v1",
     "definition": "rmsnorm",
@@ -68,7 +68,7 @@ WORKLOAD = {**TRACE, "solution": None, "evaluation": None}
 
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are of one call: none of them is looked at."""
+    """Limits timing to one call: no test looks at the times."""
     for name in ("_WARM_UP", "_CALLS", "_ROUNDS"):
         monkeypatch.setattr(flashinfer_run, name, 1)
 
@@ -90,7 +90,7 @@ def test_what_is_read_is_written_again(read: Callable[[Any], Any], written: dict
 
 
 def traced(tmp_path: Path, name: str, *, run_reference: bool = False) -> Trace:
-    """What comes of a definition's workload."""
+    """Returns the trace of a definition's workload."""
     definition_file, workload_file = data_set(tmp_path, DEFINITIONS[name])
     definition, (workload,) = read_definition(definition_file), read_traces(workload_file)
     run = WorkloadRun(CPU, tmp_path, run_reference)
@@ -99,7 +99,7 @@ def traced(tmp_path: Path, name: str, *, run_reference: bool = False) -> Trace:
 
 @each_definition
 def test_a_workload_passes_and_its_trace_has_every_field(name: str, tmp_path: Path) -> None:
-    """The definition's own reference agrees with the oracle too."""
+    """The definition's own reference agrees with ours too."""
     trace = traced(tmp_path, name, run_reference=True)
     evaluation = trace.evaluation
     assert evaluation is not None
@@ -116,7 +116,7 @@ def test_a_workload_passes_and_its_trace_has_every_field(name: str, tmp_path: Pa
 def test_a_source_that_is_wrong_does_not_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = entry_of
     spoils: dict[str, Callable[[Any, Any], Any]] = {
-        "INCORRECT_NUMERICAL": lambda out, lse: (out, lse * 0.6931),  # natural, and not base 2
+        "INCORRECT_NUMERICAL": lambda out, lse: (out, lse * 0.6931),  # natural instead of base 2
         "INCORRECT_SHAPE": lambda out, lse: (out[:-1], lse),
         "INCORRECT_DTYPE": lambda out, lse: (out.double(), lse),
     }
@@ -159,7 +159,7 @@ def test_the_inputs_of_a_workload_are_the_same_each_time(tmp_path: Path) -> None
 
 
 def changed(**inputs: Any) -> dict[str, Any]:
-    """The workload with other inputs."""
+    """Returns the workload with other inputs."""
     line = workload_of(GQA_DECODE, "./blob/workloads/gqa_paged/gqa_paged_decode_h4_kv2_d16_ps4.safetensors")
     line["workload"]["inputs"] |= inputs
     return line
@@ -237,7 +237,7 @@ def test_the_command_writes_solution_and_traces(tmp_path: Path, capsys: pytest.C
     written = Solution.of(json.loads(solution.read_text()))
     (trace,) = read_traces(traces)
     assert (trace.solution, trace.definition) == (written.name, written.definition)
-    # No AITER is here; the trace says so, and it is no success.
+    # No AITER is installed here: the trace reports a failure.
     assert main([*arguments, "--provider", "aiter"]) == FAILED
     assert "RUNTIME_ERROR" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The page of goals is current, each row counts what it says, and counters are read as ncu writes them."""
+"""The page of goals is current, each row counts what it claims, and counters are parsed as ncu writes them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_file_is_older_until_it_is_of_another_commit() -> None:
 
 
 def test_every_older_file_is_still_the_one_of_its_commit() -> None:
-    """Where this fails a file was measured anew: take its line out of OLDER, and write the page."""
+    """If this fails, a file was measured again: remove its line from OLDER, and write the page."""
     results = Results()
     assert not [each.source for each in OLDER if not each.is_so(results)]
 

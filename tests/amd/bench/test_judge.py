@@ -1,4 +1,4 @@
-"""The judge passes what is right, and nothing that a kernel could get wrong."""
+"""The judge passes right results, and no error that a kernel could make."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCHES = ("3d40", "2x7+30", "2d9+1x12+4")
 
 
 def output_of(data: StepData) -> Tensor:
-    """What the torch provider gives."""
+    """Returns the torch provider's output."""
     launch = Own("torch").prepare(data)
     launch.run()
     return launch.out()
@@ -68,7 +68,7 @@ def test_a_spoilt_output_does_not_pass(spoil: Callable[[Tensor], Tensor]) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_lost_page_of_a_long_sequence_does_not_pass(dtype: torch.dtype) -> None:
-    """The mean of 4,096 values is small, and so is what one page adds to it."""
+    """The mean of 4,096 values is small, and so is the contribution of one page."""
     data = one_step("1d4k", replace(LAYER, dtype=dtype))
     truth = Truth.of(data)
     data.step.table[0, 100] = data.step.table[0, 101]

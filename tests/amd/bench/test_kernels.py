@@ -1,4 +1,4 @@
-"""A race: what is wrong is not timed, and a run says all that is needed to measure it again."""
+"""A race: wrong results are not timed, and a run records everything needed to repeat it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SMALL = ("--heads", "4/2", "--head-dim", "16", "--dtype", "float32", "--rounds",
 
 @dataclass(frozen=True)
 class Spoilt:
-    """Right in its first launches, and wrong from then on."""
+    """A contestant that is right in its first launches, and wrong from then on."""
 
     launches_right: int
 
@@ -76,7 +76,7 @@ class Refuses:
 
 
 def race(of: dict[str, Contestant], meter: EnergyMeter = NO_METER, energy_s: float = 0.0) -> list[Row]:
-    """On a small case."""
+    """Races the contestants on a small case."""
     options = KernelOptions(rounds=4, round_us=1.0, energy_s=energy_s)
     case = Case(LAYER, BatchSpec.parse("3d40"))
     (rows,) = Race(of, CPU, Ceilings(1e10, 2e10, 1e12), options, meter).rows([case])
@@ -85,7 +85,7 @@ def race(of: dict[str, Contestant], meter: EnergyMeter = NO_METER, energy_s: flo
 
 @pytest.mark.parametrize("launches_right", [0, 1, 2, 4, 6])
 def test_no_time_is_given_for_a_wrong_result(launches_right: int) -> None:
-    """Also where it is right while it is judged and wrong while it is timed."""
+    """This also holds for a result that is right while it is judged and wrong while it is timed."""
     right, wrong = race({"torch": Own("torch"), "spoilt": Spoilt(launches_right)})
     assert right.status == OK
     assert len(right.samples.us) == 4
@@ -114,7 +114,7 @@ def test_the_share_is_the_floor_by_the_median() -> None:
 
 
 def test_what_is_faster_than_the_device_can_be_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph whose launches do nothing leaves what the launch before has written, and that is right."""
+    """A graph whose launches do nothing leaves the right result of the previous launch in place."""
     monkeypatch.setattr(Race, "_is_past_l2", lambda race, work, sets: True)
     slow = Ceilings(1.0, 1.0, 1.0)
     case = Case(LAYER, BatchSpec.parse("3d40"))

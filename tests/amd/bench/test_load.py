@@ -1,4 +1,4 @@
-"""Traces put to a server and to an engine: every request is accounted for, the failed ones too."""
+"""Traces sent to a server and to an engine: every request is accounted for, the failed ones too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRACE = RequestTrace(tuple(TracedRequest(0.0, 4 + number, 3) for number in range
 
 
 def put(server: StandIn, options: LoadOptions, key: str = "") -> ServingResult:
-    """The trace to a server."""
+    """Sends the trace to a server."""
 
     async def serve() -> ServingResult:
         async with server.running():
@@ -96,7 +96,7 @@ def test_no_server_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @contextmanager
 def in_a_thread(server: StandIn) -> Iterator[str]:
-    """The URL of a server that runs beside the test."""
+    """Yields the URL of a server that runs in another thread."""
     started, loop = threading.Event(), asyncio.new_event_loop()
     ending = asyncio.Event()
 
@@ -131,7 +131,7 @@ def test_the_command_writes_what_came_of_a_trace(tmp_path: Path, capsys: pytest.
 
 
 def tiny_engine(max_kv_len: int = 64) -> Engine:
-    """Over the tiny model."""
+    """Returns an engine over the tiny model."""
     return Engine(tiny_model(), EngineOptions(provider="torch", page_size=4, graphs=False, max_kv_len=max_kv_len))
 
 

@@ -1,4 +1,4 @@
-"""The page of performance says what its result file says, and is current."""
+"""The page of performance agrees with its result file, and is current."""
 
 from __future__ import annotations
 

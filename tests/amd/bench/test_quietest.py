@@ -1,4 +1,4 @@
-"""Several passes of a benchmark of host times as one result."""
+"""Several passes of a benchmark of host times, merged into one result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.quietest import quietest
 
 
 def of(median: float, batch: float, commit: str = "1", num_seqs: int = 4) -> dict[str, Any]:
-    """The result of a pass."""
+    """Returns the result of a pass."""
     return {
         "machine": {"commit": commit},
         "rows": [{"num_seqs": num_seqs, "step_us_median": median, "batch_us_median": batch}],

@@ -1,4 +1,4 @@
-"""Traces of requests: three public schemas, the own one, and made-up ones."""
+"""Traces of requests: three public schemas, our own one, and made-up ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ OWN = """\
 {"arrival_s": 1.5, "prompt_tokens": 7, "output_tokens": 9}
 {"arrival_s": 0.5, "prompt_tokens": 100, "output_tokens": 1}
 """
-# As https://github.com/kvcache-ai/Mooncake publishes them.
+# The format of https://github.com/kvcache-ai/Mooncake.
 MOONCAKE = """\
 {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48]}
 {"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": [46, 47, 2366]}
 """
-# As https://github.com/Azure/AzurePublicDataset publishes them.
+# The format of https://github.com/Azure/AzurePublicDataset.
 AZURE = """\
 TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -34,7 +34,7 @@ TIMESTAMP,ContextTokens,GeneratedTokens
 
 
 def trace_of(text: str, tmp_path: Path) -> RequestTrace:
-    """A trace from a file."""
+    """Returns a trace from a file."""
     (tmp_path / "trace").write_text(text)
     return read_trace(tmp_path / "trace")
 

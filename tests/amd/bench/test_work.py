@@ -1,4 +1,4 @@
-"""What a layer must move and multiply, counted key by key."""
+"""Bytes that a layer must move and products it must compute, counted key by key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WINDOWS = (-1, 0, 5, 100)
 
 
 def seen(problem: Problem, batch: BatchSpec) -> list[list[set[int]]]:
-    """Of each sequence and new token, the keys that it sees."""
+    """Returns the keys that each new token of each sequence sees."""
     left = problem.window_left if problem.window_left >= 0 else 1 << 30
     return [
         [set(range(max(0, place - left), place + 1)) for place in range(kv_len - q_len, kv_len)]

@@ -1,1 +1,1 @@
-"""The pages as a site: how it is built, what of it is made from the code, and that its commands do what it says."""
+"""The pages as a site: its build, the parts generated from the code, and tests that its commands work as described."""

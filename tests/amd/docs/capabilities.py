@@ -1,4 +1,4 @@
-"""The page of capabilities, asked of the code: python -m tests.amd.docs.capabilities writes it.
+"""The page of capabilities, generated from the code: python -m tests.amd.docs.capabilities writes it.
 
 No cell is written by hand. Kernels are those that `select` takes, as build_runtime does; limits are those of the rows.
 """
@@ -53,7 +53,7 @@ def _eight_bit(encoding: KVEncoding, scales: Scales) -> dict[str, object]:
 
 
 def layers(fp8: KVEncoding) -> dict[str, Problem]:
-    """The layers of the tables, in bfloat16 over pages of 16 tokens where nothing else is said.
+    """Returns the layers of the tables, in bfloat16 over pages of 16 tokens unless their names say otherwise.
 
     fp8: the encoding that the GPU's matrix units read
     """
@@ -97,7 +97,7 @@ def layers(fp8: KVEncoding) -> dict[str, Problem]:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A table's: whose kernels are asked for, on what."""
+    """The machine of a table: the target, and the provider whose kernels it lists."""
 
     title: str
     target: Target
@@ -108,7 +108,7 @@ class Machine:
         return KVEncoding.E4M3FNUZ if self.target.fp8_dtype is torch.float8_e4m3fnuz else KVEncoding.E4M3FN
 
 
-# Releases of Triton that the kernels for one vendor's archs run with; with others the plain kernels serve there.
+# Triton releases that the kernels for one vendor's archs run with; with other releases the plain kernels serve.
 _HOPPERS, _CDNAS = (
     next(row.limits.tritons[-1] for row in ROWS["triton"] if row.limits.tritons and arch in row.limits.archs)
     for arch in ("sm_90", "gfx942")
@@ -139,7 +139,7 @@ _EXTRAS = ("selects keys", "shared prefixes", "masks", "deterministic")
 
 
 def chosen(problem: Problem, machine: Machine, *, deterministic: bool = False) -> Selection | None:
-    """What serves a layer; None where nothing does."""
+    """Returns the selection that serves a layer, or None if nothing does."""
     try:
         return select(problem, machine.target, machine.provider, deterministic=deterministic)
     except Unsupported:
@@ -147,7 +147,7 @@ def chosen(problem: Problem, machine: Machine, *, deterministic: bool = False) -
 
 
 def row(problem: Problem, machine: Machine) -> list[str]:
-    """The cells of a layer: the kernel of each kind of step, and whether it serves what only some steps ask for."""
+    """Returns the cells of a layer: the kernel of each kind of step, and whether optional kinds of step are served."""
     selection = chosen(problem, machine)
     if selection is None:
         return ["not served"] + ["-"] * (len(_STEPS) + len(_EXTRAS) - 1)
@@ -169,7 +169,7 @@ def _table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _of_machine(machine: Machine, like: Machine | None) -> str:
-    """The table of a machine; where another one's is given, the rows that differ."""
+    """Returns the table of a machine. If another machine is given, it has only the rows that differ from that one's."""
     cells_of = {name: tuple(row(problem, machine)) for name, problem in layers(machine.fp8).items()}
     said = ""
     if like is not None:
@@ -185,11 +185,11 @@ def _of_machine(machine: Machine, like: Machine | None) -> str:
 
 
 def _aiters_pages() -> str:
-    """Over which pages AITER alone serves a layer, which --page-size auto and --pool auto choose among."""
+    """Returns the pages over which AITER alone serves a layer; --page-size auto and --pool auto choose among them."""
     lines = []
     machine = replace(MACHINES[0], provider="aiter")
     sizes = (1, 16, 32, 64, 128, 256, 512, 1024)
-    # The vectors of a vectorised pool are of more than one token.
+    # The vectors of a vectorised pool hold more than one token.
     kinds = {PoolKind.SPLIT: ("K and V pages", sizes), PoolKind.VECTORIZED: ("vectorised pages", sizes[1:])}
     for name, problem in layers(machine.fp8).items():
         if "pages" in name or problem.pool is PoolKind.LATENT:
@@ -256,7 +256,7 @@ _REACH: Mapping[str, Callable[[Sequence[Limits]], str]] = {
 
 
 def _reach() -> str:
-    """What the kernels of each provider reach together."""
+    """Returns the reach of each provider's kernels together."""
     titles = {"aiter": "AITER", "triton": "Triton", "torch": "PyTorch"}
     of = {
         name: list(dict.fromkeys(row.limits for row in rows if not row.not_bound and row.kind.extra is Extra.NOTHING))
@@ -272,7 +272,7 @@ def _reach() -> str:
 
 
 def page() -> str:
-    """The text of docs/capabilities.md."""
+    """Returns the text of docs/capabilities.md."""
     tables = [_of_machine(machine, MACHINES[0] if machine is MACHINES[1] else None) for machine in MACHINES]
     return "\n".join([_HEAD, *tables, _aiters_pages(), _reach()])
 

@@ -1,4 +1,4 @@
-"""The shell blocks of the pages: their commands as argparse and the file system see them, and how they are run."""
+"""The shell blocks of the pages: their commands as argparse and the file system see them, and how to run them."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ class Command:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is `rocm-attn ...`, whatever variables it sets."""
+        """True if it is `rocm-attn ...`, whatever variables it sets."""
         return self.words[:1] == ("rocm-attn",)
 
 
 def shell_blocks() -> list[Block]:
-    """Those of all pages."""
+    """Returns the shell blocks of all pages."""
     return [block for page in pages() for block in blocks(page) if block.language in SHELL]
 
 
 def script(block: Block) -> str:
-    """What is typed: a console block without its prompts and outputs."""
+    """Returns the typed text of a block: a console block without its prompts and outputs."""
     if block.language != "console":
         return block.text
     return "\n".join(line[2:] for line in block.text.splitlines() if line.startswith("$ "))
 
 
 def commands_of(text: str) -> list[Command]:
-    """A script's commands in order; those in pipes and lists count one by one. Raises ValueError at open quotes."""
+    """Returns a script's commands in order, pipes and lists split. Raises ValueError at open quotes."""
     found = []
     for line in lines(text):
         for part in _parts(line):
@@ -72,7 +72,7 @@ def commands_of(text: str) -> list[Command]:
 
 
 def lines(text: str) -> list[str]:
-    """A script's lines, each with those that it goes on in, after a backslash or within quotes."""
+    """Returns a script's lines, each with its continuation lines, after a backslash or within quotes."""
     found, open_line = [], ""
     for line in text.replace("\\\n", " ").splitlines():
         open_line += line
@@ -89,7 +89,7 @@ def lines(text: str) -> list[str]:
 
 
 def _parts(line: str) -> list[str]:
-    """A line's commands; what separates them within quotes separates nothing."""
+    """Returns a line's commands. Separators within quotes do not separate."""
     quoted = re.compile(r"'[^']*'|\"[^\"]*\"|(?<!\S)#.*|\$\([^)]*\)")
     hidden = quoted.sub(lambda found: "_" * len(found[0]), line)
     cuts = [0, *(end for cut in _SPLIT.finditer(hidden) for end in cut.span()), len(line)]
@@ -98,7 +98,7 @@ def _parts(line: str) -> list[str]:
 
 
 def files_of(command: Command) -> list[str]:
-    """The files and modules of this repository that it starts, as paths from the root."""
+    """Returns the files and modules of this repository that it starts, as paths from the root."""
     words = command.words
     if words[0] in ("bash", "python") and len(words) > 1 and "/" in words[1]:
         return [words[1]]
@@ -109,7 +109,7 @@ def files_of(command: Command) -> list[str]:
 
 
 def scratch(folder: Path) -> None:
-    """The files that pages speak of, in a folder: a config of Llama 3.1 8B, alone and as a model's, and prompts."""
+    """Writes files that pages mention to a folder: a config of Llama 3.1 8B, alone and as a model's, and prompts."""
     config = json.dumps(LLAMA31)
     model = folder / "Llama-3.1-8B-Instruct"
     model.mkdir()
@@ -119,7 +119,7 @@ def scratch(folder: Path) -> None:
 
 
 def typed(block: Block) -> list[tuple[str, str]]:
-    """What is typed in a console block, line by line, each with the output that the page shows."""
+    """Returns the lines typed in a console block, each with the output that the page shows."""
     found: list[tuple[str, str]] = []
     for line in block.text.splitlines():
         if line.startswith("$ "):
@@ -130,13 +130,13 @@ def typed(block: Block) -> list[tuple[str, str]]:
 
 
 def shows(said: str, output: str) -> bool:
-    """Whether an output is what a page says it is; `...` stands for anything, on a line of its own for any lines."""
+    """True if an output is the one on a page. `...` stands for any text, and on a line of its own for any lines."""
     pattern = re.escape(said.strip()).replace(r"\.\.\.", ".*")
     return re.fullmatch(pattern, output.strip(), re.DOTALL) is not None
 
 
 def record_steps(path: Path) -> None:
-    """A flight record, as a failing step leaves one: a prompt's step and two that decode, three sequences each."""
+    """Writes a flight record as a failing step does: a prompt's step and two decode steps, three sequences each."""
     layer = ra.Problem(4, 2, 32, torch.float32, v_head_dim=32, page_size=16, scale=32**-0.5)
     runtime = ra.build_runtime([layer], ra.RuntimeOptions(num_pages=32, max_num_seqs=4, max_kv_len=128), device="cpu")
 
@@ -158,10 +158,10 @@ def record_steps(path: Path) -> None:
 
 
 def run(line: str) -> tuple[int, str]:
-    """The exit code and the output, errors included, of a line or a whole script, run in this folder.
+    """Runs a line or a whole script in this folder and returns the exit code and the output, errors included.
 
-    `rocm-attn ...` alone runs in this process, which has imported torch; all else in bash, where `rocm-attn` and
-    `python` are this interpreter's. Neither reads from the terminal.
+    `rocm-attn ...` alone runs in this process, which has imported torch; everything else runs in bash, where
+    `rocm-attn` and `python` are this interpreter's. Neither reads from the terminal.
     """
     found = commands_of(line)
     if len(found) == 1 and found[0].is_ours and not found[0].variables:

@@ -27,11 +27,11 @@ class Block:
 
     page:     its path from the root of the repository
     line:     of its fence
-    language: as the fence says; "" where it says none
-    reason:   why no test runs it; "" where one does
-    at_night: whether the test that runs it is left to .ci/nightly
-    server:   whether it speaks to a server, see served.py
-    serves:   whether it is a server, which ends when it is told to
+    language: the fence's language; "" if it has none
+    reason:   why no test runs it; "" if one does
+    at_night: true if the test that runs it is left to .ci/nightly
+    server:   true if it sends requests to a server, see served.py
+    serves:   true if it is a server, which ends on a signal
     """
 
     page: str
@@ -48,13 +48,13 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page: those of docs/, and those beside what they are about."""
+    """Returns every page: those of docs/, and those next to their subjects."""
     beside = [path for folder in ("docker", "benchmarks") for path in sorted((ROOT / folder).glob("**/README.md"))]
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *beside]
 
 
 def blocks(page: Path) -> list[Block]:
-    """The code blocks of a page, in order."""
+    """Returns the code blocks of a page, in order."""
     text, found = page.read_text(), []
     for fence in _FENCE.finditer(text):
         mark = _MARK.search(text, 0, fence.start())
@@ -74,7 +74,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def with_links(text: str, change: Callable[[str], str]) -> str:
-    """A page whose links lead where change says; those to other sites and within the page stay, and so does code."""
+    """Returns a page with its links replaced by `change`. Links to other sites or within the page, and code, stay."""
 
     def changed(link: re.Match[str]) -> str:
         if re.match(r"[a-z]+:|#", link[2]):
@@ -89,7 +89,7 @@ def with_links(text: str, change: Callable[[str], str]) -> str:
 
 
 def targets(page: Path) -> list[str]:
-    """The files that a page links to, as paths from the root of the repository, without anchors."""
+    """Returns the files that a page links to, as paths from the root of the repository, without anchors."""
     found: list[str] = []
 
     def note(link: str) -> str:
@@ -101,7 +101,7 @@ def targets(page: Path) -> list[str]:
 
 
 def resolved(page: str, link: str) -> str:
-    """Where a link of a page leads; both are paths from the root of the repository. Raises ValueError."""
+    """Returns the target of a page's link; both are paths from the root of the repository. Raises ValueError."""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(page), link)) if link else page
     if target.startswith("..") or not (ROOT / target).is_file():
         raise ValueError(f"{page} links to {link}, which is no file of this repository")
@@ -109,7 +109,7 @@ def resolved(page: str, link: str) -> str:
 
 
 def menu() -> dict[str, list[tuple[str, str]]]:
-    """The sections of docs/README.md; in each, title and path (from the root of the repository) of its pages."""
+    """Returns the sections of docs/README.md; in each, title and path of its pages, from the repository's root."""
     found: dict[str, list[tuple[str, str]]] = {}
     for line in LIST.read_text().splitlines():
         if line.startswith("## "):

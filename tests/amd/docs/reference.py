@@ -1,6 +1,6 @@
-"""The reference: a page for each group of stable names, with all that their docstrings say.
+"""The reference: a page for each group of stable names, with the whole text of their docstrings.
 
-Docstrings are written to be read in an editor: sentences, and lines of `name: what it is`. Here the sentences become
+Docstrings are written to be read in an editor: sentences, and lines of `name: description`. Here the sentences become
 paragraphs, and the lines a table.
 """
 
@@ -20,7 +20,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @cache
 def pages() -> dict[str, tuple[str, str]]:
-    """For each group its file's name, its title, and the text of its page."""
+    """Returns for each group its file's name, its title, and the text of its page."""
     return {
         re.sub(r"\W+", "_", heading.lower()).strip("_"): (heading, _page(heading, names))
         for heading, names in interface.groups().items()
@@ -48,19 +48,19 @@ def _page(heading: str, names: dict[str, str]) -> str:
 
 
 def _methods(node: ast.ClassDef) -> Iterator[_Function]:
-    """Public methods and properties that say what they do."""
+    """Yields public methods and properties that have a docstring."""
     for member in node.body:
         if isinstance(member, _Function) and not member.name.startswith("_") and ast.get_docstring(member):
             yield member
 
 
 def markdown(docstring: str) -> str:
-    """A docstring's text as Markdown."""
+    """Returns a docstring's text as Markdown."""
     return "\n\n".join(_paragraph(part) for part in re.split(r"\n\s*\n", inspect.cleandoc(docstring)) if part.strip())
 
 
 def _paragraph(text: str) -> str:
-    """Runs of sentences, and tables of what comes as `name: text`; what is indented as a whole is code."""
+    """Returns runs of sentences, and tables of lines like `name: text`. A text that is indented as a whole is code."""
     if all(line.startswith("    ") for line in text.splitlines()):
         return f"```text\n{inspect.cleandoc(text)}\n```"
     parts: list[list[str]] = []
@@ -83,7 +83,7 @@ def _paragraph(text: str) -> str:
 
 
 def _is_name(text: str) -> bool:
-    """Whether it names fields, and does not begin a sentence such as `Raises BadBatch:`."""
+    """True if it names fields, and does not begin a sentence such as `Raises BadBatch:`."""
     return all(re.fullmatch(r"[\w.*\[\]-]+", word) for word in text.split(", "))
 
 
@@ -97,7 +97,7 @@ def _table(lines: list[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text in which nothing but `code` means anything to Markdown."""
+    """Returns text in which Markdown treats only `code` specially."""
     parts = text.split("`")
     if len(parts) % 2 == 0:  # a backtick that nothing closes
         parts = [text.replace("`", "\\`")]

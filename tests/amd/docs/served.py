@@ -1,4 +1,4 @@
-"""A server for the pages' clients: 127.0.0.1:8000 and smollm2 of a page stand for its address and a tiny model."""
+"""A server for the pages' clients. The pages' 127.0.0.1:8000 and smollm2 become its address and a tiny model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADDRESS = "127.0.0.1:8000"
 
 @contextmanager
 def against_a_server(text: str) -> Iterator[str]:
-    """The text of a page's block, with the address and the model of a server that runs meanwhile."""
+    """Yields the text of a page's block with the address and the model of a running server."""
     cpu = torch.device("cpu")
     base = replace(CONFIG, vocab_size=1024)  # `rocm-attn bench` asks by token ids below 1,000
     loaded = tiny_model(context_len=512, dtype=torch.float32, device=cpu, tokenizer=word_tokenizer(), base=base)
@@ -32,7 +32,7 @@ def against_a_server(text: str) -> Iterator[str]:
 
 
 def served_until_told(words: Sequence[str]) -> tuple[int, str]:
-    """The exit code of a server, and what it has said: it is told to end once it listens, on a port of the kernel's.
+    """Runs a server on a port that the kernel chooses, ends it once it listens, and returns its exit code and output.
 
     words: of `rocm-attn`
     """

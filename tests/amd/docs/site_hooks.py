@@ -1,7 +1,7 @@
-"""What MkDocs does beside its own: the menu, pages and files from outside docs/, and the reference of every name.
+"""Hooks that MkDocs calls: the menu, pages and files from outside docs/, and the reference of every name.
 
-docs/ stays readable where it lies: links lead to files of the repository. On the site, a page that is linked to and
-lies outside docs/ becomes a page, any other such file a copy; both keep their paths, under repository/.
+docs/ stays readable in the repository: links lead to files there. On the site, a linked page outside docs/ becomes a
+page, and any other such file a copy; both keep their paths, under repository/.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REFERENCE = "API reference"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Make the menu of docs/README.md's sections."""
+    """Builds the menu from docs/README.md's sections."""
     sections: list[Any] = [{"Home": "README.md"}]
     for section, listed in menu().items():
         entries = [{title: _place(path)} for title, path in listed]
@@ -35,7 +35,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what pages link to outside docs/, and the reference."""
+    """Adds the files outside docs/ that pages link to, and the reference."""
     for path in sorted(_outside(file.src_uri for file in files.documentation_pages())):
         content = (ROOT / path).read_bytes()
         files.append(File.generated(config, _place(path), content=content))
@@ -45,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to where their files are on the site."""
+    """Changes links to the places of their files on the site."""
     here = page.file.src_uri
     if here.startswith("reference/"):
         return markdown
@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _outside(pages: Iterable[str]) -> set[str]:
-    """The files outside docs/ that these pages of docs/ lead to, by way of others too."""
+    """Returns the files outside docs/ that these pages of docs/ link to, also through other files."""
     found: set[str] = set()
     ahead = [f"docs/{page}" for page in pages]
     while ahead:
@@ -71,10 +71,10 @@ def _outside(pages: Iterable[str]) -> set[str]:
 
 
 def _place(path: str) -> str:
-    """Where a file of the repository is among the site's."""
+    """Returns the site path of a file of the repository."""
     return path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}"
 
 
 def _origin(place: str) -> str:
-    """Where a file of the site is in the repository."""
+    """Returns the repository path of a file of the site."""
     return place.removeprefix("repository/") if place.startswith("repository/") else f"docs/{place}"

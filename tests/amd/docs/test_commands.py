@@ -1,4 +1,4 @@
-"""Every command of the pages is run, or its page says why not; either way it is a command that there is."""
+"""Every command of the pages is run, or its page gives the reason why not; in both cases the command must exist."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARSER = build_parser()
 
 
 def each(chosen: list[Block]) -> pytest.MarkDecorator:
-    """A test for each of these blocks; those for the night are marked so."""
+    """Returns a test for each of these blocks; nightly ones are marked so."""
     night = pytest.mark.nightly
     return pytest.mark.parametrize(
         "block", [pytest.param(block, marks=night if block.at_night else (), id=str(block)) for block in chosen]
@@ -46,12 +46,13 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each([block for block in BLOCKS if block.language == "bash" and not (block.reason or block.server or block.serves)])
 def test_a_block_runs(block: Block) -> None:
-    # What runs in this process is one line; other lines of a block may need what lines before them have set.
+    # Blocks of our commands run line by line in this process. Lines of other blocks may need variables set by earlier
+    # ones, so such a block runs whole.
     ours = all(command.is_ours and not command.variables for command in commands_of(script(block)))
     for line in lines(script(block)) if ours else [script(block)]:
         if found := commands_of(line):
             code, output = run(line)
-            # The doctor's exit code says what it found on this machine.
+            # The doctor's exit code depends on the machine.
             allowed = (0, 1) if found[0].words[:2] == ("rocm-attn", "doctor") else (0,)
             assert code in allowed, f"{line}\n{output}"
 
@@ -84,7 +85,7 @@ def test_a_console_shows_what_is_printed(block: Block) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_command_is_one_that_there_is(block: Block) -> None:
-    """`rocm-attn ...` parses, and scripts and modules of this repository exist."""
+    """Checks that `rocm-attn ...` parses, and that scripts and modules of this repository exist."""
     found = commands_of(script(block))
     assert found
     for command in found:
@@ -95,7 +96,7 @@ def test_a_command_is_one_that_there_is(block: Block) -> None:
 
 
 def flags_of(words: list[str]) -> set[str]:
-    """Those that the command which words begin with knows. Raises KeyError for a command that there is not."""
+    """Returns the flags of the command that the words begin with. Raises KeyError for an unknown command."""
     parser, name = PARSER, iter(words)
     while below := [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]:
         word = next(name, None)
@@ -110,7 +111,7 @@ def test_a_command_within_a_sentence_has_the_flags_that_it_is_given() -> None:
     assert len(found) > 20
     for page, words in found:
         name, *others = words.split()
-        if name.isupper() or name == "..." or name.endswith(":"):  # a word for any command, or what one says
+        if name.isupper() or name == "..." or name.endswith(":"):  # a placeholder for any command, or its output
             continue
         flags = {word for word in others if word.startswith("--")}
         assert flags <= flags_of([name, *others]), f"{page.name}: rocm-attn {words}"
@@ -120,14 +121,14 @@ def test_a_command_within_a_sentence_has_the_flags_that_it_is_given() -> None:
 
 
 def test_what_no_test_runs_is_listed_with_its_reason() -> None:
-    """A mark stands over a shell block and over nothing else, and the page of what is untested counts them."""
+    """A mark stands only over shell blocks, and the page of untested commands counts them."""
     marks = sum(page.read_text().count("<!-- not run: ") for page in pages())
     assert marks == sum(bool(block.reason) for block in BLOCKS)
     assert untested.PAGE.read_text() == untested.page(), "run python -m tests.amd.docs.untested"
 
 
 def test_pages_say_which_language_a_shell_block_is_in() -> None:
-    """`sh` and `shell` would be run by nothing; a block that starts with a prompt or `rocm-attn` is a shell block."""
+    """No test would run `sh` and `shell`; a block that starts with a prompt or `rocm-attn` is a shell block."""
     for page in pages():
         for block in blocks(page):
             assert block.language not in ("sh", "shell"), block

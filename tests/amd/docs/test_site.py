@@ -19,13 +19,13 @@ from tests.amd.house import interface
 from tests.amd.house.source_tree import ROOT
 
 CONFIG = ROOT / "docs" / "site" / "mkdocs.yml"
-# Each worker that has one of these builds the site, in ten seconds. One is in every run.
+# Each worker with one of these tests builds the site, in ten seconds. Every run has one.
 ON_THE_SITE = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as `mkdocs build --strict` does, which allows no warning."""
+    """Returns the site, built as `mkdocs build --strict` does, which allows no warning."""
     folder = tmp_path_factory.mktemp("site")
     seen: list[str] = []
 
@@ -37,7 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     logging.getLogger("mkdocs").addHandler(handler)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("NO_MKDOCS_2_WARNING", "1")  # of the theme's own future, printed and no warning of this site
+            patch.setenv("NO_MKDOCS_2_WARNING", "1")  # about the theme's own future, printed, no warning of this site
             build(load_config(str(CONFIG), strict=True, site_dir=str(folder)))
     finally:
         logging.getLogger("mkdocs").removeHandler(handler)
@@ -46,7 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def html(site: Path, place: str) -> str:
-    """A page of the site, by the Markdown file's place in it."""
+    """Returns a page of the site, by the Markdown file's path in it."""
     path = Path(place)
     name = "index" if path.name == "README.md" else path.stem
     return (site / path.parent / ("" if name == "index" else name) / "index.html").read_text()
@@ -81,7 +81,7 @@ def test_every_stable_name_and_every_public_method_is_in_the_reference(site: Pat
 
 @ON_THE_SITE
 def test_a_docstring_is_on_its_page_whole(site: Path) -> None:
-    """The words of the longest docstring are all there, and its fields are a table's."""
+    """All words of the longest docstring are there, and its fields are in a table."""
     page = re.sub(r"<[^>]+>", " ", html(site, "reference/a_model_s_layers.md"))
     for line in ("elements of a q and a k row", "factor on q.k before the softmax", "tokens in a page of the KV pool"):
         assert line in page

@@ -1,4 +1,4 @@
-"""The page of compatibility names the versions that the code, the scripts and the packages name."""
+"""The page of compatibility has the versions that the code, the scripts and the packages have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def row(first: str) -> list[str]:
-    """The cells of the line of a table that begins so."""
+    """Returns the cells of the table line that begins with `first`."""
     (found,) = re.finditer(rf"^\| {re.escape(first)} \| (.+) \|$", PAGE, re.MULTILINE)
     return found[1].split(" | ")
 

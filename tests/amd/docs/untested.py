@@ -1,4 +1,4 @@
-"""The commands that no test runs, as docs/untested.md ends with them.
+"""The commands that no test runs, as listed at the end of docs/untested.md.
 
 python -m tests.amd.docs.untested writes them.
 """
@@ -13,7 +13,7 @@ _HEADING = "## Commands that no test runs\n"
 
 
 def page() -> str:
-    """The text of docs/untested.md, its last section made from the marks that stand over shell blocks."""
+    """Returns the text of docs/untested.md, with its last section made from the marks over shell blocks."""
     said, heading, _ = PAGE.read_text().partition(_HEADING)
     assert heading, f"{PAGE.name} has lost its heading {_HEADING!r}"
     return said + heading + _section()

@@ -1,1 +1,1 @@
-"""The doctor: what it reads, what its checks say, what the command prints."""
+"""The doctor: the facts that it reads, the findings of its checks, and the output of the command."""

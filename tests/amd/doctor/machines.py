@@ -1,4 +1,4 @@
-"""Machines written down: healthy ones of every make, and one broken thing at a time."""
+"""Machines as data: healthy ones of every make, and ones with one broken thing each."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ HEALTHY = {"MI300": MI300, "CPU only": CPU_ONLY, "H200": H200}
 class Broken:
     """A machine with one thing wrong.
 
-    check:      the check that must say so
+    check:      the check that must report it
     found, fix: words that it must use
     also:       checks that notice it too
     """
@@ -138,7 +138,7 @@ def _torch(version: str, hip: str, cuda: str = "", num_gpus: int = 8) -> TorchBu
 
 
 def _on_rocm(torch_version: str, hip: str, system: tuple[int, ...]) -> Machine:
-    """torch and the system on a ROCm release, without AITER, which has one of its own."""
+    """Returns torch and the system on a ROCm release, without AITER, which has a release of its own."""
     of_torch = ".".join(hip.split(".")[:2])
     loaded = tuple(replace(each, rocm=of_torch) for each in LOADED)
     return replace(_without_aiter(MI300), torch=_torch(torch_version, hip), loaded=loaded, rocm=system)

@@ -1,4 +1,4 @@
-"""What the doctor says of machines that are written down: healthy ones, and ones with one thing wrong."""
+"""The doctor's findings for machines given as data: healthy ones, and ones with one thing wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BAD = (Severity.WARNING, Severity.PROBLEM)
 
 
 def findings_by_id(machine: Machine) -> dict[str, Finding]:
-    """What every check says."""
+    """Returns the finding of every check."""
     return {finding.check.id: finding for finding in diagnose(machine)}
 
 

@@ -1,4 +1,4 @@
-"""`rocm-attn doctor`: what it prints and its exit code, for machines that are written down and for this one."""
+"""`rocm-attn doctor`: its output and its exit code, for machines given as data and for this one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.amd.house.source_tree import ROOT
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Machine]:
-    """Put a machine under "it" and the command looks at that one."""
+    """Makes the command read the machine that a test puts under "it"."""
     there: dict[str, Machine] = {}
     monkeypatch.setattr("rocm_attn.cli.doctor.command.read_machine", lambda environment: there["it"])
     return there

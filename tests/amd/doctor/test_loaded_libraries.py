@@ -34,7 +34,7 @@ CRASHES = "int hipRuntimeGetVersion(int *v) { *(volatile int *)0 = 1; return 0; 
 
 
 def build(folder: Path, name: str, source: str, soname: str) -> Path:
-    """A shared library with a name and a soname."""
+    """Builds a shared library with a name and a soname."""
     folder.mkdir(parents=True, exist_ok=True)
     code = folder / f"{name}.c"
     code.write_text(source)
@@ -47,7 +47,7 @@ def build(folder: Path, name: str, source: str, soname: str) -> Path:
 
 
 def torch_that_loads(folder: Path, *libraries: Path, hip: str = "7.2.53211-abc") -> str:
-    """A folder with a torch for ROCm that has loaded these when it is imported."""
+    """Returns a folder with a torch for ROCm that loads these libraries when it is imported."""
     (folder / "torch").mkdir(parents=True, exist_ok=True)
     (folder / "torch" / "__init__.py").write_text(
         "import ctypes, types\n"
@@ -95,7 +95,7 @@ def test_the_systems_hip_in_place_of_torchs_is_a_problem(tmp_path: Path, monkeyp
 
 
 def test_two_names_of_one_file_are_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ROCm's Python packages have them, in _rocm_sdk_core and in _rocm_sdk_devel."""
+    """ROCm's Python packages have two names in _rocm_sdk_core and in _rocm_sdk_devel."""
     core = build(tmp_path / "site" / "_rocm_sdk_core" / "lib", "libamdhip64.so.7", HIP, "libamdhip64.so.7")
     devel = tmp_path / "site" / "_rocm_sdk_devel" / "lib" / "libamdhip64.so.7"
     devel.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The real machine as the doctor reads it: from a folder that looks like one, and from the one at hand."""
+"""The real machine as the doctor reads it: from a folder that looks like one, and from this machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COPY = AiterCopy("/nowhere/aiter", is_amds=True, missing=(), modules=(), install
 
 
 def write(path: Path, text: str = "") -> Path:
-    """A file, with the folders above it."""
+    """Writes a file, with the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
@@ -93,7 +93,7 @@ def test_a_cache_that_does_not_exist_is_judged_by_the_folder_above_it(tmp_path: 
 def test_a_folder_counts_as_writable_when_files_can_be_made_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked of the system, because root may write where the mode says no."""
+    """The system is asked, because root may write even if the mode forbids it."""
     asked: list[tuple[Path, int]] = []
 
     def refuse(path: Path, how: int) -> bool:
@@ -107,7 +107,7 @@ def test_a_folder_counts_as_writable_when_files_can_be_made_in_it(
 
 @pytest.fixture
 def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that this user may not look into; root may look into any, so the system's answers are replaced."""
+    """Returns a folder that this user cannot read. Root can read any folder, so the system's answers are replaced."""
     folder = tmp_path / "closed"
     folder.mkdir()
 
@@ -125,7 +125,7 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_cache_that_is_closed_to_the_user_is_read_as_far_as_can_be(closed: Path) -> None:
-    """Python 3.11's Path.exists() and Path.glob() raise there, and the doctor would say nothing at all."""
+    """Python 3.11's Path.exists() and Path.glob() raise there, and the doctor would report nothing at all."""
     jit = closed / "aiter" / "jit"
     with pytest.raises(PermissionError):
         jit.stat()
@@ -151,7 +151,7 @@ def test_distributions_have_normal_names_and_no_optional_requirements() -> None:
 
 
 def aiter_like(folder: Path, functions: tuple[str, ...] = ENTRY_POINTS) -> Path:
-    """A folder that looks like AMD's AITER."""
+    """Makes a folder that looks like AMD's AITER."""
     write(folder / "__init__.py", "raise ImportError('this may not be imported')\n")
     write(folder / "ops" / "attention.py", "".join(f"def {name}(q):\n    return q\n" for name in functions))
     (folder / "jit").mkdir()
@@ -219,7 +219,7 @@ def test_a_lock_is_left_over_when_no_process_holds_it(tmp_path: Path) -> None:
 def test_a_probe_finds_this_package_from_any_folder_and_says_nothing_on_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does it put the package's own folders where top-level packages are looked for."""
+    """It does not add the package's own folders to the search path of top-level packages either."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     write(

@@ -21,12 +21,12 @@ VOCABULARY = 1024
 
 
 def model(name: str, cache: Path) -> Path:
-    """The folder of one of MODELS, written if it is not there yet."""
+    """Returns the folder of one of MODELS, after writing it if necessary."""
     return written_once(name, MODELS[name], cache)
 
 
 def written_once(name: str, write: Callable[[Path], None], cache: Path) -> Path:
-    """The folder of a model, written if it is not there yet."""
+    """Returns the folder of a model, after writing it if necessary."""
     folder = cache / "models" / name
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def written_once(name: str, write: Callable[[Path], None], cache: Path) -> Path:
 
 
 def write_smollm2(folder: Path) -> None:
-    """SmolLM2 135M from the GGUF file that its wheel has, dequantised to float32 by the runner's own loader."""
+    """Writes SmolLM2 135M from the GGUF file in its wheel, dequantised to float32 by the runner's own loader."""
     files = open_model("smollm2")
     config, layer = files.config, files.config.layers[0]
     assert isinstance(layer.rope.scaling, NoScaling)
@@ -77,7 +77,7 @@ def write_smollm2(folder: Path) -> None:
 
 
 def write_gemma3(folder: Path) -> None:
-    """A small Gemma 3 with random weights: two layers with a window of 24 keys to one that sees all."""
+    """Writes a small Gemma 3 with random weights: two layers with a window of 24 keys for each layer without one."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -102,7 +102,7 @@ def write_gemma3(folder: Path) -> None:
 
 
 def write_gemma3_draft(folder: Path) -> None:
-    """The small Gemma 3 with other weights near its own: of what it drafts, some is what the other one says."""
+    """Writes the small Gemma 3 with slightly different weights, so that some of its drafts agree with the original."""
     from safetensors.torch import load_file
 
     write_gemma3(folder)
@@ -113,7 +113,7 @@ def write_gemma3_draft(folder: Path) -> None:
 
 
 def write_llama(folder: Path) -> None:
-    """A small Llama whose next token follows from the last one more than from those before it."""
+    """Writes a small Llama whose next token depends on the last one more than on earlier ones."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -125,9 +125,9 @@ def write_llama(folder: Path) -> None:
 
 
 def write_llama_head(folder: Path) -> None:
-    """An EAGLE head for the small Llama: of what it drafts, some is what the model says.
+    """Writes an EAGLE head for the small Llama. Some of its drafts agree with the model.
 
-    Its layer sees the embedding of a token, and a tenth of the model's hidden state of the one before.
+    Its layer sees the embedding of a token, and a tenth of the model's hidden state of the previous token.
     """
     random = torch.Generator().manual_seed(1)
 
@@ -173,7 +173,7 @@ def _small_llama(num_hidden_layers: int) -> Any:
 
 
 def write_qwen3_experts(folder: Path) -> None:
-    """A small Qwen 3 with experts in each of its three layers, two of four for a token; random weights."""
+    """Writes a small Qwen 3 with experts in each of its three layers, two of four per token, and random weights."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -198,7 +198,7 @@ def write_qwen3_experts(folder: Path) -> None:
     write_random(folder, lambda: Qwen3MoeForCausalLM(config))
 
 
-# Of every small DeepSeek here: three dense layers.
+# Shared by every small DeepSeek here: three dense layers.
 SMALL_DEEPSEEK: Mapping[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -240,17 +240,17 @@ LATENT_64: Mapping[str, Any] = {
 
 
 def write_deepseek(folder: Path) -> None:
-    """A small DeepSeek V3 for SGLang."""
+    """Writes a small DeepSeek V3 for SGLang."""
     write_small_deepseek(folder, **LATENT_64)
 
 
 def write_wide_deepseek(folder: Path) -> None:
-    """Latent rows of 576 elements: vLLM's kernel for a CPU has no others."""
+    """Writes a DeepSeek with latent rows of 576 elements: vLLM's CPU kernel supports no others."""
     write_small_deepseek(folder, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 
 
 def write_small_deepseek(folder: Path, **own: Any) -> None:
-    """A DeepSeek V3 of three dense layers with random weights. own: of its config"""
+    """Writes a DeepSeek V3 of three dense layers with random weights. own: fields of its config"""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     more: dict[str, Any] = {"num_nextn_predict_layers": 0, "architectures": ["DeepseekV3ForCausalLM"]}
@@ -259,7 +259,7 @@ def write_small_deepseek(folder: Path, **own: Any) -> None:
 
 
 def write_sparse_deepseek(folder: Path) -> None:
-    """A DeepSeek V3.2 of three layers, each token of which attends to 32 that an indexer has chosen."""
+    """Writes a DeepSeek V3.2 of three layers, in which each token attends to 32 tokens chosen by an indexer."""
     from safetensors.torch import load_file
     from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
@@ -280,7 +280,7 @@ def write_sparse_deepseek(folder: Path) -> None:
 
 
 def write_random(folder: Path, build: Callable[[], torch.nn.Module]) -> None:
-    """A model of transformers with random weights whose logits are far from even."""
+    """Writes a model of transformers with random weights whose logits are far from even."""
     torch.manual_seed(0)
     built = build().float()
     for name, parameter in built.named_parameters():
@@ -290,7 +290,7 @@ def write_random(folder: Path, build: Callable[[], torch.nn.Module]) -> None:
 
 
 def write(folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
-    """A folder as Hugging Face's."""
+    """Writes a folder in Hugging Face's layout."""
     save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 

@@ -1,4 +1,4 @@
-"""What the tests of both engines share: prompts, what is asked of answers, and where environments are."""
+"""Helpers for the tests of both engines: prompts, checks of answers, and the places of environments."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.amd.engines.models import VOCABULARY
 
 ROOT = Path(__file__).parents[3]
 VENVS = "ENGINE_VENVS"
-# Steps that are begun after a faulty one, before it is reported.
+# Steps that may begin after a faulty one before it is reported.
 MOST_STEPS_LATER = 2
 
 # Tokens of each prompt of each round.
 Rounds = list[list[list[int]]]
 
 
-# Around page sizes of up to 32 and a window of 24; and around pages of 64, for choices of 32 keys among more.
+# Lengths around page sizes of up to 32 and a window of 24; then around pages of 64, for choices of 32 keys among more.
 LENGTHS = (1, 5, 9, 16, 23, 24, 25, 31, 32, 33, 40, 70, 100)
 LONG_LENGTHS = (1, 5, 31, 32, 33, 63, 64, 65, 100, 128, 130, 170, 200)
 
 
 def prompts(lengths: Sequence[int] = LENGTHS, num_shared: int = 40) -> list[list[int]]:
-    """16 that are served at once, three of them with a common beginning."""
+    """Returns 16 prompts that are served at once, three of them with a common prefix."""
     draw = random.Random(0)
 
     def tokens(count: int) -> list[int]:
@@ -40,14 +40,14 @@ def prompts(lengths: Sequence[int] = LENGTHS, num_shared: int = 40) -> list[list
 
 
 def assert_equal_tokens(ours: Sequence[Rounds], stock: Rounds) -> None:
-    """All requests have the tokens of the engine's own backend, which are not all alike."""
+    """Checks that all requests have the tokens of the engine's own backend, and that these are not all alike."""
     assert len({tuple(tokens) for tokens in stock[0]}) > len(stock[0]) // 2
     for rounds in ours:
         assert rounds == stock
 
 
 def kept_answers(folder: Path, asked: object, answer: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What an engine's own backends answer to what is asked, kept for the next time.
+    """Returns the answers of an engine's own backends to a request, and keeps them for the next time.
 
     asked: JSON, everything that answers depend on
     """
@@ -62,7 +62,7 @@ def kept_answers(folder: Path, asked: object, answer: Callable[[], list[dict[str
 
 
 def engine_folder(engine: str) -> Path:
-    """The folder that has an engine's environment, or a skip that says what to do."""
+    """Returns the folder that has an engine's environment, or skips the test with a message that says what to do."""
     folder = os.environ.get(VENVS, "")
     if not folder or not python_of(Path(folder), engine).is_file():
         pytest.skip(
@@ -72,25 +72,25 @@ def engine_folder(engine: str) -> Path:
 
 
 def python_of(folder: Path, engine: str) -> Path:
-    """The interpreter of an engine's environment."""
+    """Returns the interpreter of an engine's environment."""
     return folder / engine / "bin" / "python"
 
 
 def python_path(plugin: Path) -> tuple[Path, Path]:
-    """Where this checkout's metadata and itself lie.
+    """Returns the path entries of this checkout's metadata and of the checkout itself.
 
-    Of metadata of one name the first counts, and an editable install leaves some in the checkout.
+    If several metadata have one name, the first counts, and an editable install leaves some in the checkout.
     """
     return plugin, ROOT
 
 
 def environment_without_settings() -> dict[str, str]:
-    """This process's, less what it says of this project and of Triton."""
+    """Returns this process's environment without variables of this project and of Triton."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("ROCM_ATTN_", "TRITON_"))}
 
 
 def write_metadata(plugin: Path, entry_points: str) -> None:
-    """What an installation of this checkout has, in an empty folder that goes on an engine's path."""
+    """Writes the metadata that an installation of this checkout has into an empty folder on an engine's path."""
     metadata = plugin / "rocm_attn-0.1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rocm-attn\nVersion: 0.1.0\n")

@@ -1,8 +1,7 @@
-"""What SGLang's deterministic flag asks for that no CPU has: its own products of matrices, which are a GPU's kernels.
+"""A CPU substitute for matrix products that SGLang's deterministic flag needs, which are kernels for a GPU.
 
-SGLang refuses to start with the flag where it has no GPU. Here torch multiplies each row by itself, so that what
-becomes of a token depends on no other token of its step. Named as SGLang 0.5.23 names it
-(sglang/srt/batch_invariant_ops).
+SGLang refuses to start with the flag without a GPU. Here torch multiplies each row by itself, so that a token's result
+depends on no other token of its step. Names are those of SGLang 0.5.23 (sglang/srt/batch_invariant_ops).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _OWNERS: list[object] = []
 
 
 def multiply_rows_by_themselves() -> None:
-    """In place of what SGLang switches on for the flag."""
+    """Replaces the operations that SGLang switches on for the flag."""
     from sglang.srt import batch_invariant_ops
 
     def enable() -> None:
@@ -30,7 +29,7 @@ def multiply_rows_by_themselves() -> None:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """[M, K] by [K, N]: each row of a by itself."""
+    """Returns [M, K] times [K, N], with each row of a multiplied by itself."""
     out = a.new_empty(a.shape[0], b.shape[1])
     for row, values in zip(out, a, strict=True):
         torch.mv(b.t(), values, out=row)
@@ -38,5 +37,5 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def sum_with_product(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """beta bias + alpha a b"""
+    """Returns beta * bias + alpha * a @ b."""
     return beta * bias + alpha * product(a, b)

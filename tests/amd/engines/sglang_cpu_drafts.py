@@ -1,6 +1,6 @@
-"""What SGLang calls of compiled kernels around drafts, in torch: it asks for them on a CPU, and no wheel has them.
+"""Compiled kernels that SGLang calls around drafts, in torch: SGLang needs them on a CPU, and no wheel has them.
 
-Each is named and called as SGLang 0.5.23 does (sglang/kernels/ops/speculative), and written by what it is for.
+Each is named and called as in SGLang 0.5.23 (sglang/kernels/ops/speculative), and written from its purpose.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def give_kernels() -> None:
-    """Put them where SGLang imports them from, before it does."""
+    """Puts the kernels where SGLang imports them from, before it does."""
     import sgl_kernel  # type: ignore[import-not-found]  # of SGLang's environment
 
     for function in (
@@ -29,7 +29,7 @@ def give_kernels() -> None:
 
 
 def see_whole_masks() -> None:
-    """Masks of trees as on a GPU: over all keys of a request. On a CPU SGLang has those of the drafts alone."""
+    """Makes masks of trees cover all keys of a request, as on a GPU. On a CPU SGLang's masks cover only the drafts."""
     from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode
     from sglang.srt.speculative import eagle_utils
 
@@ -37,7 +37,7 @@ def see_whole_masks() -> None:
 
 
 def find_last_slots_in_torch() -> None:
-    """SGLang finds the slot of a request's last token by a kernel of Triton's, but for backends that it knows."""
+    """Replaces the Triton kernel with which SGLang finds a request's last slot for backends that it does not know."""
     from sglang.srt.mem_cache import allocation
 
     allocation.get_last_loc_triton = allocation.get_last_loc_torch
@@ -46,7 +46,7 @@ def find_last_slots_in_torch() -> None:
 def assign_draft_cache_locs_contiguous_cpu(
     rows: Tensor, table: Tensor, seq_lens: Tensor, out: Tensor, _width: int, topk: int, num_steps: int
 ) -> None:
-    """Slots of drafts: those after a request's tokens."""
+    """Writes the slots of drafts: those after a request's tokens."""
     count = topk * num_steps
     for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
         out[i * count : (i + 1) * count] = table[row, length : length + count]
@@ -55,7 +55,7 @@ def assign_draft_cache_locs_contiguous_cpu(
 def assign_extend_cache_locs_cpu(
     rows: Tensor, table: Tensor, starts: Tensor, ends: Tensor, out: Tensor, _width: int
 ) -> None:
-    """Slots from a place in each request to another, one request after the other."""
+    """Writes the slots from a place in each request to another, one request after the other."""
     place = 0
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
         out[place : place + end - start] = table[row, start:end]
@@ -65,7 +65,7 @@ def assign_extend_cache_locs_cpu(
 def assign_req_to_token_pool_cpu(
     rows: Tensor, table: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, _width: int
 ) -> None:
-    """The other way round: into the table."""
+    """Copies in the other direction: slots into the table."""
     place = 0
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
         table[row, start:end] = slots[place : place + end - start]
@@ -73,7 +73,7 @@ def assign_req_to_token_pool_cpu(
 
 
 def copy_all_layer_kv_cache_cpu(addresses: Tensor, row_bytes: Tensor, to: Tensor, source: Tensor) -> None:
-    """Rows of every pool of K and of V, given by its address: those of some slots become those of others."""
+    """Copies rows from some slots to others in every pool of K and of V, given by its address."""
     for address, size in zip(addresses.tolist(), row_bytes.tolist(), strict=True):
         rows = [ctypes.string_at(address + slot * size, size) for slot in source.tolist()]
         for slot, row in zip(to.tolist(), rows, strict=True):
@@ -81,13 +81,13 @@ def copy_all_layer_kv_cache_cpu(addresses: Tensor, row_bytes: Tensor, to: Tensor
 
 
 def fill_bonus_tokens_cpu(accepted: Tensor, accept_lens: Tensor, out: Tensor, stride: int) -> None:
-    """The last token that each request has accepted."""
+    """Writes the last token that each request has accepted."""
     for i, count in enumerate(accept_lens.tolist()):
         out[i] = accepted.view(-1)[i * stride + count - 1]
 
 
 def fill_accept_out_cache_loc_cpu(accept_index: Tensor, slots: Tensor, out: Tensor) -> None:
-    """Slots of the drafts that were accepted, in order."""
+    """Writes the slots of the drafts that were accepted, in order."""
     chosen = accept_index.flatten()
     chosen = chosen[chosen >= 0].long()
     out[: len(chosen)] = slots[chosen]
@@ -105,11 +105,11 @@ def build_tree_kernel_efficient_cpu(  # its parameters are SGLang's
     topk: int,
     *sizes: Any,
 ) -> None:
-    """The tree of each request: node 0 is its last token, node i the i-th draft that was selected.
+    """Builds the tree of each request: node 0 is its last token, node i the i-th draft that was selected.
 
     parent_list: [S, ...], candidate -> the candidate it came from, for each group of topk
     selected:    [S, nodes - 1], candidates
-    mask:        one row of length + nodes, or of nodes, for each node: those that it sees
+    mask:        for each node one row of length + nodes, or of nodes: those that it sees
     """
     _depth, nodes, mode = sizes
     place = 0
@@ -148,7 +148,7 @@ def verify_tree_greedy_cpu(  # its parameters are SGLang's
     retrive_next_sibling: Tensor,
     target_predict: Tensor,
 ) -> None:
-    """Walk down each tree along drafts that are what the target says."""
+    """Walks down each tree along drafts that equal the target's tokens."""
     said = target_predict.flatten()
     for i in range(len(candidates)):
         node, count, at = 0, 0, int(retrive_index[i, 0])

@@ -1,7 +1,7 @@
-"""What SGLang's two-batch overlap asks for that no CPU has: a GPU's properties, and experts that communicate.
+"""CPU substitutes for SGLang's two-batch overlap: a GPU's properties, and experts that communicate.
 
-SGLang splits each batch, makes the halves' metadata and runs their layers in turns as it does on a GPU. Named as SGLang
-0.5.23 names it (sglang/srt/batch_overlap). On AMD it has the properties alone, and so it has here.
+SGLang splits each batch, makes the halves' metadata and runs their layers in turns as it does on a GPU. Names are those
+of SGLang 0.5.23 (sglang/srt/batch_overlap). Its code for AMD needs the properties only, and so does this one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import Any
 
 
 def overlap_on_a_cpu(log: Path) -> None:
-    """log: receives a line of JSON for each batch of two halves: its mode, its sequences, and those of each half"""
+    """Prepares SGLang for overlap on a CPU.
+
+    log: receives a line of JSON for each batch of two halves: its mode, its sequences, and those of each half
+    """
     import torch
     from sglang.srt.arg_groups import validation_hook
     from sglang.srt.batch_overlap import operations_strategy, two_batch_overlap
 
-    validation_hook.check_two_batch_overlap = lambda _: None  # it wants experts that communicate
+    validation_hook.check_two_batch_overlap = lambda _: None  # it requires experts that communicate
     torch.cuda.get_device_properties = lambda *_, **__: SimpleNamespace(multi_processor_count=1)  # type: ignore[assignment]  # as far as it is looked at
     operations_strategy._is_hip = two_batch_overlap._is_hip = True
     keep_experts_here()
@@ -26,7 +29,7 @@ def overlap_on_a_cpu(log: Path) -> None:
 
 
 def keep_experts_here() -> None:
-    """Where experts of other ranks would be sent tokens, and send back what they make of them, ours are called."""
+    """Calls this rank's experts in the place where tokens would be sent to experts of other ranks."""
     from sglang.srt.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
     def dispatch(block: Any, state: Any) -> None:
@@ -44,7 +47,7 @@ def keep_experts_here() -> None:
 
 
 def write_halves(log: Path) -> None:
-    """Say of each batch that layers run in halves what those were."""
+    """Writes the halves of each batch whose layers run in halves to `log`."""
     from sglang.srt.models import qwen2_moe
 
     run = qwen2_moe.model_forward_stages

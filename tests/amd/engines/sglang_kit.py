@@ -26,7 +26,7 @@ NAME = "rocm_attn"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = "contiguous", "shuffled_pages", "interleaved_pages", "non_monotonic_extend"
 _KIT = "sglang.test.kits.attention_unittest"
-# Other kinds of attention in the kit, whose kernels no wheel for a CPU has.
+# Other kinds of attention in the kit, whose kernels no CPU wheel has.
 _ABSENT = "gdn", "kda", "lightning", "mamba2", "dsv4", "dsa"
 
 Case = Callable[..., object]
@@ -34,7 +34,10 @@ Case = Callable[..., object]
 
 @dataclass
 class Tally:
-    """passed: names of cases; reported: those that differ, and our backend reported a fault; failed: name -> why"""
+    """Results of a group's cases.
+
+    passed: names; reported: those that differ while our backend reported a fault; failed: name -> reason
+    """
 
     passed: list[str] = field(default_factory=list)
     reported: list[str] = field(default_factory=list)
@@ -50,11 +53,11 @@ class Kit:
 
         load_plugins()
         self.backends: list[Any] = []
-        # Cases with trees do not say so in the server's arguments.
+        # Cases with trees are not marked in the server's arguments.
         self.with_trees = False
         self.graphs_replayed = 0
         attention_registry.ATTENTION_BACKENDS[NAME] = self.create
-        if importlib.util.find_spec("datasets") is None:  # a module that the kit takes one function of reads some
+        if importlib.util.find_spec("datasets") is None:  # the kit takes one function of a module that reads some
             sys.modules["datasets"] = MagicMock()
         for kind in _ABSENT:
             sys.modules[f"{_KIT}.attention_methods.{kind}_attention"] = MagicMock()
@@ -79,8 +82,8 @@ class Kit:
         begin = backend.init_forward_metadata_out_graph
 
         def begin_without_pads(batch: Any, in_capture: bool = False) -> None:
-            # The kit fills graphs up with sequences that have rows and pages of their own, or with pads in row 0, in
-            # which it has its first sequence too. SGLang, whose rows begin at 1, says how many pads there are.
+            # The kit pads graphs with sequences that have rows and pages of their own, or with pads in row 0, which its
+            # first sequence uses too. SGLang, whose rows begin at 1, gives the number of pads.
             batch.num_padding = int((batch.req_pool_indices[1:] == 0).sum())
             begin(batch, in_capture)
 
@@ -92,7 +95,7 @@ class Kit:
         return importlib.import_module(f"{_KIT}.{name}")
 
     def _give_models(self) -> None:
-        """The kit's runners have no model when their backend is made; SGLang's have."""
+        """Gives the kit's runners a model. SGLang's runners have one when their backend is made, the kit's do not."""
         from sglang.srt.layers.radix_attention import RadixAttention
 
         dense, latent = self.dense.MockModelRunner.__init__, self.mla.MockMLAModelRunner.__init__
@@ -127,7 +130,7 @@ class Kit:
             module._configure_runner_for_eagle_draft = with_attention
 
     def _use_rows_after_the_first(self) -> None:
-        """For SGLang's own runners of a draft model's graphs, which fill up with pads in row 0."""
+        """Moves the rows of SGLang's own runners of a draft model's graphs, which pad with row 0."""
         for kind in ("dense", "mla"):
             prepare = f"_prepare_{kind}_draft_replay_state"
             batch = f"_make_{kind}_eagle_draft_forward_batch"
@@ -137,7 +140,7 @@ class Kit:
             setattr(self.extended, extended, _moved_with_its_table(getattr(self.extended, extended)))
 
     def _replay_in_graphs(self) -> None:
-        """Of what the kit runs as graphs prepare it: the fill and the layers of a replay in a graph, which is replayed.
+        """Runs the fill and the layers of each replay that the kit prepares inside a graph, which is then replayed.
 
         The kit itself calls them one after the other.
         """
@@ -214,7 +217,7 @@ class Kit:
                     )
 
     def graphed_drafts(self) -> Iterator[tuple[str, Case]]:
-        """Drafts that are verified or extended, as a graph of more sequences has them."""
+        """Yields cases of drafts that are verified or extended, as in a graph of more sequences."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         dense, latent = self.dense.DenseAttentionCase, self.mla.MLAAttentionCase
@@ -240,7 +243,7 @@ class Kit:
                 yield name, self._in_order(self.extended, partial(run, unittest.TestCase(), case, pad_style=style))
 
     def _in_order(self, module: Any, run: Case) -> Case:
-        """A case whose tables do not scatter pages: this part of the kit writes a prefix as though none did."""
+        """Returns a case whose tables do not scatter pages: this part of the kit writes prefixes contiguously."""
 
         def in_order() -> None:
             with ExitStack() as patches:
@@ -252,7 +255,7 @@ class Kit:
         return in_order
 
     def draft_runners(self) -> Iterator[tuple[str, Case]]:
-        """SGLang's own runners of a draft model's graphs, which need a GPU."""
+        """Yields cases of SGLang's own runners of a draft model's graphs, which need a GPU."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         self.with_trees = False
@@ -283,7 +286,7 @@ class Kit:
                     yield f"{layout} {case.name} rope {rotated}", partial(run, loc_layout=layout)
 
     def graphed(self) -> Iterator[tuple[str, Case]]:
-        """Decode by what is begun and filled for a graph of more sequences; the kit runs the layers outside of one."""
+        """Yields decode cases, begun and filled for a graph of more sequences; the kit runs the layers outside it."""
         self.with_trees = False
         dense, latent = self.dense, self.mla
         windows = (*dense.make_swa_no_prefix_input_config_cases(NAME), *dense.make_swa_prefix_input_config_cases(NAME))
@@ -320,7 +323,7 @@ class Kit:
 
 
 def _drafts_case(of_kind: Any, forward_mode: Any, page_size: int) -> Any:
-    """Three sequences, around a page's end."""
+    """Returns a case of three sequences around a page's end."""
     prefixes = (14, 15, 16)
     heads = {"num_kv_heads": 2} if "num_kv_heads" in of_kind.__dataclass_fields__ else {}
     return of_kind(
@@ -376,7 +379,7 @@ GROUPS: dict[str, Callable[[Kit], Iterator[tuple[str, Case]]]] = {
     "graphs": Kit.graphed,
     "graphs of drafts": Kit.graphed_drafts,
 }
-# Those of a GPU alone.
+# Groups that need a GPU.
 GPU_GROUPS: dict[str, Callable[[Kit], Iterator[tuple[str, Case]]]] = {"runners of drafts": Kit.draft_runners}
 
 

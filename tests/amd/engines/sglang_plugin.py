@@ -1,17 +1,17 @@
-"""A plug-in of SGLang's for tests, beside ours: a pool of windows for Gemma 3, and faults in the engine's steps.
+"""A test plug-in for SGLang in addition to ours: a pool of windows for Gemma 3, and faults in the engine's steps.
 
-SGLang's processes find it where the metadata of an installation is on their path.
+SGLang's processes find it if the metadata of an installation is on their path.
 
 ENGINE_WINDOW_POOL=1   gives Gemma 3 a pool of its own for layers with a window, which SGLang does for newer models
 ENGINE_SPARSE=1        lets SGLang build a DeepSeek V3.2 on a CPU, in the dtype of the model
-ENGINE_DRAFTS=1        gives SGLang what it calls around drafts, which no wheel for a CPU has
+ENGINE_DRAFTS=1        gives SGLang the kernels around drafts, which no CPU wheel has
 ENGINE_OVERLAP=1       lets SGLang overlap two halves of a batch on a CPU
 ENGINE_DETERMINISTIC=1 lets SGLang take its deterministic flag on a CPU
-ENGINE_HALVES_LOG=FILE with that each batch of two halves becomes a line of JSON
-ENGINE_MODES_LOG=FILE  each mode of the steps that our backend begins becomes a line of each process, and so does MIXED
-ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes or verifies
-                       drafts; each becomes a line of JSON: planted (its name) and step, and what was reported a line
-                       with reported and begun
+ENGINE_HALVES_LOG=FILE with ENGINE_OVERLAP, receives a line of JSON for each batch of two halves
+ENGINE_MODES_LOG=FILE  receives a line per process for each mode of the steps that our backend begins, and for MIXED
+ENGINE_FAULTS_LOG=FILE once the file exists, one of FAULTS is planted in every fourth step that decodes or verifies
+                       drafts. Each adds a line of JSON with planted (its name) and step, and each report a line with
+                       reported and begun
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Undo = Callable[[], None]
 
 
 def register() -> None:
-    """The entry point."""
+    """Applies the settings; this is the entry point."""
     if os.environ.get(WINDOW_POOL) == "1":
         give_gemma3_a_window_pool()
     if os.environ.get(SPARSE) == "1":
@@ -66,7 +66,7 @@ def give_gemma3_a_window_pool() -> None:
 
 
 def build_sparse_models_on_a_cpu() -> None:
-    """SGLang asks torch which GPU it is, by whose generation it sets a dtype and kernels of its own for such models."""
+    """Replaces the GPU query of SGLang, which sets a dtype and kernels by the GPU's generation for such models."""
     import torch
     from sglang.srt.arg_groups import model_hook
 
@@ -96,13 +96,13 @@ def write_modes(log: Path) -> None:
         write("MIXED")
         mix(batch, running)
 
-    # Before a backend sees it, SGLang calls a batch of prompts and decodes one of prompts.
+    # SGLang labels a batch of prompts and decodes as one of prompts before a backend sees it.
     ScheduleBatch.mix_with_running = mixed
     AttentionHooks.init_forward_metadata = noted  # type: ignore[method-assign,assignment]  # for this process
 
 
 def wrong_slot(hooks: Any, batch: Any) -> Undo:
-    """The first new token goes a page further than its table says."""
+    """Sends the first new token one page further than its table says."""
     slots = batch.out_cache_loc
     batch.out_cache_loc = slots.clone()
     batch.out_cache_loc[0] += 16
@@ -114,7 +114,7 @@ def wrong_slot(hooks: Any, batch: Any) -> Undo:
 
 
 def lost_table(hooks: Any, batch: Any) -> Undo:
-    """The first sequence's row is one that was cleared."""
+    """Gives the first sequence a row that was cleared."""
     table, row = hooks.req_to_token_pool.req_to_token, int(batch.req_pool_indices[0])
     before = table[row].clone()
     table[row] = 0
@@ -126,7 +126,7 @@ def lost_table(hooks: Any, batch: Any) -> Undo:
 
 
 def stale_length(hooks: Any, batch: Any) -> Undo:
-    """The first sequence's length is one of another's, past the pages that it has."""
+    """Gives the first sequence the length of another one, past its own pages."""
     lengths = batch.seq_lens
     batch.seq_lens = lengths.clone()
     batch.seq_lens[0] += 64
@@ -138,7 +138,7 @@ def stale_length(hooks: Any, batch: Any) -> Undo:
 
 
 def evicted_window(hooks: Any, batch: Any) -> Undo:
-    """What the first sequence's window still sees was given back, but for the page of its new token."""
+    """Frees the pages that the first sequence's window still sees, except for the page of its new token."""
     mapped = hooks.token_to_kv_pool.full_to_swa_index_mapping
     last = int(batch.seq_lens[0]) - 1
     slots = hooks.req_to_token_pool.req_to_token[batch.req_pool_indices[0], : last - last % 16].long()
@@ -152,12 +152,12 @@ def evicted_window(hooks: Any, batch: Any) -> Undo:
 
 
 FAULTS: tuple[Callable[[Any, Any], Undo], ...] = (wrong_slot, lost_table, stale_length)
-# Beside them, where layers with a window have a pool of their own.
+# Additional faults if layers with a window have a pool of their own.
 WINDOW_FAULTS: tuple[Callable[[Any, Any], Undo], ...] = (evicted_window,)
 
 
 class Planter:
-    """Plants each fault once, in the metadata of a step; layers run after it was undone in the engine's tensors."""
+    """Plants each fault once in a step's metadata. The fault is undone in the engine's tensors before layers run."""
 
     def __init__(self, log: Path) -> None:
         windows = WINDOW_FAULTS if os.environ.get(WINDOW_POOL) == "1" else ()

@@ -1,7 +1,7 @@
 """Runs in SGLang's own virtual environment, which ENGINE_VENVS names: FOLDER/sglang.
 
-`bash scripts/engine_venv.sh sglang` makes it. What SGLang's own backend answers is kept beside it for the next time: it
-does not depend on this project.
+`bash scripts/engine_venv.sh sglang` makes it. The answers of SGLang's own backend do not depend on this project, and
+are kept next to it for the next time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.amd.engines.sglang_plugin import (
 )
 from tests.amd.engines.sglang_text import Answer, Run
 
-# The environment's.
+# The release in the environment.
 SGLANG = "0.5.23"
 _ENTRY_POINTS = """[sglang.srt.plugins]
 rocm_attn = rocm_attn.integrations.sglang:register
@@ -44,7 +44,7 @@ engine_test = tests.amd.engines.sglang_plugin:register
 
 
 class SglangVenv:
-    """A virtual environment with SGLang, and a folder for what is made once. plugin: with our package's metadata"""
+    """A virtual environment with SGLang, and a folder for files made once. plugin: with our package's metadata"""
 
     def __init__(self, folder: Path, plugin: Path) -> None:
         self.folder, self.plugin = folder, plugin
@@ -63,10 +63,10 @@ class SglangVenv:
         release: str = SGLANG,
         asks: bool = True,
     ) -> list[Answer]:
-        """What our backend answers, under its own name or one that it takes.
+        """Returns the answers of our backend, under its own name or one that it takes.
 
-        asks:    whether the server's arguments name a backend; else SGLang chooses one itself
-        release: another one than the environment's is run from a folder beside it, with what the environment has else
+        asks:    true if the server's arguments name a backend; else SGLang chooses one itself
+        release: another one than the environment's, run from a folder next to it with the environment's other packages
         """
         settings = {WINDOW_POOL: "1" if window_pool else "0"}
         if name != "rocm_attn":
@@ -80,7 +80,7 @@ class SglangVenv:
         return answers
 
     def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
-        """What SGLang's own backend for a CPU answers."""
+        """Returns the answers of SGLang's own CPU backend."""
 
         def stock_answers() -> list[dict[str, Any]]:
             answers = self._answers(runs, "torch_native", scratch, {"ROCM_ATTN_DISABLE_PLUGINS": "sglang"})
@@ -91,12 +91,12 @@ class SglangVenv:
         return [Answer(**each) for each in kept_answers(self.folder, asked, stock_answers)]
 
     def kit(self, groups: Sequence[str], scratch: Path) -> dict[str, Tally]:
-        """What SGLang's attention kit says of our backend."""
+        """Returns the results of SGLang's attention kit for our backend."""
         answered = self._call("tests.amd.engines.sglang_kit", list(groups), scratch, {})
         return {name: Tally(**tally) for name, tally in answered.items()}
 
     def _words(self, run: Run) -> dict[str, Any]:
-        """A run with its model's name in place of its folder, which may lie elsewhere the next time."""
+        """Returns a run with its model's name in place of its folder, which may be elsewhere the next time."""
         return {**asdict(run), "engine": {**run.engine, "model_path": Path(run.engine["model_path"]).name}}
 
     def _answers(
@@ -114,7 +114,7 @@ class SglangVenv:
             **more,
         }
         ranks = max(run.engine.get("tp_size", 1) for run in runs)
-        if ranks > 1:  # each on a core of its own: SGLang wants a NUMA node for each else
+        if ranks > 1:  # one core per rank: otherwise SGLang requires a NUMA node for each
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
         return [Answer(**each) for each in self._call("tests.amd.engines.sglang_text", asked, scratch, settings)]
 
@@ -145,7 +145,7 @@ class SglangVenv:
 
 
 def sglang_venv(plugin: Path) -> SglangVenv:
-    """The environment, or a skip that says what to do.
+    """Returns the environment, or skips the test with a message that says what to do.
 
     plugin: an empty folder, which receives the metadata that an installation of this checkout has
     """

@@ -17,7 +17,7 @@ from typing import Any
 from tests.amd.engines.sglang_cpu_drafts import give_kernels
 from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG, HALVES_LOG, MODES_LOG
 
-# SGLang's own processes import this module, too, before anything of SGLang's.
+# SGLang's own processes import this module, too, before any SGLang module.
 if os.environ.get(DRAFTS) == "1":
     give_kernels()
 
@@ -29,8 +29,8 @@ class Run:
     engine:     arguments of sglang.Engine
     rounds:     prompts of calls, one after the other
     new_tokens: of each prompt
-    faults:     whether the first round runs once more, with faults in its steps
-    chances:    whether they are asked for
+    faults:     true if the first round runs once more, with faults in its steps
+    chances:    true if log probabilities are requested
     """
 
     engine: dict[str, Any]
@@ -42,12 +42,12 @@ class Run:
 
 @dataclass
 class Answer:
-    """What came of a run.
+    """The result of a run.
 
     tokens:   of each prompt of each round
-    chances:  of each token the logarithm of its probability
-    cached:   those of its prompt that a radix hit gave
-    verified: steps that have verified drafts of it
+    chances:  log probability of each token
+    cached:   number of its prompt's tokens from the radix cache
+    verified: number of steps that have verified its drafts
     faults:   as planted and reported
     modes:    of the steps that our backend has begun, each once; MIXED: of prompts and decodes
     halves:   of each batch that was run in two: its mode, its sequences, and those of each half
@@ -90,7 +90,7 @@ def answer(run: Run) -> Answer:
 
 
 def lines(log: Path) -> list[str]:
-    """Of what was written; none where nothing was."""
+    """Returns the lines of a log, none if it does not exist."""
     return log.read_text().splitlines() if log.is_file() else []
 
 

@@ -1,4 +1,4 @@
-"""SGLang's whole engine with our backend gives the tokens of SGLang's own one, hears of faults, and its kit passes."""
+"""SGLang's whole engine with our backend gives the tokens of its own one and gets reports of faults; its kit passes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> SglangVenv:
 
 
 def run(sglang: SglangVenv, name: str, new_tokens: int = 12, *, faults: bool = False, **engine: Any) -> Run:
-    """Prompts in chunks; then the last ones again, whose beginnings the radix cache has."""
+    """Returns a run of prompts in chunks, then of the last ones again, whose prefixes the radix cache has."""
     arguments = {
         "model_path": str(model(name, sglang.folder)),
         "dtype": "float32",
@@ -44,14 +44,14 @@ def run(sglang: SglangVenv, name: str, new_tokens: int = 12, *, faults: bool = F
 
 
 def assert_equal(ours: Sequence[Answer], stock: Answer) -> None:
-    """All requests have the tokens of SGLang's own backend, and later rounds found their beginnings."""
+    """Checks that all requests have the tokens of SGLang's own backend, and that later rounds found their prefixes."""
     assert_equal_tokens([answer.tokens for answer in ours], stock.tokens)
     for answer in ours:
         assert all(cached >= 16 for cached in answer.cached[1])
 
 
 def test_the_kit_passes_and_reports_tokens_that_are_scattered_in_a_page(sglang: SglangVenv, tmp_path: Path) -> None:
-    """A table of pages cannot say in what order tokens lie within a page; a check of slots does."""
+    """A block table does not record the order of tokens within a page; a check of slots does."""
     tallies = sglang.kit([*GROUPS], tmp_path)
     assert {name: tally.failed for name, tally in tallies.items()} == {name: {} for name in GROUPS}
     counts = {name: (len(tally.passed), len(tally.reported)) for name, tally in tallies.items()}
@@ -77,7 +77,7 @@ def test_a_model_with_a_pool_of_windows_gives_sglangs_own_tokens_and_faults_in_i
 
 
 def assert_reported(ours: Answer, faults: Sequence[Callable[..., object]]) -> None:
-    """Each fault was planted, and reported when at most two more steps had begun."""
+    """Checks that each fault was planted, and reported before more than two further steps had begun."""
     planted = {line["planted"]: line["step"] for line in ours.faults if "planted" in line}
     assert [*planted] == [fault.__name__ for fault in faults]
     for name, step in planted.items():
@@ -116,7 +116,7 @@ def test_windows_give_sglangs_own_tokens_in_one_pool_and_in_two(
 def test_drafts_of_another_model_change_no_token(
     branches: int, page_size: int, sglang: SglangVenv, tmp_path: Path
 ) -> None:
-    """Steps of a draft model, of verification in a chain or by a tree's mask, and of what the draft model takes up."""
+    """Covers steps of a draft model, of verification in a chain or by a tree's mask, and the draft model's extend."""
     (stock,) = sglang.stock([run(sglang, "gemma3")], tmp_path)
     drafting = run(
         sglang,
@@ -134,7 +134,7 @@ def test_drafts_of_another_model_change_no_token(
 
 
 def assert_some_drafts_accepted(ours: Answer) -> None:
-    """And not all: a step of verification gives one token at least and four at most."""
+    """Checks that some drafts were accepted, but not all: a verification step gives between one token and four."""
     tokens, steps = (sum(map(sum, each)) for each in ([[len(t) for t in r] for r in ours.tokens], ours.verified))
     assert tokens / 3.5 < steps < tokens / 1.2
 
@@ -156,7 +156,7 @@ def test_an_eagle_head_changes_no_token_and_faults_where_its_drafts_are_verified
         speculative_eagle_topk=branches,
         speculative_num_draft_tokens=4,
     )
-    # SGLang's list of who may have branches on larger pages refuses a name that it does not know.
+    # SGLang's list of backends with branches on larger pages refuses a name that it does not know.
     name = "triton" if branches > 1 and page_size > 1 else "rocm_attn"
     (ours,) = sglang.ours([drafting], tmp_path, name=name)
     assert ours.tokens == stock.tokens
@@ -194,7 +194,7 @@ def test_prompts_that_share_steps_with_decodes_change_no_token(sglang: SglangVen
 def test_with_the_deterministic_flag_a_request_has_the_same_bits_alone_and_among_others(
     sglang: SglangVenv, tmp_path: Path
 ) -> None:
-    """Of four. Alone, a prompt of up to 16 tokens is one chunk; of a longer one the radix cache has the beginning."""
+    """Four requests run alone: a prompt of up to 16 tokens is one chunk; the radix cache has a longer one's prefix."""
     asked = run(sglang, "gemma3", enable_deterministic_inference=True)
     single = (0, 8, 11, 12)
     asked.rounds, asked.chances = [prompts(), *([prompts()[each]] for each in single)], True
@@ -215,9 +215,9 @@ def test_with_the_deterministic_flag_a_request_has_the_same_bits_alone_and_among
 def test_two_halves_of_a_batch_that_overlap_give_the_tokens_of_whole_ones(
     page_size: int, sglang: SglangVenv, tmp_path: Path
 ) -> None:
-    """SGLang cuts a prompt in two where that makes the halves even, and runs the layers of both in turns."""
+    """SGLang cuts a prompt in two if that makes the halves even, and runs the layers of both in turns."""
     (stock,) = sglang.stock([run(sglang, "qwen3_experts")], tmp_path)
-    # SGLang's scheduler splits batches where ranks have to agree, and with this size it takes one rank for such.
+    # SGLang's scheduler splits batches if ranks have to agree, and with this size it treats one rank as such.
     overlap: dict[str, Any] = {"enable_two_batch_overlap": True, "moe_dense_tp_size": 1}
     (ours,) = sglang.ours([run(sglang, "qwen3_experts", faults=True, page_size=page_size, **overlap)], tmp_path)
     assert_equal([ours], stock)
@@ -231,7 +231,7 @@ def test_two_halves_of_a_batch_that_overlap_give_the_tokens_of_whole_ones(
 def test_our_backend_serves_under_the_name_of_one_whose_place_it_takes(
     asks: bool, sglang: SglangVenv, tmp_path: Path
 ) -> None:
-    """Where the server names no backend, SGLang chooses this one on such a CPU; on ROCm it would be aiter."""
+    """If the server names no backend, SGLang chooses this one on such a CPU; on ROCm it would be aiter."""
     asked = [run(sglang, "gemma3")]
     (stock,) = sglang.stock(asked, tmp_path)
     assert_equal(sglang.ours(asked, tmp_path, name="torch_native", asks=asks), stock)
@@ -259,7 +259,8 @@ def test_sparse_attention_gives_the_tokens_of_transformers_with_keys_of_eight_bi
 ) -> None:
     """SGLang's own indexer and kernels need a GPU.
 
-    Scores of index keys are often exactly 0, those of all heads rectified; of keys with one score the first are chosen.
+    Scores of index keys are often exactly 0, because the scores of all heads are rectified. Among equal scores the
+    first keys are chosen.
     """
     from transformers import DeepseekV32ForCausalLM
 
@@ -276,7 +277,7 @@ def test_sparse_attention_gives_the_tokens_of_transformers_with_keys_of_eight_bi
 
 @contextmanager
 def first_of_equals() -> Iterator[None]:
-    """Of equal elements torch's topk takes the first ones; by itself it takes any."""
+    """Makes torch's topk take the first of equal elements; by itself it takes any."""
 
     def topk(of: torch.Tensor, k: int, dim: int = -1) -> Any:
         values, indices = of.sort(dim=dim, descending=True, stable=True)
@@ -288,7 +289,7 @@ def first_of_equals() -> Iterator[None]:
 
 @contextmanager
 def index_keys_in_eight_bits(reference: Any) -> Iterator[None]:
-    """Index keys as SGLang's pool has them: E4M3, with a power of two for each layer."""
+    """Stores index keys as SGLang's pool does: E4M3, with a power of two as scale per layer."""
     from transformers.cache_utils import Cache
 
     norms = [layer.self_attn.indexer.k_norm for layer in reference.model.layers]
@@ -306,7 +307,7 @@ def index_keys_in_eight_bits(reference: Any) -> Iterator[None]:
 
 
 def said_by(reference: Any, asked: Run) -> Answer:
-    """What a model of transformers answers."""
+    """Returns the answers of a model of transformers."""
     stock = Answer()
     for prompts_of_round in asked.rounds:
         tokens = []

@@ -1,4 +1,4 @@
-"""vLLM's whole engine with our backend gives the tokens of vLLM's own one, and hears of faults in its steps."""
+"""vLLM's whole engine with our backend gives the tokens of its own backend, and gets reports of faults in its steps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.amd.engines.vllm_models import vllm_model
 from tests.amd.engines.vllm_runs import VllmVenv, vllm_venv
 from tests.amd.engines.vllm_text import FAULTS, Answer, Run
 
-# vLLM's own CPU backend reads no other.
+# The only block size that vLLM's own CPU backend reads.
 STOCK_BLOCK = 32
-# A window that is given back too early has no name in a model that has none.
+# A model without windows has no fault of a window that is given back too early.
 _FAULTS_OF_DRAFTS = ("wrong_slot", "lost_table", "stale_length")
 
 
@@ -31,13 +31,13 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> VllmVenv:
 
 
 def folder_of(name: str, cache: Path) -> Path:
-    """The folder of a model. name: vllm_... for those of vllm_models"""
+    """Returns the folder of a model. name: vllm_... for those of vllm_models"""
     own = name.removeprefix("vllm_")
     return model(name, cache) if own == name else vllm_model(own, cache)
 
 
 def run(vllm: VllmVenv, name: str, new_tokens: int = 16, fault: str = "", **args: Any) -> Run:
-    """Prompts in chunks beside decodes; then the last ones again, whose beginnings the prefix cache has."""
+    """Returns a run of prompts in chunks next to decodes, then of the last ones again, whose prefixes are cached."""
     settings = {
         "model": str(folder_of(name, vllm.folder)),
         "block_size": STOCK_BLOCK,
@@ -53,14 +53,14 @@ def run(vllm: VllmVenv, name: str, new_tokens: int = 16, fault: str = "", **args
 
 
 def assert_equal(ours: Sequence[Answer], stock: Answer) -> None:
-    """All requests have the tokens of vLLM's own backend."""
+    """Checks that all requests have the tokens of vLLM's own backend."""
     assert_equal_tokens([answer.tokens for answer in ours], stock.tokens)
 
 
 def test_a_model_with_windows_gives_vllms_own_tokens_and_faults_in_its_steps_are_reported(
     vllm: VllmVenv, tmp_path: Path
 ) -> None:
-    """One process of vLLM's: its import takes longer than an engine."""
+    """All runs share one vLLM process: its import takes longer than an engine."""
     (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
     faults = {name: run(vllm, "gemma3", fault=name, block_size=16) for name in FAULTS}
     ours, *reported = vllm.ours([run(vllm, "gemma3"), *faults.values()], tmp_path)
@@ -76,7 +76,7 @@ def test_smollm2_gives_vllms_own_tokens_at_every_block_size(vllm: VllmVenv, tmp_
     (stock,) = vllm.stock([run(vllm, "smollm2", 24)], tmp_path)
     ours = vllm.ours([run(vllm, "smollm2", 24, block_size=size) for size in (STOCK_BLOCK, 16, 128)], tmp_path)
     assert_equal(ours, stock)
-    # The longest common beginning has 40 tokens, and whole blocks are found again.
+    # The longest common prefix has 40 tokens, and whole blocks are found again.
     assert [all(answer.cached[1]) for answer in ours] == [True, True, False]
 
 
@@ -88,7 +88,7 @@ def test_two_ranks_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> Non
 
 @pytest.mark.nightly
 def test_two_ranks_that_share_contexts_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> None:
-    """Each has every other token of a sequence's KV. vLLM has no slots for that on a CPU: vllm_cpu_ranks has."""
+    """Each rank has every other token of a sequence's KV. vLLM has no such slots on a CPU; vllm_cpu_ranks adds them."""
     (stock,) = vllm.stock([run(vllm, "vllm_llama", 24)], tmp_path)
     shared = run(vllm, "vllm_llama", 24, tensor_parallel_size=2, decode_context_parallel_size=2)
     assert_equal(vllm.ours([shared], tmp_path), stock)
@@ -106,7 +106,7 @@ def test_latent_attention_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path)
 @pytest.mark.nightly
 @pytest.mark.parametrize("release", ["0.26.0", "0.33.0"])
 def test_the_oldest_and_the_newest_release_give_the_same_tokens(release: str, vllm: VllmVenv, tmp_path: Path) -> None:
-    """Their Python, over the compiled part of the newest wheel for CPUs; they ask for KV caches in different ways."""
+    """The releases' Python runs over the newest CPU wheel's compiled part; they ask for KV caches in different ways."""
     (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
     fault = run(vllm, "gemma3", fault="wrong_slot", block_size=16)
     ours, reported = vllm.ours([run(vllm, "gemma3"), fault], tmp_path, release=release)
@@ -130,7 +130,7 @@ def test_verified_drafts_give_the_tokens_of_single_steps(vllm: VllmVenv, tmp_pat
 def test_eagles_drafts_give_vllms_own_tokens_and_faults_in_its_steps_are_reported(
     vllm: VllmVenv, tmp_path: Path
 ) -> None:
-    """A head with attention of its own drafts three tokens a step, in a KV cache that it shares with the model's."""
+    """A head with attention of its own drafts three tokens per step, in a KV cache that it shares with the model."""
     drafts = {"method": "eagle", "model": str(vllm_model("eagle", vllm.folder)), "num_speculative_tokens": 3}
     asked = [run(vllm, "vllm_llama", 24), run(vllm, "vllm_llama", 24, speculative_config=drafts)]
     stock, stock_drafted = vllm.stock(asked, tmp_path)
@@ -151,7 +151,7 @@ def test_eagles_drafts_give_vllms_own_tokens_and_faults_in_its_steps_are_reporte
 def test_sparse_attention_gives_our_runners_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
     """vLLM refuses sparse layers on a CPU, so vllm_cpu_sparse chooses keys in its indexer's place.
 
-    Plain positions are turned in torch: vLLM's kernel for a CPU is wrong for queries of three dimensions.
+    Torch rotates plain positions: vLLM's CPU kernel is wrong for queries of three dimensions.
     """
     args: dict[str, Any] = {"attention_backend": "ROCM_ATTN_RT_MLA_SPARSE", "max_num_batched_tokens": 512}
     in_torch = {"custom_ops": ["-rotary_embedding"]}
@@ -162,7 +162,7 @@ def test_sparse_attention_gives_our_runners_tokens(vllm: VllmVenv, tmp_path: Pat
 
 
 def _texts_of_our_runner(folder: Path, new_tokens: int) -> list[list[list[int]]]:
-    """What our own runner answers to the prompts of run()."""
+    """Returns our own runner's answers to the prompts of run()."""
     loaded = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
     engine = Engine(loaded, EngineOptions(max_batch_size=16, max_kv_len=256, page_size=16))
     return [

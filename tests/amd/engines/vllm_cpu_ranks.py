@@ -1,4 +1,4 @@
-"""Slots of tokens where ranks share contexts, on a CPU, where vLLM has none: a plug-in for each of its processes."""
+"""Slots of tokens for ranks that share contexts on a CPU, where vLLM has none: a plug-in for each of its processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _SLOTS = "compute_slot_mapping"
 
 
 def register() -> None:
-    """Put them in the place of vLLM's, which still serves ranks that share nothing."""
+    """Replaces vLLM's slots, which still serve ranks that share nothing."""
     from vllm.v1.worker.block_table import BlockTable
 
     of_one_rank = getattr(BlockTable, _SLOTS)
 
     def slots(self: Any, *given: Any, **named: Any) -> None:
-        if getattr(self, "dcp_world_size", 1) == 1:  # whatever a release calls it with
+        if getattr(self, "dcp_world_size", 1) == 1:  # with whatever arguments a release calls it
             of_one_rank(self, *given, **named)
         else:
             num_reqs, starts, positions = given
@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def slots_of_rank(table: Any, starts: list[int], positions: list[int]) -> None:
-    """Write the slot of each token that this rank keeps, -1 of the others. table: a BlockTable of vLLM's"""
+    """Writes the slot of each token that this rank keeps, and -1 for the others. table: a BlockTable of vLLM's"""
     block, ranks, stretch = table.block_size, table.dcp_world_size, table.cp_kv_cache_interleave_size
     table.slot_mapping.gpu.fill_(-1)
     for seq, (first, end) in enumerate(pairwise(starts)):

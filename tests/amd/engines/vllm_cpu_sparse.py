@@ -1,7 +1,7 @@
 """vLLM's indexer on a CPU, in torch: there vLLM refuses sparse layers, and has no kernel that chooses their keys.
 
-Each part is named and called as vLLM does (model_executor/layers/sparse_attn_indexer.py), and written by what it is
-for. Index keys are kept as they are, at the slots of vLLM's own cache of them, which would keep them in eight bits.
+Each part is named and called as vLLM does (model_executor/layers/sparse_attn_indexer.py), and written from its purpose.
+Index keys are kept unrounded, at the slots of vLLM's own cache of them, which would keep them in 8 bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GET_BACKEND, _FORWARD, _BUILDER, _BLOCKS, _ROUND, _STREAM, _EVENT = (
 
 
 def give_indexer() -> None:
-    """Let vLLM's platform take sparse layers, for the backend that is asked for, and choose keys in torch."""
+    """Makes vLLM's platform accept sparse layers for the requested backend, and chooses keys in torch."""
     from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
     from vllm.model_executor.models import deepseek_v2
     from vllm.platforms.cpu import CpuPlatform
@@ -42,12 +42,12 @@ def give_indexer() -> None:
     setattr(DeepseekV32IndexerBackend, _BUILDER, staticmethod(_builder))
     setattr(DeepseekV32IndexerBackend, _BLOCKS, staticmethod(lambda kv_cache_spec=None: [16]))
     setattr(deepseek_v2, _ROUND, _as_they_are)
-    for name in (_STREAM, _EVENT):  # for kernels that run beside others
+    for name in (_STREAM, _EVENT):  # for kernels that run next to others
         setattr(index_group, name, lambda *_: None)
 
 
 def _as_they_are(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """Queries that are not rounded to eight bits, and their factors."""
+    """Returns queries that are not rounded to 8 bits, and their scales."""
     return q, q.new_ones(q.shape[0], 1)
 
 
@@ -55,7 +55,7 @@ def _builder() -> type:
     from vllm.v1.attention.backend import AttentionMetadataBuilder
 
     class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
-        """Hands on what the runner says of a step."""
+        """Passes on the runner's description of a step."""
 
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
@@ -67,7 +67,7 @@ def _builder() -> type:
 
 
 def choose(self: Any, hidden_states: Tensor, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Keep a step's index keys, and write the places of the likeliest for each token, best first, -1 after them."""
+    """Keeps a step's index keys, and writes the places of the best keys for each token, best first, then -1."""
     from vllm.forward_context import get_forward_context
 
     metadata = get_forward_context().attn_metadata

@@ -1,10 +1,10 @@
-"""vLLM's whole engine on a GPU: our backend's text beside that of vLLM's own, in eager steps and in full graphs.
+"""vLLM's whole engine on a GPU: our backend's text next to that of vLLM's own, in eager steps and in full graphs.
 
     python -m tests.amd.engines.vllm_gpu FOLDER [GROUP...]
 
-FOLDER: keeps models, and of each engine what vLLM has logged. Each engine has a process of its own, as vLLM keeps one
-memory pool for all graphs of a process; all run at once. vLLM is that of the interpreter, and our plug-in is installed.
-A line is printed for each engine, and the program fails where a text differs or a fault is not told.
+FOLDER: keeps models, and vLLM's log of each engine. Each engine has a process of its own, because vLLM keeps one memory
+pool for all graphs of a process; all run at once. vLLM is that of the interpreter, and our plug-in is installed. The
+program prints a line for each engine, and fails if a text differs or a fault is not reported.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _SIZES = (4, 8, 16, 32, 48)
 
 @dataclass(frozen=True)
 class Engines:
-    """What a group runs. runs: name -> run; the first one is what the texts of others are compared with
+    """The runs of a group.
 
-    settings: of the environment of all but the first one
-    exact:    whether texts must be equal; those of two-byte dtypes are counted
+    runs:     name -> run; the texts of the others are compared with the first one's
+    settings: environment of all but the first one
+    exact:    true if texts must be equal; with two-byte dtypes only the equal ones are counted
     """
 
     runs: Mapping[str, Run]
@@ -43,7 +44,7 @@ class Engines:
 
 
 def in_mode(mode: str) -> dict[str, Any]:
-    """Arguments of vllm.LLM for eager steps, or for full graphs of vLLM's mode."""
+    """Returns arguments of vllm.LLM for eager steps, or for full graphs of vLLM's mode."""
     if mode == "eager":
         return {}
     graphs = {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": list(_SIZES)}
@@ -51,7 +52,7 @@ def in_mode(mode: str) -> dict[str, Any]:
 
 
 def run(folder: Path, backend: str, mode: str = "eager", fault: str = "", **more: Any) -> Run:
-    """An engine over a model's folder."""
+    """Returns the run of an engine over a model's folder."""
     args = {
         "model": str(folder),
         "attention_backend": backend,
@@ -81,13 +82,13 @@ def gemma3(cache: Path) -> Engines:
 
 
 def faults(cache: Path) -> Engines:
-    """In the fifth step, which decodes."""
+    """Returns runs with a fault in the fifth step, which decodes."""
     folder = model("gemma3", cache)
     return Engines({name: run(folder, "CUSTOM", "FULL_DECODE_ONLY", name) for name in (*FAULTS, *GRAPH_FAULTS)})
 
 
 def latent(cache: Path) -> Engines:
-    """Prompts by FlashAttention, which vLLM has in two bytes alone."""
+    """Returns runs whose prompts use FlashAttention, which vLLM has only in two bytes."""
     folder, name = model("deepseek_wide", cache), "TRITON_MLA"
     modes = ("eager", "FULL_DECODE_ONLY")
     ours = {mode: run(folder, name, mode, dtype="bfloat16") for mode in modes}
@@ -96,7 +97,7 @@ def latent(cache: Path) -> Engines:
 
 
 def ranks(cache: Path) -> Engines:
-    """Two GPUs: heads shared out, and contexts."""
+    """Returns runs on two GPUs that share out heads, and contexts."""
     folder = vllm_model("llama", cache)
     two: dict[str, Any] = {"tensor_parallel_size": 2}
     runs = {
@@ -109,7 +110,7 @@ def ranks(cache: Path) -> Engines:
 
 
 def latent_ranks(cache: Path) -> Engines:
-    """Two GPUs that share the contexts of latent layers, whose prompts vLLM gathers itself."""
+    """Returns runs on two GPUs that share the contexts of latent layers, whose prompts vLLM gathers itself."""
     folder, name = model("deepseek_wide", cache), "TRITON_MLA"
     two: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
     runs = {
@@ -132,7 +133,7 @@ class Process:
     def __init__(self, scratch: Path, asked: Run, more: Mapping[str, str]) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
         self.asked, self._log, self._answers = asked, scratch / "log", scratch / "answers.json"
-        # Of a run before, in the same folder.
+        # An earlier run may have left answers in the same folder.
         self._answers.unlink(missing_ok=True)
         request = scratch / "request.json"
         request.write_text(json.dumps([asdict(asked)]))
@@ -142,7 +143,7 @@ class Process:
             "VLLM_CACHE_ROOT": str(scratch),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            # TRITON_ATTN multiplies float32 numbers in TF32 else, and then other tokens come.
+            # Otherwise TRITON_ATTN multiplies float32 numbers in TF32, which changes tokens.
             "TRITON_F32_DEFAULT": "ieee",
             **more,
         }
@@ -151,7 +152,7 @@ class Process:
             self._process = subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log)
 
     def answer(self) -> Answer | None:
-        """What came of it, when it has ended; None: it failed."""
+        """Waits for its end and returns its answer, or None if it failed."""
         self._process.wait()
         if not self._answers.is_file():
             return None
@@ -159,12 +160,12 @@ class Process:
         return Answer(**answer)
 
     def said(self) -> str:
-        """The end of its log."""
+        """Returns the end of its log."""
         return self._log.read_text()[-3000:]
 
 
 def main(folder: Path, groups: Sequence[str]) -> int:
-    """Run groups, print what came of them, and return how many engines were wrong."""
+    """Runs groups, prints their results, and returns the number of engines that were wrong."""
     asked = {name: GROUPS[name](folder) for name in groups}
     processes = {
         name: {
@@ -177,7 +178,7 @@ def main(folder: Path, groups: Sequence[str]) -> int:
 
 
 def compared(group: str, engines: Mapping[str, Process], exact: bool) -> int:
-    """Print a line for each engine of a group, and return how many were wrong."""
+    """Prints a line for each engine of a group, and returns the number of wrong ones."""
     wrong, first = 0, next(iter(engines.values())).answer()
     for name, process in engines.items():
         answer = process.answer()
@@ -205,7 +206,7 @@ def compared(group: str, engines: Mapping[str, Process], exact: bool) -> int:
 
 
 def starting_alike(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens of a text before the first that differs."""
+    """Returns the number of a text's tokens before the first difference."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""Models that vLLM alone loads here: a Llama with what drafts for it, and a DeepSeek with indexers."""
+"""Models that only vLLM loads here: a Llama with heads that draft for it, and a DeepSeek with indexers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.amd.engines.models import LATENT_64, SMALL_DEEPSEEK, VOCABULARY, write, write_random, written_once
 
-# Of the small Llama and of its EAGLE head.
+# Shared by the small Llama and its EAGLE head.
 _LLAMA: Mapping[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -32,14 +32,14 @@ _LLAMA: Mapping[str, Any] = {
 
 
 def vllm_model(name: str, cache: Path) -> Path:
-    """The folder of one of the models below, written if it is not there yet."""
+    """Returns the folder of one of the models below, after writing it if necessary."""
     return written_once(f"vllm_{name}", _MODELS[name], cache)
 
 
 def write_llama(folder: Path) -> None:
-    """A small Llama whose next token is likely one that belongs to its last, as its layers turn it.
+    """Writes a small Llama whose next token is most likely a fixed successor of its last one, which its layers modify.
 
-    One KV head, so that two ranks share it.
+    It has one KV head, so that two ranks share it.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,7 +54,7 @@ def write_llama(folder: Path) -> None:
 
 
 def write_eagle(folder: Path) -> None:
-    """An EAGLE head of the small Llama: the first layer of its own, over embeddings. Some of its drafts are right."""
+    """Writes an EAGLE head of the small Llama: its own first layer over embeddings. Some of its drafts are right."""
     with tempfile.TemporaryDirectory() as target:
         write_llama(Path(target))
         weights = weights_of(Path(target))
@@ -67,19 +67,19 @@ def write_eagle(folder: Path) -> None:
 
 
 def write_sparse(folder: Path) -> None:
-    """A DeepSeek V3.2 of three dense layers, which attend to 24 tokens that their indexers choose."""
+    """Writes a DeepSeek V3.2 of three dense layers, which attend to 24 tokens that their indexers choose."""
     _write_sparse(folder, LATENT_64)
 
 
 def write_sparse_plain(folder: Path) -> None:
-    """The same with positions that are not scaled, as GLM-5 has them."""
+    """Writes the same model with positions that are not scaled, as in GLM-5."""
     _write_sparse(folder, {**LATENT_64, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
 
 
 def _write_sparse(folder: Path, latent: Mapping[str, Any]) -> None:
     from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
-    make: Any = DeepseekV32Config  # vLLM alone knows all of the names
+    make: Any = DeepseekV32Config  # only vLLM knows all of the names
     config = make(
         **SMALL_DEEPSEEK,
         **latent,
@@ -94,7 +94,7 @@ def _write_sparse(folder: Path, latent: Mapping[str, Any]) -> None:
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
-    """A folder's tensors by name."""
+    """Returns a folder's tensors by name."""
     found: dict[str, Tensor] = load_file(folder / "model.safetensors")
     return found
 

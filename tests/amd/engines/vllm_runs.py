@@ -1,7 +1,7 @@
 """Runs of vllm_text in vLLM's own virtual environment, which ENGINE_VENVS names: FOLDER/vllm.
 
-`bash scripts/engine_venv.sh vllm` makes it. What vLLM's own backend answers is kept beside it for the next time, as it
-does not depend on this project.
+`bash scripts/engine_venv.sh vllm` makes it. The answers of vLLM's own backend do not depend on this project, and are
+kept next to it for the next time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.amd.engines.serving import (
 )
 from tests.amd.engines.vllm_text import Answer, Run
 
-# The environment's.
+# The release in the environment.
 VLLM = "0.32.0"
 _ENTRY_POINTS = (
     "[vllm.general_plugins]\n"
@@ -33,7 +33,7 @@ _ENTRY_POINTS = (
 
 
 class VllmVenv:
-    """A virtual environment with vLLM, and a folder for what is made once. plugin: with our package's metadata"""
+    """A virtual environment with vLLM, and a folder for files made once. plugin: with our package's metadata"""
 
     def __init__(self, folder: Path, plugin: Path) -> None:
         self.folder, self.plugin = folder, plugin
@@ -43,9 +43,9 @@ class VllmVenv:
         return python_of(self.folder, "vllm")
 
     def ours(self, runs: Sequence[Run], scratch: Path, *, release: str = VLLM) -> list[Answer]:
-        """What our backend answers, in the place of vLLM's own ones.
+        """Returns the answers of our backend, in the place of vLLM's own ones.
 
-        release: of another one than the environment's vLLM runs the Python, over the compiled part of this one
+        release: the Python of another release than the environment's runs over this one's compiled part
         """
         settings = {"ROCM_ATTN_TAKE_BACKENDS": "CPU_ATTN,CPU_MLA"}
         if release != VLLM:
@@ -60,7 +60,7 @@ class VllmVenv:
         return answers
 
     def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
-        """What vLLM's own backends answer."""
+        """Returns the answers of vLLM's own backends."""
 
         def stock_answers() -> list[dict[str, Any]]:
             answers, said = self._answers(runs, scratch, {"ROCM_ATTN_DISABLE_PLUGINS": "vllm"})
@@ -71,17 +71,17 @@ class VllmVenv:
         return [Answer(**each) for each in kept_answers(self.folder, asked, stock_answers)]
 
     def _words(self, run: Run) -> dict[str, Any]:
-        """A run with its models' names in place of their folders, which may lie elsewhere the next time."""
+        """Returns a run with its models' names in place of their folders, which may be elsewhere the next time."""
         args = {**run.args, "model": Path(run.args["model"]).name}
         if drafts := args.get("speculative_config", {}).get("model"):
             args["speculative_config"] = {**args["speculative_config"], "model": Path(drafts).name}
         return {**vars(run), "args": args}
 
     def _answers(self, runs: Sequence[Run], scratch: Path, settings: dict[str, str]) -> tuple[list[Answer], str]:
-        """What is answered, and all that vLLM has logged."""
+        """Returns the answers, and all that vLLM has logged."""
         request, out = scratch / "request.json", scratch / "answers.json"
         request.write_text(json.dumps([vars(run) for run in runs]))
-        # Each of two ranks on a core of its own: vLLM finds no place for them else.
+        # Two ranks get one core each: otherwise vLLM finds no place for them.
         ranks = max(run.args.get("tensor_parallel_size", 1) for run in runs)
         environment = {
             **environment_without_settings(),
@@ -103,7 +103,7 @@ class VllmVenv:
 
 
 def vllm_venv(plugin: Path) -> VllmVenv:
-    """The environment, or a skip that says what to do.
+    """Returns the environment, or skips the test with a message that says what to do.
 
     plugin: an empty folder, which receives the metadata that an installation of this checkout has
     """

@@ -2,8 +2,8 @@
 
     python -m tests.amd.engines.vllm_text REQUEST OUT
 
-REQUEST: JSON, a list of the fields of Run; OUT: receives JSON, a list of the fields of Answer. The environment says
-which backend serves: vLLM finds our plug-in where the package's metadata is on the path.
+REQUEST: JSON, a list of the fields of Run; OUT: receives JSON, a list of the fields of Answer. The environment
+determines which backend serves: vLLM finds our plug-in if the package's metadata is on the path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 class Run:
     """One engine. args: of vllm.LLM; rounds: prompts of calls, one after the other; new_tokens: of each prompt
 
-    fault: a key of FAULTS or GRAPH_FAULTS, what is done to the engine's fifth step; empty: nothing
+    fault: a key of FAULTS or GRAPH_FAULTS, applied to the engine's fifth step; empty: none
     """
 
     args: dict[str, Any]
@@ -33,13 +33,13 @@ class Run:
 
 @dataclass
 class Answer:
-    """tokens: of each prompt of each round; cached: tokens of its prompt that the prefix cache gave
+    """tokens: of each prompt of each round; cached: tokens of its prompt from the prefix cache
 
-    steps:       of the engine, in all rounds; fewer where drafts were accepted
+    steps:       of the engine, in all rounds; fewer if drafts were accepted
 
-    said:        what was raised, after a fault
+    said:        text of the error raised after a fault
     faulty_step: the number that our attention has given to the faulty step, captures included; -1: it was not begun
-    steps_later: steps that were begun after the faulty one and before it was raised; -1: it was not begun itself
+    steps_later: steps that were begun after the faulty one and before the error; -1: the faulty one was not begun
     """
 
     tokens: list[list[list[int]]] = field(default_factory=list)
@@ -51,33 +51,33 @@ class Answer:
 
 
 def written(tensor: Any) -> Any:
-    """What a fault writes to: on a GPU the tensor itself, which graphs read and vLLM writes anew in each step."""
+    """Returns the tensor that a fault writes to: on a GPU the original, which graphs read and vLLM rewrites."""
     return tensor if tensor.device.type == "cuda" else tensor.clone()
 
 
 def wrong_slot(common: Any) -> Any:
-    """The first new token goes where the second sequence's goes, or a page further."""
+    """Sends the first new token to the second sequence's slot, or a page further."""
     slots = written(common.slot_mapping)
     slots[0] = slots[1] if len(slots) > 1 else slots[0] + 16
     return replaced(common, slot_mapping=slots)
 
 
 def lost_table(common: Any) -> Any:
-    """The first sequence's line of the block table is that of a sequence that has ended: null blocks."""
+    """Gives the first sequence the block table line of a sequence that has ended: null blocks."""
     table = written(common.block_table_tensor)
     table[0] = 0
     return replaced(common, block_table_tensor=table)
 
 
 def stale_length(common: Any) -> Any:
-    """The first sequence's length is that of one which had many more tokens, past the blocks that it has."""
+    """Gives the first sequence the length of one with many more tokens, past the blocks that it has."""
     lengths = common.seq_lens.clone()
     lengths[0] += 64
     return replaced(common, seq_lens=lengths)
 
 
 def evicted_window(common: Any) -> Any:
-    """The blocks that the first sequence's window still sees are given back one too many."""
+    """Frees the first sequence's blocks up to one that its window still sees."""
     table, first = written(common.block_table_tensor), int(common.seq_lens[0]) - 2
     table[0, : 1 + first // 16] = 0
     return replaced(common, block_table_tensor=table)
@@ -88,7 +88,7 @@ def replaced(common: Any, **values: Any) -> Any:
 
 
 def stale_pad(common: Any) -> Any:
-    """A pad of a graph has the length of a sequence that was there in an earlier step."""
+    """Gives a pad of a graph the length of a sequence of an earlier step."""
     lengths, last = common.seq_lens.clone(), common.num_reqs - 1
     assert not int(lengths[last]), "the step has no pad"
     lengths[last] = 33
@@ -96,21 +96,21 @@ def stale_pad(common: Any) -> Any:
 
 
 def moved_table(common: Any) -> Any:
-    """The block table lies elsewhere than where graphs read it."""
+    """Moves the block table away from the address that graphs read."""
     return replaced(common, block_table_tensor=common.block_table_tensor.clone())
 
 
 FAULTS: dict[str, Callable[[Any], Any]] = {
     each.__name__: each for each in (wrong_slot, lost_table, stale_length, evicted_window)
 }
-# Of captured steps alone.
+# Faults in captured steps only.
 GRAPH_FAULTS: dict[str, Callable[[Any], Any]] = {each.__name__: each for each in (stale_pad, moved_table)}
 _FAULTY_STEP = 5
 _BEGIN, _STEP = "begin", "step"
 
 
 class Planted:
-    """Does a fault to the fifth step that a group begins, and counts those that follow."""
+    """Applies a fault to the fifth step that a group begins, and counts the steps after it."""
 
     def __init__(self, fault: str) -> None:
         from rocm_attn.integrations.vllm import group
@@ -134,7 +134,7 @@ class Planted:
 
     @property
     def steps_later(self) -> int:
-        """Steps between the faulty one and the one that was not begun."""
+        """Number of steps between the faulty one and the one that was not begun."""
         return max(self.begun.values()) - _FAULTY_STEP - 1
 
     def undo(self) -> None:
@@ -143,7 +143,7 @@ class Planted:
 
 @contextmanager
 def counted_steps(found: Answer) -> Iterator[None]:
-    """Count the steps of engines. Nothing of an engine is held, which would keep it from ending."""
+    """Counts the steps of engines. It keeps no reference to an engine, which would prevent its end."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     step = LLMEngine.step

@@ -1,1 +1,1 @@
-"""An engine that owns pages, tables, slots and graphs, and what is done to it."""
+"""An engine that owns pages, tables, slots and graphs, and attacks on it."""

@@ -10,5 +10,5 @@ import torch
 
 @pytest.fixture(scope="session")
 def provider(device: torch.device) -> str:
-    """What engines ask for."""
+    """Returns the provider that engines ask for."""
     return "triton" if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1" else "torch"

@@ -1,8 +1,7 @@
-"""Engines by the conventions of SGLang, vLLM and FlashInfer: each owns pages, tables, lengths, slots and graphs.
+"""Engines with the conventions of SGLang, vLLM and FlashInfer: each owns pages, tables, lengths, slots and graphs.
 
-An engine keeps in NumPy what it has stored, and compares every row of every step with the oracle's. Pages start
-as NaN, and go back to NaN when they are given up, unless a test says that they hold something else; what pads hold of
-q, k and v is NaN.
+An engine keeps its stored rows in NumPy, and compares every row of every step with the reference. Pages start as NaN,
+and return to NaN when they are freed, unless a test fills them otherwise; q, k and v of pads are NaN.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ TOLERANCE = 2e-5
 
 @dataclass
 class Request:
-    """A request, as its engine knows it. pages: space -> page of each page_no, 0 where it was given back"""
+    """A request, as its engine knows it. pages: space -> page of each page_no, 0 if it was freed"""
 
     row: int
     kv_len: int = 0
@@ -46,7 +45,7 @@ class Request:
 
 @dataclass
 class Tensors:
-    """What a step is given for one layer, and for all: q, k, v per layer."""
+    """The tensors of a step: q, k, v per layer."""
 
     q: list[Tensor]
     k: list[Tensor]
@@ -54,11 +53,11 @@ class Tensors:
 
 
 def leave_alone(kv_len: Tensor, slots: Tensor) -> None:
-    """Nothing goes wrong."""
+    """Changes nothing."""
 
 
 class Engine(ABC):
-    """What all of them do. windows: of each layer, -1 for none."""
+    """The common part of all engines. windows: of each layer, -1 for none"""
 
     null_page = True
     first_page = 1
@@ -116,44 +115,44 @@ class Engine(ABC):
 
     @abstractmethod
     def new_pages(self) -> tuple[Tensor, Tensor]:
-        """K and V pages of a layer, as [pages, page_size, kv_heads, dim]."""
+        """Returns K and V pages of a layer, as [pages, page_size, kv_heads, dim]."""
 
     @abstractmethod
     def make_tables(self) -> None:
-        """Allocate what sources() names."""
+        """Allocates the tables that sources() names."""
 
     @abstractmethod
     def sources(self) -> Mapping[Space, Source]:
-        """The tables."""
+        """Returns the tables."""
 
     @abstractmethod
     def put_pages(self, request: Request) -> None:
-        """Write a request's pages to the tables."""
+        """Writes a request's pages to the tables."""
 
     @abstractmethod
     def slots_of(self, requests: Sequence[Request], new: Sequence[int]) -> list[int] | None:
-        """The slot of each new token; None where steps give none."""
+        """Returns the slot of each new token, or None if steps give none."""
 
     def options(self) -> dict[str, Any]:
-        """Of ExternalOptions, besides those that a test gives."""
+        """Returns fields of ExternalOptions in addition to those that a test gives."""
         return {}
 
     def features(self) -> dict[str, Any]:
-        """Of the layers' problems."""
+        """Returns additional fields of the layers' problems."""
         return {}
 
     @abstractmethod
     def start_step(self, requests: Sequence[Request], new: Sequence[int]) -> None:
-        """What the engine does before a step, besides what put_pages() has done."""
+        """Prepares a step, in addition to put_pages()."""
 
     def admit(self) -> Request:
-        """A request without tokens, in a row of its own."""
+        """Adds a request without tokens, in a row of its own."""
         row = next(row for row in itertools.count(1) if row not in self.requests)
         request = self.requests[row] = Request(row, pages={space: [] for space in self.free})
         return request
 
     def free_request(self, request: Request) -> None:
-        """Give its pages back, and forget what they held."""
+        """Frees the request's pages, and clears their contents."""
         for space in self.free:
             self.give_back(request, space, len(request.pages[space]))
             request.pages[space].clear()
@@ -162,14 +161,14 @@ class Engine(ABC):
             self.stored.pop((layer, request.row), None)
 
     def reserve(self, request: Request, kv_len: int) -> None:
-        """Pages for so many tokens."""
+        """Allocates pages for `kv_len` tokens."""
         for space, pages in request.pages.items():
             while len(pages) * self.page_size < kv_len:
                 pages.append(self.free[space].pop())
         self.put_pages(request)
 
     def give_back(self, request: Request, space: Space, first: int) -> None:
-        """The pages before page_no `first` are free for others, and NaN until then."""
+        """Frees the pages before page_no `first`. They are NaN until another request takes them."""
         pages = request.pages[space]
         for page_no in range(min(first, len(pages))):
             page = pages[page_no]
@@ -182,7 +181,7 @@ class Engine(ABC):
                 pages[page_no] = 0
 
     def evict(self, request: Request, kept: int) -> None:
-        """Give back, in spaces of layers with a window, pages before the token `kept`."""
+        """Frees the pages before the token `kept`, in spaces of layers with a window."""
         for space in self.free:
             if all(window >= 0 for window, its in zip(self.windows, self.spaces, strict=True) if its == space):
                 self.give_back(request, space, kept // self.page_size)
@@ -192,7 +191,7 @@ class Engine(ABC):
         return torch.from_numpy(self.random.standard_normal(shape)).float().to(self.device)
 
     def tensors(self, num_tokens: int, padded: int) -> Tensors:
-        """New q, k and v for each layer; NaN in padded rows."""
+        """Returns new q, k and v for each layer; NaN in padded rows."""
 
         def rows(heads: int, dim: int) -> Tensor:
             values = self.random_rows(padded, heads, dim)
@@ -212,17 +211,17 @@ class Engine(ABC):
     def lengths(
         self, requests: Sequence[Request], new: Sequence[int], padded: int
     ) -> tuple[int, Tensor, OneEach | Lengths | Boundaries, Tensor | None]:
-        """num_seqs, kv_len, q and rows as the engine gives them, with its own pads."""
+        """Returns num_seqs, kv_len, q and rows in the engine's form, with its own pads."""
         kv_len = [request.kv_len + q for request, q in zip(requests, new, strict=True)]
         rows = [request.row for request in requests]
         return len(requests), self.ints(kv_len, torch.int64), self.new_tokens(new, padded), self.ints(rows, torch.int64)
 
     def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | Lengths | Boundaries:
-        """q as the engine gives it."""
+        """Returns q in the engine's form."""
         return ONE_EACH if set(new) == {1} else Lengths(self.ints(new))
 
     def slot_tensor(self, slots: Sequence[int], padded: int) -> Tensor:
-        """Slots, and the engine's own value for pads."""
+        """Returns slots, with the engine's own value for pads."""
         return self.ints([*slots, *[0] * (padded - len(slots))], torch.int64)
 
     def run(
@@ -233,7 +232,7 @@ class Engine(ABC):
         pads: int = 0,
         corrupt: Callable[[Tensor, Tensor], None] = leave_alone,
     ) -> None:
-        """An eager step, padded by so many sequences and tokens; compared with the oracle."""
+        """Runs an eager step with `pads` padding sequences and tokens, and compares it with the reference."""
         self.compare(requests, new, *self.run_unseen(requests, new, pads=pads, corrupt=corrupt))
 
     def run_unseen(
@@ -244,7 +243,7 @@ class Engine(ABC):
         pads: int = 0,
         corrupt: Callable[[Tensor, Tensor], None] = leave_alone,
     ) -> tuple[Tensors, list[Tensor]]:
-        """As run(), without a look at the results. corrupt: given the engine's lengths and slots before the step"""
+        """Like run(), but without checks of the results. corrupt: gets the step's lengths and slots before it"""
         for request, count in zip(requests, new, strict=True):
             self.reserve(request, request.kv_len + count)
         self.start_step(requests, new)
@@ -273,11 +272,11 @@ class Engine(ABC):
         return given, outs
 
     def calls(self) -> LayerCalls:
-        """What its model calls."""
+        """Returns the object that its model calls."""
         return self.attention.layers
 
     def forward(self, given: Tensors) -> list[Tensor]:
-        """Store and attend in every layer."""
+        """Stores and attends in every layer."""
         outs = []
         for layer in range(len(self.windows)):
             out = torch.full_like(given.q[layer][:, :, :1].expand(-1, -1, V_DIM), 7.0)
@@ -287,7 +286,7 @@ class Engine(ABC):
         return outs
 
     def keep(self, requests: Sequence[Request], new: Sequence[int], given: Tensors) -> None:
-        """Remember what was stored, and how long the requests are."""
+        """Records the rows that were stored, and the new lengths of the requests."""
         for layer in range(len(self.windows)):
             first = 0
             for request, count in zip(requests, new, strict=True):
@@ -301,7 +300,7 @@ class Engine(ABC):
             request.kv_len += count
 
     def compare(self, requests: Sequence[Request], new: Sequence[int], given: Tensors, outs: Sequence[Tensor]) -> None:
-        """Every row is the oracle's, and padded rows are 0."""
+        """Checks that every row equals the reference's, and that padded rows are 0."""
         for layer, window in enumerate(self.windows):
             first = 0
             for request, count in zip(requests, new, strict=True):
@@ -313,7 +312,7 @@ class Engine(ABC):
             assert (outs[layer][first:] == 0).all(), f"padded rows of layer {layer} are not 0"
 
     def capture(self, bucket: int, width: int = 1) -> Replay:
-        """A graph of steps of up to `bucket` sequences with `width` new tokens each, in buffers of its own."""
+        """Captures a graph of steps of up to `bucket` sequences with `width` new tokens each, in buffers of its own."""
         return Replay(self, bucket, width)
 
 
@@ -365,12 +364,12 @@ class Replay:
             self.rows,
             min_q_len=self.width,
             max_q_len=self.width,
-            max_kv_len=1,  # not looked at: the graph serves any length
+            max_kv_len=1,  # ignored: the graph serves any length
             captured=True,
         )
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Replay for these requests, and compare with the oracle."""
+        """Replays the graph for these requests, and compares with the reference."""
         engine, new = self.engine, [self.width] * len(requests)
         for request in requests:
             engine.reserve(request, request.kv_len + self.width)
@@ -395,7 +394,10 @@ class Replay:
 
 
 class SGLang(Engine):
-    """A table of slots, row 0 reserved; layers with a window in a pool of their own, by a map; pads go to slot 0."""
+    """An engine with a table of slots, whose row 0 is reserved.
+
+    Layers with a window have a pool of their own, reached by a map. Pads go to slot 0.
+    """
 
     def new_pages(self) -> tuple[Tensor, Tensor]:
         k, v = (
@@ -406,7 +408,7 @@ class SGLang(Engine):
 
     def make_tables(self) -> None:
         self.req_to_token = torch.zeros(NUM_REQUESTS + 1, ROOM, dtype=torch.int32, device=self.device)
-        # The last entry is what an index of -1 would find.
+        # An index of -1 would read the last entry.
         self.to_swa = torch.zeros(self.num_pages * self.page_size + 1, dtype=torch.int64, device=self.device)
         self.to_swa[-1] = -1
 
@@ -433,11 +435,14 @@ class SGLang(Engine):
         ]
 
     def start_step(self, requests: Sequence[Request], new: Sequence[int]) -> None:
-        """Rows are those of the requests."""
+        """Does nothing: rows are those of the requests."""
 
 
 class VLLM(Engine):
-    """A block table for each KV cache group, in the batch's order; K and V packed in a page; pads: no KV, slot -1."""
+    """An engine with a block table per KV cache group, in the batch's order.
+
+    K and V are packed in a page. Pads have no KV and slot -1.
+    """
 
     def new_pages(self) -> tuple[Tensor, Tensor]:
         packed = torch.full((self.num_pages, KV_HEADS, self.page_size, DIM + V_DIM), self.empty, device=self.device)
@@ -455,7 +460,7 @@ class VLLM(Engine):
         return {space: TableSource(table) for space, table in self.block_tables.items()}
 
     def put_pages(self, request: Request) -> None:
-        """Rows are those of the batch."""
+        """Does nothing: rows are those of the batch."""
 
     def start_step(self, requests: Sequence[Request], new: Sequence[int]) -> None:
         for space, table in self.block_tables.items():
@@ -490,7 +495,7 @@ class VLLM(Engine):
 
 
 class FlashInfer(Engine):
-    """Lists of pages, of which page 0 is one like others; K and V beside each other in a page."""
+    """An engine with lists of pages, in which page 0 is a normal page. K and V are next to each other in a page."""
 
     null_page = False
     first_page = 0
@@ -507,7 +512,7 @@ class FlashInfer(Engine):
         return {Space.FULL: CsrSource(self.indptr, self.indices)}
 
     def put_pages(self, request: Request) -> None:
-        """Rows are those of the batch."""
+        """Does nothing: rows are those of the batch."""
 
     def start_step(self, requests: Sequence[Request], new: Sequence[int]) -> None:
         ends = [*itertools.accumulate((len(request.pages[Space.FULL]) for request in requests), initial=0)]

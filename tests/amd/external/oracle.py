@@ -1,4 +1,4 @@
-"""What attention must give, in NumPy and float64: one token and one query head after the other.
+"""Reference attention in NumPy and float64: one token and one query head after the other.
 
 It shares no code with the project.
 """
@@ -21,7 +21,7 @@ def attention(
     causal: bool = True,
     shown: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Rows of the output and log-sum-exps of a sequence's new tokens, which are its last ones.
+    """Returns the output rows and log-sum-exps of a sequence's new tokens, which are its last ones.
 
     q: [new, q_heads, dim]; k: [tokens, kv_heads, dim]; v: [tokens, kv_heads, v_dim]
     shown: [new, tokens], not 0 where a token sees a key; in place of causality

@@ -1,4 +1,4 @@
-"""What an engine may get wrong: each is dropped, cut or refused, reported, and harms no other request."""
+"""Errors of an engine: each is dropped, cut or refused, reported, and harms no other request."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ each_engine = pytest.mark.parametrize(
     [pytest.param(make, id=name, marks=[pytest.mark.long] * (name != "sglang")) for name, make in ENGINES.items()],
 )
 
-# Under Triton's interpreter pages of 16 in every run, and the others in the nightly one.
+# Under Triton's interpreter every run has pages of 16, and the nightly run the others.
 each_page_size = pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.long), 16])
 
 
 def two_requests(make: MakeEngine, page_size: int, device: torch.device, provider: str, **options: object) -> Engine:
-    """With 9 and 20 tokens, and a third one that is served beside them later.
+    """Returns an engine with requests of 9 and 20 tokens, and a third one that is served next to them later.
 
-    Pages hold numbers: a sequence that was lied about reads its own that no token was stored to.
+    Pages hold numbers: a sequence with a false length reads pages of its own to which no token was stored.
     """
     engine = make(page_size, (-1, 5), device=device, provider=provider, empty=3.0, **options)
     first, second, _ = (engine.admit() for _ in range(3))
@@ -38,7 +38,7 @@ def two_requests(make: MakeEngine, page_size: int, device: torch.device, provide
 
 
 def assert_unharmed(engine: Engine, *rows: int) -> None:
-    """Requests go on as if nothing had been."""
+    """Checks that the requests continue normally."""
     requests = [engine.requests[row] for row in rows]
     engine.run(requests, [1] * len(requests))
     engine.run(requests, [2] * len(requests))
@@ -112,7 +112,7 @@ def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
 @pytest.mark.long
 @pytest.mark.parametrize("make", [SGLang, VLLM])
 def test_a_token_that_is_not_to_be_written_is_no_fault(make: MakeEngine, device: torch.device, provider: str) -> None:
-    """A slot of -1, or of the page that belongs to no one."""
+    """The slot is -1, or on the page that belongs to no request."""
     engine = two_requests(make, 16, device, provider)
 
     def keep_out(kv_len: Tensor, slots: Tensor) -> None:
@@ -125,7 +125,7 @@ def test_a_token_that_is_not_to_be_written_is_no_fault(make: MakeEngine, device:
 
 
 def test_slots_of_a_page_in_disorder_are_reported(device: torch.device, provider: str) -> None:
-    """Pages cannot say so. At pages of one token the same table is read as it is."""
+    """A block table cannot express this order. With pages of one token the same table is read unchanged."""
     for page_size, is_wrong in ((16, True), (1, False)):
         engine = SGLang(page_size, device=device, provider=provider)
         request = engine.admit()
@@ -182,7 +182,7 @@ def test_a_fault_is_reported_once_by_a_later_step_that_is_not_begun(
 
 @pytest.mark.long
 def test_a_policy_may_log_and_count(device: torch.device, provider: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Serving goes on, as in a scheduler's loop that an exception would end."""
+    """Serving continues, as in a scheduler's loop that an exception would end."""
     policy = LogAndCount()
     engine = two_requests(VLLM, 16, device, provider, on_fault=policy)
 
@@ -238,7 +238,7 @@ def test_another_kind_of_table_is_refused(device: torch.device, provider: str) -
 @each_engine
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 6))])
 def test_random_attacks_harm_no_other_request(make: MakeEngine, seed: int, device: torch.device, provider: str) -> None:
-    """Wrong lengths and slots of one request, again and again; the others' rows stay the oracle's."""
+    """Lengths and slots of one request are wrong, again and again; the others' rows still equal the reference."""
     choice = random.Random(seed)
     policy = LogAndCount()
     engine = two_requests(make, choice.choice([1, 16, 32]), device, provider, on_fault=policy)

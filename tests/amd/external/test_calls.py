@@ -1,4 +1,4 @@
-"""What an engine may ask for, and what is refused: causality, masks, short KV, strides, tails, inference mode."""
+"""Features that an engine may ask for, and refusals: causality, masks, short KV, strides, tails, inference mode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def problem(**features: object) -> Problem:
 
 
 class Filled:
-    """Four sequences of KV in pages that are there already, and a table of them of any type and stride."""
+    """Four sequences of KV in existing pages, and a table of them of any type and stride."""
 
     kv_len = (5, 33, 64, 1)
 
@@ -75,7 +75,7 @@ class Filled:
         return out, lse
 
     def step(self, q_len: Sequence[int], kv_len: Sequence[int] | None = None, **others: object) -> ExternalStep:
-        """As many new tokens in each sequence."""
+        """Returns a step with q_len new tokens in each sequence."""
         kv = self.kv_len[: len(q_len)] if kv_len is None else kv_len
         given = {"min_q_len": 0, "max_q_len": max(1, *q_len), "max_kv_len": 64, **others}
         q = Lengths(torch.tensor(list(q_len), device=self.device))
@@ -125,7 +125,7 @@ def test_a_window_is_refused_without_causality() -> None:
 
 
 def test_queries_may_outnumber_keys_where_attention_is_not_causal(device: torch.device, provider: str) -> None:
-    """Parts of a context on several ranks, cross-attention: a sequence may have no key at all."""
+    """Parts of a context on several ranks, or cross-attention: a sequence may have no key at all."""
     options = ExternalOptions(provider=provider, short_kv=True)
     filled = Filled(device, provider, options=options, causal=False)
     q_len, kv_len, q = [9, 3, 2, 4], [5, 33, 0, 1], filled.rows(18, Q_HEADS, DIM)
@@ -221,7 +221,7 @@ def test_lengths_and_rows_may_have_any_type_and_stride(
 
 
 def test_latent_pages_of_an_engine_are_stored_and_read(device: torch.device) -> None:
-    """One row a token, whose first part is V, in pages of one token; served by torch's kernels and AITER's."""
+    """One row per token, whose first part is V, in pages of one token; torch's and AITER's kernels serve it."""
     generator = torch.Generator().manual_seed(0)
     latent = problem(num_kv_heads=1, head_dim=24, v_head_dim=16, page_size=1, pool=PoolKind.LATENT)
     table = torch.randperm(19, generator=generator)[:16].view(1, 16).to(device) + 1
@@ -273,7 +273,7 @@ def test_it_is_built_and_called_within_inference_mode_and_outside(device: torch.
 
 
 def test_nothing_is_written_but_new_tokens_to_their_slots(device: torch.device, provider: str) -> None:
-    """What lies after a sequence in its last page stays, and so does every other page."""
+    """Values after a sequence in its last page stay, and so does every other page."""
     engine: Engine = VLLM(PAGE, device=device, provider=provider)
     first, second = engine.admit(), engine.admit()
     engine.run([first, second], [5, 20])
@@ -290,7 +290,7 @@ def test_nothing_is_written_but_new_tokens_to_their_slots(device: torch.device, 
 
 
 def test_kernels_that_need_more_are_refused_with_reasons() -> None:
-    """AITER's kernels take pages for contiguous, and most of them need tails that are zero."""
+    """AITER's kernels require contiguous pages, and most of them tails that are zero."""
     half = problem(dtype=torch.bfloat16, head_dim=128, v_head_dim=128)
     with pytest.raises(Unsupported) as refused:
         ExternalAttention(

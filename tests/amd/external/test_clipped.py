@@ -1,4 +1,4 @@
-"""Where an engine's tensors lead astray or leave something out, it is told, and no other request's page is touched."""
+"""An engine's tensors with wrong or missing entries are reported, and no other request's page is touched."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ KINDS = ("in place", "int64", "slots", "lists")
 
 
 class Owner:
-    """An engine with a pool of POOL pages in a memory of MEMORY, none of them zero; page 0 is a page like others.
+    """An engine with a pool of POOL pages in a memory of MEMORY, none of them zero; page 0 is a normal page.
 
-    A's first six tokens are stored in pages 0 and 4, the rows of its table are those that are given.
+    A's first six tokens are stored in pages 0 and 4. The rows of its table are the given ones.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Owner:
             self.attention.pages.bind(layer, self.k[:POOL], self.v[:POOL])
 
     def source(self, rows: Sequence[Sequence[int]], kind: str) -> Source:
-        """The table as an engine may have it. In lists the last hole is what lies past the end of all."""
+        """Returns the table in one of an engine's forms. In lists the last hole lies past the end of the list."""
         pages = torch.full((len(rows), WIDTH), HOLE)
         for line, row in zip(pages, rows, strict=True):
             line[: len(row)] = torch.tensor(row)
@@ -90,7 +90,7 @@ class Owner:
     def run(
         self, step: ExternalStep, slots: Tensor | None = None, layers: Sequence[int] = (0,)
     ) -> tuple[Tensor, Tensor]:
-        """The new rows of K and V, which are one, and of the output; q is K, twice."""
+        """Returns the new rows, the same for K and V, and the output. q is K, twice."""
         new = self.draw(step.shape.num_tokens, 1)
         out = torch.full((step.shape.num_tokens, HEADS, DIM), 7.0, device=self.device)
         self.attention.begin(step)
@@ -120,7 +120,7 @@ def together(*rows: Array | Tensor) -> Array:
 def test_a_page_that_does_not_exist_is_neither_read_nor_written(
     kind: str, wrong: int, at: int, device: torch.device, provider: str
 ) -> None:
-    """B stores two tokens, before which it has four; one of its two pages is none. A and C go on beside it."""
+    """B stores two tokens after its first four; one of its two pages does not exist. A and C are in the same step."""
     of_b = [5, 5]
     of_b[at] = wrong
     if kind == "slots" and wrong == 2**31 - 1:
@@ -142,7 +142,7 @@ def test_a_page_that_does_not_exist_is_neither_read_nor_written(
 
 
 def test_the_layer_with_the_fewest_pages_counts(device: torch.device, provider: str) -> None:
-    """Those that graphs read may become fewer too, where they are."""
+    """Pages that graphs read may also become fewer, at the same addresses."""
     owner = Owner(device, provider, [[0, 4], [5]])
     owner.attention.pages.bind(1, owner.k[:5], owner.v[:5])
     owner.run(owner.step([2], [2], [1]), layers=(0, 1))
@@ -207,7 +207,7 @@ def test_tokens_without_a_slot_are_told(device: torch.device, provider: str) -> 
 
 
 def test_cells_and_positions_that_were_not_given_are_told(device: torch.device, provider: str) -> None:
-    """Their keys are hidden, whatever an earlier step's cells were."""
+    """Keys of missing cells are hidden, whatever the cells of earlier steps were."""
     owner = Owner(device, provider, [[0, 4], [5, 6, 7, 8]])
     everything = torch.ones(32 * 32, dtype=torch.bool, device=device)
     positions = torch.arange(32, device=device)

@@ -1,4 +1,4 @@
-"""Engines that own everything: eager steps and their own graphs give the oracle's rows, by any engine's conventions."""
+"""Engines that own everything: eager steps and their own graphs equal the reference, with any engine's conventions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS: dict[str, tuple[str, tuple[int, ...], tuple[Space, ...] | None]] = {
     "vllm three groups": ("vllm", (5, -1, 9), GROUPS),
     "flashinfer": ("flashinfer", (-1, 5), None),
 }
-# Under Triton's interpreter pages of 16 in every run, and the others in the nightly one; on torch pages of 1 too.
+# Under Triton's interpreter every run has pages of 16, and the nightly run the others; on torch pages of 1 too.
 each_page_size = pytest.mark.parametrize(
     "page_size", [pytest.param(1, marks=LONG), 16, pytest.param(32, marks=pytest.mark.nightly)]
 )
@@ -44,14 +44,14 @@ def build(device: torch.device, provider: str) -> Build:
         engine = ENGINES[name](page_size, windows, spaces=spaces, device=device, provider=provider)
         if isinstance(engine, SGLang):
             for k, v in engine.pages:
-                k[0, 0] = v[0, 0] = NAN  # where its own writers put pads
+                k[0, 0] = v[0, 0] = NAN  # its own writers put pads there
         return engine
 
     return of
 
 
 def evict(engine: Engine) -> None:
-    """Give back what no layer with a window sees of the next token."""
+    """Frees the pages that no layer with a window needs for the next token."""
     furthest = max(engine.windows)
     for request in engine.requests.values():
         engine.evict(request, max(0, request.kv_len - furthest))
@@ -61,7 +61,7 @@ def evict(engine: Engine) -> None:
 @each_layout
 @each_page_size
 def test_eager_steps_of_an_engine_are_right(build: Build, layout: Layout, page_size: int) -> None:
-    """Prompts, chunks beside decodes, decodes; padded by the engine and not."""
+    """Covers prompts, chunks next to decodes, and decodes, padded by the engine and not."""
     engine = build(layout, page_size)
     first, second, third = (engine.admit() for _ in range(3))
     engine.run([first, second], [17, 3])
@@ -90,7 +90,7 @@ def test_eager_steps_of_an_engine_are_right(build: Build, layout: Layout, page_s
 def test_an_engines_own_graphs_serve_any_length_and_number(
     build: Build, layout: Layout, page_size: int, width: int
 ) -> None:
-    """Graphs of 8 and of 4 sequences in turn, eager steps in between; pads of q, k and v are NaN."""
+    """Graphs of 8 and of 4 sequences take turns, with eager steps in between; pads of q, k and v are NaN."""
     engine = build(layout, page_size)
     engine.attention.seal()
     big, small = engine.capture(8, width), engine.capture(4, width)
@@ -109,14 +109,14 @@ def test_an_engines_own_graphs_serve_any_length_and_number(
 @pytest.mark.parametrize(
     ("layout", "page_size"),
     [
-        # By turns: layouts and sizes of pages are told apart elsewhere.
+        # By turns: other tests distinguish layouts and page sizes.
         pytest.param(layout, size, id=f"{name}-{size}", marks=[pytest.mark.nightly] * (at % 2 != turn))
         for at, (name, layout) in enumerate(LAYOUTS.items())
         for turn, size in enumerate((1, 16))
     ],
 )
 def test_random_steps_of_an_engine_are_right(build: Build, layout: Layout, page_size: int) -> None:
-    """Requests come and go, pages are used again by others, graphs and eager steps in any order."""
+    """Requests come and go, other requests reuse pages, and graphs and eager steps run in any order."""
     engine, choice = build(layout, page_size), random.Random(page_size)
     engine.attention.seal()
     graphs = [(4, engine.capture(4)), (8, engine.capture(8))]

@@ -1,4 +1,4 @@
-"""What the author of an engine has to write: a line for its KV cache, one for its table, one for each kind of step."""
+"""The code that an engine's author must write: a line for its KV cache, one for its table, one per kind of step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(
     page_strides: bool = False,
     provider: str = "torch",
 ) -> ExternalAttention:
-    """Block 0 is one like others, as nano-vllm's."""
+    """Returns attention over an engine's storage in which block 0 is a normal one, as in nano-vllm."""
     source = table or TableSource(torch.full((4, 6), -1, dtype=torch.int32, device=device), null_page=False)
     return ExternalAttention(
         [LayerSource(PROBLEM)] * LAYERS,
@@ -146,7 +146,7 @@ def test_tables_that_are_not_rows_of_pages_are_written_by_their_engine(device: t
 
 
 class Engine:
-    """As nano-vllm does it: one KV tensor, block tables as lists, prefill by boundaries, then decodes."""
+    """An engine like nano-vllm: one KV tensor, block tables as lists, prefill by boundaries, then decodes."""
 
     def __init__(self, device: torch.device, provider: str) -> None:
         self.device = device
@@ -171,7 +171,7 @@ class Engine:
         )
 
     def run(self, step: ExternalStep, starts: list[int], ends: list[int]) -> None:
-        """One step, every layer of which is compared with dense attention."""
+        """Runs one step, and compares every layer with dense attention."""
         self.attention.tables.write(self.block_tables)
         self.attention.begin(step)
         self.attention.fill(self.slots(starts, ends))
@@ -222,7 +222,7 @@ def test_a_captured_decode_is_padded_to_its_lengths(device: torch.device) -> Non
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_steps_of_rows_that_an_engine_names_are_said_in_a_line(captured: bool, device: torch.device) -> None:
-    """As engines with a table of requests have them, pads and all: eager ones, and those of graphs."""
+    """Engines with a table of requests have such steps, pads included, eager and in graphs."""
     engine = SGLang(16, device=device, provider="torch")
     first, second = engine.admit(), engine.admit()
     engine.run([first, second], [5, 3])
@@ -273,7 +273,7 @@ def test_pages_of_a_call_may_come_after_seal_where_the_engine_says_so(binds_call
 
 
 def test_tables_that_were_used_before_are_let_go(device: torch.device) -> None:
-    """Of the many that an engine may hand over, one for each step, the last one is held."""
+    """An engine may pass many tables, one per step. Only the last one is held."""
     attention = build(device)
     cache = torch.zeros(2, LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, DIM, device=device)
     attention.pages.bind_all(cache, "kv layer page token head dim")
@@ -291,7 +291,7 @@ def test_tables_that_were_used_before_are_let_go(device: torch.device) -> None:
 
 
 def test_memory_that_steps_have_outgrown_is_let_go(device: torch.device) -> None:
-    """Of the steps whose way is kept, none holds the memory that a larger step has given up."""
+    """The kept plans of steps hold no memory that a larger step has replaced."""
     attention = build(device)
     cache = torch.zeros(2, LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, DIM, device=device)
     attention.pages.bind_all(cache, "kv layer page token head dim")

@@ -1,4 +1,4 @@
-"""Each safeguard that steps over an engine's storage have, switched off alone, is noticed; with all on, nothing is."""
+"""The guards of steps over an engine's storage: one switched off alone is noticed; with all on, nothing is reported."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def build(kind: type[Engine], make: Make, *windows: int, page_size: int = 16, **
 
 
 def sealed_tensors(engine: Engine) -> Mapping[str, Tensor]:
-    """What graphs read, by name."""
+    """Returns the tensors that graphs read, by name."""
     (core,) = engine.attention.cores.values()
     return core.sealed_tensors()
 
 
 def graph_steps(make: Make) -> None:
-    """Graphs of 8 and of 4 in turn, with pads in both; an infinite value never gets beside others."""
+    """Replays graphs of 8 and of 4 in turn, with pads in both. Page 0 is not written."""
     engine = build(SGLang, make, -1, 5, spaces=SWA)
     engine.attention.seal()
     for side in (side for pages in engine.pages for side in pages):
@@ -51,7 +51,7 @@ def graph_steps(make: Make) -> None:
 
 
 def more_than_requests(make: Make) -> None:
-    """Padded to more sequences than the model has requests."""
+    """Pads steps to more sequences than the model has requests."""
     engine = build(VLLM, make)
     requests = [engine.admit() for _ in range(3)]
     engine.run(requests, [5, 20, 2], pads=3)
@@ -60,7 +60,7 @@ def more_than_requests(make: Make) -> None:
 
 
 def an_overflow(make: Make) -> None:
-    """A V that is infinite is stored as zero and reported; tokens that do not see it are right."""
+    """Stores an infinite V, which becomes zero and is reported. Tokens that do not see it are right."""
     engine = build(SGLang, make, 3)
     request = engine.admit()
     engine.run([request], [2])
@@ -79,7 +79,7 @@ def an_overflow(make: Make) -> None:
 
 
 def a_length_beyond(make: Make) -> None:
-    """A length beyond the row leads to no other request's page, and is reported as what it is."""
+    """Gives a length beyond the row. It touches no other request's page, and is reported as such."""
     engine = build(VLLM, make, empty=3.0)
     first, second = engine.admit(), engine.admit()
     engine.run([first, second], [5, 20])
@@ -100,7 +100,7 @@ def a_length_beyond(make: Make) -> None:
 
 
 def dead_tails(make: Make) -> None:
-    """What lies after a sequence in its last page is NaN."""
+    """Leaves NaN after a sequence in its last page."""
     engine = build(FlashInfer, make, -1, 5)
     requests = [engine.admit(), engine.admit()]
     engine.run(requests, [5, 17])
@@ -108,7 +108,7 @@ def dead_tails(make: Make) -> None:
 
 
 def list_tails(make: Make) -> None:
-    """A kernel of lists, which reads ahead: after a long step a short one's list holds nothing of it."""
+    """Uses a kernel of page lists, which reads ahead: after a long step, a short one's list keeps nothing of it."""
     engine = build(SGLang, make, page_size=4, provider="csr")
     long, short = engine.admit(), engine.admit()
     engine.run([long], [60])
@@ -119,7 +119,7 @@ def list_tails(make: Make) -> None:
 
 
 def new_sizes(make: Make) -> None:
-    """Memory that graphs read does not grow."""
+    """Captures a graph that is too large: memory that graphs read does not grow."""
     engine = build(VLLM, make)
     engine.attention.seal(Bounds(num_seqs=4, num_tokens=4, kv_len=ROOM, num_pages=engine.num_pages))
     small = engine.capture(4)
@@ -133,7 +133,7 @@ def new_sizes(make: Make) -> None:
 
 
 def new_sinks(make: Make) -> None:
-    """Sinks that a graph reads get new values and stay where they are."""
+    """Gives sinks that a graph reads new values, at the same addresses."""
 
     class WithSinks(VLLM):
         def features(self) -> dict[str, object]:
@@ -151,7 +151,7 @@ def new_sinks(make: Make) -> None:
 
 
 def two_spaces(make: Make) -> None:
-    """Layers of two spaces, no id of which is the other's."""
+    """Runs layers of two spaces that share no id."""
     engine = build(VLLM, make, -1, 5, spaces=SWA)
     requests = [engine.admit(), engine.admit()]
     engine.run(requests, [5, 17])
@@ -159,7 +159,7 @@ def two_spaces(make: Make) -> None:
 
 
 def step_after_step(make: Make) -> None:
-    """Eager steps of one shape and other requests."""
+    """Runs eager steps of one shape for different requests."""
     engine = build(VLLM, make)
     a, b = engine.admit(), engine.admit()
     engine.run([a, b], [5, 17])
@@ -168,7 +168,7 @@ def step_after_step(make: Make) -> None:
 
 
 def wrong_slots(make: Make) -> None:
-    """A slot of another request's is not written."""
+    """Gives a slot of another request, which is not written."""
     engine = build(SGLang, make)
     first, second = engine.admit(), engine.admit()
     engine.run([first, second], [5, 3])
@@ -183,7 +183,7 @@ def wrong_slots(make: Make) -> None:
 
 
 def page_zero(make: Make) -> None:
-    """Page 0 is a page like others."""
+    """Uses page 0 as a normal page."""
     engine = build(FlashInfer, make)
     free = engine.free[Space.FULL]
     free.append(free.pop(free.index(0)))
@@ -192,7 +192,7 @@ def page_zero(make: Make) -> None:
 
 
 def moved_table(make: Make) -> None:
-    """A table that graphs read is not replaced."""
+    """Replaces a table that graphs read, which is refused."""
     engine = build(VLLM, make)
     engine.attention.seal()
     with pytest.raises(WrongState, match="has moved, and graphs read the old one"):
@@ -200,7 +200,7 @@ def moved_table(make: Make) -> None:
 
 
 def late_fault(make: Make) -> None:
-    """A fault comes back by itself, in a ring slot of the step after it."""
+    """Checks that a fault comes back by itself, in a ring slot of the step after it."""
     engine = build(VLLM, make, empty=3.0)
     first, second = engine.admit(), engine.admit()
 
@@ -215,7 +215,7 @@ def late_fault(make: Make) -> None:
 
 
 def last_fault(make: Make) -> None:
-    """The last step's fault, which no later one reports."""
+    """Checks the last step's fault, which no later step reports."""
     engine = build(VLLM, make, empty=3.0)
 
     def lie(kv_len: Tensor, slots: Tensor) -> None:
@@ -244,9 +244,9 @@ CASES: dict[str, Callable[[Make], None]] = {
     "echo_check": late_fault,
     "last_steps": last_fault,
 }
-# Without these a kernel may leave its memory, which on a GPU ends a process.
+# Without these guards a kernel may leave its memory, which ends a process on a GPU.
 MAY_FAULT = {"pads", "capacity", "layer_space", "length_bounds"}
-# Safeguards of what an engine's storage does not have, and why.
+# Guards that do not apply to an engine's storage -> the reason.
 NOT_HERE = {
     "row_zero": "the engine writes its table",
     "slot_in_row": "a length is cut at the row's end before slots follow from it",
@@ -281,7 +281,7 @@ NOT_HERE = {
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Provider "csr", whose kernels read ahead of a list's end."""
+    """Adds the provider "csr", whose kernels read ahead of a list's end."""
     put_in_stand_ins(monkeypatch.setattr)
 
 
@@ -294,7 +294,7 @@ def maker(device: torch.device, provider: str, guards: Guards) -> Make:
 
 
 def run_without(guard: str, device: str, provider: str) -> None:
-    """A case with its safeguard off, for a process of its own."""
+    """Runs a case with its guard off, for a process of its own."""
     CASES[guard](maker(torch.device(device), provider, Guards().without(guard)))
 
 
@@ -305,13 +305,13 @@ def test_every_safeguard_is_here_or_said_why_not() -> None:
 
 @contextmanager
 def noticed() -> Iterator[None]:
-    """Whatever a case raises when something goes wrong."""
+    """Expects any error that a case raises when something goes wrong."""
     with pytest.raises((AssertionError, pytest.fail.Exception, DeviceFault, IndexError, RuntimeError)):
         yield
 
 
-@pytest.mark.long  # of the interpreter's stage alone; on torch each runs every time
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN in NumPy, which Triton's interpreter computes with
+@pytest.mark.long  # in the interpreter's stage only; on torch each runs every time
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # Triton's interpreter computes with NaN in NumPy
 @pytest.mark.parametrize("guard", CASES)
 def test_a_safeguard_that_is_off_is_noticed(guard: str, device: torch.device, provider: str) -> None:
     case = CASES[guard]

@@ -1,4 +1,4 @@
-"""Layers that select keys over pages of an engine's: index pages are bound like others, and selections are fresh."""
+"""Layers that select keys over an engine's pages: index pages are bound like others, and selections are fresh."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_index_pages_that_do_not_fit_are_refused(device: torch.device) -> None:
 
 
 def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
-    """A later step has not selected: what lies there is an earlier one's."""
+    """A later step has not selected, so the buffer holds an earlier step's selection."""
     engine = Engine(device)
     attention = engine.attention
     attention.pages.bind_index(0, engine.nan(PAGES, 4, 16))

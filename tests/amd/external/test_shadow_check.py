@@ -1,4 +1,4 @@
-"""The shadow check: says nothing of a right step, and names the sequences of a wrong one."""
+"""The shadow check: it reports nothing for a right step, and names the sequences of a wrong one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WINDOWS = (-1, 5)
 
 
 def step_of(engine: Engine) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """q and out, per layer, of a step of three sequences, the first of which has three new tokens."""
+    """Returns q and out, per layer, of a step of three sequences, the first of which has three new tokens."""
     requests = [engine.admit() for _ in range(3)]
     engine.run(requests, [20, 9, 5])
     given, outs = engine.run_unseen(requests, [3, 1, 1], pads=2)

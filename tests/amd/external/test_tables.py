@@ -17,33 +17,33 @@ from tests.amd.external.engines import VLLM, Engine, FlashInfer, SGLang
 
 
 def copied(sources: Mapping[Space, Source]) -> Mapping[Space, Source]:
-    """Of an engine whose scheduler writes the tables of the next step as soon as begin() has run."""
+    """Returns the sources of an engine whose scheduler writes the next step's tables as soon as begin() has run."""
     return {space: replace(source, copied=True) for space, source in sources.items()}
 
 
 class CopiedSGLang(SGLang):
-    """By slots."""
+    """SGLang's engine, with copied tables of slots."""
 
     def sources(self) -> Mapping[Space, Source]:
         return copied(super().sources())
 
 
 class CopiedVLLM(VLLM):
-    """By block tables."""
+    """vLLM's engine, with copied block tables."""
 
     def sources(self) -> Mapping[Space, Source]:
         return copied(super().sources())
 
 
 class CopiedFlashInfer(FlashInfer):
-    """By lists of pages."""
+    """FlashInfer's engine, with copied lists of pages."""
 
     def sources(self) -> Mapping[Space, Source]:
         return copied(super().sources())
 
 
 def scramble(engine: Engine) -> None:
-    """Another request's rows are in the place of those that the step has."""
+    """Replaces the rows of the step by those of another request."""
     if isinstance(engine, SGLang):
         engine.req_to_token.copy_(engine.req_to_token.flip(0).clone())
     elif isinstance(engine, VLLM):
@@ -55,7 +55,7 @@ def scramble(engine: Engine) -> None:
 
 
 def write_ahead(engine: Engine) -> None:
-    """From now on the engine writes its tables after each begin()."""
+    """Makes the engine write its tables after each begin()."""
     begin = engine.attention.begin
 
     def begin_and_write(step: ExternalStep) -> StepPlan:
@@ -113,7 +113,7 @@ def test_a_scheduler_may_write_a_table_from_its_own_stream_after_the_event_of_th
         copied.wait(scheduler)
         with torch.cuda.stream(scheduler):
             scramble(engine)
-        torch.cuda.current_stream().wait_stream(scheduler)  # what this engine writes next comes after
+        torch.cuda.current_stream().wait_stream(scheduler)  # this engine's next writes come after
         return plan
 
     engine.attention.begin = begin_and_write  # type: ignore[method-assign]
@@ -146,7 +146,7 @@ def test_tables_that_are_read_in_place_or_in_fill_have_no_such_event(device: tor
 def test_a_table_that_is_not_copied_is_read_until_its_step_is_over(
     kind: type[Engine], page_size: int, device: torch.device, provider: str
 ) -> None:
-    """So its engine must not write it before: rows are those of another request, or are reported."""
+    """The engine must not write it earlier: rows would be another request's, or are reported."""
     engine = kind(page_size, device=device, provider=provider, empty=3.0)
     requests = [engine.admit(), engine.admit()]
     engine.run(requests, [20, 9])

@@ -1,4 +1,4 @@
-"""A step over an engine's storage is one thread's: calls of another one are refused, and none gives wrong rows."""
+"""A step over an engine's storage belongs to one thread: calls of others are refused, and none gives wrong rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Elsewhere = Callable[[Callable[[], T]], T]
 
 @pytest.fixture(name="elsewhere")
 def run_elsewhere() -> Iterator[Elsewhere[object]]:
-    """Runs something in another thread, always the same one, which lives until the test ends."""
+    """Runs functions in another thread, always the same one, which lives until the test ends."""
     with ThreadPoolExecutor(1) as pool:
         yield lambda call: pool.submit(call).result()
 
@@ -35,7 +35,7 @@ def two_requests(device: torch.device, provider: str) -> tuple[Engine, Request, 
 
 
 def decode(engine: Engine, request: Request) -> ExternalStep:
-    """The next step of a request alone."""
+    """Returns the next step of a request alone."""
     kv_len, rows = engine.ints([request.kv_len + 1]), engine.ints([request.row])
     return ExternalStep.decode(kv_len, num_seqs=1, max_kv_len=request.kv_len + 1, rows=rows)
 
@@ -74,7 +74,7 @@ def test_what_another_thread_calls_while_a_step_is_begun_is_refused(
 
 
 def test_threads_that_serve_at_the_same_time_get_right_rows_or_an_error(device: torch.device, provider: str) -> None:
-    with ThreadPoolExecutor(1) as pool:  # a thread that ends, and has no step then
+    with ThreadPoolExecutor(1) as pool:  # the thread ends, and then has no step
         engine, *requests = pool.submit(two_requests, device, provider).result()
     interval = sys.getswitchinterval()
     refused, wrong = [0, 0], [0, 0]
@@ -123,7 +123,7 @@ def test_a_thread_that_takes_over_goes_on_and_the_other_one_is_refused(
 def test_a_step_that_has_begun_goes_along_with_what_takes_over(
     elsewhere: Elsewhere[object], device: torch.device, provider: str
 ) -> None:
-    """One thread plans, and another one runs the layers."""
+    """One thread plans, and another runs the layers."""
     engine, first, _ = two_requests(device, provider)
     engine.reserve(first, first.kv_len + 1)
     given = engine.tensors(1, 1)

@@ -1,4 +1,4 @@
-"""A page that is written under a row that still names it is told, and what many rows read and none writes is not."""
+"""A page that is written while another row still names it is reported. Pages that rows only read are not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ each_engine = pytest.mark.parametrize("make", [SGLang, VLLM, FlashInfer])
 
 
 class InPlace(SGLang):
-    """A table of pages that is read where it lies, with a row for each request."""
+    """An engine whose table of pages is read in place, with a row for each request."""
 
     def make_tables(self) -> None:
         super().make_tables()
@@ -44,7 +44,7 @@ def watched(make: MakeEngine, page_size: int, device: torch.device, provider: st
 
 
 def share(engine: Engine, one: Request, pages: int) -> Request:
-    """A request whose first pages are another one's, which stay in both."""
+    """Adds a request whose first pages are another one's and stay in both."""
     other = engine.admit()
     for space, its in one.pages.items():
         other.pages[space] = its[:pages]
@@ -67,7 +67,7 @@ def assert_told(engine: Engine) -> None:
 def test_a_scheduler_that_frees_slots_which_their_row_still_names_is_told(
     make: MakeEngine, page_size: int, graphed: bool, device: torch.device, provider: str
 ) -> None:
-    """A cache that takes a prompt's pages back while its request goes on, and hands them to the next one."""
+    """A cache frees a prompt's pages while its request continues, and gives them to the next request."""
     engine = watched(make, page_size, device, provider)
     engine.attention.seal()
     graph = engine.capture(4) if graphed else None
@@ -121,7 +121,7 @@ def test_a_page_that_two_rows_write_in_one_step_is_told(
 def test_requests_that_come_and_go_and_share_what_none_of_them_writes_are_no_fault(
     make: MakeEngine, page_size: int, seed: int, device: torch.device, provider: str
 ) -> None:
-    """Prefixes in many rows, forks, rows and pages that go to others at once, drafts that are rejected, chunks."""
+    """Covers prefixes in many rows, forks, immediate reuse of rows and pages, rejected drafts, and chunks."""
     engine, choice = watched(make, page_size, device, provider), random.Random(seed)
     root = engine.admit()
     engine.run([root], [32])
@@ -150,12 +150,12 @@ def test_requests_that_come_and_go_and_share_what_none_of_them_writes_are_no_fau
 
 
 def is_shared(one: Request, other: Request) -> bool:
-    """Whether another request may read pages of this one's own."""
+    """True if another request may read pages of this one."""
     return one is not other and bool(set(one.pages[Space.FULL]) & set(other.pages[Space.FULL]))
 
 
 def end(engine: Engine, request: Request, shared: int) -> None:
-    """A request is over, and its own pages are the next that are given out."""
+    """Ends a request; its own pages are the next to be allocated."""
     request.pages[Space.FULL] = request.pages[Space.FULL][shared:]
     own = len(request.pages[Space.FULL])
     engine.free_request(request)
@@ -165,7 +165,7 @@ def end(engine: Engine, request: Request, shared: int) -> None:
 
 @each_table
 def test_a_row_and_pages_that_go_to_others_are_no_fault(make: MakeEngine, device: torch.device, provider: str) -> None:
-    """A prompt was computed anew, in another row, in the pages that its first row once had, and is a prefix there."""
+    """A prompt was computed again in another row, in pages of its first row, and is now a prefix in that first row."""
     engine = watched(make, 16, device, provider)
     first, writer = engine.admit(), engine.admit()
     engine.run([first], [32])
@@ -186,7 +186,7 @@ def test_a_row_and_pages_that_go_to_others_are_no_fault(make: MakeEngine, device
 def test_a_row_whose_pages_are_replaced_by_those_of_a_cache_is_no_fault(
     page_size: int, device: torch.device, provider: str
 ) -> None:
-    """Two requests with one prompt, in chunks: the second's pages are given back for the first's."""
+    """Two requests have one prompt, in chunks. The second's pages are freed and replaced by the first's."""
     engine = watched(SGLang, page_size, device, provider)
     first, second = engine.admit(), engine.admit()
     engine.run([second], [16])
@@ -211,7 +211,7 @@ def test_a_row_whose_pages_are_replaced_by_those_of_a_cache_is_no_fault(
 def test_a_row_that_goes_to_a_request_of_the_same_length_may_be_said_to(
     is_said: bool, device: torch.device, provider: str
 ) -> None:
-    """A prompt was computed anew in the pages that its row once had, and is that row's prefix now."""
+    """A prompt was computed again in the pages that its row once had, and is that row's prefix now."""
     engine = watched(SGLang, 16, device, provider)
     first, writer = engine.admit(), engine.admit()
     engine.run([first], [32])

@@ -1,4 +1,4 @@
-"""A tiny model over a runtime, requests that come and go, and recorders and forwards that are wrong in a known way."""
+"""A tiny model over a runtime, requests that come and go, and recorders and forwards with known faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VOCABULARY = 50
 class Tiny:
     """Two layers of attention over random embeddings: every row of the output depends on all of its KV.
 
-    around: what a test puts around the layers of a step
+    around: a test's wrapper of the layer calls of a step
     """
 
     runtime: AttentionRuntime
@@ -62,7 +62,7 @@ class Tiny:
         drafts: Sequence[Drafts] = (),
         mask_keys: int = 1024,
     ) -> Tiny:
-        """window_left: of the second layer, which lives in the SWA space if there is one."""
+        """Builds the model. window_left: of the second layer, which is in the SWA space if there is one"""
         problem = replace(small_problem(custom_mask=custom_mask), pool=pool)
         runtime = build_runtime(
             [problem, replace(problem, window_left=window_left)],
@@ -84,7 +84,7 @@ class Tiny:
             device=device,
         )
         for layer in range(2):
-            # Not NaN: wrong graphs read this, and Triton's interpreter stops where a program would go on with NaN.
+            # Not NaN: wrong graphs read this, and Triton's interpreter stops at NaN where a GPU program would continue.
             runtime.pool.layer(layer).k[1:] = 100.0
             runtime.pool.layer(layer).v[1:] = 100.0
         generator = torch.Generator().manual_seed(3)
@@ -92,11 +92,11 @@ class Tiny:
         return cls(runtime, problem, torch.randn(VOCABULARY, 96, generator=generator).to(device), weights)
 
     def forward(self, step: Part) -> Tensor:
-        """[S, 96]"""
+        """Returns [S, 96]."""
         return self.hidden(step, step.token_ids)[step.last_token_of_seq]
 
     def draft(self, drafts: Series) -> Tensor:
-        """int32 [S, branches * steps]: the ids that each draft step has picked, whose parents it picks too."""
+        """Returns int32 [S, branches * steps]: the ids that each draft step has picked. It picks their parents, too."""
         ids, picked, branches = drafts[0].token_ids, [], drafts[0].branches
         for step in drafts:
             if step is not drafts[0]:
@@ -107,7 +107,7 @@ class Tiny:
         return torch.cat(picked, 1)
 
     def hidden(self, step: Part, token_ids: Tensor) -> Tensor:
-        """[T, 96]"""
+        """Returns [T, 96]."""
         hidden = self.embedding[token_ids] * (1 + step.positions[:, None] / 100)
         layers = self.around(step.layers)
         for layer, weight in enumerate(self.projections):
@@ -120,7 +120,7 @@ class Tiny:
 
 @dataclass
 class Requests:
-    """Requests of a runtime; their token ids depend on the seed alone."""
+    """Requests of a runtime; their token ids depend only on the seed."""
 
     runtime: AttentionRuntime
     seed: int = 1
@@ -137,7 +137,7 @@ class Requests:
             self.kv_len.append(0)
 
     def fork(self, count: int, kv_len: int) -> None:
-        """Requests that share the first tokens of the first one."""
+        """Adds `count` requests that share the first kv_len tokens of the first one."""
         for _ in range(count):
             self.rows.append(self.runtime.table.fork(self.rows[0], kv_len))
             self.kv_len.append(kv_len)
@@ -149,7 +149,7 @@ class Requests:
         self.kv_len.clear()
 
     def batch(self, q_len: Sequence[int]) -> StepBatch:
-        """A step of the first requests; pages are reserved."""
+        """Returns a step of the first requests, after reserving pages."""
         for seq, new in enumerate(q_len):
             self.kv_len[seq] += new
             self.runtime.table.reserve(self.rows[seq], self.kv_len[seq])
@@ -158,7 +158,7 @@ class Requests:
         return StepBatch(*(np.array(x, np.int32) for x in (self.rows[:count], self.kv_len[:count], q_len, ids)))
 
     def draft_batch(self, drafts: Drafts, count: int) -> StepBatch:
-        """A round of drafts of the first requests, which keep their lengths; pages are reserved."""
+        """Returns a round of drafts of the first requests, after reserving pages. Their lengths stay."""
         rows, prefix = self.rows[:count], self.kv_len[:count]
         for row, length in zip(rows, prefix, strict=True):
             self.runtime.table.reserve(row, length + drafts.tokens)
@@ -166,7 +166,7 @@ class Requests:
         return draft_batch(np.array(rows, np.int32), np.array(prefix, np.int32), drafts, ids)
 
     def stored(self) -> list[Tensor]:
-        """K and V of every layer and request, [kv_len, kv_heads, 16]."""
+        """Returns K and V of every layer and request, [kv_len, kv_heads, 16]."""
         layers = [self.runtime.pool.layer(layer) for layer in range(2)]
         return [
             side.read(torch.from_numpy(self.runtime.table.pages_of(row)).to(self.runtime.device)).flatten(0, 1)[:kv_len]
@@ -184,7 +184,7 @@ SERVED = [[5, 2, 7], [1, 1, 1], [1, 1], [1, 1, 1], [1], [1, 1, 1], [1, 1]]
 
 
 def serve(steps: Steps, runtime: AttentionRuntime, served: Sequence[Sequence[int]] = SERVED) -> list[Tensor]:
-    """The outputs of these steps of fresh requests."""
+    """Returns the outputs of these steps of fresh requests."""
     requests = Requests(runtime)
     requests.admit(max(map(len, served)))
     outs = [requests.run(steps, q_len) for q_len in served]
@@ -193,7 +193,7 @@ def serve(steps: Steps, runtime: AttentionRuntime, served: Sequence[Sequence[int
 
 
 def same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether all tensors are bitwise equal."""
+    """True if all tensors are bitwise equal."""
     return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
@@ -225,7 +225,7 @@ class Forgetful:
         core = self._runtime.core
         ops, launches_alone = core.ops, core.layers._launches_alone
         core.ops = core.layers._ops = replace(ops, **{self._launch: lambda *args, **kwargs: None})
-        core.layers._launches_alone = False  # or calls that the warm-ups prepared would launch as before
+        core.layers._launches_alone = False  # otherwise calls that the warm-ups prepared would still launch
         try:
             return fn()
         finally:
@@ -263,12 +263,12 @@ class _OnceOnly:
 
 
 def counts_on_the_host(tiny: Tiny) -> Callable[[Part], Tensor]:
-    """A forward that bakes the number of sequences."""
+    """Returns a forward that bakes the number of sequences."""
     return lambda step: tiny.forward(step) * step.num_seqs
 
 
 def takes_another_bias_each_step(tiny: Tiny) -> Callable[[Part], Tensor]:
-    """A forward that reads a tensor which the host replaces before every step: a graph keeps the old address."""
+    """Returns a forward that reads a tensor which the host replaces before each step: a graph keeps the old address."""
     stage, biases = tiny.runtime.gate.stage, [torch.zeros(96, device=tiny.runtime.device)]
 
     def replace_bias(batch: StepBatch) -> None:

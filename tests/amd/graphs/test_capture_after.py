@@ -1,4 +1,4 @@
-"""A graph that is made when a step needs one is made after so many steps of its plan that it costs little."""
+"""A graph that is captured when a step needs it is captured after enough steps of its plan to keep its cost small."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_gpu_makes_its_graphs_at_the_first_step() -> None:
 
 
 def count_replays(patch: pytest.MonkeyPatch, runs: list[str]) -> None:
-    """Note each replay of a recording on the CPU."""
+    """Records each replay of a recording on the CPU."""
     replay = FakeRecording.replay
 
     def noted(recording: FakeRecording) -> None:

@@ -1,4 +1,4 @@
-"""Capturing ahead of the first request: which graphs, in which order, and what is reported."""
+"""Capturing ahead of the first request: the graphs, their order, and the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ both = pytest.mark.parametrize("provider", providers())
 
 
 def names(sizes: tuple[int, ...], tokens: tuple[int, ...]) -> list[str]:
-    """The captured shapes of these ladders."""
+    """Returns the captured shapes of these ladders."""
     return [shape_name(shape) for shape in capture_shapes(PaddingPolicy(SizeLadder(sizes), SizeLadder(tokens)))]
 
 

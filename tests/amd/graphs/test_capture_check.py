@@ -1,4 +1,4 @@
-"""A fresh graph is compared with the eager run before it serves: right ones pass, planted wrong ones are refused."""
+"""A fresh graph is compared with the eager run before it serves: right graphs pass, planted wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PLANTED: dict[str, Plant] = {
 
 
 def eager_outputs(device: torch.device, provider: str, plant: Plant) -> list[Tensor]:
-    """What the planted forward gives without graphs."""
+    """Returns the outputs of the planted forward without graphs."""
     tiny = Tiny.build(device, provider, [4])
     forward, _ = plant(tiny)
     return serve(StepRunner(tiny.runtime, forward, None), tiny.runtime)
@@ -79,7 +79,7 @@ def test_without_the_check_a_wrong_graph_serves_wrong_rows(planted: str, provide
         outs = serve(runner, tiny.runtime)
     except DeviceFault as fault:
         told = str(fault)
-    # A graph that is to take its inputs and does not is told of.
+    # A graph that should take its inputs and does not is reported.
     assert ("never reached the device" in told) == (planted == "a dead graph" and bool(runner._takers))
     if told:
         return
@@ -121,7 +121,7 @@ def test_right_graphs_pass_and_nothing_is_left_behind(rows: int, provider: str, 
 def test_the_kv_of_requests_is_the_same_with_and_without_a_check(
     rows: int, planted: str, provider: str, device: torch.device
 ) -> None:
-    """Of requests that take part in the step that is captured, and of those that do not."""
+    """This holds for requests in the captured step, and for others."""
     stored = []
     for graphs in (False, True):
         tiny = Tiny.build(device, provider, [4], max_num_seqs=rows)
@@ -182,7 +182,7 @@ def test_an_exception_in_a_check_keeps_no_graph(provider: str, device: torch.dev
     def forward(step: Part) -> Tensor:
         nonlocal runs
         runs += 1
-        if runs == 5:  # past warm-up and recording, on every recorder
+        if runs == 5:  # after warm-up and recording, on every recorder
             raise ZeroDivisionError
         return tiny.forward(step)
 

@@ -1,4 +1,4 @@
-"""`rocm-attn capture-plan`: what it predicts is what a runtime then allocates and captures."""
+"""`rocm-attn capture-plan`: a runtime then allocates and captures what it predicts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_setting_changes_what_it_is_named_for(device: torch.device) -> None:
 
 
 def config_file(folder: Path, **changes: object) -> str:
-    """A config.json in folder."""
+    """Writes a config.json to folder."""
     path = folder / "config.json"
     path.write_text(json.dumps({**LLAMA, **changes}))
     return str(path)
@@ -107,7 +107,7 @@ def test_the_command_lists_graphs_and_memory(tmp_path: Path, capsys: pytest.Capt
 def test_drafts_of_many_branches_take_little_at_long_contexts(
     page_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """512 sequences of 128k tokens, 8 branches, 4 steps: lists of pages for each branch and step would take 17 GB."""
+    """512 sequences of 128k tokens, 8 branches, 4 steps: page lists per branch and step would take 17 GB."""
     arguments = ["--arch", "gfx942", "--max-batch-size", "512", "--page-size", str(page_size), "--drafts", "8x4"]
     assert main(["capture-plan", config_file(tmp_path), *arguments, "--json"]) == DONE
     plan = json.loads(capsys.readouterr().out)
@@ -150,7 +150,7 @@ def test_deterministic_kernels_are_planned_with_their_workspace(
         assert main([*arguments, *more]) == DONE
         parts = json.loads(capsys.readouterr().out)["parts"]
         workspaces.append({part["name"]: part["bytes"] for part in parts}["workspace"])
-    # docs/deterministic.md: a slot for every segment of every row, of 4 query heads x 130 words.
+    # docs/deterministic.md: a slot for every segment of every row, with 4 query heads x 130 words.
     assert workspaces[1] == 64 * 8 * (131072 // 1024) * 4 * 130 * 4
     assert workspaces[0] < workspaces[1]
 
@@ -159,7 +159,7 @@ def test_deterministic_kernels_are_planned_with_their_workspace(
 def test_the_workspace_of_deterministic_extend_on_hopper_is_told_before_there_is_one(
     triton: str, served: tuple[float, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its kernel serves with one release of Triton, whichever is installed here."""
+    """Its kernel needs one release of Triton; the plan does not depend on the installed one."""
     command = ["capture-plan", config_file(tmp_path), "--arch", "sm_90", "--provider", "triton", "--deterministic"]
     sizes = ["--max-batch-size", "8", "--max-kv-len", "4096", "--capture-tokens", "2048"]
     assert main([*command, *sizes, "--triton-release", triton, "--json"]) == DONE

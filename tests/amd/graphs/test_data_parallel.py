@@ -1,4 +1,4 @@
-"""Data-parallel attention: ranks with requests of their own, in step, whose forward has collectives over all tokens."""
+"""Data-parallel attention: ranks serve their own requests in lockstep, with collectives over all tokens."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.amd.tolerances import assert_same_but_for_rounding
 
 CPU = torch.device("cpu")
 NUM_RANKS = 2
-# New tokens of each rank's requests, step by step: a rank is idle while the other one's first decode and extend steps
-# come, one decodes while the other extends, both do the same, and one sequence is alone.
+# New tokens of each rank's requests, step by step: a rank is idle during the other one's first decode and extend steps,
+# one decodes while the other extends, both do the same, and one sequence is alone.
 OF_RANK = (
     [[5, 2, 7], [1, 1, 1], [1, 1, 1], [1, 1, 1], [], [], [1, 1], [3, 2], [1, 4, 1], [1], [1, 1, 1], []],
     [[], [], [], [6, 3], [1, 1], [8, 1], [1, 1], [4, 4], [], [2], [], [1, 1]],
@@ -38,13 +38,13 @@ OF_RANK = (
 
 
 def experts() -> list[Tensor]:
-    """[96, 96], one on each rank."""
+    """Returns [96, 96], one per rank."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(96, 96, generator=generator) / 10 for _ in range(NUM_RANKS)]
 
 
 class Moe:
-    """Attention over a rank's own requests, then experts of which each rank has one and works for the tokens of all."""
+    """Attention over a rank's own requests, then experts: each rank has one, which computes the tokens of all ranks."""
 
     def __init__(self, rank: int, tiny: Tiny) -> None:
         self._rank = rank
@@ -53,7 +53,7 @@ class Moe:
         self.runs = 0
 
     def forward(self, step: Part) -> tuple[Tensor, PerToken]:
-        self.runs += 1  # the host's count: a graph that is replayed does not run this
+        self.runs += 1  # counted on the host: a replayed graph does not run this
         rows = self._tiny.forward(step)
         hidden = rows[step.seq_of_token] * (1 + step.positions[:, None] / 64)
         everyones = hidden.new_empty(NUM_RANKS * len(hidden), 96)
@@ -65,7 +65,7 @@ class Moe:
 
 
 def alone(tiny: Tiny) -> Callable[[Part], tuple[Tensor, PerToken]]:
-    """The same model on one rank."""
+    """Returns the same model on one rank."""
 
     def forward(step: Part) -> tuple[Tensor, PerToken]:
         rows = tiny.forward(step)
@@ -77,7 +77,7 @@ def alone(tiny: Tiny) -> Callable[[Part], tuple[Tensor, PerToken]]:
 
 
 def common(batch: StepBatch, tiny: Tiny) -> PadTo:
-    """What all ranks pad to, from three numbers of each."""
+    """Returns the sizes that all ranks pad to, from three numbers of each rank."""
     padding = tiny.runtime.padding
     needs = [torch.empty(3, dtype=torch.int64) for _ in range(NUM_RANKS)]
     torch.distributed.all_gather(needs, torch.tensor(PadTo.of(batch, padding)))
@@ -88,9 +88,9 @@ HOW = ("eager", "graphs when they are needed", "graphs made ahead")
 
 
 def served_in_step(rank: int) -> list[str]:
-    """For each of HOW: graphs made while serving, replays, why graphs are off, and how often forward was called.
+    """Returns for each of HOW: graphs captured while serving, replays, why graphs are off, and the calls of forward.
 
-    Raises where a row is not as on one rank.
+    Raises an error if a row differs from that on one rank.
     """
     return [what for how in HOW for what in _served_in_step(rank, how)]
 
@@ -130,7 +130,7 @@ def test_ranks_that_decode_extend_or_idle_run_in_step(tmp_path: Path) -> None:
     assert ahead[:3] == ["0", steps, ""]
 
 
-# What ranks agree on.
+# Values that ranks agree on.
 
 
 def batch_of(q_len: Sequence[int], kv_len: int = 20) -> StepBatch:
@@ -158,7 +158,7 @@ POLICY = PaddingPolicy(SizeLadder((1, 2, 4, 8)), SizeLadder((8, 16, 32)), max_ch
 def test_what_all_ranks_pad_to_holds_every_ranks_step_and_is_of_the_ladders(
     q_lens: list[list[int]], whole: tuple[int, int, int], halves: tuple[int, int, int]
 ) -> None:
-    """A sequence and tokens of a ladder, where the ladder goes so far; at least two sequences where kinds are mixed."""
+    """Sequences and tokens are rungs of a ladder, as far as it goes. Mixed kinds have two sequences or more."""
     for num_children, wanted in ((1, whole), (2, halves)):
         batches = [batch_of(q_len, kv_len=max(20, *q_len, 0)) for q_len in q_lens]
         needs = [PadTo.of(batch, POLICY, num_children) for batch in batches]
@@ -251,7 +251,7 @@ def test_a_rank_without_sequences_runs_masked_steps_beside_others() -> None:
 
 
 def test_ranks_share_the_bucket_of_the_longest_sequence_of_any() -> None:
-    """The torch kernels freeze it."""
+    """Torch kernels freeze it."""
     tiny = Tiny.build(CPU, "torch")
     requests = Requests(tiny.runtime)
     requests.admit(1)
@@ -280,17 +280,17 @@ def test_plans_do_not_grow_in_number_with_the_lengths_of_other_ranks() -> None:
 
 
 def _ended(tiny: Tiny, pad_tos: Sequence[PadTo | None]) -> Iterator[PadTo | None]:
-    """Each, and the end of the step that is begun with it."""
+    """Yields each, and ends the step that was begun with it."""
     for pad_to in pad_tos:
         yield pad_to
         tiny.runtime.end_step()
 
 
-# How often forward runs for a graph, which all ranks must do equally often.
+# Number of forward calls per graph, which must be equal on all ranks.
 
 
 class Ranks:
-    """How this rank agrees with others that find what is given, and how often its forward had run each time."""
+    """This rank's agreement with others that find what is given, and the number of forward calls at each agreement."""
 
     def __init__(self, moe: list[int], others: Mapping[str, str]) -> None:
         self._runs = moe
@@ -305,7 +305,10 @@ class Ranks:
 
 
 def decoding(num_live: int, *, free: bool, others: Mapping[str, str], wrong: bool = False) -> tuple[Ranks, StepRunner]:
-    """A decode step of so many sequences, padded to two; whether other rows are free; whether its graph is wrong."""
+    """Runs a decode step of num_live sequences, padded to two.
+
+    free: whether other rows are free; wrong: whether its graph is wrong
+    """
     tiny, runs = Tiny.build(CPU, "torch", [2], max_num_seqs=2), [0]
 
     def forward(step: Part) -> Tensor:
@@ -331,7 +334,7 @@ def decoding(num_live: int, *, free: bool, others: Mapping[str, str], wrong: boo
 def test_forward_runs_equally_often_for_a_graph_whatever_a_rank_has(num_live: int, free: bool, wrong: bool) -> None:
     ranks, runner = decoding(num_live, free=free, others={}, wrong=wrong)
     asked, recorded, judged = ranks.at
-    # Two that the recorder makes, and one eager run for each of three replays.
+    # The recorder makes two runs, and each of three replays has one eager run.
     assert (recorded - asked, judged - recorded) == (2, 3)
     assert ranks.sent[0] == {}
     assert runner.counters.replays == (not wrong)
@@ -344,7 +347,7 @@ def test_no_rank_makes_a_graph_that_another_one_has_no_room_to_check() -> None:
 
 
 def test_a_rank_without_room_says_so_before_any_rank_records() -> None:
-    """Its rows are all taken, and the mask of its step is packed for that step alone: none other can be made of it."""
+    """Its rows are all taken, and the mask of its step is packed for that step only, so no other step can use it."""
     tiny, runs = Tiny.build(CPU, "torch", [2], [4], max_num_seqs=2, custom_mask=True), [0]
     requests = Requests(tiny.runtime)
     requests.admit(2)
@@ -355,5 +358,5 @@ def test_a_rank_without_room_says_so_before_any_rank_records() -> None:
         batch = requests.batch([2, 2])
         mask = StepMask(torch.full((8,), 255, dtype=torch.uint8), kv_positions(batch.kv_len, batch.q_len, CPU))
         runner.run(replace(batch, mask=mask), PadTo(2))
-    assert ranks.sent == [{"not tried": "too few pages are free to check it on"}]  # and not at each step
+    assert ranks.sent == [{"not tried": "too few pages are free to check it on"}]  # sent once, not at each step
     assert next(iter(runner.capture_all().skipped.values())) == "on rank 0: no request row is free"

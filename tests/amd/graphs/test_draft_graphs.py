@@ -1,4 +1,4 @@
-"""Graphs of rounds of drafts: all draft steps and what is picked between them, bitwise as they run eagerly."""
+"""Graphs of rounds of drafts: all draft steps and the picks between them, bitwise equal to eager runs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ host_only = pytest.mark.parametrize("provider", [name for name in providers() if
 
 
 def build(device: torch.device, provider: str, drafts: Drafts, *, split: bool = False) -> Tiny:
-    """Graphs of the drafts of two and of four sequences, or halves of them."""
+    """Returns a model with graphs for the drafts of two and of four sequences, or halves of them."""
     return Tiny.build(
         device, provider, (2, 4), split_steps=split, custom_mask=drafts.branches > 1, drafts=[drafts], max_num_seqs=12
     )
 
 
 def prompted(tiny: Tiny) -> Requests:
-    """Three requests with prompts."""
+    """Returns three requests with prompts."""
     requests = Requests(tiny.runtime)
     requests.admit(3)
     requests.run(StepRunner(tiny.runtime, tiny.forward, None), [9, 2, 5])
@@ -56,7 +56,7 @@ def prompted(tiny: Tiny) -> Requests:
 @each_shape
 @each_provider
 def test_a_replayed_round_is_bitwise_the_eager_one(provider: str, drafts: Drafts, device: torch.device) -> None:
-    """Rounds of three, one and no sequences, with decode steps of another runner between them."""
+    """Covers rounds of three, one and no sequences, with decode steps of another runner between them."""
     tiny = build(device, provider, drafts)
     requests = prompted(tiny)
     runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
@@ -76,7 +76,7 @@ def test_a_replayed_round_is_bitwise_the_eager_one(provider: str, drafts: Drafts
 @each_shape
 @each_provider
 def test_one_graph_holds_all_draft_steps_of_a_round(provider: str, drafts: Drafts, device: torch.device) -> None:
-    """The short form of what runs for long elsewhere: one graph, checked, then replayed with other picks."""
+    """A short version of longer tests: one graph, checked, then replayed with other picks."""
     tiny = build(device, provider, Drafts(drafts.branches, 2))
     requests = prompted(tiny)
     runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
@@ -115,7 +115,7 @@ def test_rounds_in_two_halves_are_captured_and_keep_the_order_of_the_batch(
         batch = requests.draft_batch(drafts, count)
         picked = runner.run(batch, halves=2).clone()
         assert torch.equal(picked, eager.run(batch, halves=2))
-        # Whole, its sums are rounded otherwise; the first picks follow from the ids and the prefix.
+        # A whole step rounds its sums differently; the first picks follow from the ids and the prefix.
         assert len(picked) == len(runner.run(batch)) == count
     names = {bucket.name.partition(",")[0] for bucket in runner.capture_report().buckets}
     branches = "1 branch" if drafts is CHAIN else "2 branches"
@@ -195,7 +195,7 @@ def test_rounds_that_were_not_asked_for_run_eagerly(provider: str, device: torch
 
 @host_only
 def test_a_graph_that_a_kernel_cannot_serve_is_never_made(provider: str, device: torch.device) -> None:
-    """A kernel that may not be captured runs the draft steps eagerly, and says so; no graph is tried on it."""
+    """A kernel that may not be captured runs the draft steps eagerly, and reports it. No graph of it is tried."""
     tiny = build(device, provider, TREE)
     options, selections = tiny.runtime.options, []
     for selection in tiny.runtime.selections:
@@ -232,7 +232,7 @@ def test_a_round_without_room_for_probe_requests_is_tried_on_itself(provider: st
 
 
 def test_the_lengths_of_a_round_are_those_of_its_rows(device: torch.device) -> None:
-    """What is published is the first draft step alone: the others follow on the device."""
+    """Only the first draft step is published; the device derives the others."""
     tiny = build(device, "torch", CHAIN)
     requests = prompted(tiny)
     batch = requests.draft_batch(CHAIN, 3)

@@ -1,4 +1,4 @@
-"""Exceptions while a graph is made: serving goes on, other ranks hear of it, and nothing is reported twice."""
+"""Exceptions during a capture: serving continues, other ranks learn of it, and nothing is reported twice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Fails:
-    """A recorder that raises in place of its first recordings, after a first run of what it records."""
+    """A recorder that raises instead of its first recordings, after running the function once."""
 
     def __init__(self, error: BaseException, times: int = 1_000_000) -> None:
         self._inner: Recorder = recorder_for(CPU)
@@ -56,7 +56,7 @@ def eager_of(tiny: Tiny, served: Sequence[Sequence[int]]) -> list[Tensor]:
     return serve(StepRunner(tiny.runtime, tiny.forward, None), tiny.runtime, served)
 
 
-# Prompts, and decode steps of one length bucket until after a graph is tried again whose forward has raised.
+# Prompts, and decode steps of one length bucket, until a graph whose forward has raised was tried again.
 UNTIL_TRIED_AGAIN = [[130, 129, 131], *[[1, 1, 1]] * 70]
 
 
@@ -149,7 +149,7 @@ def test_an_interrupt_while_recording_reaches_the_caller_and_the_step_can_be_run
 
 
 class OfTwo:
-    """How this rank agrees with another one that finds nothing wrong; what it sent is kept."""
+    """This rank's agreement with another one that finds nothing wrong; its messages are kept."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, str]] = []
@@ -183,7 +183,7 @@ def test_an_exception_that_leaves_a_capture_is_sent_to_the_other_ranks_first(err
 
 
 def broken_off_on(rank: int, broken: int, how: str) -> list[str]:
-    """Serve, with a capture that goes wrong on one rank; why graphs are off, replays, and whether rows are right."""
+    """Serves with a capture failing on one rank. Returns why graphs are off, replays, and whether rows are right."""
     tiny, runs = Tiny.build(CPU, "torch", [4]), 0
     tiny.runtime.agree = among_all()
 
@@ -218,11 +218,11 @@ def test_no_rank_waits_for_one_whose_capture_fails(how: str, reason: str, tmp_pa
     assert second[2:] == first[2:]
 
 
-# What is reported, and when, while a step's graph is made on the way.
+# Reports, and their times, while a step's graph is captured during serving.
 
 
 def one_row(tiny: Tiny, wrong: bool) -> StepBatch:
-    """A decode step of row 1 at length 4; wrong: the device has another length, beyond its bound."""
+    """Returns a decode step of row 1 at length 4. wrong: the device has another length, beyond its bound"""
     lengths = torch.tensor([99 if wrong else 4], dtype=torch.int32)
     arrays = [np.array([value], np.int32) for value in (1, 4, 1, 7)]
     return StepBatch(*arrays, inputs=DeviceInputs(kv_len=lengths))
@@ -239,7 +239,7 @@ def admitted(max_num_seqs: int = 8) -> tuple[Tiny, StepRunner]:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8], ids=["no free row", "free rows"])
 def test_a_bad_first_batch_of_its_shape_is_reported_once_and_graphs_stay_on(max_num_seqs: int) -> None:
-    """It is published before its graph is made and after. Where no row is free, a graph is tried on a batch."""
+    """It is published before and after its capture. If no row is free, a graph is tried on a batch."""
     tiny, runner = admitted(max_num_seqs)
     reported = []
     for at in range(8):
@@ -277,7 +277,7 @@ def test_a_fault_of_an_earlier_step_is_reported_before_a_capture_touches_anythin
     assert counts is not None
     counts[3] = 1
     stored = requests.stored()
-    # The last token once more: its K and V are there already.
+    # The last token again: its K and V are already stored.
     again = StepBatch(*(np.array([value], np.int32) for value in (requests.rows[0], requests.kv_len[0], 1, 9)))
     with pytest.raises(DeviceFault, match=f"step {number}: "):
         runner.run(again)
@@ -301,13 +301,13 @@ def test_a_fault_of_an_earlier_step_is_reported_by_capture_all_and_graphs_stay_o
 
 
 def test_faults_of_steps_that_a_graph_was_tried_on_are_reported_as_its_refusal_alone() -> None:
-    """Their rows are given back by then, and may belong to someone who has nothing to do with them."""
+    """The trial's rows are free by then, and may belong to an unrelated request."""
     tiny = Tiny.build(CPU, "torch", [4])
 
     def forward(step: Part) -> Tensor:
         counts = tiny.runtime.gate._publisher._lines[0].counts
         assert counts is not None
-        counts[3:4].fill_(1)  # as if a kernel had found something
+        counts[3:4].fill_(1)  # as if a kernel had found a fault
         return tiny.forward(step)
 
     runner = StepRunner(tiny.runtime, forward, recorder_for(CPU))

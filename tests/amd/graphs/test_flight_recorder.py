@@ -1,4 +1,4 @@
-"""The flight recorder: what it remembers, when it writes, and that a dump comes back as it was."""
+"""The flight recorder: the steps that it keeps, the times when it writes, and a dump that reads back unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.amd.runtime.stepping import deterministic_providers, providers
 
 
 def flown(tiny: Tiny, path: Path, *, graphs: bool = True, num_steps: int = 64) -> tuple[StepRunner, FlightRecorder]:
-    """A runner with a flight recorder."""
+    """Returns a runner with a flight recorder."""
     flight = FlightRecorder(tiny.runtime, path, num_steps=num_steps)
     recorder = recorder_for(tiny.runtime.device) if graphs else None
     return StepRunner(tiny.runtime, tiny.forward, recorder, flight=flight), flight
@@ -160,7 +160,7 @@ def test_a_record_that_has_no_folder_is_refused_at_once(device: torch.device, tm
 
 @pytest.fixture
 def own_handler() -> Iterator[None]:
-    """Puts the signal's handler back."""
+    """Restores the signal's handler."""
     before = signal.getsignal(signal.SIGUSR1)
     yield
     signal.signal(signal.SIGUSR1, before)

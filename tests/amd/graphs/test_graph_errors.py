@@ -1,4 +1,4 @@
-"""What hip_graphs raises reaches callers of the runtime as errors of the runtime."""
+"""Exceptions of hip_graphs reach callers of the runtime as errors of the runtime."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CPU = torch.device("cpu")
 
 
 def pins_give_up(runner: StepRunner, tiny: Tiny) -> None:
-    """The owner of what a graph reads says that it has moved."""
+    """Makes the owner of tensors that a graph reads report that they have moved."""
     runner._pinned.bump()
 
 
 def the_embedding_moves(runner: StepRunner, tiny: Tiny) -> None:
-    """A tensor that is the model's own, and that the recording has met, gets other memory."""
+    """Moves the memory of one of the model's own tensors, which the recording has seen."""
     tiny.embedding.untyped_storage().resize_(0)
 
 

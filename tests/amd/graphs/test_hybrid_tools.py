@@ -1,4 +1,4 @@
-"""What looks at steps copes with two spaces of pages: the capture plan, the flight recorder and the sampled check."""
+"""Tools that inspect steps work with two spaces of pages: the capture plan, the flight recorder, the sampled check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.amd.runtime.stepping import providers
 each_provider = pytest.mark.parametrize("provider", providers())
 
 WINDOW = 5
-# Far enough for pages of four tokens to leave a window of six.
+# Long enough for pages of four tokens to leave a window of six.
 STEPS = [[9, 14, 6], [1, 1, 1], [5, 3], [1, 1, 1], [1, 8, 1], [20, 1, 1], [1, 1], [1, 1, 1]]
 
 

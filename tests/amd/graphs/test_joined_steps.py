@@ -18,7 +18,7 @@ from tests.amd.runtime.stepping import providers
 
 
 def joined(device: torch.device, parts: Sequence[Recording]) -> Recording:
-    """The parts as one: on a GPU its own graph, elsewhere what passes their counts by as that does."""
+    """Returns the parts as one: on a GPU its own graph, elsewhere a stand-in that counts their runs like a graph."""
     if device.type == "cpu":
         return counted_as(parts, InTurn([uncounted(part) for part in parts]))
     whole = recorder_for(device).join(parts)
@@ -27,7 +27,7 @@ def joined(device: torch.device, parts: Sequence[Recording]) -> Recording:
 
 
 class Counter:
-    """A recording that adds 1 to what the device has counted."""
+    """A recording that adds 1 to the device's counter."""
 
     bytes = 0
 
@@ -35,7 +35,7 @@ class Counter:
         self._runs = runs
 
     def replay(self) -> None:
-        """As Recording.replay."""
+        """Does the same as `Recording.replay`."""
         self._runs.on_device.add_(1)
 
 
@@ -87,7 +87,7 @@ def test_a_gpu_counts_what_it_runs_of_a_joined_graph() -> None:
 def test_a_plain_step_after_a_joined_one_takes_its_own_inputs(
     is_counted: bool, provider: str, device: torch.device
 ) -> None:
-    """A step whose graph runs once more than the host knows of takes nothing, and repeats the one before."""
+    """A step whose graph ran once more than the host knows takes no inputs, and repeats the step before."""
     found = []
     for is_joined in (False, True):
         tiny = Tiny.build(device, provider)
@@ -105,7 +105,7 @@ def test_a_plain_step_after_a_joined_one_takes_its_own_inputs(
 
 
 def assert_repeats(runner: StepRunner[Tensor], device: torch.device, last: Tensor, *, is_counted: bool) -> None:
-    """The graph of the last step gives what it gave, as a part of another."""
+    """Checks that the graph of the last step gives the same result as a part of another graph."""
     graph = runner.graph_again
     assert graph is not None
     assert isinstance(graph.recording, CountedRecording)

@@ -1,4 +1,4 @@
-"""Graphs beside pages that outlast their rows, and beside rows that take no part in a step."""
+"""Graphs next to pages that outlive their rows, and next to rows that take no part in a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def kept_values(runtime: AttentionRuntime, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> list[torch.Tensor]:
-    """K and V of kept pages in every layer, copied."""
+    """Returns copies of K and V of kept pages in every layer."""
     values = []
     for layer in range(2):
         space = runtime.pool.space_of_layer(layer)
@@ -73,7 +73,7 @@ def test_a_request_over_kept_pages_is_served_as_if_it_had_stored_them(device: to
 
 
 def run(runtime: AttentionRuntime, runner: StepRunner, row: int, token_ids: list[int], start: int) -> torch.Tensor:
-    """The rows of a step of one sequence."""
+    """Returns the rows of a step of one sequence."""
     kv_len = start + len(token_ids)
     runtime.table.reserve(row, kv_len)
     return runner.run(StepBatch([row], [kv_len], [len(token_ids)], token_ids))

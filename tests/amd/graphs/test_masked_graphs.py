@@ -1,4 +1,4 @@
-"""Graphs of steps that bring a mask."""
+"""Graphs of steps with a mask."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_masked_step_above_the_largest_graph_runs_eagerly(provider: str, devic
 
 @each_provider
 def test_a_mask_without_room_is_no_replay_of_a_tree_of_its_size(provider: str, device: torch.device) -> None:
-    """A mask over all keys comes after a tree of the same lengths, whose graph has room for new keys alone."""
+    """A mask over all keys follows a tree of the same lengths, whose graph has room only for new keys."""
     tiny = Tiny.build(device, provider, (2,), (8,), custom_mask=True, mask_keys=0)
     runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
     requests = Requests(tiny.runtime)
@@ -110,7 +110,7 @@ def test_a_mask_without_room_is_no_replay_of_a_tree_of_its_size(provider: str, d
 
 
 def test_without_room_for_probe_requests_a_masked_step_makes_no_graph(device: torch.device) -> None:
-    """Its own requests would be tried with the same mask only, which proves little."""
+    """Its own requests would all have the same mask, which proves little."""
     tiny = Tiny.build(device, "torch", (2,), (8,), max_num_seqs=2, custom_mask=True)
     runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
     requests = Requests(tiny.runtime)
@@ -122,7 +122,7 @@ def test_without_room_for_probe_requests_a_masked_step_makes_no_graph(device: to
 
 @each_provider
 def test_drafts_are_accepted_and_moved_in_the_graph_of_their_step(provider: str, device: torch.device) -> None:
-    """What a replay accepts, and what later steps find in the pages, is what the eager run gives."""
+    """The tokens that a replay accepts, and the pages that later steps read, equal those of the eager run."""
     parents = torch.tensor([[NO_PARENT, 0, 1, 0, 3], [NO_PARENT, 0, 0, 2, 2]], dtype=torch.int32, device=device)
     # The token that is drawn after each one: the path 0, 3, 4 of the first tree, and 0, 2, 4 of the second.
     after = torch.tensor([3, 0, 0, 4, 0, 7, 5, 9, 5, 5], device=device)

@@ -1,4 +1,4 @@
-"""Reopening for smaller sizes gives back what graphs of the larger ones held."""
+"""Reopening for smaller sizes frees the memory that graphs of the larger ones held."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEEDED_BYTES = LARGE * WIDTH * 4
 
 
 def step_memory(runtime: AttentionRuntime) -> list[Tensor]:
-    """What is sealed for steps; the table and the pages belong to requests and stay."""
+    """Returns the tensors sealed for steps. The table and the pages belong to requests and stay."""
     return [t for name, t in runtime.seals.tensors().items() if name != "table" and "pages" not in name]
 
 
@@ -56,7 +56,7 @@ def test_nothing_of_the_larger_sizes_is_held(provider: str, device: torch.device
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("provider", providers())
 def test_the_device_gets_the_memory_of_graphs_back(provider: str, device: torch.device) -> None:
-    """A forward that needs NEEDED_BYTES at the large size, all of them in the graphs' pool."""
+    """The forward needs NEEDED_BYTES at the large size, all of them in the graphs' pool."""
     tiny = Tiny.build(device, provider, [LARGE])
 
     def forward(step: Part) -> Tensor:
@@ -77,7 +77,7 @@ def test_the_device_gets_the_memory_of_graphs_back(provider: str, device: torch.
     given_back = in_use()
     assert given_back[0] < captured[0]
     assert captured[1] - given_back[1] >= NEEDED_BYTES
-    # Libraries keep workspaces for the stream that was captured.
+    # Libraries keep workspaces for the captured stream.
     assert given_back[1] - before[1] < NEEDED_BYTES // 4
     assert runner.capture_all().num_bytes < NEEDED_BYTES // 4
     serve(runner, tiny.runtime, [[3, 5], [1, 1], [1]])

@@ -1,4 +1,4 @@
-"""Metrics: each is one field, and is counted where it happens."""
+"""Metrics: each is one field, and is counted where it occurs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def numbered() -> Metrics:
-    """Every metric has a value of its own: the place of its field, and 1000."""
+    """Returns metrics with a distinct value each: the place of its field, and 1000."""
     metrics = Metrics()
     for number, metric in enumerate(fields(metrics), 1000):
         start = getattr(metrics, metric.name)

@@ -1,4 +1,4 @@
-"""Forwards that return more than one tensor, or none: what a step gives of it, eagerly, replayed, and in two halves."""
+"""Forwards that return more than one tensor, or none: a step's outputs, eager, replayed, and in two halves."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.small_models import SERVED, Forgetful, Lazy, Requests, Tiny, same
 
 CPU = torch.device("cpu")
-# Prompts; decode steps, in which there are as many tokens as sequences; others with as many by accident, and with none.
+# Prompts; decode steps, which have as many tokens as sequences; others with the same number by accident; none.
 STEPS = [*SERVED, [2, 0], [3, 1, 2], [0, 3, 0], [1, 1, 1], [3, 1, 2]]
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What the first layers have made of each token, and the token that each sequence would take."""
+    """The first layers' result for each token, and the token that each sequence would take."""
 
     hidden: PerToken
     best: Tensor
 
 
 class Everything(NamedTuple):
-    """A tree of every kind of branch."""
+    """A tree with every kind of branch."""
 
     logits: Tensor
     draft: Draft
@@ -45,7 +45,7 @@ class Everything(NamedTuple):
 
 
 def everything(step: Part, rows: Tensor) -> Everything:
-    """rows: [S, 96]; all tensors of tokens tell one token from another."""
+    """rows: [S, 96]; in tensors of tokens, each token has its own values"""
     places = step.positions.float() + 100.0 * step.row_of_token
     hidden = torch.stack([places, step.token_ids.float()], 1)
     parts: dict[str, list[Tensor | PerToken]] = {"of sequences": [rows[:, 3:5]], "of tokens": [PerToken(places)]}
@@ -55,7 +55,7 @@ def everything(step: Part, rows: Tensor) -> Everything:
 def served(
     forward: Callable[[Tiny], Callable[[Part], Any]], *, graphs: bool, split: bool
 ) -> tuple[StepRunner[Any], list[dict[str, Tensor]], list[Tensor]]:
-    """The runner, copies of what each of STEPS gave, and the K and V that all of them have stored."""
+    """Returns the runner, copies of the outputs of STEPS, and the K and V that all of them have stored."""
     tiny = Tiny.build(CPU, "torch", [4], [8, 16], split_steps=True)
     runner = StepRunner(tiny.runtime, forward(tiny), recorder_for(CPU) if graphs else None)
     requests, outs = Requests(tiny.runtime), []
@@ -109,7 +109,7 @@ def test_what_a_step_gives_is_of_the_type_that_forward_returns() -> None:
     requests.admit(2)
     runner = StepRunner(tiny.runtime, forward, recorder_for(CPU))
     runner.run(requests.batch([3, 2]))
-    out: Everything = runner.run(requests.batch([1, 1]))  # mypy checks what it is
+    out: Everything = runner.run(requests.batch([1, 1]))  # mypy checks its type
     assert type(out) is Everything
     assert isinstance(out.draft, Draft)
     assert out.logits.shape == (2, 96)
@@ -132,7 +132,7 @@ def test_a_forward_that_returns_nothing_stores_what_another_one_stores(graphs: b
 
 
 def _ignored(rows: Tensor) -> None:
-    """As of a rank that sends its rows to another one."""
+    """Discards the rows, as on a rank that sends them to another one."""
 
 
 @pytest.mark.parametrize("recorder", ["forgets to store", "works once"])

@@ -1,4 +1,4 @@
-"""Ranges around steps and layers: properly nested, closed by exceptions, and without influence on what is computed."""
+"""Ranges around steps and layers: properly nested, closed by exceptions, and without influence on results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.amd.runtime.stepping import providers
 
 
 class Timeline:
-    """Notes ranges; entries are (depth, name)."""
+    """Records ranges; entries are (depth, name)."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[int, str]] = []
@@ -45,7 +45,7 @@ def test_a_step_and_its_layers_are_ranges(graphs: bool, provider: str, device: t
         outs.append(serve(RangedSteps(runner, timeline) if ranged else runner, tiny.runtime, [[3, 2], [1, 1]]))
     layers = [(1, f"layer {layer}: {what}") for layer in (0, 1) for what in ("store", "attend")]
     decode = (0, "step: 2 sequences, 2 tokens")
-    # Python does not see the layers of a replayed step.
+    # Python does not run the layers of a replayed step.
     assert timeline.entries == [(0, "step: 2 sequences, 5 tokens"), *layers, decode, *([] if graphs else layers)]
     assert timeline.depth == 0
     assert same(*outs)

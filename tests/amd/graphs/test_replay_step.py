@@ -1,4 +1,4 @@
-"""`rocm-attn replay-step`: a dumped step again, and an exit code that says whether all ways agree."""
+"""`rocm-attn replay-step`: runs a dumped step again; its exit code reports whether all ways agree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = [*SERVED, [1, 6, 1], [3, 3, 3], [1, 0, 1], [20, 20, 1]]
 
 
 def dumped(provider: str, device: torch.device, tmp_path: Path, *, deterministic: bool = False) -> str:
-    """The dump of a run of STEPS."""
+    """Returns the path of the dump of a run of STEPS."""
     tiny = Tiny.build(device, provider, [2, 4], tokens=(8, 16), deterministic=deterministic)
     flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
     runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), flight=flight)
@@ -78,7 +78,7 @@ def test_a_step_of_deterministic_mode_is_run_again_in_that_mode(
 def test_a_step_that_shared_prefixes_shares_them_again(
     graphs: bool, provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its rows hold the same pages once more; a row of the second group shares nothing."""
+    """Its rows hold the same pages again; a row of the second group shares nothing."""
     tiny = Tiny.build(device, provider, [4], shared_prefixes=graphs)
     flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
     runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), flight=flight)

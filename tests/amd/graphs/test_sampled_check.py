@@ -1,4 +1,4 @@
-"""Sampled verification: right steps pass, wrong graphs and wrong layers are counted, results stay what they are."""
+"""Sampled verification: right steps pass, wrong graphs and wrong layers are counted, and results do not change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.parametrize("provider", providers())
 
 
 class OffByALittle(LayerTap):
-    """Layers whose attention is wrong in one of them."""
+    """Layers with wrong attention in one of them."""
 
     def __init__(self, wrong_layer: int) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class OffByALittle(LayerTap):
 
 
 def checked(tiny: Tiny, runner: StepRunner, tap: LayerTap, every: int = 1) -> SampledCheck:
-    """A sampled check of a tiny model."""
+    """Returns a sampled check of a tiny model."""
     return SampledCheck(runner, tiny.runtime, [tiny.problem, tiny.problem], tap, every=every)
 
 
 def compared(check: SampledCheck) -> tuple[int, int, int, int, str]:
-    """Steps that were looked at, what was wrong with them by kind, and the last of these findings."""
+    """Returns the number of checked steps, the counts of their faults by kind, and the last finding."""
     got = check.counters
     return got.samples, got.rows_differ, got.attention_differs, got.reserved_written, got.finding
 
@@ -84,7 +84,7 @@ def test_a_graph_that_went_wrong_is_counted(provider: str, device: torch.device)
     check = checked(tiny, runner, tap)
     serve(check, tiny.runtime)
     counters = check.counters
-    # Recorded for three sequences: wrong for the two steps of two and the one of one.
+    # Recorded for three sequences: wrong for the two steps of two and the step of one.
     assert (counters.samples, counters.rows_differ, counters.attention_differs) == (len(SERVED), 3, 0)
     assert "rows [0, 1] of a step of 2 sequences" in counters.finding
 
@@ -97,7 +97,7 @@ def test_a_layer_that_went_wrong_is_counted(wrong_layer: int, provider: str, dev
     check = checked(tiny, StepRunner(tiny.runtime, tiny.forward, None), tap)
     serve(check, tiny.runtime)
     counters = check.counters
-    # One of two layers is looked at in each step.
+    # One of two layers is checked in each step.
     assert 0 < counters.attention_differs < len(SERVED)
     assert counters.rows_differ == 0
     assert f"layer {wrong_layer} of sequences" in counters.finding
@@ -107,7 +107,7 @@ def test_a_layer_that_went_wrong_is_counted(wrong_layer: int, provider: str, dev
 def test_rounding_of_large_scores_is_no_fault(
     factor: float, differs: bool, provider: str, device: torch.device
 ) -> None:
-    """With a scale of 1, as Gemma has it, scores are large; a scale that is off is still seen."""
+    """With a scale of 1, as in Gemma, scores are large; a wrong scale is still found."""
     problem = replace(small_problem(head_dim=256, v_head_dim=64), scale=1.0)
     runtime = build_runtime(
         [problem], RuntimeOptions(num_pages=64, max_num_seqs=2, max_kv_len=200, provider=provider), device=device
@@ -138,7 +138,7 @@ def test_rounding_of_large_scores_is_no_fault(
 def test_a_write_to_what_is_reserved_is_counted(
     reserved: str, graphs: bool, provider: str, device: torch.device
 ) -> None:
-    """The first step sees the sound state; then forward writes where nothing may be."""
+    """The first step has the sound state; then forward writes to reserved places."""
     tiny = Tiny.build(device, provider)
     tap = LayerTap()
     tiny.around = tap.around
@@ -148,7 +148,7 @@ def test_a_write_to_what_is_reserved_is_counted(
     def forward(step: Part) -> Tensor:
         out = tiny.forward(step)
         if reserved.startswith("page"):
-            pages.v[0, 1, 0, 3] += writes  # and not in the page's last token
+            pages.v[0, 1, 0, 3] += writes  # not in the page's last token
         else:
             table[0, -1] += writes
         return out
@@ -163,7 +163,7 @@ def test_a_write_to_what_is_reserved_is_counted(
     for _ in range(4):
         requests.run(check, [1, 1])
     counters = check.counters
-    # The table is looked at in each step, one of two layers in each.
+    # Each step checks the table and one of two layers.
     assert counters.samples == 6
     assert counters.reserved_written == 4 if reserved.startswith("row") else 0 < counters.reserved_written <= 4
     if not counters.rows_differ and not counters.attention_differs:
@@ -173,7 +173,7 @@ def test_a_write_to_what_is_reserved_is_counted(
 
 
 def test_a_step_with_inputs_on_the_device_is_looked_at_but_not_run_again(provider: str, device: torch.device) -> None:
-    """Its forward moves the lengths on, as an overlapped scheduler does: a second run would be another step."""
+    """Its forward advances the lengths, as an overlapped scheduler does: a second run would be another step."""
     tiny = Tiny.build(device, provider)
     tap = LayerTap()
     tiny.around = tap.around

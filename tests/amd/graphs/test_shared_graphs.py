@@ -25,7 +25,7 @@ from tests.amd.runtime.stepping import providers
 
 each_provider = pytest.mark.parametrize("provider", providers())
 
-# Groups of three to six requests that share 12 tokens in pages of 4, as a step of some of them may have them.
+# Groups of three to six requests that share 12 tokens in pages of 4, for steps of some of them.
 GROUPINGS = (
     [(4, 12)],
     [(1, 0), (3, 8)],
@@ -38,7 +38,7 @@ GROUPINGS = (
 
 
 def served(tiny: Tiny, recorder: Recorder | None, num_requests: int = 6) -> tuple[StepRunner, Requests]:
-    """A runner, and requests that share 12 tokens and have gone on by one to three."""
+    """Returns a runner, and requests that share 12 tokens and have one to three more."""
     runner = StepRunner(tiny.runtime, tiny.forward, recorder)
     requests = Requests(tiny.runtime)
     requests.admit(1)
@@ -49,16 +49,16 @@ def served(tiny: Tiny, recorder: Recorder | None, num_requests: int = 6) -> tupl
 
 
 def shared(requests: Requests, groups: Sequence[tuple[int, int]]) -> StepBatch:
-    """A decode step of the first requests, in these groups."""
+    """Returns a decode step of the first requests, in these groups."""
     batch = requests.batch([1] * sum(count for count, _ in groups))
     return replace(batch, prefixes=SharedPrefixes([PrefixGroup(*group) for group in groups]))
 
 
 @each_provider
 def test_one_graph_serves_all_groups_of_its_size(provider: str, device: torch.device) -> None:
-    """Groups change from step to step; each replay is bitwise the eager run, and what plain decode gives.
+    """Groups change from step to step. Each replay is bitwise equal to the eager run, and equals plain decode.
 
-    The second layer has a window, and decodes the step without them.
+    The second layer has a window, and decodes the step without groups.
     """
     tiny = Tiny.build(device, provider, (8,), shared_prefixes=True, window_left=7)
     runner, requests = served(tiny, recorder_for(device))
@@ -132,7 +132,7 @@ def test_without_room_for_probe_requests_the_steps_own_groups_are_tried(provider
 
 
 class _FreezesGroups:
-    """A recorder whose graphs leave it where the groups of the step before begin."""
+    """A recorder whose graphs keep the previous step's starts of groups."""
 
     def __init__(self, inner: Recorder, patch: pytest.MonkeyPatch) -> None:
         self._inner = inner
@@ -155,9 +155,9 @@ class _FreezesGroups:
 
 
 def test_a_graph_that_freezes_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probe requests come in real groups: in groups of one that share nothing it would pass.
+    """Probe requests come in real groups: groups of one that share nothing would not show the fault.
 
-    On the CPU, whatever the machine has: what is broken while it is recorded is the torch twin of fill.
+    The test always runs on the CPU: the recorder breaks the torch twin of fill while it records.
     """
     device = torch.device("cpu")
     tiny = Tiny.build(device, "torch", (4,), shared_prefixes=True)
@@ -190,7 +190,7 @@ def test_what_graphs_of_shared_steps_hold_is_sealed_at_their_largest_size(provid
 
 
 def test_captures_leave_out_shared_steps_that_no_layer_can_share(device: torch.device) -> None:
-    """A deterministic runtime: its other graphs are made, and the report says why these are not."""
+    """The other graphs of a deterministic runtime are captured, and the report gives the reason why these are not."""
     tiny = Tiny.build(
         device, "torch" if device.type == "cpu" else "triton", (2,), shared_prefixes=True, deterministic=True
     )

@@ -1,4 +1,4 @@
-"""Graphs of split steps: both halves in one graph, bitwise what the eager halves give, whatever ran before them."""
+"""Graphs of split steps: both halves in one graph, bitwise equal to the eager halves, whatever ran before them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SPLIT = [[1] * 5, [1] * 2, [1], [], [1] * 4, [1] * 3, [3, 3], [1] * 5, [2, 1, 4]
 
 
 def build(device: torch.device, provider: str, sizes: Sequence[int] = (2, 8), rows: int = 5) -> Tiny:
-    """Room for verify steps in graphs of 6 and 12 tokens."""
+    """Returns a model with room for verify steps in graphs of 6 and 12 tokens."""
     return Tiny.build(device, provider, sizes, (6, 12), max_num_seqs=rows, split_steps=True)
 
 
 def runner_of(tiny: Tiny, *, graphs: bool = True, split_forward: SplitForward | None = None) -> StepRunner:
-    """Serves the tiny model."""
+    """Returns a runner of the tiny model."""
     recorder = recorder_for(tiny.runtime.device) if graphs else None
     return StepRunner(tiny.runtime, tiny.forward, recorder, split_forward=split_forward)
 
@@ -51,7 +51,7 @@ def runner_of(tiny: Tiny, *, graphs: bool = True, split_forward: SplitForward | 
 def served(
     runner: StepRunner, tiny: Tiny, run: Callable[[StepBatch], Tensor], steps: Sequence[Sequence[int]] = SPLIT
 ) -> list[Tensor]:
-    """The rows of these steps of fresh requests. run: gets each step but the prompts."""
+    """Returns the rows of these steps of fresh requests. run: called for each step except the prompts"""
     requests = Requests(tiny.runtime)
     requests.admit(5)
     for seq, length in enumerate(PROMPTS):
@@ -62,7 +62,7 @@ def served(
 
 
 def _only(requests: Requests, seq: int, length: int) -> StepBatch:
-    """A step of one request."""
+    """Returns a step of one request."""
     q_len = [0] * seq + [length]
     whole = requests.batch(q_len)
     return StepBatch(whole.rows[seq:], whole.kv_len[seq:], whole.q_len[seq:], whole.token_ids)
@@ -74,7 +74,7 @@ def _only(requests: Requests, seq: int, length: int) -> StepBatch:
 def test_replayed_halves_are_bitwise_the_eager_ones(
     sizes: tuple[int, ...], provider: str, device: torch.device
 ) -> None:
-    """On a pool of 5 rows, its ladder padded to 8 and to 16 among them; real rows come back in the batch's order."""
+    """The pool has 5 rows, and ladders are padded to 8 and to 16, too. Real rows come back in the batch's order."""
     outs = []
     for graphs in (False, True):
         tiny = build(device, provider, sizes)
@@ -95,7 +95,7 @@ def test_replayed_halves_are_bitwise_the_eager_ones(
 @pytest.mark.long
 @both
 def test_trees_of_drafts_are_verified_in_halves(provider: str, device: torch.device) -> None:
-    """Bitwise what the eager halves give, and what a whole step gives; each replay has other trees."""
+    """Results are bitwise those of the eager halves, and equal a whole step's; each replay has other trees."""
     generator, trees = torch.Generator(device).manual_seed(2), list[TreeMask]()
 
     def outs(which: str) -> list[Tensor]:
@@ -126,7 +126,7 @@ def test_trees_of_drafts_are_verified_in_halves(provider: str, device: torch.dev
 
 @both
 def test_split_and_whole_graphs_serve_in_turn(provider: str, device: torch.device) -> None:
-    """A(large) - B(small) - A', each whole and split: every graph refills what it reads."""
+    """A(large) - B(small) - A', each whole and split: every graph refills the buffers that it reads."""
     steps = [[1] * 5, [1], [1] * 5, [1] * 2, [1] * 4]
     outs = []
     for graphs in (False, True):
@@ -149,7 +149,7 @@ def test_split_and_whole_graphs_serve_in_turn(provider: str, device: torch.devic
 
 @both
 def test_a_split_graph_recomputes_whatever_was_left_in_its_buffers(provider: str, device: torch.device) -> None:
-    """Poison: all that graphs own is garbage before each replay; the table, pages and counts live from step to step."""
+    """Poison: all memory of graphs is garbage before each replay. The table, pages and counts persist between steps."""
     outs = []
     for poison in (False, True):
         tiny = build(device, provider)
@@ -225,7 +225,7 @@ def test_a_wrong_split_graph_is_refused(launch: str, provider: str, device: torc
 
 @both
 def test_a_split_forward_that_is_not_bitwise_is_replaced_with_a_reason(provider: str, device: torch.device) -> None:
-    """Within the bounds of the halves one after the other is not enough: the order of the halves must not show."""
+    """A result within the bounds of the sequential halves does not suffice: the order of the halves must not show."""
 
     def inexact(forward: Callable[[Part], Tensor]) -> SplitForward:
         return lambda step: tuple(forward(part) * (1 + 2e-6) for part in step.parts)  # type: ignore[return-value]

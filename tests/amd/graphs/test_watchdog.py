@@ -1,4 +1,4 @@
-"""A watchdog names what hangs, and says nothing about what ends."""
+"""A watchdog names a step that hangs, and reports nothing about steps that end."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.amd.graphs.small_models import Tiny, same, serve
 from tests.amd.runtime.stepping import providers
 
 SECONDS = 0.05
-# Longer than any test; what is watched ends, or has been reported, before.
+# Longer than any test: a watched step ends, or is reported, earlier.
 NEVER = 3600.0
 
 
 class Reports:
-    """What a watchdog says, in the file and to the test that waits for it; how long anything takes does not matter."""
+    """The watchdog's reports, in the file and for the waiting test. No result depends on a duration."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -41,7 +41,7 @@ class Reports:
             self._changed.notify_all()
 
     def wait_for(self, words: str) -> None:
-        """Hang until the watchdog has said so."""
+        """Waits until the watchdog has reported these words."""
         with self._changed:
             said = self._changed.wait_for(lambda: any(words in sentence for sentence in self.sentences), NEVER)
         assert said, f"the watchdog never said that {words}"
@@ -61,7 +61,7 @@ def reports(tmp_path: Path) -> Iterator[Reports]:
 
 
 class Slow:
-    """A recorder that hangs until it has been reported, or not at all where no watchdog looks on."""
+    """A recorder that hangs until it has been reported, or does not hang without a watchdog."""
 
     def __init__(self, inner: Recorder, reports: Reports, *, is_watched: bool) -> None:
         self._inner = inner
@@ -113,7 +113,7 @@ def test_what_ends_is_watched_no_more(reports: Reports) -> None:
 
 
 def timers() -> list[threading.Timer]:
-    """Those that will still do something."""
+    """Returns the timers that are still running."""
     running = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
     return [timer for timer in running if not timer.finished.is_set()]
 

@@ -1,4 +1,4 @@
-"""The stand-ins of csr_kernels.py are providers here, and the environment switches no safeguard off."""
+"""Registers the stand-ins of csr_kernels.py as providers, and keeps the environment from switching off guards."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.amd.guards.csr_kernels import put_in_stand_ins
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Providers "csr" and "csr_min_1"."""
+    """Adds the providers "csr" and "csr_min_1"."""
     put_in_stand_ins(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)
 def fresh_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The environment is read anew, and says nothing until a test lets it."""
+    """Reads the environment again, without settings until a test makes them."""
     monkeypatch.delenv(DEBUG, raising=False)
     monkeypatch.delenv(DISABLE_GUARDS, raising=False)
     settings.cache_clear()

@@ -27,7 +27,7 @@ from rocm_attn.providers.torch_ref import TORCH
 
 @dataclass(frozen=True, slots=True)
 class CsrSchedule:
-    """A CSR of its own, from int64 lengths."""
+    """A schedule with a CSR of its own, from int64 lengths."""
 
     page_size: int
 
@@ -42,9 +42,10 @@ class CsrSchedule:
 
 @dataclass(frozen=True, slots=True)
 class CsrKernel:
-    """Even sequences are read through page lists and last-page lengths, odd ones through dense rows and int64 lengths.
+    """A kernel that reads even sequences through page lists and last-page lengths, odd ones through dense rows and
+    int64 lengths.
 
-    So every form of the metadata has its say.
+    So every form of the metadata affects the result.
     """
 
     problem: Problem
@@ -85,7 +86,7 @@ def _bind(problem: Problem, target: Target, pool: PoolSize) -> CsrKernel:
 
 
 def csr_provider(name: str, min_kv_len: int) -> Provider:
-    """Kernels that give padded sequences min_kv_len tokens of page 0."""
+    """Returns a provider of kernels that give padded sequences min_kv_len tokens of page 0."""
     rows = [
         KernelRow(
             provider=name,
@@ -110,6 +111,6 @@ STAND_INS = {"csr": csr_provider("csr", 0), "csr_min_1": csr_provider("csr_min_1
 
 
 def put_in_stand_ins(put: Callable[[object, str, object], None]) -> None:
-    """Make them providers. put: setattr, or what a test takes back at its end."""
+    """Registers them as providers. put: setattr, or a function whose changes a test undoes at its end"""
     put(select, "PROVIDERS", (*choices.PROVIDERS, *STAND_INS))
     put(select, "ROWS", {**select.ROWS, **{name: provider.rows for name, provider in STAND_INS.items()}})

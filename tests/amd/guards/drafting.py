@@ -1,4 +1,4 @@
-"""One layer of attention that runs rounds of drafts, eagerly or as graphs, with or without a safeguard."""
+"""One layer of attention that runs rounds of drafts, eagerly or as graphs, with or without a guard."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _no_step(step: Part) -> Tensor:
 
 
 class Drafting:
-    """Requests with prompts, and rounds of drafts after them whose K, V and q are random.
+    """Requests with prompts, and rounds of drafts after them with random K, V and q.
 
     q, k, v, out: of the last round, [draft steps][most tokens, heads, dim]
     parents:      of the last round, int32 [draft steps, most sequences, branches] on the device
@@ -81,13 +81,12 @@ class Drafting:
         self.k, self.v = (rows(problem.num_kv_heads, problem.head_dim) for _ in range(2))
         self.parents = torch.zeros(drafts.steps, most, drafts.branches, dtype=torch.int32, device=device)
         recorder = recorder_for(runtime.device) if graphs else None
-        # Unchecked, as in Serving: what a wrong graph does is what these tests are about.
+        # Unchecked, as in Serving: these tests examine the results of wrong graphs.
         self.runner = StepRunner(runtime, _no_step, recorder, draft=self._draft_steps, check=NO_CHECK)
-        # Where its drafts are drawn on the host.
         self._prefix: list[int] = []
 
     def admit(self, lengths: Sequence[int]) -> list[Request]:
-        """Fresh requests with prompts of these lengths."""
+        """Returns fresh requests with prompts of these lengths."""
         requests = [self.world.admit() for _ in lengths]
         for request, length in zip(requests, lengths, strict=True):
             step = self.runtime.step(self.world.batch([request], [length])).parts[0]
@@ -98,17 +97,17 @@ class Drafting:
         return requests
 
     def free(self, *requests: Request) -> None:
-        """Give rows and pages back."""
+        """Frees rows and pages."""
         for request in requests:
             self.world.free(request)
 
     def batch(self, requests: Sequence[Request], inputs: Inputs = HOST_INPUTS) -> StepBatch:
-        """A round of drafts for which nothing is reserved."""
+        """Returns a round of drafts for which nothing is reserved."""
         rows = np.array([request.row for request in requests], np.int32)
         return draft_batch(rows, [request.kv_len for request in requests], self.drafts, NO_TOKEN_IDS, inputs=inputs)
 
     def run(self, requests: Sequence[Request], pad_to: int | None = None, *, halves: bool = False) -> None:
-        """A round after what the requests have; pages are reserved."""
+        """Runs a round after the requests' tokens, after reserving pages."""
         for request in requests:
             self.runtime.table.reserve(request.row, request.kv_len + self.drafts.tokens)
         self.run_batch(requests, self.batch(requests), pad_to, halves=halves)
@@ -116,7 +115,7 @@ class Drafting:
     def run_batch(
         self, requests: Sequence[Request], batch: StepBatch, pad_to: int | None = None, *, halves: bool = False
     ) -> None:
-        """A round as its batch says it."""
+        """Runs the round of a batch."""
         num_fed = len(requests) * self.drafts.branches
         for step in range(self.drafts.steps):
             for rows, pad in ((self.q, 0.0), (self.k, float("nan")), (self.v, float("nan"))):
@@ -132,7 +131,7 @@ class Drafting:
         run(batch, None if pad_to is None else PadTo(pad_to))
 
     def is_right(self, requests: Sequence[Request]) -> bool:
-        """Whether the last round, of these requests, gave what the oracle gives."""
+        """True if the last round, of these requests, equals the reference."""
         try:
             self.check(requests)
         except AssertionError:
@@ -140,7 +139,7 @@ class Drafting:
         return True
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Every draft of the last round saw its prefix, its ancestors and itself."""
+        """Checks that every draft of the last round saw its prefix, its ancestors and itself."""
         branches = self.drafts.branches
         q_len, num_fed = [branches] * len(requests), branches * len(requests)
         prefix = [request.kv_len for request in requests]
@@ -160,8 +159,7 @@ class Drafting:
                 take_back(request, request.kv_len - length)
 
     def _draft_steps(self, drafts: Series) -> Tensor:
-        """Places of the tensors of a half are those of its steps; sequences of the second half come after those of the
-        first one's padded ones."""
+        """Runs each draft step on its part of the tensors. The second half's sequences follow the first one's pads."""
         for number, step in enumerate(drafts):
             at = step.tokens
             num_seqs = step.row_of_seq.shape[0]

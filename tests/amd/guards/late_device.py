@@ -1,4 +1,4 @@
-"""A device that does nothing until somebody waits for it, for machines without a GPU."""
+"""A device that does nothing until the host waits for it, for machines without a GPU."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from collections.abc import Callable
 
 
 class LateDevice:
-    """A device that does nothing until somebody waits for it."""
+    """A device that does nothing until the host waits for it."""
 
     def __init__(self) -> None:
         self._queue: list[Callable[[], object]] = []
 
     def launch(self, work: Callable[[], object]) -> None:
-        """Queue work."""
+        """Queues work."""
         self._queue.append(work)
 
     def fence(self) -> LateFence:
-        """A fence that was not recorded."""
+        """Returns a fence that was not recorded."""
         return LateFence(self)
 
     def drain(self, end: int | None = None) -> None:
-        """Do what was queued up to here, once."""
+        """Runs the work queued up to `end`, once."""
         for at, work in enumerate(self._queue[:end]):
             work()
             self._queue[at] = _nothing
 
     def is_done(self, end: int) -> bool:
-        """Whether all that was queued up to here is done."""
+        """True if all work queued up to `end` is done."""
         return all(work is _nothing for work in self._queue[:end])
 
     @property
     def length(self) -> int:
-        """Launches so far."""
+        """Number of launches so far."""
         return len(self._queue)
 
 
@@ -47,13 +47,13 @@ class LateFence:
         self._end = 0
 
     def record(self) -> None:
-        """After what was launched so far."""
+        """Moves the fence after the launches so far."""
         self._end = self._device.length
 
     def synchronize(self) -> None:
-        """Let the device come here."""
+        """Lets the device run up to this fence."""
         self._device.drain(self._end)
 
     def query(self) -> bool:
-        """Whether the device was let come here."""
+        """True if the device has reached this fence."""
         return self._device.is_done(self._end)

@@ -1,4 +1,4 @@
-"""Serving through the calls that normalise and turn rows before attention, and gate and turn back what comes out."""
+"""Serving with calls that normalise and rotate rows before attention, and gate and rotate back its output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYER = small_problem(v_head_dim=24)
 
 
 class Rotating(Serving):
-    """A layer whose q and k are normalised and turn in part, whose V is normalised, and whose output is gated.
+    """A layer with normalised and partly rotated q and k, normalised V, and a gated output.
 
     problem: with rows of 16 and 24 elements; max_kv_len: at most MAX_KV_LEN
     """
@@ -47,7 +47,7 @@ class Rotating(Serving):
         *,
         halves: bool = False,
     ) -> None:
-        """As Serving's; what the world remembers, and q, become what attention should have been given."""
+        """Like Serving's, but the world's stored rows, and q, become the inputs that attention should have got."""
         super().run_batch(requests, q_len, batch, pad_to, halves=halves)
         positions = [torch.arange(one.kv_len - new, one.kv_len) for one, new in zip(requests, q_len, strict=True)]
         for request, where in zip(requests, positions, strict=True):
@@ -60,7 +60,7 @@ class Rotating(Serving):
         self.q[real] = turned(normalised(self.q[real], self.work.q_norm), self._positions, self.work.rope).float()
 
     def check(self, requests: Sequence[Request], q_len: Sequence[int]) -> None:
-        """As Serving's, and outputs are gated and turned back; padded ones are zero."""
+        """Like Serving's, but for outputs that are gated and rotated back; padded ones are zero."""
         super().check(requests, q_len)
         used = torch.from_numpy(self.places).to(self.runtime.device)
         real, pads = used[: sum(q_len)], used[sum(q_len) :]

@@ -1,7 +1,7 @@
-"""Serving: requests over a runtime with chosen safeguards, eagerly or through graphs, step by step.
+"""Serving: requests over a runtime with chosen guards, eagerly or through graphs, step by step.
 
-A step's q, k and v lie in tensors of fixed addresses, so that the same steps run either way, and NaN lies wherever
-nothing was put: in pages, in padded tokens of k and v, and in the outputs before each step.
+A step's q, k and v are in tensors of fixed addresses, so that the same steps run either way. Everything unwritten is
+NaN: in pages, in padded tokens of k and v, and in the outputs before each step.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from rocm_attn.step.step import Part
 from tests.amd.forked import run_forked
 from tests.amd.runtime.stepping import Request, World, first_swa_page, padded_to, providers, small_problem
 
-# How torch and Triton say that a kernel on a GPU has left its memory.
+# Messages of torch and Triton for a kernel that has left its memory on a GPU.
 DEVICE_FAULT = r"an illegal memory access|device-side assert|misaligned address"
 ALL_ON = Guards()
-# Kernels of this project, and the stand-in for those of others.
+# Kernels of this project, and the stand-in for other libraries' kernels.
 PROVIDERS = [*providers(), "csr"]
 
 
 def each_way(*names: str) -> pytest.MarkDecorator:
-    """These providers eagerly and in graphs, as one parameter: by day all but the stand-ins' eager steps.
+    """Parametrizes a test by these providers, eager and in graphs. Days omit only the stand-ins' eager steps.
 
-    A safeguard may matter in graphs alone, so `each_value` must not leave out those of any provider.
+    A guard may matter only in graphs, so `each_value` must not leave out the graphs of any provider.
     """
     return pytest.mark.parametrize(
         ("provider", "graphs"),
@@ -64,7 +64,7 @@ class Serving:
     """One layer of attention for requests that come and go.
 
     q, k, v, out, lse: of the last step, at max_tokens
-    places: those that were used, the real tokens' first
+    places: the places that were used, the real tokens' first
     """
 
     def __init__(
@@ -123,20 +123,20 @@ class Serving:
         self.lse = torch.full(self.out.shape[:2], float("nan"), device=self.runtime.device)
         self.places = np.arange(0)
         recorder = recorder_for(self.runtime.device) if graphs else None
-        # Unchecked: what a wrong graph does is what some of these tests are about, and all compare every step.
+        # Unchecked: some of these tests examine the results of wrong graphs, and all compare every step.
         self.runner = StepRunner(self.runtime, self._forward, recorder, check=NO_CHECK)
 
     @property
     def num_padded(self) -> int:
-        """Padded tokens of the last step, of both halves if it had two."""
+        """Number of padded tokens of the last step, of both halves if it had two."""
         return len(self.places)
 
     def admit(self, count: int) -> list[Request]:
-        """Fresh requests."""
+        """Returns fresh requests."""
         return [self.world.admit() for _ in range(count)]
 
     def free(self, *requests: Request) -> None:
-        """Give rows and pages back."""
+        """Frees rows and pages."""
         for request in requests:
             self.world.free(request)
 
@@ -149,10 +149,10 @@ class Serving:
         reserve: bool = True,
         halves: bool = False,
     ) -> None:
-        """One step with new random tokens.
+        """Runs one step with new random tokens.
 
-        reserve: whether pages are reserved for them first
-        halves:  whether the step is split in two
+        reserve: true if pages are reserved for them first
+        halves:  true if the step is split in two
         """
         batch = self.world.batch(requests, q_len) if reserve else _batch(requests, q_len)
         self.run_batch(requests, q_len, batch, pad_to, halves=halves)
@@ -166,10 +166,10 @@ class Serving:
         q_room: Sequence[int],
         inputs: Callable[[list[int]], Inputs],
     ) -> None:
-        """run(requests, q_len), of which the host knows bounds only.
+        """Runs run(requests, q_len), but the host knows only bounds.
 
-        kv_room, q_room: by how much the bounds exceed kv_len and q_len, at least as much for kv_len
-        inputs:          kv_len -> what the device knows
+        kv_room, q_room: distance of the bounds above kv_len and q_len, at least as much for kv_len
+        inputs:          kv_len -> the device's inputs
         """
         kv_len = [request.kv_len + new for request, new in zip(requests, q_len, strict=True)]
         rows = np.array([request.row for request in requests], np.int32)
@@ -179,7 +179,7 @@ class Serving:
         self.run_batch(requests, q_len, StepBatch(rows, kv_bound, q_bound, NO_TOKEN_IDS, inputs=inputs(kv_len)))
 
     def run_published(self, requests: Sequence[Request], q_len: Sequence[int]) -> None:
-        """run(requests, q_len), of which the device knows the lengths: no graph takes such inputs by itself."""
+        """Runs run(requests, q_len), but only the device knows the lengths: no graph takes such inputs by itself."""
 
         def inputs(kv_len: list[int]) -> Inputs:
             return DeviceInputs(kv_len=torch.tensor(kv_len, dtype=torch.int32, device=self.runtime.device))
@@ -196,7 +196,7 @@ class Serving:
         *,
         halves: bool = False,
     ) -> None:
-        """One step as described by a batch; the requests get q_len new tokens by it."""
+        """Runs one step as described by a batch; it gives the requests q_len new tokens."""
         padding = self.runtime.padding
         shape = (padding.split_shape if halves else padding.shape)(batch, padded_to(pad_to))
         self.places = token_places(batch, shape)
@@ -211,7 +211,7 @@ class Serving:
         self.world.remember(0, requests, q_len, self.k[real], self.v[real])
 
     def check(self, requests: Sequence[Request], q_len: Sequence[int]) -> None:
-        """What run(requests, q_len) gave equals the oracle; padded tokens are zero and -inf."""
+        """Checks that run(requests, q_len) equals the reference, and that padded tokens are zero and -inf."""
         used = torch.from_numpy(self.places).to(self.runtime.device)
         self.world.check(0, requests, q_len, self.q[used], self.out[used], self.lse[used])
         assert self.world.page_zero_is_zero()
@@ -219,18 +219,18 @@ class Serving:
     def step(
         self, requests: Sequence[Request], q_len: Sequence[int], pad_to: int | None = None, *, halves: bool = False
     ) -> None:
-        """run and check."""
+        """Runs and checks a step."""
         self.run(requests, q_len, pad_to, halves=halves)
         self.check(requests, q_len)
 
     def run_shared(self, requests: Sequence[Request], groups: Sequence[PrefixGroup], pad_to: int | None = None) -> None:
-        """One decode step by shared prefixes."""
+        """Runs one decode step by shared prefixes."""
         new = [1] * len(requests)
         batch = replace(self.world.batch(requests, new), prefixes=SharedPrefixes(groups))
         self.run_batch(requests, new, batch, pad_to)
 
     def is_right(self, requests: Sequence[Request], q_len: Sequence[int]) -> bool:
-        """Whether check passes."""
+        """True if check passes."""
         try:
             self.check(requests, q_len)
         except AssertionError:
@@ -244,12 +244,12 @@ class Serving:
 
 
 def _batch(requests: Sequence[Request], q_len: Sequence[int]) -> StepBatch:
-    """A step for which nothing was reserved."""
+    """Returns a step for which nothing was reserved."""
     kv_len = [request.kv_len + new for request, new in zip(requests, q_len, strict=True)]
     return StepBatch(np.array([request.row for request in requests]), np.array(kv_len), np.array(q_len), NO_TOKEN_IDS)
 
 
 def run_elsewhere(code: str) -> CompletedProcess[str]:
-    """Python code in a process of its own: with a safeguard off, a step on a GPU may fault, which ends a process."""
+    """Runs Python code in a separate process: with a guard off, a step on a GPU may fault, which ends its process."""
     code = f"from tests.amd.guards.csr_kernels import put_in_stand_ins\nput_in_stand_ins(setattr)\n{code}"
     return run_forked(code)

@@ -22,7 +22,7 @@ each_provider = pytest.mark.parametrize("provider", providers())
 def test_a_slot_that_the_table_does_not_give_is_not_written(
     provider: str, page_size: int, device: torch.device
 ) -> None:
-    """One request's new token is given the slot of another's first one."""
+    """One request's new token gets the slot of another's first one."""
 
     def first_key_after(guards: Guards) -> tuple[Engine, Tensor]:
         engine = SGLang(page_size, device=device, provider=provider, guards=guards)
@@ -50,7 +50,7 @@ def test_a_slot_that_the_table_does_not_give_is_not_written(
 
 @each_provider
 def test_what_an_engine_keeps_in_page_0_is_stored(provider: str, device: torch.device) -> None:
-    """Of FlashInfer's, where page 0 is one like others: a request gets it first."""
+    """Page 0 is a normal page in FlashInfer's engine, and a request gets it first."""
 
     def request_of_page_0(guards: Guards) -> FlashInfer:
         engine = FlashInfer(16, device=device, provider=provider, guards=guards)
@@ -75,7 +75,7 @@ def test_what_an_engine_keeps_in_page_0_is_stored(provider: str, device: torch.d
 @each_provider
 def test_a_table_is_not_replaced_under_a_graph(provider: str, device: torch.device) -> None:
     def with_another_table(guards: Guards) -> tuple[VLLM, Replay]:
-        """Its graph was captured over one table, and it goes on with a copy."""
+        """Returns an engine whose graph was captured over one table, and which continues with a copy."""
         engine = VLLM(16, device=device, provider=provider, guards=guards)
         engine.attention.seal()
         graph, request = engine.capture(4), engine.admit()

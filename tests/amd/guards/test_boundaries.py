@@ -1,4 +1,4 @@
-"""The boundary matrix: how many sequences, how long, in which pages; eagerly and as graphs, against the oracle."""
+"""The boundary matrix: numbers of sequences, lengths and page sizes, eagerly and as graphs, against the reference."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.amd.runtime.stepping import Request, providers, small_problem
 
 POOL, CAP = 6, 4
 POOLS = Indexing(0.25, top=2, key_tokens=2, last_unit=LastUnit.ADDED)
-# Sequences, and what they are padded to: up to one more than the largest graph takes, and twice the pool.
+# Numbers of sequences and their padded sizes: up to one more than the largest graph takes, and twice the pool.
 COUNTS = [(0, None), (1, None), (CAP - 1, None), (CAP, None), (CAP + 1, None), (POOL, 2 * POOL), (0, 2 * POOL)]
 
 
 def lengths_around(page_size: int, max_kv_len: int) -> list[int]:
-    """KV lengths of interest, each once."""
+    """Returns KV lengths of interest, each once."""
     return sorted({0, 1, max(page_size - 1, 1), page_size, page_size + 1, max_kv_len})
 
 
 def grow_to(serving: Serving, requests: list[Request], lengths: list[int]) -> None:
-    """Two steps: all but the last token of each request, then that token; a length of 0 brings none in either."""
+    """Runs two steps: all but the last token of each request, then that token. A length of 0 brings none in either."""
     for short in (1, 0):
         q_len = [max(length - short, 0) - r.kv_len for r, length in zip(requests, lengths, strict=True)]
         serving.step(requests, q_len)
@@ -48,7 +48,7 @@ def grow_to(serving: Serving, requests: list[Request], lengths: list[int]) -> No
             graphs,
             largest,
             id=f"{provider}-{'graphed' if graphs else 'eager'}-cap of {largest}",
-            # Without graphs their sizes say only what steps are padded to.
+            # Without graphs, their sizes only determine the padding of steps.
             marks=[pytest.mark.nightly] * (graphs != (largest > POOL)),
         )
         for provider, graphs, largest in product(PROVIDERS, (False, True), (CAP, 2 * POOL))
@@ -113,7 +113,7 @@ def test_rows_of_every_count_and_length_are_turned_stored_gated_and_turned_back(
 def test_selections_for_sequences_of_every_count_and_length(
     provider: str, indexing: Indexing, of: Callable[..., Problem], graphs: bool, device: torch.device
 ) -> None:
-    """One key, as many as are chosen, one more, whole pages and a token beside them."""
+    """Lengths are one key, as many as are selected, one more, and whole pages with and without one more token."""
     world = SparseWorld([of(indexer(indexing)), of(EarlierSelection(indexing))], device, provider, graphs=graphs)
     lengths = [1, 3, 4, 5, 8, 9, 20]
     for count in range(1, 5):
@@ -136,9 +136,9 @@ def walk(
     device: torch.device,
     make: Callable[..., Serving] = Serving,
 ) -> None:
-    """Every count of sequences at every length around the edges of pages.
+    """Serves every number of sequences at every length around the edges of pages.
 
-    largest: sequences that graphs take; make: what serves them
+    largest: sequences that graphs take; make: makes the server
     """
     page_size = problem.page_size
     max_kv_len = 2 * page_size + 3
@@ -160,7 +160,7 @@ def walk(
             requests = serving.admit(count)
             wanted = [lengths[(first + seq) % len(lengths)] for seq in range(count)]
             grow_to(serving, requests, wanted)
-            # Once more with one token each, where there is room: a decode step whatever the lengths were.
+            # Then one more token each, if there is room: a decode step whatever the lengths were.
             going_on = [request for request in requests if request.kv_len < max_kv_len]
             serving.step(going_on, [1] * len(going_on), pad_to)
             serving.free(*requests)

@@ -35,20 +35,20 @@ def test_a_batch_padded_beyond_the_pool_keeps_all_of_its_sequences(
         device, Guards().without("capacity"), graphs=graphs, provider=provider, capture_sizes=ladder.sizes
     )
     if provider == "csr":
-        # The report's own error: what counts the padded batch meets what counts the pool.
+        # The report's own error: a size of the padded batch meets a size of the pool.
         with pytest.raises(RuntimeError, match=rf"size of tensor a \({alignment}\) must match .* b \(5\)"):
             serving.run(serving.admit(1), [5])
         return
     requests = serving.admit(5)
     with pytest.raises(BadTensor, match=f"5 rows for {alignment} padded sequences"):
         serving.run(requests, [1] * 5)
-    # No step has written what the padded sequences beyond the pool get.
+    # No step has written the results of padded sequences beyond the pool.
     assert torch.isfinite(serving.out[:5]).all()
     assert serving.out[5:alignment].isnan().all()
 
 
 def test_a_kernel_launched_for_the_padded_batch_stays_inside_its_buffers(device: torch.device) -> None:
-    """Kernels take their grid from the padded batch and read an entry of each buffer for each of its sequences."""
+    """Kernels take their grid from the padded batch and read an entry of each buffer per sequence."""
     shape = PaddedShape(StepKind.DECODE, 16, 16)
     readable = {}
     for guards in (ALL_ON, Guards().without("capacity")):
@@ -67,7 +67,7 @@ def test_a_kernel_launched_for_the_padded_batch_stays_inside_its_buffers(device:
     }
     unused = {
         name for name, elements in needed.items() if not elements
-    }  # of masks, which this kind of step has none of
+    }  # of masks, which this kind of step does not have
     assert readable[Guards().without("capacity")] == of_tokens | unused
     assert readable[ALL_ON] == {*of_tokens, *needed}
 
@@ -86,14 +86,14 @@ def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.d
     serving.step(requests, [1, 1])
 
     if device.type == "cuda":
-        return  # off, the graph reads memory that may be anybody's by now, and ends the process
+        return  # with the guard off, the graph reads freed memory, which ends the process
     serving = Serving(device, Guards().without("sealed_growth"), graphs=True, provider=provider)
     requests = serving.admit(2)
     serving.run(requests, [4, 3])
     serving.step(requests, [1, 1])
     serving.runtime.core.memory._sealed.ensure(larger)
     serving.run_published(requests, [1, 1])
-    # The new step was published to the new buffers; the graph has done the step before once more, from the old ones.
+    # The new step was published to the new buffers; the graph has repeated the previous step from the old ones.
     assert not serving.is_right(requests, [1, 1])
     page = serving.runtime.table.pages_of(requests[0].row)[1]
     assert torch.equal(serving.runtime.pool.layer(0).k[page, 0], requests[0].k[0][5])
@@ -102,7 +102,7 @@ def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.d
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_head_weights_are_not_replaced_under_a_graph(provider: str, device: torch.device) -> None:
     def served(guards: Guards) -> tuple[Serving, list[Request]]:
-        """A request that decodes through a graph, of a layer with sinks."""
+        """Returns a request that decodes through a graph of a layer with sinks."""
         serving = Serving(device, guards, graphs=True, provider=provider, problem=small_problem(has_sinks=True))
         serving.runtime.head_weights.set(0, HeadWeights(torch.zeros(6, device=serving.runtime.device)))
         requests = serving.admit(1)

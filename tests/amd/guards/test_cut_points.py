@@ -1,4 +1,4 @@
-"""Cut points: where a deterministic runtime cuts a sequence's KV has nothing to do with the batch."""
+"""Cut points: a deterministic runtime cuts a sequence's KV in places that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.amd.runtime.token_stories import ALL_ON, Story, Teller, Told, same_bi
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("provider", deterministic_providers())
 def test_a_sequence_gives_the_same_bits_beside_a_longer_one(provider: str, graphs: bool, device: torch.device) -> None:
-    # So few that the longer sequence leaves less of them to the other; a whole GPU has one for every tile of both.
+    # With so few units the longer sequence takes some from the other; a whole GPU has one for every tile of both.
     target = replace(detect_target(device), compute_units=2)
 
     def tell(guards: Guards, *, beside: bool) -> tuple[Teller, Told]:

@@ -1,4 +1,4 @@
-"""Rounds of drafts without the safeguards: the reports of engines whose draft workers keep lists of their own."""
+"""Rounds of drafts without the guards: the reports of engines whose draft workers keep lists of their own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "grap
 each_provider = pytest.mark.parametrize("provider", providers())
 CHAIN, TREE = Drafts(1, 3), Drafts(3, 2)
 shapes = pytest.mark.parametrize("drafts", [CHAIN, TREE], ids=["chain", "tree"])
-# Where each takes a process of its own.
+# Cases for tests that take a process of their own.
 one_way_each = pytest.mark.parametrize(
     ("drafts", "graphs"),
     [
@@ -35,7 +35,7 @@ one_way_each = pytest.mark.parametrize(
 
 
 def two_rounds(drafting: Drafting) -> list[bool]:
-    """A round of five requests, and one of two of them in its padded size; whether each was right."""
+    """Runs a round of five requests, and one of two of them in its padded size. Returns whether each was right."""
     requests = drafting.admit([5, 1, 9, 4, 3])
     right = []
     for count in (5, 2):
@@ -50,7 +50,7 @@ def two_rounds(drafting: Drafting) -> list[bool]:
 def test_every_draft_step_sees_the_drafts_before_it(
     provider: str, drafts: Drafts, graphs: bool, device: torch.device
 ) -> None:
-    """H8: the lengths that a kernel is given leave out the drafts of this round."""
+    """H8: a kernel's lengths leave out the drafts of this round."""
     assert two_rounds(Drafting(device, ALL_ON, drafts=drafts, provider=provider, graphs=graphs)) == [True, True]
 
     off = Drafting(device, Guards().without("draft_lengths"), drafts=drafts, provider=provider, graphs=graphs)
@@ -67,7 +67,7 @@ def test_every_draft_step_sees_the_drafts_before_it(
 def test_every_draft_step_has_page_lists_and_block_tables_of_its_own(
     page_size: int, graphs: bool, device: torch.device
 ) -> None:
-    """Kernels of other libraries read these, with lengths of 64 bits: even sequences the lists, odd ones the tables."""
+    """Kernels of other libraries read these, with 64-bit lengths: even sequences the lists, odd ones the tables."""
     drafting = Drafting(device, ALL_ON, drafts=CHAIN, provider="csr", graphs=graphs, page_size=page_size)
     assert two_rounds(drafting) == [True, True]
 
@@ -78,7 +78,7 @@ def test_every_draft_step_has_page_lists_and_block_tables_of_its_own(
 
 @one_way_each
 def test_each_draft_step_has_memory_of_its_own(drafts: Drafts, graphs: bool, device: torch.device) -> None:
-    """H4: what several steps keep in one matrix runs over into the next step's line."""
+    """H4: the data of several steps in one matrix overflows into the next step's line."""
     assert two_rounds(Drafting(device, ALL_ON, drafts=drafts, graphs=graphs)) == [True, True]
 
     off = run_elsewhere(
@@ -91,7 +91,7 @@ def test_each_draft_step_has_memory_of_its_own(drafts: Drafts, graphs: bool, dev
 
 @one_way_each
 def test_room_is_for_branches_and_not_for_requests(drafts: Drafts, graphs: bool, device: torch.device) -> None:
-    """H3, H5: buffers and scratch are counted in requests of the pool, and used with padded ones and their branches."""
+    """H3, H5: buffers and scratch are sized by requests of the pool, and used with padded ones and their branches."""
     assert two_rounds(Drafting(device, ALL_ON, drafts=drafts, graphs=graphs, capture_sizes=(16,))) == [True, True]
 
     off = run_elsewhere(
@@ -104,7 +104,7 @@ def test_room_is_for_branches_and_not_for_requests(drafts: Drafts, graphs: bool,
 
 
 def split_round(provider: str, graphs: bool, guards: Guards, device: torch.device) -> bool:
-    """A round of ten requests in two halves, whose masks lie one after the other; whether it was right."""
+    """Runs a round of ten requests in two halves, whose masks follow each other. True if it was right."""
     drafting = Drafting(
         device,
         guards,
@@ -124,7 +124,7 @@ def split_round(provider: str, graphs: bool, guards: Guards, device: torch.devic
 @pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
 @each_provider
 def test_the_mask_of_drafts_has_room_for_the_drafts(provider: str, graphs: bool, device: torch.device) -> None:
-    """H16: lists of pages had room for drafts, and their mask had none: it was written past its end."""
+    """H16: page lists had room for drafts, and their mask had none: it was written past its end."""
     assert split_round(provider, graphs, ALL_ON, device)
 
     off = run_elsewhere(
@@ -132,7 +132,7 @@ def test_the_mask_of_drafts_has_room_for_the_drafts(provider: str, graphs: bool,
         'guards = Guards().without("mask_room")\n'
         f"print(split_round({provider!r}, {graphs}, guards, torch.device({device.type!r})))"
     )
-    # The last mask of the first half lies over the first one of the second half, or does not fit.
+    # The last mask of the first half overlaps the first one of the second half, or does not fit.
     assert off.stdout == "False\n" or re.search(r"index out of range|" + DEVICE_FAULT, off.stderr), off
 
 
@@ -142,7 +142,7 @@ def test_the_mask_of_drafts_has_room_for_the_drafts(provider: str, graphs: bool,
 def test_padded_sequences_of_a_round_are_rewritten(
     provider: str, drafts: Drafts, graphs: bool, device: torch.device
 ) -> None:
-    """Seed 001 in its draft runners: a smaller round keeps the rows of those that sat there before."""
+    """Seed 001 in its draft runners: a smaller round keeps the rows of earlier sequences in the same places."""
     sound = Drafting(device, ALL_ON, drafts=drafts, provider=provider, graphs=graphs)
     assert two_rounds(sound) == [True, True]
     pads = slice(2 * drafts.branches, None)
@@ -150,13 +150,13 @@ def test_padded_sequences_of_a_round_are_rewritten(
 
     off = Drafting(device, Guards().without("pads"), drafts=drafts, provider=provider, graphs=graphs)
     two_rounds(off)
-    # A query of zeros weighs all keys alike: the pads hold what they have read of the third request and its drafts.
+    # A query of zeros weighs all keys alike: the pads hold values of the third request and its drafts.
     stale = off.out[0][pads][: drafts.branches]
     assert stale.any()
 
 
 def is_whole(drafting: Drafting, request: Request) -> bool:
-    """Whether a request's stored tokens are what it stored, by way of its row."""
+    """True if a request's tokens, read through its row, equal the tokens that it stored."""
     pages, page_size = drafting.runtime.pool.layer(0), drafting.runtime.table.page_size
     entries = drafting.runtime.table.spaces[0].entries[request.row].long()
     place = torch.arange(request.kv_len, device=entries.device)
@@ -165,7 +165,7 @@ def is_whole(drafting: Drafting, request: Request) -> bool:
 
 
 def overfull(drafting: Drafting, prefix: int) -> tuple[bool, bool]:
-    """A round that may leave its row: whether it was refused, and whether the rows around it are whole."""
+    """Runs a round that may leave its row. Returns whether it was refused, and whether the rows around it are whole."""
     full = drafting.runtime.table.max_kv_len
     before, request, after = drafting.admit([full, prefix, full])
     assert [row - before.row for row in (request.row, after.row)] == [1, 2]
@@ -182,7 +182,7 @@ def overfull(drafting: Drafting, prefix: int) -> tuple[bool, bool]:
 def drafting_of(
     device: torch.device, guards: Guards, drafts: Drafts, page_size: int, provider: str = "torch"
 ) -> Drafting:
-    """Rows of three pages, and three of them."""
+    """Returns three rows of three pages each."""
     return Drafting(
         device,
         guards,
@@ -201,7 +201,7 @@ def drafting_of(
 def test_drafts_stay_in_their_row_at_every_last_page_length(page_size: int, device: torch.device) -> None:
     """Seed 002: the drafts of K branches and S steps span more pages than a row has left.
 
-    Every length of the last page; the rows before and after, full of tokens, are the sentinels.
+    Every length of the last page is tried; the rows before and after, full of tokens, are the sentinels.
     """
     refusals = []
     for branches in (1, 3, 8):
@@ -221,11 +221,11 @@ def test_drafts_stay_in_their_row_at_every_last_page_length(page_size: int, devi
 def test_drafts_leave_their_row_at_every_last_page_length_without_its_width(
     page_size: int, device: torch.device
 ) -> None:
-    """Seed 002 without the safeguard: wherever the test above has a refusal, the sentinels are overwritten."""
+    """Seed 002 without the guard: in every case that the test above refuses, the sentinels are overwritten."""
     broken = 0
     for branches, steps in product((1, 3, 8), (1, 2, 4)):
         drafts = Drafts(branches, steps)
-        if drafts.tokens > 2 * page_size:  # also leaves the next row
+        if drafts.tokens > 2 * page_size:  # this also leaves the next row
             continue
         for prefix in range(3 * page_size - drafts.tokens + 1, 3 * page_size + 1):
             drafting = drafting_of(device, Guards().without("row_width"), drafts, page_size)
@@ -250,7 +250,7 @@ def test_a_round_past_its_row_reaches_the_next_row_without_its_width(
 def test_a_prefix_on_the_device_beyond_its_bound_reaches_no_neighbour(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
-    """H17 in draft steps: a length that only the device knows leads past the pages that were reserved."""
+    """H17 in draft steps: a length that only the device knows exceeds the pages that were reserved."""
 
     def round_beyond(guards: Guards) -> Drafting:
         drafting = Drafting(
@@ -272,7 +272,7 @@ def test_a_prefix_on_the_device_beyond_its_bound_reaches_no_neighbour(
 
 
 def token_after_a_path_past_the_row(guards: Guards, provider: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """K of the last token of a row of eight, before and after a path that moves token 10, of no page, to its place."""
+    """Returns K of a row's last token of eight, before and after a path moves token 10, of no page, to its place."""
     drafting = Drafting(device, guards, drafts=TREE, provider=provider, graphs=False)
     (request,) = drafting.admit([4])
     drafting.world.step([request], [4], visible=[torch.ones(4, 8, dtype=torch.bool)])
@@ -288,7 +288,7 @@ def token_after_a_path_past_the_row(guards: Guards, provider: str, device: torch
 
 @each_provider
 def test_a_path_past_the_rows_pages_moves_nothing(provider: str, device: torch.device) -> None:
-    """Paths are numbers on the device, which the host does not look at."""
+    """Paths are numbers on the device, which the host does not check."""
     before, after = token_after_a_path_past_the_row(ALL_ON, provider, device)
     assert torch.equal(before, after)
 

@@ -1,4 +1,4 @@
-"""What pages hold: a writer and a reader that disagree are not built, and factors stay where graphs read them."""
+"""Page formats: a writer and a reader that disagree are not built, and scales keep the addresses that graphs read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FN = small_problem(16, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER)
 FNUZ = replace(FN, kv_encoding=KVEncoding.E4M3FNUZ)
 PAGES = 6
 
-# What one side may take for what the other has written: each gives finite, wrong results to who reads it so.
+# Formats that one side may assume for the other's pages: each gives finite, wrong results to such a reader.
 OTHERS: list[Callable[[Problem], Problem]] = [
     lambda problem: replace(problem, kv_encoding=KVEncoding.E4M3FNUZ),
     lambda problem: replace(problem, kv_scales=Scales.HEAD),
@@ -43,7 +43,7 @@ OTHERS: list[Callable[[Problem], Problem]] = [
 ]
 
 
-# Rows of 24 elements, of which 16 are V, and what a reader may take them for.
+# Rows of 24 elements, of which 16 are V, and formats that a reader may assume.
 LATENT = replace(FN, num_kv_heads=1, head_dim=24, v_head_dim=16, pool=PoolKind.LATENT)
 OTHER_LATENTS = [
     replace(LATENT, v_head_dim=20),
@@ -62,7 +62,7 @@ OTHER_LATENTS = [
 def test_a_writer_and_a_reader_of_different_formats_are_not_built(
     written: Problem, read: Problem, provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An index cache that was written flat and read shuffled lost what lies beyond 4 thousand tokens (vllm#52109)."""
+    """An index cache that was written flat and read shuffled lost everything beyond 4 thousand tokens (vllm#52109)."""
     assert written.page_format != read.page_format
 
     class PoolOfTheWriter(HybridKVPool):
@@ -113,7 +113,7 @@ def test_a_kernel_refuses_pages_that_lie_in_another_order_before_it_is_launched(
 
 
 class Adopted:
-    """One layer over an engine's pages: bytes of which the engine says what they hold."""
+    """One layer over an engine's pages: bytes whose format the engine declares."""
 
     def __init__(self, device: torch.device, provider: str, guards: Guards = ALL_ON, problem: Problem = FN) -> None:
         self.table = torch.arange(1, PAGES, dtype=torch.int32, device=device)[None]
@@ -133,7 +133,7 @@ class Adopted:
         self.attention.pages.bind(0, self.k, self.v, EnginePages(*self.scales, form))
 
     def decode(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, *, stores: bool) -> torch.Tensor:
-        """Attention of the last of some tokens, which are stored first, or were."""
+        """Returns the attention of the last of some tokens. stores: true if the tokens are stored first"""
         n, attention = len(k), self.attention
         out = torch.empty_like(q)
         lengths = torch.tensor([n], dtype=torch.int32, device=k.device)
@@ -157,7 +157,7 @@ def rows(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 @each_provider
 def test_pages_of_another_format_are_not_adopted(provider: str, device: torch.device) -> None:
-    """An engine has written E4M3FN, and the layer reads E4M3FNUZ: without the guard all of it counts half."""
+    """An engine has written E4M3FN, and the layer reads E4M3FNUZ: without the guard every value is halved."""
     k, v, q = rows(device)
     engine = Adopted(device, provider, ALL_ON)
     engine.bind(FN.page_format)
@@ -215,7 +215,7 @@ def test_factors_that_no_store_can_divide_by_are_not_adopted(
 
 
 def test_latent_rows_of_an_engine_have_one_factor(device: torch.device) -> None:
-    """V is a part of K: with a factor of its own, K would be stored by it."""
+    """V is a part of K: a scale of its own for V would also apply to K."""
     latent = replace(FN, num_kv_heads=1, head_dim=16, v_head_dim=8, pool=PoolKind.LATENT)
     engine = Adopted(device, "torch", problem=latent)
     engine.k = torch.zeros(PAGES, 16, 1, 16, dtype=torch.uint8, device=device)
@@ -228,7 +228,7 @@ def test_latent_rows_of_an_engine_have_one_factor(device: torch.device) -> None:
 
 @each_provider
 def test_pages_that_have_no_factors_may_be_declared_too(provider: str, device: torch.device) -> None:
-    """An engine that lays float32 pages out in an order of its own says so, and is refused."""
+    """An engine that lays out float32 pages in an order of its own declares it, and is refused."""
     plain = small_problem(16)
     engine = Adopted(device, provider, problem=plain)
     engine.k = torch.zeros(PAGES, 16, 2, 16, device=device)
@@ -248,7 +248,7 @@ INDEX_FORMAT = PageFormat(Encoding.E4M3FN, PoolKind.LATENT, 16, 1, 32, 32, Scale
 
 
 class Selects:
-    """One sequence of 60 tokens, whose last one selects, over an engine's pages; index keys are bytes."""
+    """One sequence of 60 tokens over an engine's pages, whose last token selects; index keys are bytes."""
 
     def __init__(self, device: torch.device, provider: str, guards: Guards = ALL_ON) -> None:
         table = torch.arange(1, PAGES, dtype=torch.int32, device=device)[None]
@@ -269,7 +269,7 @@ class Selects:
         self.attention.pages.bind_index(0, self.keys, self.factor, form)
 
     def run(self, *, stores: bool) -> torch.Tensor:
-        """What the last token gets. stores: of all of them, or of the last one alone"""
+        """Returns the last token's output. stores: true to store all tokens, false to store only the last one"""
         device, n = self.k.device, 60
         generator = torch.Generator().manual_seed(0)
         q, k, v = (torch.randn(n, heads, 16, generator=generator).to(device) for heads in (4, 2, 2))
@@ -293,7 +293,7 @@ class Selects:
 
 @each_provider
 def test_index_pages_of_another_format_are_not_adopted(provider: str, device: torch.device) -> None:
-    """Written in tiles and read in rows, as in vllm#52109: without the guard the wrong keys are chosen, in silence."""
+    """Written in tiles and read in rows, as in vllm#52109: without the guard the wrong keys are selected silently."""
     writer = Selects(device, provider)
     with pytest.raises(BadTensor, match=r"the index pages of layer 0 are in float8_e4m3fn; say what they hold"):
         writer.attention.pages.bind_index(0, writer.keys, writer.factor)
@@ -334,7 +334,7 @@ def test_factors_are_not_replaced_under_a_graph(provider: str, device: torch.dev
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER)
 
     def served(guards: Guards) -> tuple[Serving, list[Request]]:
-        """A request that has decoded through a graph, and another one after factors have changed."""
+        """Serves a request that decodes through a graph, and another one after scales have changed."""
         serving = Serving(device, guards, graphs=True, provider=provider, problem=problem)
         requests = serving.admit(1)
         serving.step(requests, [1])

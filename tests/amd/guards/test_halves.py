@@ -17,7 +17,7 @@ from tests.amd.guards.serving import ALL_ON, DEVICE_FAULT, Serving, in_each_way,
 
 
 def padded_beyond(device: torch.device, guards: Guards, provider: str, alignment: int, *, graphs: bool) -> Serving:
-    """A pool of 5 rows, whose steps are padded to a multiple of alignment and may be split in two."""
+    """Returns a server with a pool of 5 rows, whose steps are padded to multiples of `alignment` and may be split."""
     sizes = default_ladder(5, alignment).sizes
     return Serving(device, guards, graphs=graphs, provider=provider, capture_sizes=sizes, split_steps=True)
 
@@ -28,7 +28,7 @@ def padded_beyond(device: torch.device, guards: Guards, provider: str, alignment
 def test_both_halves_of_a_batch_padded_beyond_the_pool_keep_their_sequences(
     provider: str, alignment: int, graphs: bool, device: torch.device
 ) -> None:
-    """Seed 004, for the children: a pool of 5 rows, whose steps are padded to 8 or 16 and split in two."""
+    """Seed 004, for the halves: a pool of 5 rows, whose steps are padded to 8 or 16 and split in two."""
     sound = padded_beyond(device, ALL_ON, provider, alignment, graphs=graphs)
     requests = sound.admit(5)
     for request, length in zip(requests, [5, 1, 9, 4, 3], strict=True):
@@ -38,7 +38,7 @@ def test_both_halves_of_a_batch_padded_beyond_the_pool_keep_their_sequences(
     sound.step(requests, [1] * 5)
 
     if provider == "triton" or (provider == "csr" and device.type == "cuda"):
-        return  # off, kernels write past the buffers, to memory that may be anybody's
+        return  # with the guard off, kernels write past the buffers, to memory of others
     off = run_elsewhere(
         "import torch\nfrom tests.amd.guards.test_halves import *\n"
         f"cut_short = padded_beyond(torch.device({device.type!r}), "
@@ -46,7 +46,7 @@ def test_both_halves_of_a_batch_padded_beyond_the_pool_keep_their_sequences(
         "cut_short.run(cut_short.admit(5), [1] * 5, halves=True)"
     )
     assert off.returncode != 0
-    # The report's own error: what counts the second half meets what is left of the pool's size after the first.
+    # The report's own error: a size of the second half meets the rest of the pool's size after the first.
     assert re.search(rf"size.* \(0\) must match .*\(2\)|{DEVICE_FAULT}", off.stderr), off.stderr
 
 
@@ -54,7 +54,7 @@ LENGTHS = [5, 1, 9, 4, 3]
 
 
 def prefilled(device: torch.device, guards: Guards, provider: str, *, graphs: bool) -> Serving:
-    """Five requests whose next steps may be split."""
+    """Returns five requests whose next steps may be split."""
     serving = Serving(device, guards, graphs=graphs, provider=provider, split_steps=True)
     for request, length in zip(serving.admit(5), LENGTHS, strict=True):
         serving.step([request], [length])
@@ -66,7 +66,7 @@ def test_each_half_of_a_step_has_memory_of_its_own(provider: str, graphs: bool, 
     sound = prefilled(device, ALL_ON, provider, graphs=graphs)
     sound.step(sound.world.requests, [1] * 5, halves=True)
 
-    # The echo would tell that one half has overwritten the other's counts.
+    # The echo would report that one half has overwritten the other's counts.
     off = run_elsewhere(
         "import torch\nfrom tests.amd.guards.test_halves import *\n"
         'guards = Guards().without("child_ranges").without("echo_check", "last_steps")\n'
@@ -78,7 +78,7 @@ def test_each_half_of_a_step_has_memory_of_its_own(provider: str, graphs: bool, 
 
 
 def test_the_inputs_of_the_last_two_steps_wait_in_slots_of_their_own(device: torch.device) -> None:
-    """A device that is two split steps late still finds what each half of them is."""
+    """A device that is two split steps late still finds each half's inputs."""
     serving = Serving(device, ALL_ON, graphs=False, split_steps=True)
     requests = serving.admit(5)
     serving.step(requests, [3, 1, 4, 1, 5])
@@ -106,7 +106,7 @@ def test_buffers_of_halves_grow_by_themselves_and_not_under_a_graph(device: torc
     whole = {name: tensor.numel() for name, tensor in buffers.tensors().items()}
     buffers.ensure(shape)
     grown = {name for name, tensor in buffers.tensors().items() if tensor.numel() > whole[name]}
-    # Two headers of four words, and two times five boundaries with the second ones at a whole unit of 16 bytes.
+    # Two headers of four words, and twice five boundaries; the second ones start at a whole unit of 16 bytes.
     assert "counts" in grown
     assert "kv_len" not in grown
     assert all(buffers.step_view(name, shape, 1).numel() for name in ("counts", "q_indptr", "page_indptr"))

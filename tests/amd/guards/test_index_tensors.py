@@ -1,4 +1,4 @@
-"""Index tensors of a step: only what is needed, built once for all kinds of layer, and an error word that tells."""
+"""Index tensors of a step: only the needed ones, built once for all kinds of layer, with an error word that reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that no ordinary next step reports: of the last steps, of second halves, of steps before a failed launch."""
+"""Faults that no ordinary next step reports: of last steps, of second halves, and of steps before a failed launch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def runtime(guards: Guards = ALL_ON) -> AttentionRuntime:
-    """Two admitted rows, 1 and 2, with 16 tokens, all zeros."""
+    """Returns a runtime with two admitted rows, 1 and 2, of 16 tokens, all zeros."""
     made = build_runtime(
         [small_problem()],
         RuntimeOptions(num_pages=32, max_num_seqs=2, max_kv_len=16, provider="torch"),
@@ -42,7 +42,7 @@ def runtime(guards: Guards = ALL_ON) -> AttentionRuntime:
 
 
 def batch(*on_device: int) -> StepBatch:
-    """A decode step of both rows at length 10; on_device: the lengths that the device has."""
+    """Returns a decode step of both rows at length 10. on_device: the lengths that the device has"""
     arrays = [np.array(values, np.int32) for values in ([1, 2], [10, 10], [1, 1])]
     if not on_device:
         return StepBatch(*arrays)
@@ -60,7 +60,7 @@ def split_step(of: AttentionRuntime, what: StepBatch) -> None:
 
 
 def faults(call: Callable[[], None], times: int) -> list[tuple[int | None, tuple[int, ...]]]:
-    """Step and rows of each fault that so many calls raise."""
+    """Returns step and rows of each fault that `times` calls raise."""
     told = []
     for _ in range(times):
         try:
@@ -83,7 +83,7 @@ def test_a_fault_of_the_last_step_is_reported_when_serving_ends() -> None:
 
 
 def test_all_faults_are_reported_together() -> None:
-    """Of an earlier step, whose echo waits in a slot, and of both halves of the last one."""
+    """The faults are of an earlier step, whose echo waits in a slot, and of both halves of the last one."""
     made = runtime()
     step(made, batch(10, 99))
     split_step(made, batch(99, 99))
@@ -138,7 +138,7 @@ def test_a_fault_is_kept_when_a_launch_of_the_next_step_fails(launch: str) -> No
 
     broken: dict[str, Any] = {launch: fails}
     made.gate._publisher._ops = replace(ops, **broken)
-    # Once where the first launch is made: the next try has the echo.
+    # Only one failure if the first launch succeeds: the next try has the echo.
     for _ in range(3 if launch == "publish" else 1):
         with pytest.raises(RuntimeError, match="the launch failed"):
             made.step(batch(10, 10))
@@ -148,7 +148,7 @@ def test_a_fault_is_kept_when_a_launch_of_the_next_step_fails(launch: str) -> No
 
 
 def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() -> None:
-    """A later launch of the step fails while the device has not begun; the echo of the step before comes after that."""
+    """A later launch of the step fails before the device has begun; the previous step's echo arrives after that."""
     serving, late = Serving(CPU, graphs=False), LateDevice()
     publisher = serving.runtime.gate._publisher
 
@@ -185,7 +185,7 @@ def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() 
 
 
 def replace_inputs(plain: StepBatch) -> StepBatch:
-    """The same step, of which the device knows the lengths."""
+    """Returns the same step with lengths that the device knows."""
     inputs = DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32))
     return StepBatch(plain.rows, plain.kv_len, plain.q_len, NO_TOKEN_IDS, inputs=inputs)
 

@@ -1,4 +1,4 @@
-"""Every buffer grows by itself, to the padded batch, and stays what it is: its dtype, its pad, its name."""
+"""Every buffer grows by itself, to the padded batch, and keeps its dtype, its pad and its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rocm_attn.step.buffers import BufferSpec, StepBuffers, TableSizes
 from tests.amd.guards.serving import PROVIDERS, Serving, in_each_way
 
 WIDTH = 3
-# One more of each dtype, with a pad that no other has.
+# One more buffer of each dtype, with a pad that no other one has.
 SPECS = (
     *TableSizes(WIDTH, 0, WIDTH, 8 * WIDTH, 0).buffers({Space.FULL: list(Need)}, {Space.FULL: list(Need)}),
     BufferSpec("wide_indptr", Unit.SEQ_BOUNDARY, torch.int64, lambda shape: 5 * shape.num_seqs + 1, pad=-9),
@@ -28,14 +28,14 @@ def decode(num_seqs: int) -> PaddedShape:
 
 
 def using(spec: BufferSpec, num_seqs: int) -> PaddedShape:
-    """A step that uses a buffer: a masked one, or one that shares prefixes, uses every one that others use."""
+    """Returns a step that uses a buffer: a masked step and one that shares prefixes use all buffers between them."""
     shapes = [PaddedShape(kind, num_seqs, num_seqs) for kind in (StepKind.MASKED, StepKind.SHARED)]
     return next(shape for shape in shapes if spec.elements(shape))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_a_short_buffer_grows_whatever_the_others_hold(spec: BufferSpec) -> None:
-    """SGLang's H1: one buffer that came from outside, and was large, kept three others from growing."""
+    """SGLang's H1: one large buffer from outside kept three others from growing."""
     buffers = StepBuffers(SPECS, torch.device("cpu"))
     buffers.ensure(using(spec, 5))
     for other in SPECS:
@@ -86,7 +86,7 @@ def test_lengths_stay_64_bit_when_they_grow(device: torch.device) -> None:
 def test_every_kind_of_step_is_right_when_it_is_padded_beyond_the_pool(
     provider: str, alignment: int, graphs: bool, device: torch.device
 ) -> None:
-    """A pool of 5 rows; sequence and token counts padded to multiples of 8 or 16."""
+    """The pool has 5 rows; sequence and token counts are padded to multiples of 8 or 16."""
     serving = Serving(
         device,
         graphs=graphs,

@@ -1,4 +1,4 @@
-"""Padded sequences, padded tokens and what lies after a sequence are inert, and are not without their safeguards."""
+"""Padded sequences, padded tokens and the memory after a sequence are inert, and are not without their guards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "grap
 
 
 def crowd_then_two(serving: Serving) -> tuple[list[Request], Request]:
-    """Seed 001: five requests, then two of them beside pads where the others sat, one row with a new owner.
+    """Seed 001: five requests, then two of them next to pads in the places of the others. One row has a new owner.
 
     Returns the two and the new owner, whose row was the fifth request's; the two were run last.
     """
@@ -45,7 +45,7 @@ def test_padded_sequences_are_rewritten_every_step(provider: str, graphs: bool, 
 
     serving = Serving(device, Guards().without("pads"), graphs=graphs, provider=provider, pad_q=0.0)
     two, stranger = crowd_then_two(serving)
-    # A query of zeros weighs all keys alike: the pad holds the mean of what it has read, seven tokens of the stranger.
+    # A query of zeros weighs all keys alike: the pad holds the mean of seven tokens of the stranger, which it has read.
     read = stranger.v[0][:7].mean(0).repeat_interleave(3, 0)
     assert_same_but_for_rounding(serving.out[4], read)
     assert not serving.is_right(two, [1, 1])
@@ -53,7 +53,7 @@ def test_padded_sequences_are_rewritten_every_step(provider: str, graphs: bool, 
 
 @both_ways
 def test_padded_sequences_are_rewritten_in_extend_steps(graphs: bool, device: torch.device) -> None:
-    """The same among steps of several tokens, which have padded tokens besides padded sequences."""
+    """The same in steps of several tokens, which have padded tokens in addition to padded sequences."""
 
     def four_then_two(guards: Guards) -> tuple[Serving, list[Request]]:
         serving = Serving(device, guards, graphs=graphs, capture_sizes=(4,), capture_tokens=(16,), pad_q=0.0)
@@ -65,13 +65,13 @@ def test_padded_sequences_are_rewritten_in_extend_steps(graphs: bool, device: to
     serving, crowd = four_then_two(ALL_ON)
     serving.check(crowd[:2], [2, 2])
     serving, crowd = four_then_two(Guards().without("pads"))
-    # Tokens 4 and 5 go on with the third request; the second of them sees the two tokens that it has.
+    # Tokens 4 and 5 continue the third request; the second of them sees the two tokens that it has.
     read = crowd[2].v[0].mean(0).repeat_interleave(3, 0)
     assert_same_but_for_rounding(serving.out[5], read)
 
 
 def test_stale_new_token_counts_index_out_of_range(device: torch.device) -> None:
-    """Where what is stale does not fit the smaller step."""
+    """The stale counts do not fit the smaller step."""
 
     def second_step(guards: str) -> CompletedProcess[str]:
         return run_elsewhere(
@@ -90,7 +90,7 @@ def test_stale_new_token_counts_index_out_of_range(device: torch.device) -> None
 
 @both_ways
 def test_pads_of_kernels_that_need_a_token_read_page_zero(graphs: bool, device: torch.device) -> None:
-    """min_kv_len 1, as of kernels that divide by the length: the token is one of the reserved page, so V is zero."""
+    """With min_kv_len 1, as for kernels that divide by the length, the token is the reserved page's, so V is zero."""
     serving = Serving(device, graphs=graphs, provider="csr_min_1", pad_q=1.0)
     crowd = serving.admit(5)
     for q_len in ([4, 3, 2, 5, 6], [1] * 5):
@@ -112,7 +112,7 @@ def test_padded_tokens_are_never_stored(provider: str, graphs: bool, device: tor
 
     assert not padded_rows(ALL_ON).any()
     off = padded_rows(Guards().without("store_drops"))
-    # Kernels that read a token of page 0 for each pad meet what the pads have stored there.
+    # Kernels that read a token of page 0 for each pad meet the values that pads have stored there.
     assert off.isnan().all() if provider == "csr_min_1" else not off.any()
 
 
@@ -137,7 +137,7 @@ def test_the_reserved_row_is_never_written(graphs: bool, device: torch.device) -
 @both_ways
 def test_nothing_of_an_earlier_step_stays_after_the_last_page(graphs: bool, device: torch.device) -> None:
     def after(guards: Guards) -> tuple[list[int], list[int]]:
-        """Entries after the only page of the only sequence, in the page list and in its dense row."""
+        """Returns the entries after the only page of the only sequence, in the page list and in its dense row."""
         serving = Serving(device, guards, graphs=graphs, provider="csr")
         crowd = serving.admit(3)
         serving.step(crowd, [9, 13, 5])
@@ -153,7 +153,7 @@ def test_nothing_of_an_earlier_step_stays_after_the_last_page(graphs: bool, devi
     for entries in after(ALL_ON):
         assert not any(entries)
     page_list, block_row = after(Guards().without("table_tails"))
-    # The pages of three requests that are gone: 3 + 4 + 2 in the list, the first one's in its row.
+    # The pages of three freed requests: 3 + 4 + 2 in the list, the first one's in its row.
     assert sum(page > 0 for page in page_list) == 8
     assert sum(page > 0 for page in block_row) == 2
 
@@ -177,11 +177,11 @@ def test_what_lies_after_a_sequence_in_its_page_is_not_read(
     assert serving.out[:5].isnan().all()
     serving.run(requests, [1, 1])
     assert serving.out[0].isnan().all()
-    # The second sequence fills its page: nothing lies after it.
+    # The second sequence fills its page: nothing follows it.
     assert torch.isfinite(serving.out[1]).all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter, at 0 * inf
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # in the interpreter, at 0 * inf
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("provider", providers())
@@ -192,7 +192,7 @@ def test_a_v_that_is_no_number_stays_with_the_tokens_that_see_it(
         return
 
     def attended(guards: Guards) -> tuple[Serving, list[bool]]:
-        """Eight tokens, one by one, of one chunk in which the seventh has such a V: whether each result is right."""
+        """Runs a chunk of eight tokens; the seventh has such a V. Returns whether each token's result is right."""
         serving = Serving(device, guards, graphs=False, provider=provider, deterministic=deterministic)
         runtime, requests = serving.runtime, serving.admit(1)
         step = runtime.step(serving.world.batch(requests, [8])).parts[0]
@@ -211,5 +211,5 @@ def test_a_v_that_is_no_number_stays_with_the_tokens_that_see_it(
     with pytest.raises(DeviceFault, match="K or V of a new token was infinite or no number and was stored as zero"):
         serving.runtime.check_device()
     serving, right = attended(Guards().without("finite_kv"))
-    assert not all(right[:6])  # how many of those before it are reached depends on how many share a tile
+    assert not all(right[:6])  # the number of earlier tokens that it reaches depends on the tile size
     serving.runtime.check_device()

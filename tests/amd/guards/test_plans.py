@@ -1,4 +1,4 @@
-"""What a step is planned from, which graph it takes, and what every step derives anew."""
+"""The inputs of a plan, the choice of a graph, and the values that every step derives again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "grap
 
 
 def across_a_bucket(device: torch.device, guards: Guards, graphs: bool) -> tuple[Serving, list[Request]]:
-    """The torch provider's graphs are captured for lengths up to 64, 128, ...; a request grows from 63 to 65 tokens."""
+    """Grows a request from 63 to 65 tokens. Graphs of the torch provider are captured for lengths up to 64, 128, ..."""
     serving = Serving(device, guards, graphs=graphs, problem=small_problem(16), max_kv_len=128)
     requests = serving.admit(2)
     serving.step(requests, [63, 5])
@@ -32,7 +32,7 @@ def across_a_bucket(device: torch.device, guards: Guards, graphs: bool) -> tuple
 
 @both_ways
 def test_a_plan_reads_nothing_that_a_captured_kernel_writes(graphs: bool, device: torch.device) -> None:
-    """Seed 000: planned from a buffer that the last step's forward has written, a step gets that step's plan."""
+    """Seed 000: a step planned from a buffer that the last step's forward has written gets that step's plan."""
     serving, requests = across_a_bucket(device, ALL_ON, graphs)
     serving.check(requests, [1, 1])
     serving, requests = across_a_bucket(device, Guards().without("planner_inputs"), graphs)
@@ -48,7 +48,7 @@ def test_a_longer_step_takes_another_graph(graphs: bool, device: torch.device) -
 
 
 def sharing_memory(tensor: Tensor, others: Mapping[str, Tensor]) -> list[str]:
-    """Names of contiguous tensors that have bytes in common with another one."""
+    """Returns names of contiguous tensors that share bytes with another one."""
 
     def span(one: Tensor) -> range:
         assert one.is_contiguous()
@@ -104,7 +104,7 @@ def test_derived_tensors_are_filled_by_every_step(provider: str, graphs: bool, d
 
 def test_a_graph_of_memory_that_moved_is_refused(device: torch.device) -> None:
     def moved(guards: Guards) -> tuple[Serving, list[Request]]:
-        """A decode step was captured, then its buffers moved, past another safeguard, and their owner says so."""
+        """A decode step is captured, then its buffers move because another guard is off, and their owner reports it."""
         serving = Serving(device, guards.without("sealed_growth"), graphs=True)
         requests = serving.admit(2)
         serving.run(requests, [4, 3])
@@ -117,10 +117,10 @@ def test_a_graph_of_memory_that_moved_is_refused(device: torch.device) -> None:
     with pytest.raises(GraphStale, match="they have moved; call reopen"):
         serving.run(requests, [1, 1])
     if device.type == "cuda":
-        return  # off, the graph reads memory that may be anybody's by now, and ends the process
+        return  # with the guard off, the graph reads freed memory, which ends the process
     serving, requests = moved(Guards().without("graph_epoch"))
     serving.run_published(requests, [1, 1])
-    # The step before once more: the new token was stored to its slot.
+    # A repetition of the previous step: the new token was stored to its slot.
     assert not serving.is_right(requests, [1, 1])
     page = serving.runtime.table.pages_of(requests[0].row)[1]
     assert torch.equal(serving.runtime.pool.layer(0).k[page, 0], requests[0].k[0][5])

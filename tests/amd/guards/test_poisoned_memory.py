@@ -1,4 +1,4 @@
-"""What lies in memory before a step changes no bit of it: poison wherever a step may not read, step after step."""
+"""The contents of memory before a step change no bit of it: poison wherever a step may not read, step after step."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Before = Callable[[Serving], None]
 
 
 def fill_with_bytes(tensor: Tensor) -> None:
-    """0x7F in every byte: in floats a number near their largest, in integers far beyond every buffer."""
+    """Fills every byte with 0x7F: in floats a number near their largest, in integers far beyond every buffer."""
     tensor.view(torch.uint8).fill_(0x7F)
 
 
 def fill_with_nan(tensor: Tensor) -> None:
-    """NaN; integers as above."""
+    """Fills floats with NaN, and integers as fill_with_bytes does."""
     if tensor.is_floating_point():
         tensor.fill_(float("nan"))
     else:
@@ -44,9 +44,9 @@ def fill_with_nan(tensor: Tensor) -> None:
 
 
 def serve(device: torch.device, provider: str, graphs: bool, before: Before) -> list[Tensor]:
-    """Outputs and log-sum-exps of STEPS, gone through twice, pads included; before is called ahead of each step.
+    """Returns outputs and log-sum-exps of STEPS, run twice, pads included. before: called ahead of each step
 
-    The request with the most tokens makes room for another one in between.
+    The request with the most tokens is freed in between, and another one takes its place.
     """
     serving = Serving(
         device, graphs=graphs, provider=provider, capture_sizes=(2, 8), capture_tokens=(8, 16), num_pages=80
@@ -66,7 +66,7 @@ def serve(device: torch.device, provider: str, graphs: bool, before: Before) -> 
 
 
 def without_live_tokens(serving: Serving) -> Tensor:
-    """bool [pages, page_size]: slots that hold no token of a request. None of page 0, which is zero for ever."""
+    """Returns bool [pages, page_size]: slots without a request's token, except page 0, which is always zero."""
     problem, table = serving.problem, serving.runtime.table
     dead = torch.ones(serving.runtime.pool.num_pages, problem.page_size, dtype=torch.bool)
     dead[0] = False
@@ -83,9 +83,9 @@ def without_live_tokens(serving: Serving) -> Tensor:
 def test_a_step_writes_all_that_it_reads(
     graphs: bool, provider: str, fill: Callable[[Tensor], None], device: torch.device
 ) -> None:
-    """Index buffers, schedules and workspace of graphs and of eager steps, and what graphs return.
+    """Poison fills index buffers, schedules and workspace of graphs and of eager steps, and the outputs of graphs.
 
-    But for the counts, in which the next step finds how the last one went.
+    Only the counts are exempt: the next step reads the result of the previous one there.
     """
 
     def poison(serving: Serving) -> None:
@@ -105,7 +105,7 @@ def test_a_step_writes_all_that_it_reads(
 @pytest.mark.parametrize("sides", [*(pytest.param(side, marks=pytest.mark.nightly) for side in "kv"), "kv"])
 @in_each_way
 def test_no_slot_without_a_live_token_is_read(graphs: bool, provider: str, sides: str, device: torch.device) -> None:
-    """NaN in K, in V and in both: in page tails, in pages that are free and in pages that were given back."""
+    """NaN in K, in V and in both: in page tails, in free pages and in pages that were freed."""
 
     def fill_dead(value: float) -> Before:
         def before(serving: Serving) -> None:
@@ -122,7 +122,7 @@ def test_no_slot_without_a_live_token_is_read(graphs: bool, provider: str, sides
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_memory_that_is_given_back_and_taken_again_is_not_read_by_graphs(provider: str, device: torch.device) -> None:
-    """Larger eager steps let their buffers grow, and the next owner gets the old memory and fills it."""
+    """Larger eager steps make their buffers grow, and the next owner gets the old memory and fills it."""
     serving = Serving(device, graphs=True, provider=provider, capture_sizes=(1, 4), num_pages=80)
     requests = serving.admit(5)
     serving.step(requests, [3, 2, 4, 5, 6])
@@ -149,7 +149,7 @@ def test_memory_that_is_given_back_and_taken_again_is_not_read_by_graphs(provide
 def test_a_small_step_between_large_ones_disturbs_neither(
     large: Sequence[int], small: Sequence[int], provider: str, device: torch.device
 ) -> None:
-    """Large, small, large again, in one padded shape; the small one has requests of its own, which then leave."""
+    """Large, small, large again, in one padded shape; the small step has requests of its own, which then leave."""
     outs = []
     for graphs in (False, True):
         serving = Serving(

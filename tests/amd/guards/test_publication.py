@@ -1,4 +1,4 @@
-"""What the host decided reaches the device before the step that needs it, whole, and even when something fails."""
+"""The host's decisions reach the device before the step that needs them, complete, even if something fails."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_pages_reach_the_device_before_the_step_that_uses_them(
     serving.check(requests, [1, 1])
     serving, requests = across_a_page(Guards().without("table_first").without("echo_check"))
     assert not serving.is_right(requests, [1, 1])
-    # The device knows the first page by now; the one of this step is still page 0, where the token was dropped.
+    # The device knows only the first page; the entry of this step's page is still page 0, where the token was dropped.
     assert serving.runtime.table.full.entries[requests[0].row, 0] > 0
     assert serving.runtime.table.full.entries[requests[0].row, 1] == 0
 
 
 class Fails:
-    """Raises at the first call and does what it should from then on."""
+    """Raises at the first call, and works after that."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -65,7 +65,7 @@ def test_changes_survive_a_launch_that_fails(
     provider: str, launch: str, graphs: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tried_again(guards: Guards) -> tuple[Serving, list[Request]]:
-        """A fork goes on in a copy of the page that it shares; the launch fails at the first attempt."""
+        """A fork continues in a copy of the page that it shares; the launch fails at the first attempt."""
         serving = Serving(device, guards, graphs=graphs, provider=provider)
         (parent,) = serving.admit(1)
         serving.run([parent], [6])
@@ -92,7 +92,7 @@ def test_copies_that_failed_half_way_are_made_again_from_the_same_pages(
     provider: str, failing_call: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tried_again(guards: Guards) -> tuple[Serving, list[Request]]:
-        """Two forks go on in copies; the page of the first copy goes free and would be the second one's target."""
+        """Two forks continue in copies. The page of the first copy becomes free, and would be the second's target."""
         serving = Serving(device, guards, graphs=False, provider=provider)
         parents = serving.admit(2)
         serving.run(parents, [6, 6])
@@ -118,12 +118,12 @@ def test_copies_that_failed_half_way_are_made_again_from_the_same_pages(
     serving, forks = tried_again(ALL_ON)
     serving.check(forks, [1, 1])
     serving, forks = tried_again(Guards().without("copy_sources"))
-    # K is copied before V: what was overwritten by then is the V of neither, or the K of the first alone.
+    # K is copied before V: the overwritten part is the V of neither, or the K of the first alone.
     assert serving.is_right(forks, [1, 1]) == (failing_call == 1)
 
 
 def published_lengths(guards: Guards, num_steps: int) -> list[int]:
-    """kv_len as each of num_steps steps finds it on a device that starts late, after a ring of two slots."""
+    """Returns kv_len as each of num_steps steps finds it, on a device that starts late, after a ring of two slots."""
     late = LateDevice()
     ring = HostRing(torch.device("cpu"), depth=2, wait=guards.publishing.ring_wait, new_fence=late.fence)
     found: list[int] = []
@@ -151,7 +151,7 @@ def test_a_late_device_still_reads_its_own_steps_inputs() -> None:
 def test_graphs_take_their_inputs_until_a_step_was_too_long_for_their_slots(
     provider: str, device: torch.device
 ) -> None:
-    """From then on they are published, as those of steps that have more than rows and lengths of the host."""
+    """Later inputs are published, like those of steps with more inputs than rows and lengths of the host."""
     serving = Serving(device, graphs=True, provider=provider)
     requests = serving.admit(2)
     publisher, launched = serving.runtime.gate._publisher, 0
@@ -182,7 +182,7 @@ def test_a_fault_on_the_device_is_reported_once_and_later_steps_are_right(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
     def faults_of(guards: Guards) -> tuple[int, list[DeviceFault]]:
-        """The third step gets a length beyond its bound; what the steps after it raise."""
+        """Gives the third step a length beyond its bound. Returns the errors of the steps after it."""
         serving = Serving(device, guards, graphs=graphs, provider=provider)
         requests = serving.admit(2)
         serving.step(requests, [3, 5])

@@ -1,4 +1,4 @@
-"""The list of safeguards: each has a proof, a line in the documentation and a switch that debugging alone may use."""
+"""The list of guards: each has a proof, a line in the documentation and a switch for debugging only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_safeguard_is_registered_once() -> None:
 
 
 def places_in(part: Any) -> list[tuple[str, ...]]:
-    """The places of all safeguards of a part: its fields, or those of the parts that these are."""
+    """Returns the places of all guards of a part: its fields, or those of its own parts."""
     places: list[tuple[str, ...]] = []
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
@@ -81,7 +81,7 @@ def test_the_documentation_lists_the_safeguards_as_they_are() -> None:
     first_table, *measured = (ROOT / "docs" / "guards.md").read_text().split("<!-- guard table on ")
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", first_table, re.MULTILINE)
     assert rows == [(guard.id, guard.prevents, guard.report) for guard in GUARDS]
-    # Each table of the random drivers has a row for each, and ends in a part without any.
+    # Each table of the random drivers has a row per guard, and ends in a part without guards.
     tables = [re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) for table in measured]
     assert [ids for ids in tables if ids] == [[guard.id for guard in GUARDS]] * 2
 
@@ -141,13 +141,13 @@ def test_a_runtime_takes_its_safeguards_from_the_environment(
     monkeypatch.setenv(DEBUG, "1")
     monkeypatch.setenv(DISABLE_GUARDS, "pads,row_zero")
     assert off() == ("pads", "row_zero")
-    # Read once: a process does not change its safeguards on the way.
+    # Read once: a process does not change its guards later.
     monkeypatch.delenv(DISABLE_GUARDS)
     assert off() == ("pads", "row_zero")
 
 
 def test_the_engines_report_names_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an engine without one of them gives other text, or says why it gives none: the switch reaches down to it."""
+    """An engine without a guard gives other text, or reports why it gives none: the switch takes effect there."""
     loaded = tiny_model()
     requests = [Request(tuple(range(1, 6 + seq)), 12) for seq in range(5)]
 

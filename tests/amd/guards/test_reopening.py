@@ -1,4 +1,4 @@
-"""reopen() that fails, is broken off, or is called by another runner: no graph of an earlier seal serves again."""
+"""reopen() that fails, is interrupted, or is called by another runner: no graph of an earlier seal serves again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def decoding(guards: Guards = ALL_ON) -> tuple[Serving, list[Request]]:
-    """Requests whose decode steps of two sequences are replayed."""
+    """Returns requests whose decode steps of two sequences are replayed."""
     serving = Serving(CPU, guards, graphs=True, capture_sizes=(1, 2))
     requests = serving.admit(5)
     serving.step(requests, [4, 3, 2, 2, 2])
@@ -32,7 +32,7 @@ def decoding(guards: Guards = ALL_ON) -> tuple[Serving, list[Request]]:
 
 
 def steps_of_all_sizes(serving: Serving, requests: list[Request]) -> bool:
-    """Whether decode steps of sizes that come, grow and come again are right."""
+    """True if decode steps are right while their sizes grow, and when earlier sizes return."""
     right = True
     for count in (1, 2, 1, 4, 2, 1, 5, 2, 4):
         serving.run(requests[:count], [1] * count)
@@ -41,7 +41,7 @@ def steps_of_all_sizes(serving: Serving, requests: list[Request]) -> bool:
 
 
 def test_no_graph_is_made_of_memory_that_may_move() -> None:
-    """Half of a reopen: what was sealed is given up, and nothing is sealed instead."""
+    """Half of a reopen: the old seal is gone, and there is no new one."""
     serving, requests = decoding(ALL_ON)
     serving.runtime.seals.unseal((1, 2, 4))
     replays = serving.runner.counters.replays
@@ -60,7 +60,7 @@ def test_no_graph_is_made_of_memory_that_may_move() -> None:
 
 
 def run_out_of_memory(patch: pytest.MonkeyPatch, *, after: int) -> None:
-    """From now on, so many tensors are allocated, and no more."""
+    """Allows `after` more tensors to be allocated; later allocations fail."""
     left = after
 
     def limited(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -170,11 +170,11 @@ def test_a_rank_that_cannot_reopen_tells_the_others(monkeypatch: pytest.MonkeyPa
     assert told == [{"reopen": "KeyboardInterrupt: "}]
 
 
-# Two runners over one runtime: what the second one does, and whether the first one's graphs still serve then.
+# Two runners over one runtime: actions of the second one, and whether the first one's graphs still serve then.
 
 
 def refused(serving: Serving) -> None:
-    """Its graph is refused: forward reads a value on the host."""
+    """Has its graph refused: forward reads a value on the host."""
 
     def forward(step: Part) -> torch.Tensor:
         int(step.token_ids.sum())

@@ -1,4 +1,4 @@
-"""Rows of the request table: what is in one stays out of the others."""
+"""Rows of the request table: the contents of one row stay out of the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.amd.runtime.stepping import Request, providers
 
 
 def neighbours(serving: Serving) -> list[Request]:
-    """Two requests in rows that follow each other, with 4 and 8 tokens in pages of 4."""
+    """Returns two requests in adjacent rows, with 4 and 8 tokens in pages of 4."""
     requests = serving.admit(2)
     assert requests[1].row == requests[0].row + 1
     serving.step(requests, [4, 8])
@@ -40,7 +40,7 @@ def test_a_row_filled_past_its_width_stays_out_of_the_next_row(
     serving.runtime.table.reserve(first.row, 20)
     assert serving.runtime.table.pages_of(second.row)[0] != lost
     serving.run([second], [1])
-    # Four of its nine tokens are looked for in a page of the other request, to which nothing was stored.
+    # Four of its nine tokens are read from a page of the other request, to which nothing was stored.
     assert not serving.is_right([second], [1])
     assert serving.runtime.table.full.entries[second.row, 0] == serving.runtime.table.pages_of(second.row)[0]
 
@@ -48,7 +48,7 @@ def test_a_row_filled_past_its_width_stays_out_of_the_next_row(
 @pytest.mark.parametrize("provider", providers())
 def test_a_length_beyond_the_row_writes_no_other_requests_page(provider: str, device: torch.device) -> None:
     def second_before_and_after(guards: Guards) -> tuple[torch.Tensor, torch.Tensor]:
-        """K of the second request's first page, around a step in which the device thinks that the first is longer."""
+        """Returns K of the second request's first page, before and after a step with too long a first length."""
         serving = Serving(device, guards, graphs=True, provider=provider, max_kv_len=16, capture_sizes=(2,))
         first, second = neighbours(serving)
         runtime = serving.runtime
@@ -71,7 +71,7 @@ def test_a_length_beyond_the_row_writes_no_other_requests_page(provider: str, de
 @in_each_way
 def test_requests_that_share_a_page_do_not_write_to_it(provider: str, graphs: bool, device: torch.device) -> None:
     def parent_and_child(guards: Guards) -> tuple[Serving, list[Request]]:
-        """Both go on after a prefix of 6 tokens: one and a half pages."""
+        """Continues both after a prefix of 6 tokens: one and a half pages."""
         serving = Serving(device, guards, graphs=graphs, provider=provider)
         (parent,) = serving.admit(1)
         serving.step([parent], [6])
@@ -85,7 +85,7 @@ def test_requests_that_share_a_page_do_not_write_to_it(provider: str, graphs: bo
     serving.check(family, [1, 1])
     serving, family = parent_and_child(Guards().without("copy_on_write"))
     assert not serving.is_right(family, [1, 1])
-    # The child has lost its token to the parent.
+    # The child's token was overwritten by the parent's.
     slot = serving.runtime.table.pages_of(family[1].row)[1], 2
     stored = serving.runtime.pool.layer(0).k[slot]
     assert torch.equal(stored, family[0].k[0][6])
@@ -103,14 +103,14 @@ def test_a_step_beyond_what_was_reserved_is_refused(provider: str, graphs: bool,
     serving = Serving(device, Guards().without("batch_check"), graphs=graphs, provider=provider)
     requests = neighbours(serving)
     serving.run(requests, [1, 1], reserve=False)
-    # Their new tokens went to page 0, which drops them: each is an attention over one key of zeros too many.
+    # Their new tokens went to page 0, which drops them: each attention has one extra key of zeros.
     assert torch.isfinite(serving.out[:2]).all()
     assert not serving.is_right(requests, [1, 1])
 
 
 @in_each_way
 def test_a_length_beyond_its_bound_touches_no_other_request(provider: str, graphs: bool, device: torch.device) -> None:
-    """The device says that the first of two requests has more new tokens than the host has made room for."""
+    """The device has more new tokens for the first of two requests than the host has reserved."""
 
     def run(guards: Guards) -> tuple[Serving, list[Request]]:
         serving = Serving(device, guards, graphs=graphs, provider=provider, capture_tokens=(16,))
@@ -126,7 +126,7 @@ def test_a_length_beyond_its_bound_touches_no_other_request(provider: str, graph
     with pytest.raises(DeviceFault, match="a length on the device lay outside"):
         serving.runtime.check_device()
     serving, requests = run(Guards().without("length_bounds"))
-    # The second one's tokens are taken for those after them.
+    # The second one's tokens are treated as the tokens after them.
     assert not serving.is_right(requests, [2, 2])
 
 
@@ -142,5 +142,5 @@ def test_a_freed_row_is_not_read(guards: Guards, device: torch.device) -> None:
     else:
         serving.runtime.step(batch, serving.runtime.plan(batch, PadTo(8)))
         serving.runtime.end_step()
-        # Page 0, which drops the token, and reads as zeros: an answer out of nothing.
+        # Page 0 drops the token and reads as zeros: the output comes from no data.
         assert serving.runtime.seals.tensors()["slot_of_token"][0] < serving.problem.page_size

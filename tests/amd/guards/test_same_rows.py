@@ -1,4 +1,4 @@
-"""A step that comes back later finds its rows as they were, and draft steps store one after the other."""
+"""A repeated step finds its rows unchanged, and draft steps store one after the other."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Repeating:
         return out[step.last_token_of_seq.long()]
 
     def last_stored(self) -> float:
-        """The value of K in the place of the request's last token."""
+        """Value of K in the place of the request's last token."""
         page = int(self.runtime.table.pages_of(self.row)[-1])
         return float(self.runtime.pool.layer(0).k[page, -1, 0, 0])
 
 
 def given_to_another(served: Repeating) -> None:
-    """The row is another request's, whose KV came from elsewhere."""
+    """Gives the row to another request, whose KV came from elsewhere."""
     table = served.runtime.table
     table.free(served.row)
     assert table.admit() == served.row
@@ -112,12 +112,12 @@ def test_a_step_whose_row_has_changed_does_not_run_again(
 def test_a_step_runs_again_while_its_rows_are_its_own() -> None:
     served = Repeating(ALL_ON)
     other = served.runtime.table.admit()
-    served.runtime.table.free(other)  # another row's changes are none of this step's
+    served.runtime.table.free(other)  # changes of another row do not affect this step
     run_by_runner(served)
     served.runtime.table.reserve(served.row, TOKENS + 5)
     served.runtime.table.truncate(served.row, TOKENS)  # room that was reserved ahead
     run_by_runner(served)
-    served.runtime.table.kept.keep(served.row, 0, 2)  # it stores after these, as a prefix cache's requests do
+    served.runtime.table.kept.keep(served.row, 0, 2)  # it stores after these pages, as a prefix cache's requests do
     run_by_runner(served)
     given_to_another(served)
     with pytest.raises(WrongState):
@@ -146,7 +146,7 @@ DRAFTS = Drafts(1, 3)
 
 
 def drafting(guards: Guards, order: list[int]) -> torch.Tensor:
-    """What the last draft step of a chain of three gives, after those in `order` have run. V of draft n is n + 1."""
+    """Returns the output of the last draft step of a chain of three, after those in `order`. V of draft n is n + 1."""
     options = RuntimeOptions(num_pages=16, max_num_seqs=2, max_kv_len=32, provider="torch", drafts=(DRAFTS,))
     runtime = build_runtime([PROBLEM], options, device=CPU, guards=guards)
     runtime.pool.layer(0).fill_nan(slice(1, None))

@@ -1,4 +1,4 @@
-"""What indexers choose on the device: it is fresh, and lies where nothing else does."""
+"""Selections of indexers on the device: they are fresh, and share no memory with anything else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.amd.guards.test_plans import sharing_memory
 from tests.amd.runtime.sparse_world import SparseRequest, SparseWorld, indexer, layer
 from tests.amd.runtime.stepping import providers
 
-# Sequences that graphs are padded to. A page is what is chosen: three of a sequence's pages, its last one among them.
+# Sequences that graphs are padded to. Selections are of pages: three of a sequence's pages, the last one among them.
 PADDED = 4
 PAGES = Indexing(0.25, top=3, unit_keys=4, last=1)
 TOKENS = Indexing(0.25, top=4)
@@ -32,7 +32,7 @@ class AnyLengths(SparseWorld):
     """Decodes at any length of requests whose tokens are all stored, so that few steps meet many distributions."""
 
     def decode_at(self, requests: list[SparseRequest], kv_len: list[int]) -> None:
-        """One decode step in which each request has so many tokens; the last of them is written anew."""
+        """Runs one decode step in which each request has kv_len tokens; its last one is written again."""
         rows = np.array([request.row for request in requests], np.int32)
         self.runtime.table.mark_stored(rows, np.array([request.kv_len for request in requests], np.int32))
         self.draw(len(requests))
@@ -43,7 +43,7 @@ class AnyLengths(SparseWorld):
                     held[length - 1] = new[seq]
 
     def check_at(self, requests: list[SparseRequest], kv_len: list[int]) -> None:
-        """What decode_at gave equals the oracle."""
+        """Checks that decode_at equals the reference."""
         whole = [[(each.k, each.v, each.index) for each in request.layers] for request in requests]
         try:
             for request, length in zip(requests, kv_len, strict=True):
@@ -56,13 +56,13 @@ class AnyLengths(SparseWorld):
                     each.k, each.v, each.index = k, v, index
 
     def boundaries(self) -> dict[str, Tensor]:
-        """Every indptr of the last step, by name: its padded sequences, and the end."""
+        """Returns every indptr of the last step, by name: its padded sequences, and the end."""
         sealed = self.runtime.seals.tensors().items()
         return {name: tensor[: PADDED + 1] for name, tensor in sealed if name.endswith("indptr")}
 
 
 def random_steps(world: AnyLengths, steps: int) -> Iterator[tuple[list[SparseRequest], list[int]]]:
-    """Requests with 40 tokens each, and so many decode steps of one to four of them at random lengths, each run."""
+    """Yields decode steps of one to four requests at random lengths, each after its run. Each request has 40 tokens."""
     requests = [world.admit() for _ in range(4)]
     for request in requests:
         world.run([request], [40])
@@ -75,7 +75,7 @@ def random_steps(world: AnyLengths, steps: int) -> Iterator[tuple[list[SparseReq
 
 
 def dense_after_sparse(device: torch.device, provider: str, guards: Guards, graphs: bool) -> AnyLengths:
-    """A layer that selects pages, one that reuses them, and a dense one, which reads the step's boundaries."""
+    """Returns a layer that selects pages, one that reuses them, and a dense one, which reads the step's boundaries."""
     problems = [layer(indexer(PAGES)), layer(EarlierSelection(PAGES)), layer()]
     return AnyLengths(problems, device, provider, guards, graphs=graphs)
 
@@ -87,7 +87,7 @@ def is_monotone(boundaries: Tensor) -> bool:
 @pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_boundaries_stay_monotone_whatever_is_selected(provider: str, steps: int, device: torch.device) -> None:
-    """Seed 000: pages are chosen on the device in every replay, and nothing that plans or later layers read moves."""
+    """Seed 000: the device selects pages in every replay, and no input of plans or later layers moves."""
     world = dense_after_sparse(device, provider, ALL_ON, graphs=True)
     chosen = set()
     for requests, kv_len in random_steps(world, steps):
@@ -97,7 +97,7 @@ def test_boundaries_stay_monotone_whatever_is_selected(provider: str, steps: int
     assert world.runner.metrics.replays >= steps
     assert len(chosen) > 20
     if device.type == "cuda":
-        return  # off, kernels walk by boundaries that lead anywhere, and may end the process
+        return  # with the guard off, kernels follow wrong boundaries, and may end the process
     world = dense_after_sparse(device, provider, Guards().without("selection_place"), graphs=True)
     wrong = broken = 0
     for requests, kv_len in random_steps(world, 20):
@@ -112,7 +112,7 @@ def test_boundaries_stay_monotone_whatever_is_selected(provider: str, steps: int
 
 @both_ways
 def test_a_layer_attends_to_no_other_selection_than_its_own(graphs: bool, device: torch.device) -> None:
-    """Layer 0 attends after layer 1 has selected, and in a step in which nothing was selected."""
+    """Layer 0 attends after layer 1 has selected, and in a step without a selection."""
 
     def late(guards: Guards) -> SparseWorld:
         world = SparseWorld([layer(indexer(TOKENS)), layer(indexer(TOKENS))], device, guards=guards, graphs=graphs)

@@ -1,4 +1,4 @@
-"""Groups of sequences that share prefixes: those of a step are its own, whatever an earlier one has left in memory."""
+"""Groups of sequences that share prefixes: a step has its own, whatever an earlier step has left in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.amd.runtime.stepping import Request, providers
 each_provider = pytest.mark.parametrize("provider", providers())
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
-# Of five requests that share 12 tokens in pages of 4; large steps before small ones.
+# Groups of five requests that share 12 tokens in pages of 4; large steps come before small ones.
 GROUPS = (
     [PrefixGroup(5, 12)],
     [PrefixGroup(1, 0), PrefixGroup(2, 8)],
@@ -32,7 +32,7 @@ GROUPS = (
 
 
 def family(device: torch.device, provider: str, graphs: bool, guards: Guards = ALL_ON) -> tuple[Serving, list[Request]]:
-    """Five requests that share 12 tokens and have gone on."""
+    """Returns five requests that share 12 tokens and have more of their own."""
     serving = Serving(device, guards, graphs=graphs, provider=provider, shared_prefixes=True)
     (root,) = serving.admit(1)
     serving.step([root], [12])
@@ -42,7 +42,7 @@ def family(device: torch.device, provider: str, graphs: bool, guards: Guards = A
 
 
 def groups_once(ops: StepOps) -> StepOps:
-    """Where groups begin, and what lies after their prefixes, is derived once for each size, and kept."""
+    """Derives starts of groups and the lengths after their prefixes once per size, and keeps them."""
     kept: dict[int, list[Tensor]] = {}
 
     def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:
@@ -73,7 +73,7 @@ def test_the_groups_of_an_earlier_step_do_not_stay(graphs: bool, provider: str, 
 
 
 def serve(device: torch.device, provider: str, graphs: bool, before: Callable[[Serving], None]) -> list[Tensor]:
-    """Outputs and log-sum-exps of steps in GROUPS, and the first of them again; before is called ahead of each step."""
+    """Returns outputs and log-sum-exps of steps in GROUPS, and the first again. before: called ahead of each step"""
     serving, requests = family(device, provider, graphs)
     results = []
     for groups in (*GROUPS, GROUPS[0]):
@@ -90,7 +90,7 @@ def serve(device: torch.device, provider: str, graphs: bool, before: Callable[[S
 @each_provider
 @both_ways
 def test_a_step_that_shares_writes_all_that_it_reads(graphs: bool, provider: str, device: torch.device) -> None:
-    """Index buffers, schedules and workspace, prefix outputs among them, of graphs and of eager steps."""
+    """Covers index buffers, schedules and workspace, prefix outputs included, of graphs and of eager steps."""
 
     def poison(serving: Serving) -> None:
         for part in (serving.runtime.core.memory._sealed, serving.runtime.core.memory._open):
@@ -105,7 +105,7 @@ def test_a_step_that_shares_writes_all_that_it_reads(graphs: bool, provider: str
 
 @each_provider
 def test_padded_sequences_belong_to_no_group(provider: str, device: torch.device) -> None:
-    """Steps padded to 8 and, above the largest graph, to 9; q, k and v of pads are NaN."""
+    """Steps are padded to 8 and, above the largest graph, to 9; q, k and v of pads are NaN."""
     serving, requests = family(device, provider, graphs=False)
     for pad_to in (8, 9):
         for groups in GROUPS[:2]:
@@ -116,7 +116,7 @@ def test_padded_sequences_belong_to_no_group(provider: str, device: torch.device
 
 @each_provider
 def test_what_rows_do_not_share_is_not_read_for_them(provider: str, device: torch.device) -> None:
-    """Off, groups are taken as they come, and a sequence gets what its neighbour remembers."""
+    """With the guard off, groups are not checked, and a sequence gets its neighbour's data."""
 
     def strangers(guards: Guards) -> tuple[Serving, list[Request]]:
         serving = Serving(device, guards, graphs=False, provider=provider)

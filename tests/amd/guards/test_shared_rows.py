@@ -1,4 +1,4 @@
-"""What rows share stays as it was stored, and what no step has stored is not read."""
+"""Data that rows share stays unchanged, and data that no step has stored is not read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.amd.runtime.stepping import Request, take_back
 @in_each_way
 def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool, device: torch.device) -> None:
     def parent_and_child(guards: Guards) -> tuple[Serving, Request, Request]:
-        """Ten tokens in two and a half pages, of which the parent takes five back."""
+        """Parent and child share ten tokens in two and a half pages, of which the parent removes five."""
         serving = Serving(device, guards, graphs=graphs, provider=provider)
         (parent,) = serving.admit(1)
         serving.step([parent], [9])
@@ -49,13 +49,13 @@ def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool
 @in_each_way
 def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: bool, device: torch.device) -> None:
     def parent_and_heir(guards: Guards) -> tuple[Serving, Request, Request]:
-        """Two kept pages, of which the row that stored them takes five tokens back."""
+        """Two pages are kept, of which the row that stored them removes five tokens."""
         serving = Serving(device, guards, graphs=graphs, provider=provider)
         (parent,) = serving.admit(1)
         serving.step([parent], [7])
         serving.step([parent], [1])
         heir = serving.world.begin_over(parent, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
-        serving.free(heir)  # what is kept stays, without a row
+        serving.free(heir)  # kept pages stay, without a row
         take_back(parent, 5)
         heir = serving.world.begin_over(heir, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
         return serving, parent, heir
@@ -81,7 +81,7 @@ def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: boo
 @in_each_way
 def test_dropped_pages_are_not_begun_over(provider: str, graphs: bool, device: torch.device) -> None:
     def dropped(guards: Guards) -> tuple[Serving, Request, KeptIds]:
-        """Two pages that were kept and dropped; others are kept since."""
+        """Two pages were kept and dropped; then others are kept."""
         serving = Serving(device, guards, graphs=graphs, provider=provider)
         table = serving.runtime.table
         first, other = serving.admit(2)

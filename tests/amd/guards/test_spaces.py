@@ -1,6 +1,6 @@
-"""Two spaces of pages: a layer reads where it writes, and what a step still sees stays.
+"""Two spaces of pages: a layer reads the space that it writes, and pages that a step still sees stay.
 
-No id is handed out in both spaces, so that a mix-up cannot pass.
+No id is allocated in both spaces, so that every mix-up shows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "grap
 def windowed(
     device: torch.device, guards: Guards, *, graphs: bool, provider: str, deterministic: bool = False
 ) -> Serving:
-    """One layer that sees nine tokens, in the SWA space: twelve pages of four."""
+    """Returns one layer that sees nine tokens, in the SWA space: twelve pages of four."""
     return Serving(
         device,
         guards,
@@ -41,12 +41,12 @@ def windowed(
 def test_a_layer_reads_in_the_space_that_it_writes_in(
     provider: str, deterministic: bool, graphs: bool, device: torch.device
 ) -> None:
-    """Seed 003: a unified deterministic extend read the new tokens by full ids where they were written by SWA ids."""
+    """Seed 003: a unified deterministic extend read new tokens by full ids that were written by SWA ids."""
 
     def serve(guards: Guards) -> tuple[Serving, list[Request]]:
         serving = windowed(device, guards, graphs=graphs, provider=provider, deterministic=deterministic)
         if guards is not ALL_ON:
-            # Not NaN: what is wrong reads this, and Triton's interpreter stops where a program would go on with NaN.
+            # Not NaN: wrong reads get this, and Triton's interpreter stops at NaN where a GPU program would continue.
             pages = serving.runtime.pool.layer(0)
             pages.k[1:] = pages.v[1:] = 100.0
         requests = serving.admit(2)
@@ -68,7 +68,7 @@ def test_a_layer_reads_in_the_space_that_it_writes_in(
 @in_each_way
 def test_a_step_gives_back_no_page_that_its_first_token_sees(provider: str, graphs: bool, device: torch.device) -> None:
     def serve(guards: Guards, graphs: bool) -> tuple[Serving, list[Request]]:
-        """A chunk of six tokens after twelve: its first token sees tokens 4 .. 12, its last one 9 .. 17."""
+        """Runs a chunk of six tokens after twelve: its first token sees tokens 4 .. 12, its last one 9 .. 17."""
         serving = windowed(device, guards, graphs=graphs, provider=provider)
         requests = serving.admit(2)
         serving.run(requests, [12, 5])
@@ -80,6 +80,6 @@ def test_a_step_gives_back_no_page_that_its_first_token_sees(provider: str, grap
     assert (serving.runtime.table.pages_of(requests[0].row, Space.SWA) > 0).tolist() == [False, *[True] * 4]
     poison_free_pages(serving.runtime)
     serving.step(requests, [1, 6])
-    # A graph's capture stages the step twice; the second time it is refused, because its pages are gone.
+    # A graph's capture stages the step twice; the second time it is refused, because its pages are freed.
     serving, requests = serve(Guards().without("window_reach"), False)
     assert not serving.is_right(requests, [6, 1])

@@ -1,1 +1,1 @@
-"""hip_graphs: the fake recorder on a CPU, and the same tests on a real one where there is a GPU."""
+"""hip_graphs: the fake recorder on a CPU, and the same tests on a real one if there is a GPU."""

@@ -1,8 +1,8 @@
-"""Functions that a recording gets wrong, each beside the sound one of the same purpose.
+"""Functions that a recording gets wrong, each next to a sound one of the same purpose.
 
-A scenario is made on a device. Its step() is what gets recorded; change() is what the host does between two replays;
-wanted() is what step() ought to give then, computed without step(), and stale() what a recording gives that has frozen
-too much. Recorders that freeze the same things agree on stale().
+A scenario is made on a device. step() is recorded; change() is the host's action between two replays; wanted() is the
+right result of step() after it, computed without step(), and stale() the result of a recording that has frozen too
+much. Recorders that freeze the same things agree on stale().
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Broken(Scenario):
 
 
 class _FillKernel:
-    """out[:n] = x[:n], the rest 0; n is a launch argument (a number) or the address of one (a tensor)."""
+    """Computes out[:n] = x[:n], the rest 0; n is a launch argument (a number) or the address of one (a tensor)."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> _FillKernel:
         return self
@@ -53,7 +53,7 @@ class _FillKernel:
 
 
 class LaunchNumberBaked(Broken):
-    """A count is handed to a launch as a number."""
+    """Passes a count to a launch as a number."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -125,7 +125,7 @@ class ScaleOnDevice(Scenario):
 
 
 class BufferReallocated(Broken):
-    """Writers reach the buffer by its owner, who has taken a larger one since; the recording still reads the old."""
+    """Writers reach the buffer by its owner, which has a larger one by then; the recording reads the old one."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -226,7 +226,7 @@ class InputCopiedInto(Scenario):
 
 
 class _Plans(Scenario):
-    """A plan reads the evenly spaced starts, cuts them to the live lengths on the device, and reads them next time.
+    """A plan that reads evenly spaced starts, cuts them to the live lengths on the device, and reads them next time.
 
     starts: int64 [SIZE + 1], made once: 0, 10, 20 ...
     """
@@ -255,7 +255,7 @@ class _Plans(Scenario):
 
 
 class RecordedWorkWritesWhatThePlanReads(_Plans, Broken):
-    """The live starts go into the buffer that the next plan takes for the evenly spaced ones."""
+    """Writes the live starts to the buffer that the next plan reads as the evenly spaced ones."""
 
     def step(self) -> Tensor:
         return self.share(self.starts)
@@ -289,7 +289,7 @@ class _Ring:
 
 
 class ViewOfRegrownBuffer(Broken):
-    """What is written through the new window never reaches the recording, whose window shows the old buffer."""
+    """Writes through the new window, which never reach the recording: its window shows the old buffer."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

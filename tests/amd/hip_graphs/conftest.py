@@ -1,4 +1,4 @@
-"""One fixture for every recorder of this machine, so that the same test says the same of both."""
+"""One fixture for every recorder of this machine, so that the same test covers both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 from rocm_attn.kernels.launch import observe_launches
 from tests.amd.hip_graphs.recorders import Lab
 
-# A real recorder exists where there is a GPU; elsewhere the fake one is all there is.
+# A real recorder exists if there is a GPU; otherwise only the fake one.
 RECORDERS = ["fake", pytest.param("torch", marks=pytest.mark.gpu)] if torch.cuda.is_available() else ["fake"]
 
 

@@ -1,4 +1,4 @@
-"""What a test records with."""
+"""The recorders of tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Lab:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bit patterns, NaNs and signed zeros included."""
+    """True if two tensors hold the same bit patterns, NaNs and signed zeros included."""
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
 
 

@@ -1,4 +1,4 @@
-"""What a real recording gets wrong, the fake one gets wrong too, and equally; the sound twins are right on both."""
+"""Errors of a real recording are errors of the fake one too, with equal results; the sound twins are right on both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_its_sound_twin_replays_the_right_answer(lab: Lab, kind: type[Scenario])
     scenario = kind(lab.device)
     recording, out = lab.recorder.record(scenario.step)
     recording.replay()
-    assert not torch.equal(out, scenario.wanted())  # the change is what makes the difference
+    assert not torch.equal(out, scenario.wanted())  # only the change makes a difference
     scenario.change()
     recording.replay()
     assert torch.equal(out, scenario.wanted())

@@ -1,4 +1,4 @@
-"""A block of code is captured as a function is recorded: for those who keep graphs of their own."""
+"""A block of code is captured like a recorded function, for callers who keep graphs of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives among recorded operations: a replay does them again, with the other ranks, and waits for them."""
+"""Collectives among recorded operations: a replay repeats them with the other ranks, and waits for them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ BODIES: tuple[Callable[[Tensor], Tensor], ...] = (
 
 
 def replayed(rank: int) -> list[str]:
-    """Names of the bodies whose replays give what they give eagerly, at other values than were recorded."""
+    """Returns names of the bodies whose replays equal eager runs, with other values than the recorded ones."""
     right = []
     for body in BODIES:
         x = torch.arange(4.0) + rank

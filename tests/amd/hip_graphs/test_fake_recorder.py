@@ -16,7 +16,7 @@ from rocm_attn.kernels.launch import launch
 
 
 class Kernel:
-    """out = 2 x + added, by a body that asks what no recording may ask, as an interpreter of kernels does."""
+    """Computes out = 2 x + added with calls that no recording may make, like an interpreter of kernels."""
 
     def __init__(self) -> None:
         self.runs = 0

@@ -1,4 +1,4 @@
-"""Two functions at the same time, in order with what comes before and after, and as branches of one graph."""
+"""Two functions at the same time, in order with work before and after them, and as branches of one graph."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from rocm_attn.hip_graphs.forked import ForkedStream
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 
-SLEEP = 20_000_000  # so that nothing is in order by being quick
+SLEEP = 20_000_000  # long enough that no order is due to speed
 
 
 def on_gpu(test: Callable[[], None]) -> Callable[[], None]:
-    """Skipped where there is none."""
+    """Skips the test without a GPU."""
     marked: Callable[[], None] = pytest.mark.gpu(test)
     return pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(marked)
 

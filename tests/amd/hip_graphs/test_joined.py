@@ -1,4 +1,4 @@
-"""Several recordings as one, and recordings of what has run before."""
+"""Several recordings as one, and recordings of functions that have run before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def joiner(lab: Lab) -> Joiner:
 
 
 def three(lab: Lab, x: torch.Tensor) -> list[Recording]:
-    """x * 2, then x + 3, then x * 5; x is 1 afterwards."""
+    """Returns recordings of x * 2, then x + 3, then x * 5. It sets x to 1."""
     steps = lambda: x.mul_(2), lambda: x.add_(3), lambda: x.mul_(5)
     recordings: list[Recording] = [lab.recorder.record(step)[0] for step in steps]
     x.fill_(1)
@@ -46,7 +46,7 @@ def test_joined_recordings_run_in_their_order_each_time(lab: Lab) -> None:
 
 
 def test_joined_recordings_hold_what_they_work_on(lab: Lab) -> None:
-    """The memory of a result that nobody else holds is not given to others."""
+    """The memory of a result that only the recording holds is not given to others."""
     x, total = torch.ones(1 << 16, device=lab.device), torch.zeros(1 << 16, device=lab.device)
     first, doubled = lab.recorder.record(lambda: x * 2)
     last, _ = lab.recorder.record(partial(total.copy_, doubled))
@@ -79,7 +79,7 @@ def test_a_joined_recording_of_memory_that_moved_does_not_run(fake: FakeRecorder
 
 
 class Driver:
-    """A driver whose functions note their calls, of which one may fail, or lack a context until one is current."""
+    """A driver whose functions record their calls. One may fail, or lack a context until one is current."""
 
     def __init__(self, fails: str = "", *, has_context: bool = True) -> None:
         self.called, self._has_context = list[str](), has_context

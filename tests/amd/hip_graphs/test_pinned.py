@@ -8,7 +8,7 @@ from rocm_attn.hip_graphs.pinned import PinnedTensors
 
 
 class Owner:
-    """Owns one buffer and may take another one."""
+    """Owns one buffer and may replace it."""
 
     def __init__(self, size: int) -> None:
         self.buffer = torch.zeros(size, dtype=torch.int32)

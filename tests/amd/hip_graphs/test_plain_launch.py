@@ -1,4 +1,4 @@
-"""Which graphs are launched by the driver itself, and what torch's replay is still asked for."""
+"""Graphs that the driver itself launches, and those that torch must still replay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READY = object()
 
 
 class Machine:
-    """A device whose replays and launches are noted: "torch", or the stream that the driver was given."""
+    """A device that records its replays and launches: "torch", or the stream that the driver was given."""
 
     def __init__(self, beside: Callable[[], object] = lambda: None) -> None:
         self.done: list[str | int] = []
@@ -33,7 +33,7 @@ class Machine:
         self.graph = PlainLaunch(self._replay, self._launch, READY, here)
 
     def replays(self, times: int = 1) -> list[str | int]:
-        """What as many replays have done."""
+        """Replays the graph `times` times, and returns the record."""
         self.done.clear()
         for _ in range(times):
             self.graph.replay()
@@ -68,7 +68,7 @@ def test_after_a_replay_of_torchs_that_only_launched_the_driver_launches() -> No
 
 @pytest.mark.parametrize("draws", ["an operation", "an offset"])
 def test_a_graph_whose_replay_does_more_is_always_replayed_by_torch(draws: str) -> None:
-    """Of another generator than the device's own, only the operations show."""
+    """For another generator than the device's own, only the operations show it."""
     seed = torch.zeros(1, dtype=torch.int64)
 
     def draw() -> None:
@@ -149,7 +149,7 @@ def test_replays_of_later_releases_of_torch_are_not_known(version: str, known: b
 
 
 class Graph:
-    """What of a captured graph is asked before its first replay."""
+    """The methods of a captured graph that are called before its first replay."""
 
     def replay(self) -> None:
         raise AssertionError("it is not replayed here")
@@ -202,7 +202,7 @@ def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def launch_of(recording: TorchRecording) -> PlainLaunch:
-    """What replays it; skips where this torch gives the driver nothing to launch."""
+    """Returns the launch of a recording, or skips the test if this torch gives the driver nothing to launch."""
     if not torch_recorder._GIVES_READY_GRAPHS:
         pytest.skip("this torch gives no graph to launch")
     found = getattr(recording.replay, "__self__", None)
@@ -223,7 +223,7 @@ def test_a_gpu_runs_a_graph_that_draws_nothing_by_the_driver() -> None:
 
 
 def unseen(draw: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """What draws random numbers past the guard, as compiled code and extensions do."""
+    """Returns a function that draws random numbers past the guard, as compiled code and extensions do."""
 
     def fn() -> Tensor:
         guard = guard_here()

@@ -1,4 +1,4 @@
-"""What a recording cannot repeat is refused while it is recorded, at the line that asks for it."""
+"""Calls that a recording cannot repeat are refused while it is recorded, at the line that makes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.amd.runtime.interrupts import interrupted_at
 
 
 def _unbound(owner: type, method: str) -> Any:
-    return getattr(owner, method)(None)  # refused before it looks at what it was called on
+    return getattr(owner, method)(None)  # refused before it checks its object
 
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
@@ -69,7 +69,7 @@ def test_what_cannot_be_repeated_is_refused_with_the_place_in_the_callers_code(
     place = reads if "_unbound" not in inspect.getsource(reads) else _unbound
     line = inspect.getsourcelines(place)[1] + (place is _unbound)
     assert f"{__file__}:{line} " in str(raised.value)
-    assert ";" in str(raised.value)  # what to do instead
+    assert ";" in str(raised.value)  # the remedy
 
 
 @pytest.mark.parametrize("reads", [REFUSED["item"], REFUSED["select by mask"], REFUSED["repeat_interleave"]])
@@ -108,7 +108,7 @@ def test_work_that_stays_on_the_device_passes(lab: Lab, mode: Callable[[], Any],
 
 
 def test_copies_from_memory_that_can_be_paged_out_are_refused() -> None:
-    # "meta" stands in for another device: the decision rests on devices and page-locking alone.
+    # "meta" stands in for another device: the decision depends only on devices and page-locking.
     target, host = torch.empty(4, device="meta"), torch.ones(4)
     guard = RecordGuard(torch.device("meta"))
     with pytest.raises(RecordingRefused, match=r"pageable host memory.*pin_memory"), guard:
@@ -144,7 +144,7 @@ def test_a_guard_leaves_no_trace_and_looks_at_its_own_thread_only() -> None:
         seen.append(x.tolist())
         with RecordGuard(x.device), pytest.raises(RecordingRefused):
             torch.cuda.synchronize()
-        with pytest.raises((AttributeError, TypeError)):  # the real one, which wants an event
+        with pytest.raises((AttributeError, TypeError)):  # the real one, which requires an event
             _unbound(torch.cuda.Event, "query")
         seen.append("not refused")
 
@@ -186,7 +186,7 @@ def test_a_recorder_refuses_and_can_be_used_again(lab: Lab) -> None:
 
 
 def test_an_interrupt_at_any_line_of_entering_leaves_no_guard_in_force() -> None:
-    """Had it stayed, every later step of the thread would be refused as if it were recorded."""
+    """A guard that stayed would refuse every later step of the thread as if it were recorded."""
     x, number = torch.ones(2), 1
     while interrupted_at(number, (guard := RecordGuard(x.device)).__enter__):
         assert x.tolist() == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""Replays with new inputs give, bit for bit, what the function itself gives with those inputs."""
+"""Replays with new inputs equal, bit for bit, the function itself with those inputs."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_a_transformer_block_replays_with_new_inputs_as_it_runs(lab: Lab, dtype:
         assert same_bits(block.cache, twin.cache)
 
 
-# Each takes two matrices [ROWS, COLUMNS] and gives one; some write into the first. No result depends on the order of
-# a sum that the backend may choose at will.
+# Each takes two matrices [ROWS, COLUMNS] and returns one; some write to the first. No result depends on the order of a
+# sum that the backend may choose freely.
 OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     lambda x, y: x + y,
     lambda x, y: x - 0.5 * y,
@@ -129,7 +129,7 @@ programs = st.lists(st.tuples(st.integers(0, len(OPERATIONS) - 1), numbers, numb
 
 
 class Machine:
-    """Runs a program over two inputs; later steps may take any earlier result, views and all."""
+    """Runs a program over two inputs; later steps may use any earlier result, views included."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -1,4 +1,4 @@
-"""What only a GPU can show of its recorder."""
+"""Behaviour of a GPU's recorder that only a GPU can show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where decode for CDNA is chosen, why it is not elsewhere, and that a probe looks at it first."""
+"""The choice of decode for CDNA, the reasons against it elsewhere, and its probe before it serves."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_an_engines_strides_are_served_and_unaligned_rows_and_deterministic_step
 
 
 def adopting(*, unaligned_rows: bool = False) -> ExternalAttention:
-    """For an engine's pages of one layer, as vLLM's plug-in builds it, for a GPU that is not here."""
+    """Returns attention over an engine's pages of one layer, as in vLLM's plug-in, for a GPU that is not here."""
     cpu, one = torch.device("cpu"), replace(LAYER, num_q_heads=8, num_kv_heads=2)
     return ExternalAttention(
         [LayerSource(one)],
@@ -146,7 +146,7 @@ def adopting(*, unaligned_rows: bool = False) -> ExternalAttention:
     )
 
 
-# Strides of pages, tokens and heads, and where K begins.
+# Strides of pages, tokens and heads, and the offset of K.
 ALIGNED = {"vLLM's": (8192, 256, 128, 0), "heads before tokens": (8192, 128, 2048, 4096), "gaps": (8192, 288, 144, 16)}
 UNALIGNED = {
     "gaps of 2": (8192, 260, 130, 0),
@@ -157,7 +157,7 @@ UNALIGNED = {
 
 
 def engines_pages(page: int, token: int, head: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of 5 pages; what they hold is never read."""
+    """Returns K and V of 5 pages, whose contents are never read."""
     memory = torch.empty(first + 5 * page + 16 * token + 2 * head + 4096, dtype=torch.bfloat16)
     k, v = (torch.as_strided(memory, (5, 16, 2, 128), (page, token, head, 1), first + side) for side in (0, 4096))
     return k, v
@@ -172,7 +172,7 @@ def test_an_engines_aligned_rows_are_bound(what: str) -> None:
 
 @pytest.mark.parametrize("what", UNALIGNED)
 def test_an_engines_unaligned_rows_are_refused_as_they_are_bound_or_served_by_another_kernel(what: str) -> None:
-    """And not in the middle of serving."""
+    """The refusal does not come during serving."""
     k, v = engines_pages(*UNALIGNED[what])
     with pytest.raises(
         BadTensor, match=r"triton\.cdna_decode reads rows that begin .* or build with unaligned_rows=True"
@@ -209,7 +209,7 @@ def test_its_schedule_and_workspace_are_paged_decodes() -> None:
 
 
 def test_a_probe_looks_at_it_before_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No MI300 has run it. Where it is wrong, paged decode serves, and the reason is said; a verdict is kept."""
+    """No MI300 has run it. If it is wrong, paged decode serves and the reason is reported; a verdict is kept."""
     assert {row.name for row in TRITON.rows if row.is_probed} == set(CDNA)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     probed = []
@@ -233,7 +233,7 @@ def test_where_paged_decode_serves_nothing_is_probed(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_only_compiled_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prewarm, for a GPU that is not here."""
+    """Prewarm only compiles, for a GPU that is not here."""
     monkeypatch.setattr(probe, "random_run", lambda selection, device: pytest.fail("it was probed"))
     (selection,) = choose_kernels([LAYER], on("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cpu"))
     assert names(selection) == CDNA

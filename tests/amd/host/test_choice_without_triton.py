@@ -1,4 +1,4 @@
-"""A kernel of Triton's is chosen, described and sized where Triton is not there: it is needed by launches alone."""
+"""A Triton kernel is chosen, described and sized without Triton, which only launches need."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_triton_is_imported_by_the_first_launch_and_not_by_the_choice() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# The command line where no Triton is installed.
+# The command line without an installed Triton.
 COMMANDS = """
 import sys
 sys.modules["triton"] = None
@@ -50,13 +50,13 @@ sys.exit(main(sys.argv[1:]))
 
 
 def without_triton(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """What a command ends with and says."""
+    """Returns the exit code and the output of a command."""
     command = [sys.executable, "-c", COMMANDS, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def config_of(model: str) -> str:
-    """The place of a published config."""
+    """Returns the path of a published config."""
     return str(ROOT / "tests/amd/aiter/configs" / f"{model}.json")
 
 

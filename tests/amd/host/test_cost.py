@@ -1,4 +1,4 @@
-"""Predicted times: what they are made of, and where there are none."""
+"""Predicted times: their parts, and the cases without a prediction."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ LLAMA = Problem(
 
 
 def of_step(step: str) -> list[LayerFigures]:
-    """Layers that have figures of it."""
+    """Returns the layers that have figures of the step."""
     return [layer for layer in FIGURES.layers if layer.step == step]
 
 
 def with_row_end(problem: Problem, target: Target, row_end: int) -> Target:
-    """On which the row that serves paged decode has it."""
+    """Returns a target on which the row that serves paged decode has this row end."""
     tiles = replace(decode_tiles_of(problem, target), row_end=row_end)
     return replace(target, measured=(row_of(problem, Table.DECODE, tiles),))
 
 
 def with_any_row_end(layer: LayerFigures) -> LayerFigures:
-    """Whose figures are of rows with an end of 400, which the loop does not know."""
+    """Returns figures of rows with an end of 400, which the loop does not know."""
     candidates = tuple(
         replace(each, tiles=replace(each.tiles, row_end=400))
         for each in layer.candidates
@@ -48,7 +48,7 @@ def with_any_row_end(layer: LayerFigures) -> LayerFigures:
 
 
 def on(arch: str, triton: str = "3.8.0") -> Target:
-    """By itself with a Triton with which paged decode serves."""
+    """Returns the arch alone, with a Triton with which paged decode serves."""
     return replace(known_target(arch), releases=Releases(triton=Release.of(triton)))
 
 
@@ -178,7 +178,7 @@ def test_decode_is_predicted_with_the_kernel_that_would_serve(arch: str) -> None
         if shape not in decodes:
             assert ours[shape] == paged[shape]
             assert ours[shape].kernel == "triton.extend"
-    # Its break-even latency is above what a load is assumed to take; paged decode's is not far above.
+    # Its break-even latency is above the assumed latency of a load; that of paged decode is not far above it.
     long = Shape(64, 4096)
     assert ours[long].seconds.high <= paged[long].seconds.high
 
@@ -190,7 +190,7 @@ def test_every_decode_for_cdna_that_serves_has_figures_of_windows_and_caps(arch:
         kinds = [each.kind for each in found if each.serves]
         serves = (arch, head_dim) != ("gfx950", 256)
         assert kinds == (["plain", "window", "cap"] if serves else [])
-        # Those that it was chosen from.
+        # The candidates that it was chosen from.
         assert {each.tiles.num_stages for each in found} == {1, 2, 3}
 
 
@@ -205,7 +205,7 @@ def test_the_decode_for_cdna_that_serves_has_the_longest_break_even_latency(arch
 
 @every_arch
 def test_windows_and_caps_are_predicted_by_their_own_loops(arch: str) -> None:
-    # So short that what it waits for counts, and not what it loads.
+    # So short that latency counts, and not the amount of loads.
     target, shape = on(arch, WITH_CDNA), Shape(1, 256)
     capped = replace(LLAMA, logits_soft_cap=50.0)
     plain, cap = (predicted(problem, target, shape) for problem in (LLAMA, capped))
@@ -236,7 +236,7 @@ def test_deterministic_steps_have_no_prediction() -> None:
 
 
 def test_decode_is_checked_beside_published_speeds() -> None:
-    """Batches are predicted on an MI350X; a single sequence is not always, as docs/cost.md says."""
+    """Batches are predicted on an MI350X; a single sequence is not always, see docs/cost.md."""
     found = list(published_decodes())
     assert len(found) >= 10
     missed = {(each.source, str(each.prediction.shape)) for each in found if not each.is_inside}
@@ -244,7 +244,7 @@ def test_decode_is_checked_beside_published_speeds() -> None:
 
 
 def test_extend_is_checked_beside_published_speeds() -> None:
-    """Causal prompts of the kernels whose share was measured: as AITER has timed them, and as somebody else has."""
+    """Causal prompts of the kernels with a measured share: one timing is by AITER, another one by others."""
     found = list(published_extends())
     for gpu in GPUS.values():
         assert sum(each.gpu == gpu.name and each.source == "AITER" for each in found) >= 20

@@ -1,4 +1,4 @@
-"""Which tiles a decode step has, and that memory made for a step has room for every smaller one."""
+"""The tiles of a decode step. Memory made for a step has room for every smaller one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GEMMA = Problem(16, 8, 256, torch.bfloat16, 16, v_head_dim=256, scale=256**-0.5)
 NARROW = replace(LLAMA, v_head_dim=1)
 
 
-# Of long sequences and of short ones: steps of few rows are merged by a launch of their own in the first alone.
+# Pools of long sequences and of short ones. Only with long ones does a separate launch merge steps of few rows.
 LONG, SHORT = PoolSize(1000, 1 << 17, 64), PoolSize(1000, 512, 64)
 
 
@@ -33,7 +33,7 @@ def decode_of(problem: Problem, arch: str = "sm_90", pool: PoolSize = LONG) -> T
 
 
 def steps_alone(kernel: TritonDecode, most: int = 40) -> set[int]:
-    """Sequences of the steps that have other tiles."""
+    """Returns the numbers of sequences whose steps have other tiles."""
     return {n for n in range(1, most) if kernel.tiles_of(kernel.cut.of_step(n)) != kernel.tiles}
 
 
@@ -76,6 +76,6 @@ def test_steps_of_few_long_sequences_are_merged_by_a_launch_of_their_own() -> No
 
     assert groups(LONG) == groups(SMALLEST_POOL) == [0, 0, 0, 8]
     assert groups(SHORT) == [8] * 4
-    # As many rows as SMs.
+    # There are as many rows as SMs.
     assert decode_of(LLAMA, pool=LONG).cut.of_step(16).merge_group == 0
     assert decode_of(LLAMA, pool=SHORT).cut.of_step(16).merge_group == 8

@@ -1,4 +1,4 @@
-"""A driver call gets what Triton's launchers hand over, whichever release they are of."""
+"""A driver call gets the arguments that Triton's launchers pass, in every release."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Handed = list[tuple[object, ...]]
 
 @pytest.fixture(autouse=True)
 def driver() -> Iterator[None]:
-    """Launchers ask for a driver, which a machine without a GPU has not."""
+    """Provides the driver that launchers ask for, which a machine without a GPU lacks."""
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(SimpleNamespace(utils=SimpleNamespace()))
     yield
@@ -27,7 +27,7 @@ def driver() -> Iterator[None]:
 
 
 def launcher_of(kind: Any, **others: object) -> tuple[Any, Handed]:
-    """One of Triton's, as it is where a kernel was loaded, and what it hands to the driver."""
+    """Returns one of Triton's launchers, as after loading a kernel, and the record of its driver arguments."""
     launcher, handed = kind.__new__(kind), Handed()
     made = {
         "num_ctas": 1,
@@ -52,7 +52,7 @@ def compiled_with(run: Callable[..., object]) -> SimpleNamespace:
 
 
 def launched(compiled: SimpleNamespace) -> None:
-    """Launch by a driver call that was made for any stream and addresses."""
+    """Launches by a driver call that was made for any stream and addresses."""
     run, template = driver_call(compiled, (5, 2), Place(0), (Place(1), Place(2), None, 7, ("bundle", 1)))
     constants: list[object] = []
     arguments = arguments_of(template, 3, constants)

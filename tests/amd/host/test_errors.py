@@ -1,4 +1,4 @@
-"""What does not fit says whether it may fit later."""
+"""An error about too little room says whether it may fit later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.amd.house.source_tree import ROOT
 
 
 def raised_names(source: str) -> set[str]:
-    """Names of what a module raises by calling them."""
+    """Returns names of the errors that a module raises by calling them."""
     raised = (node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise))
     return {call.func.id for call in raised if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}
 
@@ -32,7 +32,7 @@ def test_every_error_of_capacity_says_whether_it_may_fit_later() -> None:
 
 
 def make_table(num_pages: int, swa_pages: int) -> RequestTable:
-    """Two rows of up to 40 tokens in pages of 4; the SWA space has a window of 5."""
+    """Returns a table with two rows of up to 40 tokens in pages of 4; the SWA space has a window of 5."""
     return RequestTable(
         max_num_seqs=2,
         max_kv_len=40,

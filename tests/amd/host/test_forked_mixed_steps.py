@@ -1,4 +1,4 @@
-"""A mixed step that forks a stream in a capture is no call of launches alone there, and never one of those joined."""
+"""A mixed step that forks a stream in a capture is not made by launches alone there, and is never a joined call."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LAYER = 0
 
 
 class Mixed:
-    """A layer of mixed steps that is prepared; forks: its calls, which are not."""
+    """A prepared layer of mixed steps. forks: its calls, which are not prepared"""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, captures: bool) -> None:
         self.forks, self.forms = Mock(), Mock()
-        self.forms.attend.return_value = None  # made again, by its launches
+        self.forms.attend.return_value = None  # made again by its launches
         self.layers = cast(Any, object.__new__(Layers))
         self.layers._kind_of_layer, self.layers._device, self.layers._forms = [0], torch.device("cpu"), self.forms
         self.layers._attend_args = self.layers._read_by = lambda *_: None
@@ -43,7 +43,7 @@ def test_it_is_made_again_by_its_launches_in_an_eager_step_alone(monkeypatch: py
 
 
 def test_it_is_not_joined_with_the_store_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is joined is launched without a look at whether a graph is captured."""
+    """A joined call is launched without checking whether a graph is being captured."""
     mixed = Mixed(monkeypatch, captures=False)
     mixed.layers.join(mixed.step, mixed.plan, LAYER)
     assert not mixed.forms.join.called

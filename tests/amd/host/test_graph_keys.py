@@ -1,4 +1,4 @@
-"""Graphs are kept by the kernels that they hold, as values: what launches the same is equal, what may differ is not."""
+"""Graphs are keyed by their kernels as values: equal launches give equal keys, possibly different ones do not."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ each_row = pytest.mark.parametrize("row", BOUND, ids=lambda row: f"{row.name}-{r
 
 
 def problems() -> Iterator[Problem]:
-    """Some that between them every row serves one of."""
+    """Yields problems such that every row serves one of them."""
     for pool in (PoolKind.SPLIT, PoolKind.VECTORIZED):
         for page_size in (16, 32, 64, 128, 1024, 1):
             for head_dim in (128, 64, 256):
                 problem = Problem(16, 2, head_dim, torch.bfloat16, 16, v_head_dim=head_dim, scale=head_dim**-0.5)
                 try:
                     yield replace(problem, page_size=page_size, pool=pool)
-                except ValueError:  # pages that such a pool cannot have
+                except ValueError:  # such a pool cannot have these pages
                     continue
     yield Problem(128, 1, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     for heads in (16, 128):
@@ -45,13 +45,13 @@ def problems() -> Iterator[Problem]:
 
 
 def eight_bit_problems() -> Iterator[Problem]:
-    """The same over pages of eight bits."""
+    """Yields the same problems over 8-bit pages."""
     for problem in problems():
         yield replace(problem, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.LAYER)
 
 
 def served_by(row: KernelRow) -> tuple[Problem, Target]:
-    """A problem that a row serves, and where."""
+    """Returns a problem that a row serves, and the target."""
     for problem in chain(problems(), eight_bit_problems()):
         for target in TARGETS:
             if not row.refusals(problem, target, POOL):
@@ -80,7 +80,7 @@ def test_a_kernel_of_another_problem_has_another_graph(row: KernelRow) -> None:
     halved, doubled = replace(problem, scale=problem.scale / 2), replace(problem, num_q_heads=2 * problem.num_q_heads)
     others = []
     for changed in (halved, doubled):
-        with suppress(LookupError):  # not every kernel has variants for both
+        with suppress(LookupError):  # some kernels lack variants for both
             others += [] if row.refusals(changed, target, POOL) else [row.bind(changed, target, POOL)]
     assert others
     assert all(key(row, other) != key(row, bound) for other in others)

@@ -1,4 +1,4 @@
-"""Where the extend kernel for Hopper is chosen, and what its pages look like to TMA."""
+"""The choice of the extend kernel for Hopper, and TMA's view of its pages."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def chosen(problem: Problem, target: Target, **more: Any) -> Selection:
 
 
 def hopper_of(kernel: BoundKernel) -> HopperExtend:
-    """What serves steps whose sequences have many new tokens."""
+    """Returns the kernel for steps whose sequences have many new tokens."""
     found = kernel.other if isinstance(kernel, KernelByTokens) else kernel
     assert isinstance(found, HopperExtend)
     return found
 
 
 def kernels_by_tokens(kernel: Any) -> list[Any]:
-    """Those of all steps, whatever new tokens their sequences have."""
+    """Returns the kernels of all steps, for any number of new tokens per sequence."""
     return [*(sized.kernel for sized in kernel.short), kernel.other] if isinstance(kernel, KernelByTokens) else [kernel]
 
 
@@ -207,7 +207,7 @@ def test_pages_with_strides_and_masks_are_left_to_other_kernels() -> None:
 
 
 def adopting(*, unaligned_rows: bool = False, deterministic: bool = False) -> ExternalAttention:
-    """For an engine's pages of one layer, for a GPU that is not here."""
+    """Returns attention over an engine's pages of one layer, for a GPU that is not here."""
     return ExternalAttention(
         [LayerSource(replace(LAYER, num_q_heads=8, num_kv_heads=2))],
         TableSource(torch.zeros(4, 4, dtype=torch.int32), null_page=True),
@@ -219,7 +219,7 @@ def adopting(*, unaligned_rows: bool = False, deterministic: bool = False) -> Ex
 
 
 def engines_pages(k_first: int, v_first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of 5 pages, each so many elements after a multiple of 16 bytes; what they hold is never read."""
+    """Returns K and V of 5 pages, k_first and v_first elements after a multiple of 16 bytes. They are never read."""
     size = 5 * 16 * 2 * 128
     k, v = (torch.empty(first + size, dtype=torch.bfloat16)[first:] for first in (k_first, v_first))
     return k.view(5, 16, 2, 128), v.view(5, 16, 2, 128)
@@ -230,7 +230,7 @@ def engines_pages(k_first: int, v_first: int) -> tuple[torch.Tensor, torch.Tenso
 def test_an_engines_pages_that_begin_off_16_bytes_are_refused_as_they_are_bound_or_served_by_the_plain_kernel(
     k_first: int, v_first: int, deterministic: bool
 ) -> None:
-    """And not in the middle of serving."""
+    """The refusal does not come during serving."""
     k, v = engines_pages(k_first, v_first)
     name = "triton.hopper_segment_extend" if deterministic else "triton.hopper_extend"
     with pytest.raises(BadTensor, match=rf"{name} reads those that begin at multiples of 16 bytes; .*unaligned_rows"):
@@ -275,7 +275,7 @@ DETERMINISTIC = {
 def test_deterministic_extend_has_segments_and_key_blocks_of_deterministic_decode(
     name: str, more: dict[str, Any]
 ) -> None:
-    """A token's bits do not depend on which of the two it runs through."""
+    """A token's bits do not depend on which of the two kernels computes it."""
     problem = replace(LAYER, **more)
     selection = chosen(problem, on(TRITONS[0]), deterministic=True)
     extend, mixed = (selection.kernel(kind).row.name for kind in (StepKind.EXTEND, StepKind.MIXED))
@@ -290,7 +290,7 @@ def test_deterministic_extend_has_segments_and_key_blocks_of_deterministic_decod
 
 
 def test_a_few_drafts_of_a_sequence_are_verified_in_plain_tiles_of_few_rows() -> None:
-    """Of Hopper's 128 rows most would have no token."""
+    """Most of Hopper's 128 rows would have no token."""
     kernel = chosen(LAYER, on(TRITONS[0]), deterministic=True).kernel(StepKind.EXTEND).bound
     assert isinstance(kernel, KernelByTokens)
     drafts, chunks = (kernel.of_shape(PaddedShape(StepKind.EXTEND, 64, 64 * q_len)) for q_len in (16, 17))
@@ -306,7 +306,7 @@ def test_a_few_drafts_of_a_sequence_are_verified_in_plain_tiles_of_few_rows() ->
 def test_deterministic_extend_shares_few_rows_by_segments_as_far_as_there_is_room(
     kv_len: int, q_len: int, is_shared: bool
 ) -> None:
-    """Of a million keys each program would have more segments than it has room for."""
+    """With a million keys each program would have more segments than it has room for."""
     selection = chosen(LAYER, on(TRITONS[0]), deterministic=True)
     kernel = hopper_of(selection.kernel(StepKind.EXTEND).bound)
     words = extend_schedule([kv_len], [q_len], kernel.cut, q_len)
@@ -334,7 +334,7 @@ def test_what_lies_left_of_a_segment_has_room_in_the_workspace_where_shared_memo
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_workspace_is_of_contiguous_float32(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel takes it by its address alone."""
+    """The kernel takes only its address."""
     monkeypatch.setattr(extend, "launch", lambda *args, **options: None)
     monkeypatch.setattr(extend, "launch_extend_merge", lambda *args, **options: None)
     monkeypatch.setattr(extend, "launch_merge_of_segments", lambda *args, **options: None)
@@ -356,7 +356,7 @@ def test_a_workspace_is_of_contiguous_float32(deterministic: bool, monkeypatch: 
 
 @pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED])
 def test_tiles_of_few_rows_take_no_memory_for_steps_that_they_do_not_serve(kind: StepKind) -> None:
-    """Of 8192 new tokens every block of 64 rows would have a place of its own."""
+    """With 8192 new tokens every block of 64 rows would have a place of its own."""
     layer = replace(LAYER, head_dim=192, v_head_dim=192)
     kernel: Any = chosen(layer, on(TRITONS[0]), deterministic=True).kernel(kind).bound
     extend = kernel if kind is StepKind.EXTEND else kernel.in_turn.extend
@@ -396,7 +396,7 @@ def test_what_is_compiled_ahead_for_an_absent_gpu_is_what_the_installed_triton_r
 
 @pytest.mark.parametrize("failing", ["launch", "launch_extend_merge"])
 def test_a_launch_that_fails_sets_the_count_of_drawn_rows_back(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have been broken off between both launches; where rows are dealt out the schedule stays as it is."""
+    """An interruption may come between both launches. If rows are assigned in advance, the schedule stays unchanged."""
     for name in ("launch", "launch_extend_merge"):
         monkeypatch.setattr(extend, name, Mock(side_effect=KeyboardInterrupt if name == failing else None))
     for dim, count in ((96, 0), (128, 7)):
@@ -412,7 +412,7 @@ def test_a_launch_that_fails_sets_the_count_of_drawn_rows_back(failing: str, mon
 
 
 def test_rows_are_drawn_only_where_their_count_is_set_back() -> None:
-    """By the merge, which one program alone has none of."""
+    """The merge resets it, and a single program has no merge."""
     tiles = hopper_tiles(96, 16, coded=False)
     tensors = build(Case([9], [5], heads=(8, 2), dims=(96, 96), dtype=torch.bfloat16), torch.device("cpu"))
     cut = extend_cut(tensors, tiles.extend, Sharing(programs=1))
@@ -427,7 +427,7 @@ def test_rows_are_drawn_only_where_their_count_is_set_back() -> None:
 
 
 def launched_over(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensors, tuple[Any, ...]]:
-    """The step of a case, and its launch: grid and arguments."""
+    """Returns the step of a case, and its launch: grid and arguments."""
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(extend, "launch", lambda kernel, grid, *args, **options: launched.append((grid, *args)))
     monkeypatch.setattr(extend, "launch_extend_merge", lambda *args, **options: None)
@@ -457,16 +457,16 @@ FORMS = [
 def test_tma_sees_pages_as_rows_of_slots_and_boxes_within_a_page(
     page_size: int, dim: int, coding: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a box must not do is end in another page, or in another KV head."""
+    """A box must not end in another page, or in another KV head."""
     case = Case(**CHUNK, dims=(dim, dim), page_size=page_size, **coding)
     tensors, (grid, _, k, v, *_) = launched_over(case, monkeypatch)
     slots = tensors.k_pages.shape[0] * page_size
-    assert grid == (132,)  # programs that stay: rows are dealt out to them
+    assert grid == (132,)  # persistent programs: rows are assigned to them
     for described, pages in ((k, tensors.k_pages), (v, tensors.v_pages)):
         assert described.base.data_ptr() == pages.data_ptr()
         assert described.base.element_size() == pages.element_size()
         *heads, keys, columns = described.block_shape
-        # Of heads that fill no tile the tensor ends with each head: what a box has beyond it are zeros.
+        # Heads that do not fill a tile end the tensor with each head: a box reads zeros beyond it.
         fills = dim % 64 == 0
         assert described.shape == ([slots, 2 * dim] if fills else [2, slots, dim])
         assert described.strides == ([2 * dim, 1] if fills else [dim, 2 * dim, 1])
@@ -490,7 +490,7 @@ def test_pages_without_boxes_of_enough_keys_are_gathered(
 
 @pytest.mark.parametrize(("head_dim", "long_is_prepared"), [(64, True), (128, True), (96, False), (192, True)])
 def test_of_kernels_by_tokens_that_of_the_steps_shape_counts(head_dim: int, long_is_prepared: bool) -> None:
-    """Programs of Hopper's extend of 96 draw rows, of which the count is set back beside the launches."""
+    """Programs of Hopper's extend with head_dim 96 draw rows, and their count is reset next to the launches."""
     layer = replace(LAYER, num_kv_heads=2, num_q_heads=8, head_dim=head_dim, v_head_dim=head_dim)
     kernels = chosen(layer, on(TRITONS[0])).kernels
     extend, mixed = (kernels[kind].bound for kind in (StepKind.EXTEND, StepKind.MIXED))
@@ -501,7 +501,7 @@ def test_of_kernels_by_tokens_that_of_the_steps_shape_counts(head_dim: int, long
 
 @pytest.mark.parametrize(("num_kv_heads", "fewest"), [(8, 9), (2, 33), (1, 66)])
 def test_few_sequences_of_deterministic_steps_have_the_kernel_that_shares_rows(num_kv_heads: int, fewest: int) -> None:
-    """Of so many rows that half of 132 programs have one the kernel for few tokens serves them."""
+    """The kernel for few tokens serves steps in which at least half of 132 programs have a row."""
     layer = replace(LAYER, num_q_heads=8, num_kv_heads=num_kv_heads)
     extend = chosen(layer, on(TRITONS[0]), deterministic=True).kernel(StepKind.EXTEND).bound
     assert isinstance(extend, KernelByTokens)
@@ -512,7 +512,7 @@ def test_few_sequences_of_deterministic_steps_have_the_kernel_that_shares_rows(n
 
 
 def prefill_of(more: dict[str, Any]) -> KernelByTokens:
-    """What serves steps of new prompts alone."""
+    """Returns the kernels for steps of new prompts only."""
     layer = replace(LAYER, **more)
     kernel = chosen(layer, on(TRITONS[0])).kernel(StepKind.PREFILL)
     assert kernel.row.name == ("triton.prefill" if layer.head_dim < MIN_HEAD_DIM else "triton.hopper_prefill")
@@ -545,7 +545,7 @@ def of_dim(dim: int, **more: Any) -> dict[str, Any]:
 def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_are(
     more: dict[str, Any], most: int
 ) -> None:
-    """A row that is shared out would take a merge; whole ones need no workspace."""
+    """A shared row would need a merge; whole ones need no workspace."""
     layer, kernel = replace(LAYER, **more), prefill_of(more)
     extend: Any = chosen(layer, on(TRITONS[0])).kernel(StepKind.EXTEND).bound
     for num_seqs in (1, 16):
@@ -564,7 +564,7 @@ def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_a
 @pytest.mark.parametrize(
     ("more", "num_seqs", "q_len", "rows"),
     [
-        # 32 query heads: of 264 tokens there is a block of 64 rows for each of 132 SMs.
+        # 32 query heads: 264 tokens give each of 132 SMs a block of 64 rows.
         (of_dim(96), 1, 512, 64),
         (of_dim(96), 4, 198, 64),
         (of_dim(96), 4, 199, 128),
@@ -576,7 +576,7 @@ def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_a
         (of_dim(32), 8, 34, 128),
         ({}, 4, 264, 64),
         ({}, 4, 265, 128),
-        # Of these heads larger blocks are never the faster ones.
+        # For these head dims larger blocks are never faster.
         (of_dim(64), 64, 512, 64),
         (of_dim(192), 64, 512, 64),
     ],
@@ -621,7 +621,7 @@ def test_steps_of_few_tokens_hold_no_more_and_ask_for_no_more_room() -> None:
 
 
 def test_hoppers_kernels_are_launched_early_but_in_mixed_steps() -> None:
-    """In those decode runs beside it, and would come late."""
+    """Decode runs next to them in mixed steps, and would start late."""
     of_one_head = chosen(replace(LAYER, num_q_heads=128, num_kv_heads=1), on(TRITONS[0]))
     assert hopper_of(of_one_head.kernel(StepKind.DECODE).bound).tiles.extend.early
     for deterministic in (False, True):

@@ -1,4 +1,4 @@
-"""Where decode over latent pages for Hopper is chosen, and what of a step it serves."""
+"""The choice of decode over latent pages for Hopper, and the part of a step that it serves."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode
 from rocm_attn.providers.triton_latent import LatentDecode, LatentExtend
 
-# DeepSeek-V3's.
+# DeepSeek-V3's layer.
 LAYER = Problem(128, 1, 576, torch.bfloat16, v_head_dim=512, page_size=64, scale=192**-0.5, pool=PoolKind.LATENT)
 HOPPER = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
 KINDS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
 
 
 def names(problem: Problem, target: Target = HOPPER, terms: PoolTerms = OWN_POOL) -> tuple[str, ...]:
-    """Of the kernels of each kind, without their provider."""
+    """Returns names of the kernels of each kind, without their provider."""
     selection = select(problem, target, "triton", pool=replace(SMALLEST_POOL, terms=terms))
     return tuple(selection.kernel(kind).row.name.removeprefix("triton.") for kind in KINDS)
 
@@ -80,7 +80,7 @@ def test_one_token_of_few_heads_is_the_plain_kernels_and_several_are_its() -> No
     few, longer = mixed.extend.decode, mixed.extend.extend
     assert isinstance(few, HopperLatentDecode)
     assert isinstance(longer, LatentExtend)
-    # Between them they serve every number of new tokens once.
+    # Together they serve every number of new tokens once.
     tokens = few.cut.tokens
     assert (mixed.decode.cut.tokens.MOST, tokens.FEWEST, tokens.MOST, tokens.OF_ROW) == (1, 2, MOST_SPLIT_TOKENS, 4)
     assert longer.cut.min_q_len == MOST_SPLIT_TOKENS + 1

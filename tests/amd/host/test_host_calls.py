@@ -1,4 +1,4 @@
-"""What the host does in a step, counted in calls: a clock would say less, and not the same on every machine."""
+"""The host's work in a step, counted in calls: times would show less, and differ between machines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROBLEM = Problem(8, 2, 16, torch.float32, 16, v_head_dim=16, scale=0.25)
 
 
 def calls_in(work: Callable[[], object]) -> int:
-    """Calls of Python's functions and of C's."""
+    """Returns the number of calls of Python and C functions."""
     calls = 0
 
     def count(frame: FrameType, event: str, arg: object) -> None:
@@ -53,7 +53,7 @@ def calls_in(work: Callable[[], object]) -> int:
 
 
 def operations_in(work: Callable[[], object]) -> int:
-    """Operations of torch."""
+    """Returns the number of torch operations."""
 
     class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = 0
@@ -70,7 +70,7 @@ def operations_in(work: Callable[[], object]) -> int:
 
 
 def _nothing(*args: object, **options: object) -> None:
-    """A launch that is not made."""
+    """A launch that does nothing."""
 
 
 def _launch_nothing(ops: StepOps) -> StepOps:
@@ -89,7 +89,7 @@ def _attend_nothing(selection: Selection) -> Selection:
 
 
 class _Replays:
-    """A graph that is not there, but for its head: it takes the inputs of its step."""
+    """A stand-in for a graph that only has its head: it takes the inputs of its step."""
 
     bytes = 0
 
@@ -171,7 +171,7 @@ def test_a_replayed_step_runs_no_operation_of_torch() -> None:
 
 
 def test_room_within_pages_is_reserved_by_few_calls() -> None:
-    """Also for rows that have shared a page, once each has its own."""
+    """This also holds for rows that have shared a page, once each has its own."""
     server = Server(16)
     table, rows = server.runtime.table, server.rows
 
@@ -187,12 +187,12 @@ def test_room_within_pages_is_reserved_by_few_calls() -> None:
     assert within_pages() > 20, "a shared page is looked at, and copied"
     assert table.pages_of(int(rows[0]))[-1] != table.pages_of(int(rows[1]))[-1]
     within_pages()
-    table.checks.check(StepBatch(rows, server.kv_len, server.ones))  # by which the rows are known to be distinct
+    table.checks.check(StepBatch(rows, server.kv_len, server.ones))  # the check shows that the rows are distinct
     assert within_pages() == counts[0]
 
 
 class _Rounds(Server):
-    """Steps that run again on what the device has put in the place of their inputs."""
+    """Steps that run again on inputs that the device has replaced."""
 
     def again(self) -> None:
         self.runner.run_again(self.batch)

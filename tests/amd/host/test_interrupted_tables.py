@@ -1,4 +1,4 @@
-"""A table of requests that is interrupted at any line: a page may be lost, but none is held by two unknowing."""
+"""A request table interrupted at any line: a page may be lost, but no two owners hold it unaware of each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.amd.runtime.interrupts import interrupted_at
 
 
 def make_table() -> RequestTable:
-    """Rows of 8 pages of 4 tokens, and as many again in a space with a window of 5."""
+    """Returns a table with rows of 8 pages of 4 tokens, and as many pages in a space with a window of 5."""
     return RequestTable(
         max_num_seqs=4,
         max_kv_len=32,
@@ -33,12 +33,12 @@ def make_table() -> RequestTable:
 
 
 def kept_in(table: RequestTable, space: int) -> Counter[int]:
-    """Kept page -> keeps of it, by what admit_over would hold."""
+    """Returns kept page -> number of keeps, in the entries that admit_over would hold."""
     return Counter(table.kept._pages[space, table.kept._ids > 0].tolist())
 
 
 def pages_are_safe(table: RequestTable, rows: list[int]) -> None:
-    """No page is free and held, free twice, or held by more rows than it is counted for; copies read what is kept."""
+    """Checks that no page is free and held, free twice, or held more often than counted; copies read kept pages."""
     for space, pages in enumerate(table.spaces):
         held = Counter(page for row in rows for page in table.pages_of(row, pages.space).tolist())
         held += kept_in(table, space)
@@ -56,9 +56,9 @@ def pages_are_safe(table: RequestTable, rows: list[int]) -> None:
 
 
 def tokens_are_safe(table: RequestTable, rows: list[int]) -> None:
-    """What counts as stored has a page, and what a row may store does not lie in a page where another row has it too.
+    """Checks that stored tokens have pages, and that a row may not store in a page that another row also holds.
 
-    Not by the counts of holders: a fork that an interrupt lost holds pages as well, and no one reads there.
+    The check does not use counts of holders: a fork lost by an interrupt holds pages too, but nothing reads them.
     """
     for row in rows:
         room, floor = int(table._rows.reserved_len[row]), int(table.tokens.floor[row])
@@ -78,7 +78,7 @@ def tokens_are_safe(table: RequestTable, rows: list[int]) -> None:
 def assert_device_will_know(
     pages: PageTable, rows: list[int], table: RequestTable, listed: set[tuple[int, int]]
 ) -> None:
-    """Every entry that the device has otherwise is among the changes that are on their way."""
+    """Checks that every entry in which the device differs is among the pending changes."""
     for row in rows:
         end = len(table.pages_of(row, pages.space))
         differ = np.flatnonzero(pages.entries_host[row, :end] != pages.entries[row, :end].numpy())
@@ -86,7 +86,7 @@ def assert_device_will_know(
 
 
 def deliver(table: RequestTable) -> None:
-    """Bring the device up to date, as a step does."""
+    """Brings the device up to date, as a step does."""
     for pages in table.spaces:
         row, column, entry = torch.from_numpy(pages.pending_updates()).long().unbind(1)
         pages.entries[row, column] = entry.int()
@@ -95,20 +95,20 @@ def deliver(table: RequestTable) -> None:
 
 
 def keep(table: RequestTable, row: int, ids: list[int], rng: random.Random) -> None:
-    """Keep some of a row's first pages, in both spaces while the other has them."""
+    """Keeps some of a row's first pages, in both spaces while the other one has them."""
     end = rng.randint(0, int(table.tokens.stored_len[row]) // 4)
     spaces = [Space.FULL] if rng.random() < 0.3 else [Space.FULL, Space.SWA]
     ids += table.kept.keep(row, 0, end, spaces).tolist()
 
 
 def drop(table: RequestTable, ids: list[int], rng: random.Random) -> None:
-    """Drop some of what is kept, or a space of it; what was interrupted before may be dropped already."""
+    """Drops some of the kept pages, or one space of them. An interrupted call may have dropped them already."""
     some = rng.sample(ids, rng.randint(0, min(3, len(ids))))
     table.kept.drop(some, [[Space.FULL, Space.SWA], [Space.SWA]][rng.random() < 0.3])
 
 
 def over_kept(table: RequestTable, ids: list[int], rng: random.Random) -> int:
-    """A row over as many kept pages as make a sequence."""
+    """Admits a row over as many kept pages as form a sequence."""
     run: list[int] = []
     for id_ in ids:
         with suppress(RocmAttnError):
@@ -119,7 +119,7 @@ def over_kept(table: RequestTable, ids: list[int], rng: random.Random) -> int:
 
 
 def call_of(table: RequestTable, rows: list[int], ids: list[int], rng: random.Random) -> Callable[[], object]:
-    """Something that the owner of the rows may do next."""
+    """Returns a call that the owner of the rows may make next."""
     row = rng.choice(rows)
     room = int(table._rows.reserved_len[row])
     some = np.array(rng.sample(rows, rng.randint(1, len(rows))), np.int32)
@@ -139,7 +139,7 @@ def call_of(table: RequestTable, rows: list[int], ids: list[int], rng: random.Ra
 
 
 def lives(seed: int, table: RequestTable, interrupt: Callable[[Callable[[], object]], bool]) -> int:
-    """A random life of the table, each call of which may be interrupted, and may come again then; how many were."""
+    """Runs random calls on a table, which may be interrupted and then repeated. Returns the number of interrupts."""
     rng, rows, interrupted = random.Random(seed), [table.admit()], 0
     ids: list[int] = []
     for _ in range(24):
@@ -173,7 +173,7 @@ def lives(seed: int, table: RequestTable, interrupt: Callable[[Callable[[], obje
 
 
 def attempt(call: Callable[[], object]) -> None:
-    """A call that may be refused: pages and rows may be short, the more so if some were lost."""
+    """Makes a call that may be refused: pages and rows may be short, more so if some were lost."""
     with suppress(RocmAttnError):
         call()
 
@@ -186,7 +186,7 @@ def test_no_page_is_held_by_two_unknowing_whatever_was_interrupted(seed: int) ->
 
 @pytest.mark.parametrize("seed", range(60))
 def test_pages_that_interrupts_have_lost_come_back_when_nothing_is_kept_any_more(seed: int) -> None:
-    """All but those that a row holds whose number its owner was not told."""
+    """The only exception is pages of a row whose number its owner never got."""
     table, lines = make_table(), random.Random(-seed)
     lives(seed, table, lambda call: interrupted_at(lines.randint(1, 60), call))
     interrupted_at(lines.randint(1, 30), table.kept.drop_all)

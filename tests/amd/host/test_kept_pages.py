@@ -1,4 +1,4 @@
-"""Pages that stay when their row is freed: kept under ids, begun over by other rows, and dropped once."""
+"""Pages that outlive their row: kept under ids, reused by other rows, and dropped once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BOTH = (Space.FULL, Space.SWA)
 
 
 def make_table(*, windowed: bool = False, num_pages: int = FULL_PAGES, max_num_seqs: int = 4) -> RequestTable:
-    """Rows of up to 8 pages of 4 tokens; ids of the SWA space, if there is one, begin where those of the other end."""
+    """Returns a table with rows of up to 8 pages of 4 tokens. Ids of the SWA space, if any, follow the others."""
     swa = SpacePages(Space.SWA, FULL_PAGES + SWA_PAGES, "swa_pages", window_left=WINDOW, first_page=FULL_PAGES)
     return RequestTable(
         max_num_seqs=max_num_seqs,
@@ -41,7 +41,7 @@ def ints(*values: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
 
 
 def stored_row(table: RequestTable, kv_len: int) -> int:
-    """A row with so many stored tokens."""
+    """Returns a row with kv_len stored tokens."""
     row = table.admit()
     table.reserve(row, kv_len)
     table.mark_stored(ints(row), ints(kv_len))
@@ -53,7 +53,7 @@ def step_of(row: int, kv_len: int, q_len: int = 1) -> StepBatch:
 
 
 def state_of(table: RequestTable) -> object:
-    """What a refused call leaves as it was."""
+    """Returns the state that a refused call leaves unchanged."""
     spaces = [
         (
             pages.entries_host.tolist(),
@@ -174,7 +174,7 @@ def test_what_was_dropped_is_known_as_dropped_whatever_has_come_to_its_pages() -
     others = table.kept.keep(row, 0, 2)
     table.kept.drop(ids)
     table.free(row)
-    newer = table.kept.keep(stored_row(table, 8), 0, 2)  # in the places of those that were dropped
+    newer = table.kept.keep(stored_row(table, 8), 0, 2)  # in the places of the dropped ones
     before = state_of(table)
     for use in (
         table.kept.drop,
@@ -322,7 +322,7 @@ def test_a_table_may_have_more_rows_than_a_step_has_sequences() -> None:
 
 
 def test_ids_that_a_caller_has_lost_are_found() -> None:
-    """Their pages are held for ever, which an integrity check sees."""
+    """Their pages stay held, which an integrity check finds."""
     table = make_table()
     row = stored_row(table, 12)
     known, lost = table.kept.keep(row, 0, 2), table.kept.keep(row, 1, 3)
@@ -337,7 +337,7 @@ def test_ids_that_a_caller_has_lost_are_found() -> None:
 
 @dataclass
 class Row:
-    """What the model knows of a row.
+    """The model's knowledge of a row.
 
     tokens:  that are stored
     reached: the largest start of a step so far, before which windows have left
@@ -349,7 +349,7 @@ class Row:
 
 @dataclass
 class Keep:
-    """A kept page: where it was of its sequence, its tokens, and its page in each space that it is kept in."""
+    """A kept page: its place in its sequence, its tokens, and its page in each space that it is kept in."""
 
     page_no: int
     tokens: list[int]
@@ -372,12 +372,12 @@ class Keeps(RuleBasedStateMachine):
         self.next_token = 1
 
     def holders(self, space: Space) -> Counter[int]:
-        """Page -> rows and keeps that hold it, counted one by one."""
+        """Returns page -> number of rows and keeps that hold it, counted one by one."""
         of_rows = [page for row in self.rows for page in self.table.pages_of(row, space).tolist() if page]
         return Counter([*of_rows, *(keep.pages[space] for keep in self.keeps.values() if space in keep.pages)])
 
     def flush(self) -> None:
-        """Changes reach the device; then every page that nothing holds is overwritten."""
+        """Sends changes to the device; then every page without a holder is overwritten."""
         for pages in self.table.spaces:
             content = self.content[pages.space]
             content.update({target: list(content[source]) for target, source in pages.pending.copies.items()})

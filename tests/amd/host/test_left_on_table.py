@@ -1,4 +1,4 @@
-"""What `rocm-attn explain` says of tiles and of what is left on the table: only what holds, and how to get it."""
+"""`rocm-attn explain` on tiles and on lost performance: only true statements, and the way to gain it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_another_page_size_that_opens_a_preferred_kernel_is_named_with_its_gate(
     assert found.how == "--page-size 1"
     assert found.how_much == "not known: both were never timed on this arch"
     assert found.seconds is None
-    # What it says is so.
+    # The statement is true.
     changed = select(replace(LATENT, page_size=1), GFX950, "auto")
     assert changed.kernel(StepKind.EXTEND).row.name == "aiter.mla_prefill_fwd"
 
@@ -73,7 +73,7 @@ def test_a_kernel_that_the_triton_release_gates_out_is_named_with_what_was_measu
     assert found.how == "install Triton 3.6.0"
     assert "394 us where the other takes 535, measured at 1x6144+2048 on one H200" in found.how_much
     assert not [each for each in left(LAYER, with_triton("sm_90", "3.6.0")) if "hopper" in each.what]
-    # Of heads that were never timed nothing is claimed.
+    # Nothing is claimed of heads that were never timed.
     dims = replace(LAYER, head_dim=192, v_head_dim=192)
     (found, _) = left(dims, with_triton("sm_90", "3.9.0"))
     assert found.how_much.startswith("not known")

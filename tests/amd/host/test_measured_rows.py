@@ -1,4 +1,4 @@
-"""Measured rows: what a file must be, which GPUs its rows serve, and that they take the place of the table's rows."""
+"""Measured rows: the file format, the GPUs that its rows serve, and their precedence over the table's rows."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_measured_row_beats_the_tables_in_the_steps_that_it_was_measured_in() 
 
 
 def test_rows_are_merged_by_a_launch_of_its_own_where_barriers_do_not_order_memory() -> None:
-    """Whatever a file says, and though a program would merge parts that are not there yet."""
+    """This holds whatever a file says: otherwise a program would merge parts that are not yet written."""
     merging = row_of(tiles=replace(TUNED, merge_group=16))
     assert decode_tiles_of(LAYER, with_rows(merging)) == TUNED
     sm_90 = replace(known_target("sm_90"), releases=GFX942.releases, measured=(merging,))
@@ -119,7 +119,7 @@ def test_a_row_of_extend_serves_its_class_of_steps_and_never_masked_ones() -> No
 
 
 def test_masked_steps_keep_whole_tiles_of_64_rows_at_most() -> None:
-    """Of heads of 320, those of up to 512 rows have tiles of 128 rows of their own, halved as those of more are."""
+    """Heads of 320 have tiles of 128 rows for steps of up to 512 rows, halved like those of larger steps."""
     layer = replace(LAYER, head_dim=320, v_head_dim=320, custom_mask=True)
     masked = select(layer, known_target("sm_90"), "triton").kernel(StepKind.MASKED).bound
     assert isinstance(masked, KernelByTokens)
@@ -163,7 +163,7 @@ def test_rows_of_another_triton_or_gpu_are_passed_over_with_a_sentence() -> None
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> str:
-    """A file with one row, changed by hand."""
+    """Returns a file with one row, changed by hand."""
     content = {"version": VERSION, "rows": [as_json(row_of())]}
     change(content)
     return json.dumps(content)
@@ -224,7 +224,7 @@ def test_a_bad_file_is_refused_with_a_sentence_and_stops_no_runtime(
 
 
 def served_with(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
-    """As if ROCM_ATTN_TUNING were that."""
+    """Behaves as if ROCM_ATTN_TUNING were `named`."""
     chosen = read_settings({settings.TUNING: named})
     monkeypatch.setattr(measured_rows, "settings", lambda: chosen)
     measured_rows._warn_once.cache_clear()

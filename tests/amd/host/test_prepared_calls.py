@@ -1,4 +1,4 @@
-"""A prepared call launches what the call itself would launch, and what cannot be prepared is not."""
+"""A prepared call launches the same as the call itself. Calls that cannot be prepared are not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NOTHING_PREPARED = PreparedCalls()
 
 @dataclass
 class Kernel:
-    """A jitted function that notes how its variants are run. Parameters in upper case are constexpr."""
+    """A jitted function that records the runs of its variants. Parameters in upper case are constexpr."""
 
     arg_names: tuple[str, ...]
     ran: list[tuple[object, ...]] = field(default_factory=list)
@@ -87,7 +87,7 @@ def calls_after(
 
 
 def made_again(calls: PreparedCalls, call: Call) -> bool:
-    """Make a call, if one of its form was prepared; whether it was made."""
+    """Makes a call if one of its form was prepared. True if it was made."""
     prepared = calls.by_form.get(call.form)
     if prepared is not None:
         for run, arguments in prepared.launches(STREAM, call.addresses):
@@ -207,7 +207,7 @@ def test_tensors_that_begin_between_multiples_of_16_bytes_are_left_to_triton() -
 
 @pytest.mark.parametrize("odd_one", range(5))
 def test_a_prepared_form_is_not_used_for_tensors_that_begin_elsewhere(odd_one: int) -> None:
-    """The layer's calls of a form that was prepared, with one tensor at an odd address, and with none."""
+    """Makes the layer's calls of a prepared form, with one tensor at an odd address, and with none."""
     forms, *_ = forms_of(PLAIN)
     kernel, calls = Kernel(("first",)), PreparedCalls()
 
@@ -231,7 +231,7 @@ def test_a_prepared_form_is_not_used_for_tensors_that_begin_elsewhere(odd_one: i
 
 
 def test_a_layer_that_is_called_again_launches_what_it_is_given_now() -> None:
-    """What a layer launched last is kept; whatever a call is given, on whichever stream, is what is launched."""
+    """The layer's last launch is kept, but every call launches its own arguments, on its own stream."""
     pool = HybridKVPool([PLAIN], [Space.FULL], num_pages={Space.FULL: 4}, device=CPU)
     streams = [STREAM]
     forms = LayerForms([0], pool, LayerHeadWeights([PLAIN], CPU), lambda: streams[-1])
@@ -320,7 +320,7 @@ def test_what_a_layer_launched_last_is_not_launched_for_tensors_of_another_form(
 
 
 def rows_at(first: int, *sizes: int) -> Tensor:
-    """A contiguous tensor that begins so many elements after a multiple of 16 bytes."""
+    """Returns a contiguous tensor that begins `first` elements after a multiple of 16 bytes."""
     return torch.zeros(prod(sizes) + first)[first:].view(sizes)
 
 
@@ -537,7 +537,7 @@ def test_what_was_prepared_by_aligned_memory_is_not_used_for_a_layer_whose_memor
 
 
 def test_a_variant_that_is_launched_again_stays_loaded() -> None:
-    """Triton unloads what is held no longer."""
+    """Triton unloads variants without a holder."""
 
     class Variant(SimpleNamespace):
         pass
@@ -570,7 +570,7 @@ def test_a_variant_that_is_launched_again_stays_loaded() -> None:
 def test_what_derives_a_steps_metadata_is_launched_again_on_the_stream_of_then() -> None:
     fill, build, table = Kernel(("table", "width", "G")), Kernel(("table",)), rows()
     again = PreparedCalls().fill
-    for by_triton in (1, 2):  # the first time of many is the only one
+    for by_triton in (1, 2):  # only the first time of many
         assert not again.again(STREAM)
         with again.noting({"table": table}):
             RepeatedLaunch(fill)(table.device, (5, 1, 1), table, 8, ("bundle",))
@@ -585,7 +585,7 @@ def test_what_derives_a_steps_metadata_is_launched_again_on_the_stream_of_then()
 
 
 def test_a_fixed_launch_hands_over_what_it_is_given_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps what it has put together by stream and addresses; it never keeps more than a few."""
+    """It keeps launch data by stream and addresses, and never more than a few."""
     handle = [STREAM]
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: handle[0], raising=False)
     kernel, to = Kernel(("slot", "counts", "to", "N")), rows()
@@ -626,7 +626,7 @@ class _BuiltByOtherWork:
 
 
 class _WithOtherWork:
-    """A kernel around which something else is done."""
+    """A kernel with other work around it."""
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         args.out.zero_()
@@ -654,7 +654,7 @@ def test_a_layer_that_stores_and_attends_again_in_one_call_launches_what_it_is_g
     kernel = Kernel(("one", "other", "pages", "sinks"))
 
     def make(k: Tensor, v: Tensor, q: Tensor, out: Tensor) -> bool:
-        """Whether both were made at once."""
+        """True if both were made at once."""
         by_triton, before = kernel.by_triton, len(kernel.ran)
         at_once = forms.both_again(calls, 0, q, k, v, out)
         if not at_once:

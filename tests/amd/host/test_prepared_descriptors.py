@@ -1,4 +1,4 @@
-"""Prepared calls of kernels that are given descriptors of pages (TMA): a map of each is made once for an address."""
+"""Prepared calls of kernels with descriptors of pages (TMA): the map of each is made once per address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.amd.host.test_prepared_calls import STREAM, Kernel, calls_after, made
 
 
 class Descriptor(SimpleNamespace):
-    """Of a tensor, as kernels are given it; a launcher makes a map of it in each launch."""
+    """A descriptor of a tensor, as passed to kernels; a launcher makes a map of it in each launch."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Descriptor:
@@ -27,7 +27,7 @@ class Descriptor(SimpleNamespace):
 
 @dataclass
 class DescribedKernel(Kernel):
-    """A jitted function whose launcher is as Triton 3.6 makes one of kernels with descriptors."""
+    """A jitted function with a launcher like Triton 3.6's for kernels with descriptors."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         return lambda *args, **options: SimpleNamespace(
@@ -108,7 +108,7 @@ def test_descriptors_that_are_not_understood_are_not_prepared(change: str, monke
 
 
 def test_a_map_is_of_its_address_and_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Triton's own function, for a descriptor of the place's shape."""
+    """Triton's own function makes it, for a descriptor of the place's shape."""
     made = []
 
     def arguments(described: Any, metadata: object) -> list[object]:

@@ -1,4 +1,4 @@
-"""Steps that no graph replays: those of one size have one plan and one set of views, of which the latest are kept."""
+"""Steps that no graph replays: those of one size share one plan and one set of views, of which the latest are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOM = 64
 
 
 class Served:
-    """A runtime of which one request has so many new tokens over so many that are cached."""
+    """A runtime with one request, for steps of `new` tokens after `cached` ones."""
 
     def __init__(self) -> None:
         options = RuntimeOptions(num_pages=2 * ROOM, max_num_seqs=2, max_kv_len=ROOM, provider="torch")
@@ -46,7 +46,7 @@ class Served:
 
 
 def test_chunks_of_one_size_have_one_plan_and_one_set_of_views() -> None:
-    """Wherever in their prompts they lie."""
+    """This holds wherever they are in their prompts."""
     served = Served()
     plan = served.plan(7)
     views = served.views(plan)
@@ -59,13 +59,13 @@ def test_chunks_of_one_size_have_one_plan_and_one_set_of_views() -> None:
 
 def test_the_latest_plans_are_kept_and_no_more() -> None:
     served = Served()
-    # The largest first: growing buffers let go of all views.
+    # The largest first: growing buffers release all views.
     sizes = [ROOM, *range(2, 1 + MOST_RAGGED)]
     plans = {new: served.plan(new) for new in sizes}
     views = {new: served.views(plan) for new, plan in plans.items()}
     assert served.plan(ROOM) is plans[ROOM]
     assert served.views(plans[ROOM]) is views[ROOM]
-    # That of two tokens is the one that was not asked for longest.
+    # The plan of two tokens is the least recently used.
     served.views(served.plan(40))
     for new in (ROOM, 3):
         assert served.plan(new) is plans[new]
@@ -97,7 +97,7 @@ def test_what_a_batch_may_not_have_is_refused_in_a_plan_that_is_known_too() -> N
 
 
 def test_a_step_that_is_over_is_refused_while_another_one_of_its_size_runs() -> None:
-    """Its layers would write K and V to the pages of the other one's requests."""
+    """Its layers would write K and V to the pages of the other step's requests."""
     served, problem = Served(), small_problem()
     runtime = served.runtime
     earlier = runtime.step(served.batch(7)).parts[0]
@@ -121,7 +121,7 @@ def test_another_policy_begins_with_no_plan() -> None:
 
 
 def test_a_chunk_in_views_of_another_one_reads_its_own_keys() -> None:
-    """Attention over tokens of one V each is the mean of those that are seen."""
+    """Attention over tokens with one V each is the mean of the visible ones."""
     served = Served()
     runtime, problem = served.runtime, small_problem()
     for first in range(0, 24, 6):

@@ -1,4 +1,4 @@
-"""RequestTable: pages are held, shared, copied before a write, and given back."""
+"""RequestTable: pages are held, shared, copied before a write, and freed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_reserving_for_many_rows_is_all_or_nothing() -> None:
 
 
 class Twins:
-    """Two tables of the same history; one reserves for all rows of a step at once, the other row by row."""
+    """Two tables with the same history. One reserves for all rows of a step at once, the other row by row."""
 
     def __init__(self) -> None:
         self.at_once, self.one_by_one = (make_table(40, max_num_seqs=6) for _ in range(2))
@@ -120,7 +120,7 @@ class Twins:
             self.one_by_one.free(row)
 
     def grow(self, random: np.random.Generator) -> None:
-        """Steps of some rows, in which each gets a few tokens more; then they are all that a step may say."""
+        """Runs steps of some rows, in which each gets a few more tokens, and checks that both tables agree."""
         rows = [row for row in self.rows if random.random() < 0.5]
         for _ in range(3):
             kv_len = [min(20, max(1, self.room(row) + int(random.integers(0, 3)))) for row in rows]
@@ -133,7 +133,7 @@ class Twins:
             self.check(rows, kv_len)
 
     def check(self, rows: list[int], kv_len: list[int]) -> None:
-        """What a row holds, who else holds it, and up to which length it may be used."""
+        """Checks that both tables have the same holders of pages, free pages and accepted lengths."""
         for table in (self.at_once, self.one_by_one):
             table.checks.check(batch_of(rows, kv_len))
         assert self.holders(self.at_once) == self.holders(self.one_by_one)
@@ -144,14 +144,14 @@ class Twins:
 
     def any_row(self, random: np.random.Generator) -> tuple[int, int]:
         row = self.rows[int(random.integers(len(self.rows)))]
-        # Half of the time the last page is in question, which may be filled in part.
+        # Half of the time the last page is chosen, which may be partly filled.
         return row, self.room(row) if random.random() < 0.5 else int(random.integers(0, self.room(row) + 1))
 
     def room(self, row: int) -> int:
         return int(self.one_by_one._rows.reserved_len[row])
 
     def pages_after(self, row: int, kv_len: int) -> range:
-        """No fewer than row will take, a copy included."""
+        """Returns a range at least as long as the pages that row will take, a copy included."""
         return range(-(-kv_len // 4) - len(self.one_by_one.pages_of(row)) + 1)
 
 
@@ -356,7 +356,7 @@ def test_what_says_nothing_of_rows_marks_none_stored(rows: Any, kv_len: Any, mes
 
 @pytest.mark.parametrize("of", [list, torch.tensor, np.array, tuple], ids=lambda of: of.__name__)
 def test_rows_and_lengths_are_any_integers(of: Callable[[list[int]], Any]) -> None:
-    """Lists, tensors and int64 arrays, as a batch takes them."""
+    """Lists, tensors and int64 arrays are allowed, as in a batch."""
     table = make_table()
     rows = [table.admit(), table.admit()]
     table.reserve_all(of(rows), of([8, 3]))
@@ -385,7 +385,7 @@ def test_a_row_that_was_checked_in_another_type_is_another_row() -> None:
 
 
 def test_what_is_short_of_pages_says_how_many() -> None:
-    """A scheduler drops or preempts until so many more are free."""
+    """A scheduler drops or preempts until that many more are free."""
     table = make_table(num_pages=6)
     row, other = table.admit(), table.admit()
     table.reserve(row, 12)
@@ -436,7 +436,7 @@ class Requests(RuleBasedStateMachine):
         self.next_token = 1
 
     def pages_wanted(self, row: int, stop: int) -> int:
-        """Pages that row lacks for so many tokens, and one if its next token's page is another row's too."""
+        """Returns the pages that row lacks for `stop` tokens, and one more if its next token's page is shared."""
         held, length = self.table.pages_of(row).tolist(), len(self.tokens[row])
         others = {page for other in self.tokens if other != row for page in self.table.pages_of(other).tolist()}
         is_copied = stop > length and length % 3 > 0 and held[length // 3] in others

@@ -1,4 +1,4 @@
-"""A launcher that is called over and over with the same tensors is looked at twice, and then launched by the driver."""
+"""A launcher called repeatedly with the same tensors is examined twice, and then the driver launches it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulation of nodes against what can be worked out by hand."""
+"""The simulation of nodes against results computed by hand."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.amd.house.source_tree import ROOT
 
 
 def steady(seconds: float) -> Callable[[Batch], float]:
-    """A step that takes as long whatever is in it."""
+    """Returns a step that takes the same time for every batch."""
     return lambda batch: seconds
 
 
 def cluster(step: Callable[[Batch], float], **options: int) -> Cluster:
-    """One engine."""
+    """Returns a cluster of one engine."""
     kind = EngineKind(step, **{"kv_tokens": 1 << 20, **options})
     return Cluster(kind, kind, num_whole=1)
 
@@ -93,7 +93,7 @@ def test_a_request_alone_takes_its_steps_and_nothing_else() -> None:
 
 
 def test_littles_law_holds() -> None:
-    """The mean number of requests, by the clock, is their rate times their mean time."""
+    """The mean number of requests, by the simulated clock, is their rate times their mean time."""
     jobs = random_jobs(3.0, 500, output=20)
     cluster(steady(0.02), max_seqs=4).serve(jobs)
     events = sorted([(job.arrival, 1) for job in jobs] + [(job.tokens[-1], -1) for job in jobs])
@@ -106,7 +106,7 @@ def test_littles_law_holds() -> None:
 
 
 def test_one_place_and_equal_steps_are_the_queue_of_the_textbook() -> None:
-    """M/D/1: the mean wait is load * seconds / (2 (1 - load)); within what 12,000 requests vary."""
+    """M/D/1: the mean wait is load * seconds / (2 (1 - load)), within the variation of 12,000 requests."""
     seconds, load = 0.1, 0.6
     jobs = random_jobs(load / seconds, 12_000)
     cluster(steady(seconds), max_seqs=1).serve(jobs)
@@ -173,7 +173,7 @@ def test_models_have_the_sizes_of_their_names() -> None:
 
 def test_attention_of_its_own_holds_each_token_once_and_heads_that_are_few_are_held_twice() -> None:
     shared, own = Layout(8), Layout(8, own_attention=True)
-    # Four KV heads over eight ranks: two ranks hold each; so about half as many tokens, but for the weights.
+    # Four KV heads over eight ranks: two ranks hold each, so about half as many tokens, except for the weights.
     assert 1.7 < kv_tokens(QWEN_235B, own) / kv_tokens(QWEN_235B, shared) < 2.0
     with pytest.raises(ValueError, match="does not fit 1 GPUs of 192 GB"):
         kv_tokens(QWEN_235B, Layout(1))
@@ -209,7 +209,7 @@ def test_what_the_page_says_is_what_came_out() -> None:
     setups = {each["setup"]: each for each in json.loads(RESULT.read_text())["setups"]}
 
     def rates(name: str) -> tuple[float, float]:
-        """At the middle of what is assumed, of the wide limit and of the short one."""
+        """Returns rates at the middle of the assumptions, for the wide limit and for the short one."""
         wide, short = setups[name]["limits"]
         return wide["highest"]["middle"], short["highest"]["middle"]
 

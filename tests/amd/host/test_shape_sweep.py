@@ -1,4 +1,4 @@
-"""Random shapes: the same for a seed, all of them legal and of a size; limits and the worst of a sweep."""
+"""Random shapes: the same for a seed, all legal and of one size; limits and the worst of a sweep."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_the_worst_come_first_whichever_they_are_worse_than() -> None:
 
 
 class Gpu:
-    """A lock that notes what is done while it is held, and while not."""
+    """A lock that records the calls made while it is held, and while it is not."""
 
     def __init__(self) -> None:
         self.is_held = False
@@ -197,7 +197,7 @@ def test_a_process_only_compiles_while_another_one_has_the_gpu(
 
 
 def test_what_the_last_replay_leaves_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each shape the first case after its eager run, and the last one after the replays, which begin with NaN."""
+    """For each shape the first case is compared after its eager run, and the last one after replays over NaN."""
     shape = replace(PLAIN, head_dim=40)
     cases = [Mock(), Mock()]
     timed = Mock(**{"microseconds.return_value": 5.0})
@@ -228,7 +228,7 @@ def test_a_process_whose_device_fails_says_at_which_shape_and_measures_no_other(
     monkeypatch.setattr(sweep, "cases_of", lambda *_: [Mock()])
     monkeypatch.setattr(sweep, "error_of", lambda *_: 0.0)
     monkeypatch.setattr(sweep, "_microseconds", times)
-    # The first comes before anything ran.
+    # The first one comes before anything ran.
     monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=[None, None, failure]))
     worker = sweep.Worker(gpu, "", float("inf"))
     found = worker.measured(7, shape)

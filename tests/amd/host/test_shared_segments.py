@@ -1,4 +1,4 @@
-"""Deterministic extend of the plain kernel: where rows are shared out by whole segments, and what that takes."""
+"""Deterministic extend of the plain kernel: sharing of rows by whole segments, and its cost."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ POOL = PoolSize(1000, 1 << 17, 64)
 
 
 def bound(arch: str, problem: Problem) -> SegmentExtend:
-    """What serves the steps of a layer."""
+    """Returns the kernel that serves the steps of a layer."""
     extend = bind_extend(problem, known_target(arch), POOL)
     assert isinstance(extend, SegmentExtend)
     return extend
 
 
 def longest(extend: SegmentExtend, kv_len: int, q_len: int) -> tuple[int, int]:
-    """Of one sequence: query blocks that are shared out, and segments of the longest row or share."""
+    """Returns, for one sequence, the number of shared query blocks, and segments of the longest row or share."""
     words = extend_schedule([kv_len], [q_len], extend.cut, q_len)
     share, cut = (words[at.value - SHARE_WORDS] for at in (SHARE_SIZE, SHARE_CUT))
     segment_len = extend.tiles.segment_len
@@ -46,7 +46,7 @@ def longest(extend: SegmentExtend, kv_len: int, q_len: int) -> tuple[int, int]:
     [
         ((16, 1), 5778, 777, 3),  # 98 rows of 6 segments
         ((12, 4), 5778, 777, 2),
-        ((8, 1), 32_000, 16, 4),  # a row of 32 segments: no share is longer than there is room for
+        ((8, 1), 32_000, 16, 4),  # a row of 32 segments: no share is longer than its room
     ],
 )
 def test_a_step_of_few_rows_leaves_no_program_all_segments_of_one(
@@ -66,14 +66,14 @@ def test_rows_that_fill_every_compute_unit_several_times_are_not_shared() -> Non
 
 
 def test_blocks_of_query_heads_that_are_not_equal_are_one_programs_each() -> None:
-    """The merge finds the heads of a block by its place. A block has 128 rows: of 129 heads 128, and one."""
+    """The merge finds the heads of a block by its place. A block has 128 rows, so 129 heads leave one over."""
     of_equal, of_unequal = (bound("gfx942", replace(LAYER, num_q_heads=heads, num_kv_heads=1)) for heads in (128, 129))
     assert of_equal.cut.sharing.programs == 304
     assert of_unequal.cut.sharing.programs == 0
 
 
 def test_masked_steps_and_gpus_on_which_nothing_was_looked_at_share_nothing() -> None:
-    """A window that is counted from a draft's depth begins before what a row costs."""
+    """A window counted from a draft's depth begins before the keys that a row's cost covers."""
     masked = bind_masked(replace(LAYER, custom_mask=True), known_target("gfx942"), POOL)
     assert "programs=304" in bound("gfx942", LAYER).describe()
     assert "programs=304" not in masked.describe()

@@ -1,4 +1,4 @@
-"""Where a step is cut in two, what the halves are padded to, and which part of every buffer is theirs."""
+"""The cut of a step in two, the padded sizes of the halves, and their parts of every buffer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEW_TOKENS = st.lists(st.integers(0, 5), max_size=14)
 
 
 def batch(q_len: list[int]) -> StepBatch:
-    """A step of distinct rows and token ids."""
+    """Returns a step of distinct rows and token ids."""
     counts = np.array(q_len, np.int32)
     rows = np.arange(1, len(q_len) + 1, dtype=np.int32)
     return StepBatch(rows, counts + rows, counts, np.arange(sum(q_len), dtype=np.int32))

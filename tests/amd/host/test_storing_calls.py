@@ -1,4 +1,4 @@
-"""A layer that stores and attends in one launch is prepared as other calls are."""
+"""A layer that stores and attends in one launch is prepared like other calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_one_launch_for_both_is_made_again_with_what_it_is_given_now() -> None:
     kernel, calls = Kernel(("k", "v", "q", "out", "lse", "pages", "sinks")), PreparedCalls()
 
     def make(k: Tensor, v: Tensor, q: Tensor, out: Tensor, lse: Tensor | None = None) -> str:
-        """How it was made."""
+        """Returns how the call was made."""
         if lse is None and forms.both_again(calls, 0, q, k, v, out):
             return "the same"
         call = forms.store_and_attend(calls, 0, q, k, v, out, lse)
@@ -35,7 +35,7 @@ def test_one_launch_for_both_is_made_again_with_what_it_is_given_now() -> None:
         return "as it is"
 
     def ran_with(*given: Tensor | None) -> bool:
-        """Whether the last launch was given these, and the layer's memory of now."""
+        """True if the last launch got these, and the layer's current memory."""
         sinks = weights.of(0).sinks
         addresses = [None if each is None else each.data_ptr() for each in (*given, pool.layer(0).raw_k, sinks)]
         return kernel.ran[-1][3] == STREAM and list(kernel.ran[-1][-7:]) == addresses
@@ -55,12 +55,12 @@ def test_one_launch_for_both_is_made_again_with_what_it_is_given_now() -> None:
 
 
 def test_both_are_not_made_again_for_tensors_of_other_forms_at_the_same_addresses() -> None:
-    """Also once what was given is known by the one call that asks for all forms."""
+    """This also holds once the single call for all forms knows the arguments."""
     forms, *_ = forms_of(PLAIN)
     kernel, calls, memory = Kernel(("k", "v", "q", "out")), PreparedCalls(), torch.zeros(4, 4096)
 
     def given(at: int = -1, change: Callable[[Tensor], Tensor] = torch.clone) -> list[Tensor]:
-        """q, k, v and out at four places; of one of them another view."""
+        """Returns q, k, v and out at four places, one of them as another view."""
         sizes = [(4, 8, 16), (4, 2, 16), (4, 2, 16), (4, 8, 16)]
         tensors = [place[: prod(size)].view(size) for place, size in zip(memory, sizes, strict=True)]
         return [change(each) if place == at else each for place, each in enumerate(tensors)]

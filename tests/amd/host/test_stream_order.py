@@ -1,4 +1,4 @@
-"""Which streams wait for which, on streams that only remember."""
+"""The order between streams, with stand-ins that only record."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_step_on_another_stream_starts_after_the_last_one() -> None:
 
 
 def test_layers_on_another_stream_than_their_step_began_on_start_after_its_beginning() -> None:
-    """Once a step; the next step starts after all of them."""
+    """They wait once per step; the next step starts after all of them."""
     streams_in_order, streams = order()
     streams_in_order.follow()
     for streams.now in (7, 7, 8, 0, 7):

@@ -1,4 +1,4 @@
-"""What launchers count strides in: 8 elements where that tells Triton something it would not know."""
+"""The unit of strides in launches: 8 elements if that tells Triton something new."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 
 
 def args_of(head_dim: int, *, pages: Tensor | None = None, out: Tensor | None = None) -> AttendArgs:
-    """Three tokens of four heads over pages of two heads."""
+    """Returns three tokens of four heads over pages of two heads."""
     nothing = torch.zeros(1, dtype=torch.int32)
     q = torch.zeros(3, 4, head_dim)
     k = torch.zeros(5, 4, 2, head_dim) if pages is None else pages

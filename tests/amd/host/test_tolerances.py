@@ -1,4 +1,4 @@
-"""The bound of a float32 attention passes what rounding explains, in whatever order it is summed, and nothing else."""
+"""The bound of a float32 attention allows rounding errors, in any order of summation, and nothing else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, is_hidden: Tensor, scale: float) -> 
 
 
 def attend_slowly(q: Tensor, k: Tensor, v: Tensor, is_hidden: Tensor, scale: float) -> Tensor:
-    """One product after the other, last to first: as unlike a library's sums as can be."""
+    """Computes one product after the other, last to first: as unlike a library's sums as possible."""
     scores = torch.zeros(*q.shape[:2], KEYS)
     for dim in reversed(range(q.shape[2])):
         scores += q[:, :, dim, None] * k[:, None, :, dim]

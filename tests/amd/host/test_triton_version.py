@@ -1,4 +1,4 @@
-"""The installed Triton's version, under each name that its distribution goes by."""
+"""The installed Triton's version, under each name of its distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rocm_attn.machine.releases import UNKNOWN, Release, installed_releases, tri
 
 
 def install(folder: Path, *distributions: tuple[str, str]) -> None:
-    """Write what pip writes of each distribution: its name and its version."""
+    """Writes the name and the version of each distribution, as pip does."""
     for name, version in distributions:
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
@@ -22,7 +22,7 @@ def install(folder: Path, *distributions: tuple[str, str]) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder that has distributions, none yet."""
+    """Returns the only folder of distributions, empty at first."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     return tmp_path
 
@@ -41,7 +41,7 @@ def test_two_distributions_of_one_release_are_no_question(site: Path) -> None:
 
 
 def test_of_two_releases_none_is_believed(site: Path) -> None:
-    """The last one that was installed overwrote the other's files, and no file says which that was."""
+    """The last installed one overwrote the other's files, and no file shows which one that was."""
     install(site, ("pytorch-triton-rocm", "3.6.0"), ("triton", "3.9.0"))
     assert triton_version() == ""
     assert installed_releases().triton == UNKNOWN

@@ -1,4 +1,4 @@
-"""`rocm-attn tune` without a GPU: candidates, the search on a bench of made-up times, its file, its journal."""
+"""`rocm-attn tune` without a GPU: candidates, the search with made-up times, its file, its journal."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import TuningFile
 from rocm_attn.providers.tiles import layer_of
 
-# With which paged decode serves on CDNA.
+# A release with which paged decode serves on CDNA.
 TRITON = "3.8.0"
 GFX942 = replace(known_target("gfx942"), releases=Releases(triton=Release.of(TRITON)))
 
 
 class FakeBench:
-    """Times by a formula; what is asked is noted.
+    """A bench with times from a formula, which records its calls.
 
     cost:  of tiles, in microseconds
-    wrong: tiles -> why they are not right
+    wrong: tiles -> the reason why they are not right
     """
 
     def __init__(self, cost: Callable[[Tiles], float], wrong: Callable[[Tiles], str] = lambda tiles: "") -> None:
@@ -42,15 +42,15 @@ class FakeBench:
         self.timed: list[Tiles] = []
 
     def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
-        """As Bench."""
+        """Does the same as `Bench.expect`."""
 
     def judge(self, job: Job, tiles: Tiles) -> Judged:
-        """As Bench."""
+        """Does the same as `Bench.judge`."""
         self.judged.append(tiles)
         return Judged(self._wrong(tiles), spilled=3 if tiles.num_warps == 2 else 0)
 
     def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
-        """As Bench."""
+        """Does the same as `Bench.times`."""
         assert both[1] in self.judged, "nothing is timed that was not judged"
         self.timed.append(both[1])
         in_use, tiles = ([[self._cost(each)] * len(job.shapes) for _ in range(rounds)] for each in both)
@@ -58,7 +58,7 @@ class FakeBench:
 
 
 def cost(tiles: Tiles) -> float:
-    """Blocks of 64 keys in four warps are best; each is worth something by itself."""
+    """Returns a cost that is lowest for blocks of 64 keys in four warps; each helps by itself."""
     return 100.0 - 20.0 * (tiles.key_block == 64) - 10.0 * (tiles.num_warps == 4)
 
 
@@ -140,7 +140,7 @@ def test_pairs_of_what_is_slow_alone_are_left_out(tmp_path: Path) -> None:
 
 def test_noise_makes_no_row(tmp_path: Path) -> None:
     class Noisy(FakeBench):
-        """Half of a candidate's rounds are fast."""
+        """A bench in which half of a candidate's rounds are fast."""
 
         def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
             in_use, tiles = super().times(job, both, rounds)
@@ -169,7 +169,7 @@ def test_an_interrupted_search_keeps_what_it_found_and_goes_on_from_there(tmp_pa
     second = FakeBench(cost)
     (row,) = search(place, second).rows
     assert (row.tiles.key_block, row.tiles.num_warps) == (64, 4)
-    # The row in use is judged again, by which the machine is known to be right; nothing else is.
+    # The row in use is judged again, to show that the machine is right; nothing else is.
     assert set(first.judged) & set(second.judged) == {only_job().in_use}
     assert set(first.judged) | set(second.judged) == set(whole.judged)
     third = FakeBench(cost)

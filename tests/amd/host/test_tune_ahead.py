@@ -1,4 +1,4 @@
-"""Candidates of `rocm-attn tune` are compiled in processes of their own, which may end."""
+"""Candidates of `rocm-attn tune` are compiled in separate processes, which may end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 
-# Each process that is started imports torch and Triton.
+# Each started process imports torch and Triton.
 pytestmark = pytest.mark.nightly
 
 GFX942 = known_target("gfx942")
@@ -41,15 +41,15 @@ class Judge:
         self.judged: list[Tiles] = []
 
     def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
-        """As Bench."""
+        """Does the same as `Bench.expect`."""
 
     def judge(self, job: Job, tiles: Tiles) -> Judged:
-        """As Bench."""
+        """Does the same as `Bench.judge`."""
         self.judged.append(tiles)
         return Judged("")
 
     def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
-        """As Bench."""
+        """Does the same as `Bench.times`."""
         raise AssertionError("nothing is timed here")
 
 
@@ -59,7 +59,7 @@ def job(num_q_heads: int) -> Job:
 
 
 def no_steps(job: Job) -> list[Lengths]:
-    """What a worker makes of a job: nothing to compile, or its end, as of a compiler that crashes."""
+    """A worker's steps for a job: nothing to compile, or its end, as with a compiler that crashes."""
     if job.problem.num_q_heads == DEADLY:
         os.kill(os.getpid(), signal.SIGKILL)
     return []
@@ -95,7 +95,7 @@ def test_a_compiler_that_ends_its_process_ends_that_one_alone(ahead: CompiledAhe
 
 
 def test_what_is_compiled_ahead_is_what_a_launch_on_the_gpu_finds() -> None:
-    """The same kernels, by their names in Triton's cache, as a launch over data makes them compile."""
+    """A launch over data compiles the same kernels, by their names in Triton's cache."""
     heads, steps, gpu = job(8), Steps(one_step), AbsentGpu("gfx942", 304, 64, 64 << 10)
     seen: list[CompileEvent] = []
     with compile_only(gpu), observe_launches(launch), observe_compiles(seen.append):

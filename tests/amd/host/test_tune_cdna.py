@@ -51,7 +51,7 @@ def only_row(place: Path) -> MeasuredRow:
 
 
 def serving(row: MeasuredRow) -> str:
-    """What decodes the layer with the row."""
+    """Returns the name of the kernel that decodes the layer with the row."""
     found = sorted_for(GFX942, [row])
     assert found.serving == (row,)
     kernel = select(layer(), replace(GFX942, measured=found.serving), "triton").kernel(StepKind.DECODE)
@@ -60,7 +60,7 @@ def serving(row: MeasuredRow) -> str:
 
 
 def cdna_is_best(tiles: Tiles) -> float:
-    """Two blocks in flight are best, and paged decode is worse whatever its tiles are."""
+    """Returns a cost that is lowest for two blocks in flight; paged decode is worse with any tiles."""
     if isinstance(tiles, CdnaTiles):
         return 80.0 - 10.0 * (tiles.num_stages == 2)
     return 100.0 - 15.0 * (tiles.key_block == 64)
@@ -149,7 +149,7 @@ def test_tiles_that_it_does_not_take_are_refused(changed: dict[str, int]) -> Non
 
 
 def test_measured_tiles_of_the_other_arch_do_not_serve(tmp_path: Path) -> None:
-    """Their blocks are what one product of that arch takes."""
+    """The size of their blocks is that of one matrix product of that arch."""
     place = tmp_path / "t.json"
     search(place, cdna_is_best)
     row = only_row(place)

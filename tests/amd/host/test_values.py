@@ -1,4 +1,4 @@
-"""The values of a step: they check themselves and say what is wrong in one sentence."""
+"""The values of a step: they check themselves and report an error in one sentence."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_targets_are_known_by_name_or_detected() -> None:
 
 
 def test_a_batch_stays_what_it_was_when_the_callers_arrays_change() -> None:
-    """What is checked and what is published are one."""
+    """The checked batch and the published one are the same."""
     given = [np.array(values, np.int32) for values in ([1, 2], [7, 9], [1, 2])]
     batch = StepBatch(*given)
     for array in given:
@@ -243,7 +243,7 @@ def test_a_batch_stays_what_it_was_when_the_callers_arrays_change() -> None:
 
 
 def test_a_batch_takes_plain_sequences() -> None:
-    """As the README's does; the types say so too."""
+    """The README's batch has such sequences, and the types allow them."""
     batch = StepBatch(rows=[1, 2], kv_len=(10, 3), q_len=range(1, 3), token_ids=[5, 6, 7])
     assert batch.num_tokens == 3
     assert [values.tolist() for values in (batch.rows, batch.kv_len, batch.q_len)] == [[1, 2], [10, 3], [1, 2]]

@@ -1,4 +1,4 @@
-"""Steps that verify drafts are padded to so many tokens for each padded sequence, whatever they bring."""
+"""Steps that verify drafts are padded to a fixed number of tokens per padded sequence, whatever they bring."""
 
 from __future__ import annotations
 

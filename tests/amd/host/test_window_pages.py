@@ -1,4 +1,4 @@
-"""Pages of a window: held while a step may need them, given back after it, shared and copied like any other."""
+"""Pages of a window: held while a step may need them, freed after it, shared and copied like any other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FULL_PAGES = 12
 def make_table(
     swa_pages: int = 10, *, full_pages: int = FULL_PAGES, max_kv_len: int = 21, max_num_seqs: int = 4
 ) -> RequestTable:
-    """Pages of 3 tokens; ids of the SWA space begin where those of the full space end."""
+    """Returns a table with pages of 3 tokens. Ids of the SWA space follow those of the full space."""
     swa = SpacePages(Space.SWA, full_pages + swa_pages, "swa_pages", WINDOW, KEPT, full_pages)
     return RequestTable(
         max_num_seqs=max_num_seqs,
@@ -39,7 +39,7 @@ def ints(*values: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
 
 
 def grow(table: RequestTable, row: int, start: int, stop: int) -> None:
-    """As a step with new tokens [start, stop) does."""
+    """Reserves and evicts pages as a step with new tokens [start, stop) does."""
     table.reserve(row, stop)
     table.evict(ints(row), ints(start))
 
@@ -216,13 +216,13 @@ def test_a_space_has_a_page_to_hand_out(num_pages: int, first_page: int) -> None
 
 
 class Requests(RuleBasedStateMachine):
-    """Random steps, rejections, forks and frees over two small spaces; pages that no row holds hold nothing.
+    """Random steps, rejections, forks and frees over two small spaces; pages without a row hold nothing.
 
     content: per space, page -> token of each offset, as the device would hold them
     tokens:  row -> its tokens
     reached: row -> the largest start of a step of it so far
-    shared:  row -> tokens that other rows may hold too, which are never taken back
-    room:    row -> tokens that it has pages for; those that are taken back leave their pages
+    shared:  row -> tokens that other rows may hold too, which are never removed
+    room:    row -> tokens that it has pages for; removed tokens leave their pages
     """
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class Requests(RuleBasedStateMachine):
         self.next_token = 1
 
     def flush(self) -> None:
-        """Changes reach the device; then every page that no row holds is overwritten."""
+        """Sends changes to the device; then every page without a row is overwritten."""
         for pages in self.table.spaces:
             content = self.content[pages.space]
             content.update({target: list(content[source]) for target, source in pages.pending.copies.items()})
@@ -246,7 +246,7 @@ class Requests(RuleBasedStateMachine):
                 content[page] = [-1] * PAGE_SIZE
 
     def pages_wanted(self, pages: PageTable, row: int, stop: int) -> int:
-        """Pages of a space that row lacks for so many tokens, and one if its next page is another row's too."""
+        """Returns pages of a space that row lacks for `stop` tokens, and one more if its next page is shared."""
         held, room = self.table.pages_of(row, pages.space).tolist(), self.room[row]
         others = {
             page for other in self.tokens if other != row for page in self.table.pages_of(other, pages.space).tolist()
@@ -292,7 +292,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 3), taken=st.integers(1, 8))
     def reject(self, pick: int, taken: int) -> None:
-        """The last tokens are taken back, at most KEPT of those before the last step."""
+        """Removes the last tokens, at most KEPT of those before the last step."""
         row = self.pick(pick)
         if row is not None:
             taken = min(taken, len(self.tokens[row]) - max(self.shared[row], self.reached[row] - KEPT))

@@ -1,4 +1,4 @@
-"""The page of stable names: what each is, and everything of it that a caller may use, read from the sources.
+"""The page of stable names: each name with everything that a caller may use, read from the sources.
 
 python -m tests.amd.house.interface writes it.
 """
@@ -23,7 +23,7 @@ compares it: what changes the page changes what callers use, and needs a line in
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """The headings of __init__.pyi; under each, the names and their modules."""
+    """Returns the headings of __init__.pyi; under each, the names and their modules."""
     found: dict[str, dict[str, str]] = {}
     for line in STUB.read_text().partition("# isort: off\n")[2].splitlines():
         if line.startswith("# "):
@@ -35,7 +35,7 @@ def groups() -> dict[str, dict[str, str]]:
 
 
 def page() -> str:
-    """The text of docs/names.md."""
+    """Returns the text of docs/names.md."""
     parts = [_HEAD]
     for heading, names in groups().items():
         parts.append(f"\n## {heading}\n\n| name | what it is |\n|---|---|\n")
@@ -47,7 +47,7 @@ def page() -> str:
 
 
 def definition(name: str, module: str) -> ast.stmt:
-    """The statement at the top of a module that gives a name its value."""
+    """Returns the statement at the top of a module that gives a name its value."""
     for node in _syntax_tree(module).body:
         match node:
             case ast.FunctionDef(name=found) | ast.ClassDef(name=found) if found == name:
@@ -64,7 +64,7 @@ def _syntax_tree(module: str) -> ast.Module:
 
 
 def summary(name: str, module: str) -> str:
-    """The first paragraph of a docstring: its own, or that of the class that it is a value of; else its value."""
+    """Returns the first paragraph of a name's docstring, or of its class's if it is an instance; else its value."""
     node = definition(name, module)
     match node:
         case ast.Assign(value=ast.Call(func=ast.Name(id=its_class), args=[], keywords=[])):
@@ -80,7 +80,7 @@ def summary(name: str, module: str) -> str:
 
 
 def described(node: ast.stmt) -> list[str]:
-    """A name as it is written: a function's parameters; a class's fields and public methods, in their order."""
+    """Returns a name's declaration: a function's parameters; a class's fields and public methods, in their order."""
     match node:
         case ast.FunctionDef():
             return [_called(node)]
@@ -109,7 +109,7 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
 
 
 def _default(value: ast.expr | None) -> str:
-    """What a field is when it is not given; not the help of an option, nor where a metric begins to count."""
+    """Returns a field's default, but not an option's help or a metric's initial value."""
     match value:
         case None:
             return ""

@@ -1,4 +1,4 @@
-"""The project's own source files, as the house tests look at them: paths, module names, imports."""
+"""The project's own source files for the house tests: paths, module names, imports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOORS = {"rocm_attn": "rocm_attn", "kernels": "rocm_attn.kernels", "hip_graphs"
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One imported module; at_import: whether importing the importer imports it, or a call does."""
+    """One imported module. at_import: true if importing the importer imports it, false if a call does"""
 
     module: str
     at_import: bool
@@ -32,7 +32,7 @@ class Source:
     tree: ast.Module
 
     def imports(self) -> tuple[Import, ...]:
-        """Every import of the file, absolute; `from a import b` names a.b, which may be a module or not."""
+        """Returns every import of the file, absolute; `from a import b` names a.b, which may or may not be a module."""
         return _imports_of(self)
 
 
@@ -43,7 +43,7 @@ def _imports_of(source: Source) -> tuple[Import, ...]:
 
 @cache
 def sources() -> tuple[Source, ...]:
-    """Every Python file of the package."""
+    """Returns every Python file of the package."""
     found = []
     for folder, package in FLOORS.items():
         for path in python_files(ROOT / folder):
@@ -55,7 +55,7 @@ def sources() -> tuple[Source, ...]:
 
 
 def python_files(folder: Path) -> list[Path]:
-    """Every Python file under folder; links, which lead to another floor, are not followed."""
+    """Returns every Python file under folder, except links, which lead to another floor."""
     found = sorted(folder.glob("*.py"))
     for child in sorted(folder.iterdir()):
         if child.is_dir() and not child.is_symlink():
@@ -64,7 +64,7 @@ def python_files(folder: Path) -> list[Path]:
 
 
 def belongs_to(module: str, package: str) -> bool:
-    """Whether module is package or lies inside it."""
+    """True if module is package or is inside it."""
     return module == package or module.startswith(package + ".")
 
 

@@ -1,4 +1,4 @@
-"""The command line: usage errors, exit codes, what goes to stdout and what to stderr."""
+"""The command line: usage errors, exit codes, and the contents of stdout and stderr."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GEMMA2 = {
 
 
 def config_file(folder: Path, config: dict[str, Any]) -> str:
-    """A config.json in folder."""
+    """Writes a config.json to folder."""
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return str(path)
@@ -147,7 +147,7 @@ def test_wrong_usage_says_which_argument(
     assert printed.out == ""
 
 
-# Of SmolLM2-135M-Instruct's config.json.
+# From SmolLM2-135M-Instruct's config.json.
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 576,
@@ -295,7 +295,7 @@ def test_env_reports_versions_and_devices(capsys: pytest.CaptureFixture[str]) ->
     assert "torch " in capsys.readouterr().out
 
 
-@pytest.mark.nightly  # as the one of test_cli_streams.py, by another command
+@pytest.mark.nightly  # like the test in test_cli_streams.py, with another command
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
     code = "import sys; from rocm_attn.cli import main; sys.exit(main(['env']))"
     reader, writer = os.pipe()

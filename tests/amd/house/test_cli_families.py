@@ -1,4 +1,4 @@
-"""`rocm-attn generate --model DIR` for each family, from a directory as transformers writes it."""
+"""`rocm-attn generate --model DIR` for each family, from a directory that transformers has written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = "w4 w40 w17 w8 w8 w90 w33 w2 w71"
 
 
 def with_tokenizer(directory: Path) -> Path:
-    """Token i is the word wi."""
+    """Writes a tokenizer in which token i is the word wi."""
     words = {f"w{number}": number for number in range(SMALL["vocab_size"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -34,8 +34,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever model is asked for, a tiny one is served, whose tokens are words; "windowed" has a window, and token w7
-    gives NaN to "poisoned"."""
+    """Serves a tiny model of words under any name. "windowed" has a window; token w7 gives NaN to "poisoned"."""
     tokenizer = word_tokenizer()
 
     def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -49,7 +48,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generate(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """What `rocm-attn generate --json` prints on stdout, which must be one line of JSON and nothing else."""
+    """Returns the output of `rocm-attn generate --json`, which must be one line of JSON on stdout and nothing else."""
     code = main(["generate", "--json", "--device", "cpu", "--provider", "torch", *arguments])
     printed = capsys.readouterr()
     assert code == DONE, printed.err
@@ -192,7 +191,7 @@ def test_prompts_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_prompts_come_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    # Its encoding is the locale's, and has no say.
+    # The stream's encoding is the locale's, and is ignored.
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("w5\r\nw6 w7 é\n".encode()), "ascii"))
     printed = generate(capsys, "--max-new-tokens", "1")
     assert [result["prompt"] for result in printed["results"]] == ["w5", "w6 w7 é"]

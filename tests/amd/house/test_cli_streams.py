@@ -1,4 +1,4 @@
-"""The command line with streams as a shell may leave them, and interrupted at bad moments: a sentence, an exit code."""
+"""The command line with a shell's unusual streams, and interrupted at bad moments: a sentence, an exit code."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.amd.runner.hf_models import save
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that `rocm-attn generate --model` serves."""
+    """Returns a directory that `rocm-attn generate --model` serves."""
     return with_tokenizer(save(family_model("qwen3", eos_token_id=None), tmp_path_factory.mktemp("model")))
 
 
 def in_a_shell(redirected: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """rocm-attn with its streams redirected as a shell does it. What it prints is read as UTF-8."""
+    """Runs rocm-attn with its streams redirected by a shell. Its output is read as UTF-8."""
     command = f'"$0" -m rocm_attn.cli "$@" {redirected}'
     return subprocess.run(
         ["bash", "-c", command, sys.executable, *arguments],

@@ -1,4 +1,4 @@
-"""`rocm-attn truth`: what it prints, and its exit codes."""
+"""`rocm-attn truth`: its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LATENTS = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
 }
-# Fields of config.json files, the ranks, and what is said of a layer.
+# Fields of config.json files, the ranks, and the text about a layer.
 SPARSE: dict[str, tuple[dict[str, Any], int, str]] = {
     "DeepSeek-V3.2": (
         {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **_LATENTS},
@@ -73,7 +73,7 @@ def test_a_models_layers_are_told_apart_and_found(tmp_path: Path, capsys: pytest
 def test_layers_of_a_model_that_selects_are_found_by_their_config(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole chain of a published model, on one of its ranks."""
+    """The test runs the whole chain of a published model, on one of its ranks."""
     fields, ranks, words = SPARSE[model]
     config = config_file(tmp_path, fields)
     assert main(["truth", config, "--tp", str(ranks), *ON_CPU, "--kv-encodings", "e4m3fnuz/token"]) == DONE

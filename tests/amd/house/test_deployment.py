@@ -1,4 +1,4 @@
-"""Compose profiles, the Kubernetes manifest, CI on a user's GPU, and the gateway: held to the server's own options."""
+"""Compose profiles, the Kubernetes manifest, CI on a user's GPU, and the gateway, against the server's own options."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ GATEWAY = (DOCKER / "gateway" / "run.sh").read_text()
 
 
 def served(arguments: list[str]) -> Any:
-    """What `rocm-attn` understands of a command line, variables at their defaults."""
+    """Returns the parsed options of a `rocm-attn` command line, with variables at their defaults."""
     return build_parser().parse_args([re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", each) for each in arguments])
 
 
 def seconds(text: str) -> int:
-    """Of compose's 60s and 2m."""
+    """Returns the seconds of compose's 60s and 2m."""
     return int(text[:-1]) * {"s": 1, "m": 60}[text[-1]]
 
 
 def needed_to_stop(options: Any) -> float:
-    """The drain, twice the last bytes of answers, and the end of the engine's thread or ranks, on a slow machine."""
+    """Returns the time of the drain, twice the last bytes of answers, and a slow end of the engine thread or ranks."""
     return float(options.drain_seconds) + 2 * server_run._LAST_BYTES_SECONDS + 5
 
 
@@ -199,7 +199,7 @@ def test_a_workflow_takes_its_steps_from_the_script_and_sends_the_report(path: P
 
 
 def ci(step: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A step of the script, with a command in Docker's place."""
+    """Runs a step of the script, with a command in Docker's place."""
     docker = fake_docker(folder, '[ "$1" != ps ] || echo left')
     variables = {**os.environ, "DOCKER": str(docker), "RUNNER_NAME": "mine", **environment}
     command = ["bash", "docker/ci/rocm.sh", step]

@@ -1,4 +1,4 @@
-"""What the pages say is there: links, files, names, the floors, the ids that safeguards cite. Their code runs."""
+"""Claims of the pages: links, files, names, the floors, the ids that safeguards cite. The pages' code runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 README, CONTRIBUTING, ARCHITECTURE = ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "architecture.md"
 PAGES = (README, CONTRIBUTING, *sorted(DOCS.glob("*.md")), ROOT / "docker/README.md", ROOT / "benchmarks/README.md")
 
-# "After" says where and when; a sentence names its actor.
+# Pages use "after" for place and time, and name the actor of a sentence.
 NOT_PLAIN = r"\b(?:behind|nobody|whoever|whom|as ever)\b"
 
 MOST_WORDS, MOST_WORDS_A_SENTENCE = 1100, 18
@@ -40,17 +40,17 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 def prose(page: Path) -> str:
-    """A page without its code blocks."""
+    """Returns a page without its code blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def links(text: str) -> list[str]:
-    """Where its links lead, other sites left out."""
+    """Returns the targets of a text's links, except other sites."""
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]
 
 
 def sections(page: Path) -> dict[str, str]:
-    """The anchor of each heading, as GitHub makes it, and the text up to the next heading of its level or above."""
+    """Returns the anchor of each heading, as on GitHub, and the text up to the next heading of its level or above."""
     text, found = prose(page), {"": prose(page)}
     for heading in re.finditer(r"^(#+) (.+)$", text, re.MULTILINE):
         rest = text[heading.end() :]
@@ -61,7 +61,7 @@ def sections(page: Path) -> dict[str, str]:
 
 
 def names_in(file: Path) -> set[str]:
-    """The functions, classes and constants that a Python file has at its top."""
+    """Returns the functions, classes and constants at the top of a Python file."""
     names = set()
     for node in ast.parse(file.read_text()).body:
         match node:
@@ -147,7 +147,7 @@ def test_the_page_on_faults_explains_every_bit_of_the_error_word() -> None:
     assert Counter(explained) == Counter(bits)
 
 
-# Whoever takes this name first on an index would be installed by it. Extras of the project may ask for each other.
+# A name that anyone could register first on an index would be installed. Extras of the project may ask for each other.
 NAMED_TO_PIP = re.compile(
     r"pip3? (?:install|download|wheel)\b[^\n`#]*?(?<![\w./-])rocm[-_]attn(?![\w./]|-\d)|(?<![\w./-])rocm[-_]attn\[",
     re.IGNORECASE,
@@ -156,7 +156,7 @@ FOLDERS = (".ci", ".github", "benchmarks", "docker", "docs", "hip_graphs", "kern
 
 
 def texts_of_the_tree() -> dict[str, str]:
-    """Every text that people read or a script runs, by its place."""
+    """Returns every text that people read or a script runs, by its path."""
     found = {}
     for path in (*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))):
         if path.is_file():
@@ -206,7 +206,7 @@ def test_there_are_ten_questions() -> None:
 
 @pytest.mark.parametrize(("question", "pages", "answers"), QUESTIONS, ids=[question for question, _, _ in QUESTIONS])
 def test_a_question_is_answered_in_two_hops(question: str, pages: str, answers: str) -> None:
-    """From the architecture to a page, and from its section to a file that has the name."""
+    """The hops go from the architecture to a page, and from its section to a file that has the name."""
     first_hops = {link.partition("#")[0] for link in links(prose(ARCHITECTURE))}
     text = ""
     for link in links(pages):
@@ -221,12 +221,12 @@ def test_a_question_is_answered_in_two_hops(question: str, pages: str, answers: 
 
 
 def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
-    """As ra.load_model, at once."""
+    """Like ra.load_model, but returns a tiny model at once."""
     return tiny_model(context_len=512, dtype=dtype, device=device, tokenizer=word_tokenizer(), ranks=ranks)
 
 
 def program_of(page: Path) -> str:
-    """A page's blocks as one program: a class may go on in the next block."""
+    """Returns a page's blocks as one program: a class may continue in the next block."""
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
 
 
@@ -246,7 +246,7 @@ def test_the_code_of_a_page_uses_what_it_defines(page: Path) -> None:
 def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page asserts its promises itself.
 
-    A tiny model stands for any other, and a server of it for the one that a page speaks to.
+    A tiny model stands for any other, and a server of it for the page's server.
     """
     text = program_of(page)
     with against_a_server(text) if ADDRESS in text else nullcontext(text) as program:

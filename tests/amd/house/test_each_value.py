@@ -1,4 +1,4 @@
-"""What the marks `each_value` and `by_day` leave to the night, and what they never do."""
+"""Cases that the marks `each_value` and `by_day` leave to the night, and cases that they never leave."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_tests_with_the_same_cases_have_them_in_different_pairs() -> None:
 
 
 class Collected:
-    """A plugin that keeps what pytest has collected."""
+    """A plugin that keeps the items that pytest has collected."""
 
     items: list[pytest.Function]
 
@@ -51,7 +51,7 @@ class Collected:
 
 
 def test_every_run_has_each_safeguard_of_replayed_steps_with_a_real_provider() -> None:
-    """Where a test of safeguards has a case with graphs of torch's kernels, it is no other combination."""
+    """A guard's test with graphs of torch's kernels must have such a case in every run, not only other combinations."""
     collected = Collected()
     plugins = ["benchmark", "schemathesis", "xdist", "cacheprovider", "faulthandler"]
     options = [option for plugin in plugins for option in ("-p", f"no:{plugin}")]
@@ -68,20 +68,20 @@ def test_every_run_has_each_safeguard_of_replayed_steps_with_a_real_provider() -
 
 
 def item_of(values: tuple[str, str], *marks: str | pytest.MarkDecorator) -> Mock:
-    """A case as pytest has collected it."""
+    """Returns a case as pytest has collected it."""
     item = Mock(spec=pytest.Function, nodeid=f"tests/test_it.py::test_it[{'-'.join(values)}]")
     item.callspec = Mock(params=dict(zip(("first", "second"), values, strict=True)))
     own = {
         mark.name: mark for mark in (getattr(pytest.mark, each) if isinstance(each, str) else each for each in marks)
     }
-    own["parametrize"] = pytest.mark.parametrize("first", values[:1])  # and a fixture has the second
+    own["parametrize"] = pytest.mark.parametrize("first", values[:1])  # a fixture has the second
     item.iter_markers.side_effect = lambda name=None: [own[each].mark for each in own if name in (None, each)]
     item.get_closest_marker.side_effect = lambda name: own[name].mark if name in own else None
     return item
 
 
 def left(items: list[Mock]) -> list[bool]:
-    """Of each, whether it is left to the night."""
+    """Returns for each item whether it is left to the night."""
     leave_to_the_night(items)
     return [item.add_marker.called for item in items]
 
@@ -94,7 +94,7 @@ def test_other_combinations_are_left_to_the_night_where_the_mark_says_so() -> No
 
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_a_case_that_is_the_nights_stands_for_no_value(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
-    """Under the interpreter the long ones are the night's."""
+    """Under the interpreter, long cases belong to the night."""
     monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
     for mark in ("nightly", "long"):
         items = [item_of(values, "each_value") for values in (("a", "d"), ("b", "c"), ("b", "d"))]
@@ -129,7 +129,7 @@ def test_few_cases_have_values_that_differ_and_lie_apart() -> None:
 def test_a_case_of_several_parameters_is_one_value(
     dims: list[int], kind: str, graphs: bool, request: pytest.FixtureRequest
 ) -> None:
-    """Lists cannot be looked up, and these two are equal: a case is known by its objects."""
+    """Lists are not hashable, and these two are equal: a case is identified by its objects."""
     item = request.node
     assert isinstance(item, pytest.Function)
     assert set(values_of(item)) == {(id(dims), id(kind)), (id(graphs),)}

@@ -1,4 +1,4 @@
-"""The stage of whole engines says what it could not run, and is not one that passed then."""
+"""The stage of whole engines reports engines that it could not run, and does not count as passed then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = (ROOT / "scripts" / "test.sh").read_text()
 
 
 def ran(venvs: Path, engines: tuple[str, ...]) -> tuple[int, str, str]:
-    """The stage where so many engines have environments: exit code, what it called, what the summary's end says."""
+    """Runs the stage with environments for these engines. Returns the exit code, its calls, and the summary's end."""
     for engine in engines:
         python = venvs / engine / "bin" / "python"
         python.parent.mkdir(parents=True)

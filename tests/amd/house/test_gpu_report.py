@@ -1,4 +1,4 @@
-"""The report of a run on a user's GPU: one file that says everything, whatever happened."""
+"""The report of a run on a user's GPU: one file with all information, whatever happened."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_is_skipped():
 
 
 def report_of(folder: Path, *arguments: str) -> dict[str, Any]:
-    """What the plugin writes about TESTS."""
+    """Returns the plugin's report on TESTS."""
     (folder / "test_some.py").write_text(TESTS)
     path = folder / "reports" / "report.json"
     command = [sys.executable, "-m", "pytest", "-p", "tests.amd.rocm.report", "--gpu-report", str(path), "-p"]
@@ -62,7 +62,7 @@ def report_of(folder: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of all of TESTS."""
+    """Returns the report on all of TESTS."""
     return report_of(tmp_path_factory.mktemp("run"))
 
 

@@ -1,4 +1,4 @@
-"""The images: pinned, scoped, not root, and what they are built of exists.
+"""The images: pinned, scoped, not root, and built from existing parts.
 
 Building them takes a Docker daemon: docker/check_images.sh.
 """
@@ -30,7 +30,7 @@ else:
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 COMPOSE = (ROOT / "docker" / "compose.yaml").read_text()
 CI = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-# A stage: its name, what it is made from, and its text.
+# A stage: its name, its base, and its text.
 STAGES = {
     name: (base, text)
     for base, name, text in re.findall(r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.M | re.S)
@@ -38,7 +38,7 @@ STAGES = {
 
 
 def script(name: str) -> dict[str, Any]:
-    """The functions of a Python script of the images, by name."""
+    """Returns the functions of a Python script of the images, by name."""
     return runpy.run_path(str(ROOT / "docker" / name))
 
 
@@ -57,7 +57,7 @@ def test_every_base_is_an_argument_or_a_stage_before() -> None:
 
 
 def test_an_argument_is_declared_in_the_stage_that_uses_it() -> None:
-    """Builders differ in whether a stage inherits it: a build that passes on one would not on the other."""
+    """Builders differ in whether a stage inherits it: a build that passes on one would fail on the other."""
     known = set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.M))
     for name, (_, text) in STAGES.items():
         used = {word for word in re.findall(r"\$\{(\w+)\}", text) if word in known}
@@ -191,7 +191,7 @@ def test_another_aiter_torch_pybind11_or_python_compiles_into_another_folder() -
 
 
 def test_the_variants_that_are_compiled_ahead_are_named_by_aiters_own_function() -> None:
-    """A function such as AITER's, in a file that could not be imported here."""
+    """The test has a function like AITER's in a file that cannot be imported here."""
     source = """
 import a_library_that_asks_for_a_gpu
 def cmdGenFunc_mha_batch_prefill(q: Tensor, is_causal: bool, logits_soft_cap: float, gen: Generator | None = None):
@@ -206,7 +206,7 @@ def cmdGenFunc_mha_batch_prefill(q: Tensor, is_causal: bool, logits_soft_cap: fl
 
 
 def argument(name: str) -> str:
-    """The default of an argument of the Dockerfile."""
+    """Returns the default of an argument of the Dockerfile."""
     (value,) = set(re.findall(rf"^ARG {name}=(\S+)$", DOCKERFILE, re.M))
     return str(value)
 
@@ -272,7 +272,7 @@ def test_a_stage_that_does_not_exist_is_refused_with_the_list() -> None:
 
 
 def fake_docker(folder: Path, body: str) -> Path:
-    """A command in Docker's place that writes down how it is called, a line each, into folder/calls."""
+    """Writes a command in Docker's place that records its calls, a line each, in folder/calls."""
     path = folder / "docker"
     path.write_text(f'#!/bin/sh\necho "$*" >> "{folder}/calls"\n{body}\n')
     path.chmod(0o755)
@@ -280,12 +280,12 @@ def fake_docker(folder: Path, body: str) -> Path:
 
 
 def calls(folder: Path) -> list[str]:
-    """What was called."""
+    """Returns the recorded calls."""
     return (folder / "calls").read_text().splitlines()
 
 
 def test_a_run_of_tests_that_is_ended_takes_its_container_with_it(tmp_path: Path) -> None:
-    """GitHub ends a cancelled job with signals; a container goes on without its client."""
+    """GitHub ends a cancelled job with signals; a container continues without its client."""
     docker = fake_docker(tmp_path, f'[ "$1" != run ] || {{ echo up > "{tmp_path}/up"; exec sleep 600; }}')
     os.mkfifo(tmp_path / "up")
     tests = subprocess.Popen(
@@ -300,7 +300,7 @@ def test_a_run_of_tests_that_is_ended_takes_its_container_with_it(tmp_path: Path
         tests.send_signal(signal.SIGTERM)
         assert tests.wait() == 143
     finally:
-        os.killpg(tests.pid, signal.SIGKILL)  # what the container's client has left
+        os.killpg(tests.pid, signal.SIGKILL)  # processes that the container's client has left
     run, removed = calls(tmp_path)
     assert "--init" in run.split()
     assert "--name a-name" in run

@@ -1,4 +1,4 @@
-"""Imports go down only: read from the imports of every file."""
+"""Imports go only down the floors: checked by the imports of every file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from tests.amd.house.source_tree import FLOORS, ROOT, Source, belongs_to, python_files, sources
 
-# From the lowest floor up: a module imports from its own floor and from lower ones, now or later. The floors are the
-# files and folders of rocm_attn/, and docs/architecture.md says what each is.
+# From the lowest floor up: a module imports from its own floor and from lower ones, at import or later. The floors are
+# the files and folders of rocm_attn/, which docs/architecture.md describes.
 FLOORS_UP = (
     "errors",
     "kernels",
@@ -46,12 +46,12 @@ DOCTOR = "rocm_attn.cli.doctor"
 VLLM, SGLANG = "rocm_attn.integrations.vllm", "rocm_attn.integrations.sglang"
 AITER_MODULE = "rocm_attn.providers.aiter.library"
 
-# The first package that a module belongs to says which other libraries it may import.
+# The first package that a module belongs to determines the other libraries that it may import.
 LIBRARIES = {
     KERNELS: {"numpy", "torch", "triton"},
     HIP_GRAPHS: {"torch"},
     AITER_MODULE: {"aiter", "numpy", "torch"},
-    DOCTOR: set(),  # it must work where everything else cannot be imported
+    DOCTOR: set(),  # it must work when everything else cannot be imported
     RUNNER: {"gguf", "jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch"},
     SERVER: {"fastapi", "pydantic", "starlette", "uvicorn"},
     "rocm_attn.bench": {"httpx", "matplotlib", "numpy", "safetensors", "torch"},
@@ -67,7 +67,7 @@ def own_modules() -> frozenset[str]:
 
 
 def own_imports(source: Source) -> list[str]:
-    """The modules of this project that source imports, now or later."""
+    """Returns the modules of this project that source imports, at import or later."""
     modules = own_modules()
     return [
         name.module if name.module in modules else name.module.rpartition(".")[0]
@@ -93,7 +93,7 @@ def test_hip_graphs_know_only_hip_graphs() -> None:
 
 
 def assert_imports_stay_inside(package: str) -> None:
-    """Nothing in package imports from the rest of the project."""
+    """Checks that nothing in package imports from the rest of the project."""
     members = [source for source in sources() if belongs_to(source.module, package)]
     assert members
     for source in members:
@@ -117,12 +117,12 @@ def test_every_floor_is_there() -> None:
 
 
 def floor_of(module: str) -> str:
-    """The file or folder of rocm_attn/ that a module is in."""
+    """Returns the file or folder of rocm_attn/ that a module is in."""
     return module.split(".")[1]
 
 
 def test_only_modules_of_http_import_fastapi() -> None:
-    """The others of the server serve whoever brings another framework; and --help reads the server's options."""
+    """Other modules of the server work with any framework; and --help reads the server's options."""
     http = {"app", "connections", "event_stream", "gate", "run"}
     for source in sources():
         if belongs_to(source.module, SERVER) and source.path.stem not in http:

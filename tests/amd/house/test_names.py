@@ -1,4 +1,4 @@
-"""The names that `import rocm_attn` gives: each is there, is explained, and costs nothing until it is used."""
+"""The names that `import rocm_attn` gives: each exists, is explained, and costs nothing until it is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.amd.house.source_tree import ROOT
 
 
 def run_python(code: str) -> str:
-    """What code prints in a fresh interpreter, at the root of the checkout."""
+    """Returns the output of code in a fresh interpreter, at the root of the checkout."""
     finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout.strip()
@@ -65,7 +65,7 @@ def test_importing_rocm_attn_imports_none_of_its_modules_and_no_torch() -> None:
 
 
 def test_an_author_of_a_runner_needs_no_extra_and_no_triton() -> None:
-    """All that does not serve whole models is there without the libraries of the extra [runner]."""
+    """Everything that does not serve whole models works without the libraries of the extra [runner]."""
     code = (
         "import sys\n"
         "for missing in ('gguf', 'jinja2', 'safetensors', 'tokenizers', 'triton'): sys.modules[missing] = None\n"

@@ -1,4 +1,4 @@
-"""No verdict of a test hangs on the clock: none sleeps, none measures, none gives up on what a busy machine delays."""
+"""No result of a test depends on the clock: no test sleeps, measures time, or gives up on a busy machine's delays."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LAST_NAMES = {name.rpartition(".")[2] for name in _CLOCKS}
 _LIMITS = {"timeout", "deadline"}
 # Methods whose only positional number is a limit in seconds.
 _WAITS = {"wait", "join", "poll", "communicate"}
-# One of these is in every file that has such a call.
+# Every file with such a call contains one of these.
 _WORDS = {*_CLOCKS, *(f"{name}=" for name in _LIMITS), *(f".{name}(" for name in _WAITS)}
 
-# What reads a clock or sets a limit all the same, and why no verdict follows from it.
+# Calls that read a clock or set a limit -> the reason why no result depends on them.
 HARMLESS = {
     "conftest.py: deadline=None": "no deadline",
     "driver/__main__.py: time.monotonic()": "a time that is printed, and how long somebody has asked for",
@@ -30,7 +30,7 @@ HARMLESS = {
 
 
 def uses_of_clocks(tree: ast.AST) -> Iterator[str]:
-    """Every call that reads a clock or sleeps, and every limit in seconds that a call is given, as source."""
+    """Yields every call that reads a clock or sleeps, and every limit in seconds that a call is given, as source."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             reads = _last_name(node.func) in _LAST_NAMES and ast.unparse(node.func) in _CLOCKS
@@ -41,7 +41,7 @@ def uses_of_clocks(tree: ast.AST) -> Iterator[str]:
 
 
 def _last_name(function: ast.expr) -> str:
-    """Of a dotted name; source of a whole call takes long to write."""
+    """Returns the last part of a dotted name; it is slow to write the source of a whole call."""
     return function.attr if isinstance(function, ast.Attribute) else ""
 
 

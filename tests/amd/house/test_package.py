@@ -1,4 +1,4 @@
-"""What is installed: every package once, importable anywhere, quick and without side effects to import."""
+"""The installation: every package once, importable anywhere, fast and without side effects to import."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Hugging Face's package of the name that a folder of this repository has; SGLang needs it.
+# Hugging Face's package with the name of a folder of this repository; SGLang needs it.
 HF_KERNELS = "kernels==0.17.2"
-# What the README's example takes types from.
+# Libraries whose types the README's example uses.
 LIBRARIES = ("torch", "numpy", "typing_extensions")
 
 
 def run_python(code: str, *, path: Path, folder: Path) -> str:
-    """What code prints in a fresh interpreter that finds modules in path first and runs in folder."""
+    """Returns the output of code in a fresh interpreter that finds modules in path first and runs in folder."""
     environment = {"PYTHONPATH": str(path), "PATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
     finished = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -44,7 +44,7 @@ def pip(*arguments: str) -> None:
 
 
 def new_interpreter(folder: Path, libraries: Sequence[str]) -> Path:
-    """The interpreter of a virtual environment that has these libraries of this one's and nothing else."""
+    """Returns the interpreter of a virtual environment with these libraries of this one's and nothing else."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (site_packages,) = folder.glob("lib/python*/site-packages")
     for name in libraries:
@@ -58,7 +58,7 @@ def new_interpreter(folder: Path, libraries: Sequence[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what is installed of this tree, so that building leaves no traces in it."""
+    """Returns a copy of the installed part of this tree, so that building leaves no traces in the tree."""
     tree = tmp_path_factory.mktemp("tree")
     for folder in FLOORS:
         shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -69,7 +69,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this tree."""
+    """Returns a wheel of this tree."""
     dist = tmp_path_factory.mktemp("dist")
     pip("wheel", "--no-deps", "--wheel-dir", str(dist), str(tree))
     (built,) = dist.glob("*.whl")
@@ -78,7 +78,7 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but the wheel's content."""
+    """Returns a folder with only the wheel's content."""
     target = tmp_path_factory.mktemp("installed")
     pip("install", "--no-deps", "--no-compile", "--target", str(target), str(wheel))
     return target
@@ -129,7 +129,7 @@ def test_an_installed_wheel_imports_all_three_floors(installed: Path, tmp_path: 
 def test_hugging_face_kernels_and_ours_import_side_by_side(
     published: bool, installed: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """From the root of the checkout too, where a folder called kernels is the first thing that Python meets.
+    """Both import from the root of the checkout too, where Python finds a folder called kernels first.
 
     published: their package as pip installs it, or a package of the same name and version.
     """
@@ -157,9 +157,9 @@ def test_hugging_face_kernels_and_ours_import_side_by_side(
 def test_type_checkers_read_a_wheel_and_an_editable_install_as_they_come(
     kind: str, reads_libraries: bool, tree: Path, wheel: Path, tmp_path: Path
 ) -> None:
-    """mypy --strict passes the README's example, and finds the mistakes of a file beside it.
+    """mypy --strict passes the README's example, and finds the mistakes of a file next to it.
 
-    reads_libraries: whether torch's types are read too, which takes most of the time.
+    reads_libraries: true if torch's types are read too, which takes most of the time.
     """
     config = tmp_path / "mypy.ini"
     config.write_text("[mypy]\n" + "[mypy-torch.*]\nfollow_imports = skip\n" * (not reads_libraries))
@@ -179,7 +179,7 @@ def test_type_checkers_read_a_wheel_and_an_editable_install_as_they_come(
 
 
 def test_importing_takes_torch_and_nothing_else_and_touches_no_gpu() -> None:
-    """What is not imported takes no time, on any machine."""
+    """Modules that are not imported take no time, on any machine."""
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"

@@ -1,4 +1,4 @@
-"""What the README says is what happens."""
+"""The README's statements are true."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def code_blocks(language: str) -> list[str]:
-    """The README's code blocks in a language."""
+    """Returns the README's code blocks in a language."""
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""How long a function may be, and how many parameters it may have, before it is hard to hold in one's head."""
+"""Limits on the length of a function and the number of its parameters, so that a reader can remember it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ MAX_PARAMETERS = 8
 
 
 def functions(tree: ast.AST) -> list[Function]:
-    """Every function of a file, methods and inner ones included."""
+    """Returns every function of a file, methods and inner ones included."""
     return [node for node in ast.walk(tree) if isinstance(node, Function)]
 
 
 def num_lines(node: Function) -> int:
-    """From def to the last line, docstring included."""
+    """Returns the number of lines from def to the last line, docstring included."""
     assert node.end_lineno is not None
     return node.end_lineno - node.lineno + 1
 
 
 def num_parameters(node: Function) -> int:
-    """Those that a caller gives; *args and **kwargs count as one each."""
+    """Returns the number of parameters that a caller gives; *args and **kwargs count as one each."""
     named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     named += [several for several in (node.args.vararg, node.args.kwarg) if several is not None]
     return sum(argument.arg not in ("self", "cls") for argument in named)
 
 
 def launched_kernels(tree: ast.Module) -> set[str]:
-    """Names of the jitted functions that host code of the file names: those that it launches.
+    """Returns names of the jitted functions that host code of the file names, and so launches.
 
-    Their parameters are what crosses from the host to the device, so they have as many as that takes.
+    Their parameters cross from the host to the device, so they need as many as that takes.
     """
     jitted = {node.name for node in functions(tree) if is_jitted(node)}
     return {node.id for node in _host_nodes(tree) if isinstance(node, ast.Name) and node.id in jitted}
@@ -48,14 +48,14 @@ def _host_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def signatures_of_others(source: Source) -> set[str]:
-    """Names of the functions of a file whose parameters are FlashInfer's (tests/amd/integrations)."""
+    """Returns names of a file's functions whose parameters are FlashInfer's (tests/amd/integrations)."""
     if not source.module.startswith("rocm_attn.integrations.flashinfer."):
         return set()
     return {name.rpartition(".")[2] for name in recorded()}
 
 
 def too_large(source: Source) -> list[str]:
-    """Functions of a file that are longer, or take more, than is allowed, with their lines."""
+    """Returns the functions of a file that are longer, or have more parameters, than allowed, with their lines."""
     exempt, found = launched_kernels(source.tree) | signatures_of_others(source), []
     for node in functions(source.tree):
         place = f"{source.path.relative_to(ROOT)}:{node.lineno} {node.name}"

@@ -1,4 +1,4 @@
-"""What a reader may count on in every file: a size, docstrings, types."""
+"""Properties of every file: a size, docstrings, types."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def every_python_file() -> list[Path]:
-    """The package, the tests and the benchmarks."""
+    """Returns the files of the package, the tests and the benchmarks."""
     folders = [ROOT / name for name in ("rocm_attn", "kernels", "hip_graphs", "tests", "benchmarks")]
     return [path for folder in folders if folder.exists() for path in python_files(folder)]
 
 
 def is_jitted(node: Function) -> bool:
-    """Whether Triton compiles the function, so that its arguments are no Python values."""
+    """True if Triton compiles the function, so that its arguments are no Python values."""
     return any(
         ast.unparse(decorator).startswith(("triton.", "gluon.", "constexpr_function"))
         for decorator in node.decorator_list
@@ -47,7 +47,7 @@ def test_every_public_function_and_class_says_what_it_is() -> None:
 
 
 def test_every_function_but_the_jitted_ones_is_typed() -> None:
-    """mypy does so too, except in kernels/, where it must let jitted bodies pass."""
+    """mypy checks it too, except in kernels/, where it must ignore jitted bodies."""
     for source in sources():
         for node in ast.walk(source.tree):
             if not isinstance(node, Function) or is_jitted(node):
@@ -59,7 +59,7 @@ def test_every_function_but_the_jitted_ones_is_typed() -> None:
 
 
 def refused_annotations(tree: ast.Module) -> list[str]:
-    """Annotations in jitted functions that Triton would look up among the names that a kernel uses, and refuse."""
+    """Returns annotations in jitted functions that Triton would look up as names that a kernel uses, and refuse."""
     refused = []
     for function in ast.walk(tree):
         if not isinstance(function, Function) or not is_jitted(function):
@@ -103,7 +103,7 @@ def test_annotations_that_triton_does_not_read_are_found(text: str, refused: lis
 
 
 def test_what_kernels_are_compiled_for_has_no_strings() -> None:
-    """Triton 3.6 hands no tuple with a string to a function. Fields of such tuples are written in capitals."""
+    """Triton 3.6 passes no tuple with a string to a function. Fields of such tuples are written in capitals."""
     for source in sources():
         strings = [
             f"{node.name}.{field.target.id}"

@@ -1,6 +1,6 @@
-"""From a batch to a launch: how many files a warm decode step enters, and that no call goes back up to one of them.
+"""From a batch to a launch: the number of files that a warm decode step enters. No call goes back up to one of them.
 
-A way begins with a batch that was made, and a call of it ends where it enters kernels/: there a launcher, or its torch
+A way begins with an existing batch, and a call of it ends where it enters kernels/: there a launcher, or its torch
 twin, does the work.
 """
 
@@ -25,10 +25,10 @@ from rocm_attn.step.external_step import ExternalStep
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.house.source_tree import ROOT
 
-# Of a runtime: the runtime, its gate, planner, core, memory and layers; the table's checks and what it has stored;
+# Files of a runtime: the runtime, its gate, planner, core, memory and layers; the table's checks and its stored tokens;
 # devices; the publisher and its ring; and a provider's kernel.
 MOST_FILES = 12
-# Of an engine's tables and pages.
+# Files of an engine's tables and pages.
 MOST_FILES_OF_AN_ENGINE = 12
 PROBLEM = Problem(4, 2, 32, torch.float32, 16)
 _KERNELS = "kernels/"
@@ -37,7 +37,7 @@ _PRODUCT = ("rocm_attn/", "hip_graphs/", _KERNELS)
 
 @cache
 def _file_of(path: str) -> str:
-    """A file of the product by its place in the tree; nothing for others and for code that Python makes."""
+    """Returns the path of a file of the product in the tree, and "" for others and for code that Python generates."""
     real = Path(path).resolve()
     inner = str(real.relative_to(ROOT)) if real.is_relative_to(ROOT) else ""
     return inner if inner.startswith(_PRODUCT) and not path.startswith("<") else ""
@@ -45,7 +45,7 @@ def _file_of(path: str) -> str:
 
 @dataclass
 class Way:
-    """What a call enters. files: each once, in order; back: calls that go up to a file that has called"""
+    """The files that a call enters. files: each once, in order; back: calls that go up to a file that has called"""
 
     files: list[str] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Way:
 
     @classmethod
     def of(cls, call: Callable[[], object]) -> Way:
-        """The way of a call."""
+        """Returns the way of a call."""
         way, before = cls(), sys.getprofile()
         sys.setprofile(way._profile)
         try:
@@ -70,7 +70,7 @@ class Way:
             file = _file_of(frame.f_code.co_filename)
             above = next((each for each in reversed(self._stack) if each), "")
             if above.startswith(_KERNELS):
-                file = above  # all of it is the launcher's
+                file = above  # the rest belongs to the launcher
             elif file and file != above and not file.startswith(_KERNELS):
                 self._enter(file, f"{above or 'the caller'} -> {file} {frame.f_code.co_name}")
             self._stack.append(file)
@@ -84,14 +84,14 @@ class Way:
             self.steps.append(step)
 
     def require(self, most_files: int) -> None:
-        """Fail where the way has more files, or goes back."""
+        """Fails if the way has more files, or goes back."""
         told = "\n".join((f"{len(self.files)} files, at most {most_files}:", *self.files, "", *self.steps))
         assert len(self.files) <= most_files, told
         assert not self.back, "\n".join(("calls back up:", *self.back, "", told))
 
 
 def qkv_and_out() -> tuple[torch.Tensor, ...]:
-    """Of two tokens."""
+    """Returns q, k, v and out of two tokens."""
     return (
         torch.randn(2, PROBLEM.num_q_heads, PROBLEM.head_dim),
         torch.randn(2, PROBLEM.num_kv_heads, PROBLEM.head_dim),
@@ -101,7 +101,7 @@ def qkv_and_out() -> tuple[torch.Tensor, ...]:
 
 
 def way_of_a_runtime() -> Way:
-    """Begin a warm step, and store and attend in a layer of it."""
+    """Begins a warm step, and stores and attends in a layer of it. Returns the way."""
     options = RuntimeOptions(num_pages=40, max_num_seqs=4, max_kv_len=256, provider="torch")
     runtime = build_runtime([PROBLEM], options, device="cpu")
     rows = [runtime.table.admit() for _ in range(2)]
@@ -124,7 +124,7 @@ def way_of_a_runtime() -> Way:
 
 
 def way_of_an_engine() -> Way:
-    """The same over the tables and pages of an engine."""
+    """Returns the same way over the tables and pages of an engine."""
     table = torch.zeros(4, 16, dtype=torch.int32)
     table[0, 0], table[1, 0] = 3, 4
     bounds = Bounds(num_seqs=4, num_tokens=16, kv_len=256, num_pages=40)
@@ -165,7 +165,7 @@ def test_a_warm_step_of_an_engine_enters_few_files_and_never_goes_back() -> None
 
 
 def test_a_way_holds_every_file_on_it_and_every_call_back_up() -> None:
-    """Files count once, what a launcher calls does not, and neither does a second way down to a file."""
+    """Files count once. Calls of a launcher do not count, nor does a second way down to a file."""
 
     def made(file: str, text: str, **names: object) -> dict[str, object]:
         exec(compile(text, str(ROOT / file), "exec"), names)

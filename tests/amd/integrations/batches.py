@@ -18,18 +18,18 @@ NAN = float("nan")
 
 
 def ints(values: Sequence[int], device: torch.device) -> Tensor:
-    """int32 on the device."""
+    """Returns an int32 tensor on the device."""
     return torch.tensor(list(values), dtype=torch.int32, device=device)
 
 
 def indptr(lens: Sequence[int], device: torch.device) -> Tensor:
-    """Where each of so many begins, and where the last one ends."""
+    """Returns the start of each sequence, and the end of the last one."""
     return ints([0, *itertools.accumulate(lens)], device)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """KV of sequences of these lengths, in pages; what no sequence has in them is NaN.
+    """KV of sequences of these lengths, in pages. Slots of no sequence are NaN.
 
     cache:   [pages, 2, page_size, kv_heads, dim], or with kv_heads before page_size
     k, v:    of each sequence, [kv_len, kv_heads, dim]
@@ -59,7 +59,7 @@ def new_batch(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Batch:
-    """Random KV in pages in random order."""
+    """Returns random KV in pages in random order."""
     random = np.random.default_rng(seed)
     pages = [-(-kv_len // page_size) for kv_len in kv_lens]
     order = random.permutation(max(sum(pages), 1))
@@ -89,20 +89,20 @@ def new_batch(
 
 
 def queries(num_tokens: int, *, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
-    """Random ones."""
+    """Returns random queries."""
     rows = np.random.default_rng(seed).standard_normal((num_tokens, Q_HEADS, DIM))
     return torch.from_numpy(rows).to(dtype).to(device)
 
 
 def wanted(batch: Batch, q: Tensor, q_lens: Sequence[int], scores: Sequence[Scores]) -> tuple[Array, Array]:
-    """The oracle's output and log-sum-exp of a batch."""
+    """Returns the reference's output and log-sum-exp of a batch."""
     rows = np.split(q.cpu().double().numpy(), list(itertools.accumulate(q_lens))[:-1])
     each = [attention(*of_seq) for of_seq in zip(rows, batch.k, batch.v, scores, strict=True)]
     return np.concatenate([out for out, _ in each]), np.concatenate([lse for _, lse in each])
 
 
 def check(found: object, expected: tuple[Array, Array], tolerance: float = TOLERANCE) -> None:
-    """An output and its log-sum-exp are the oracle's."""
+    """Checks that an output and its log-sum-exp equal the reference."""
     assert isinstance(found, tuple)
     for its, its_wanted in zip(found, expected, strict=True):
         assert isinstance(its, Tensor)

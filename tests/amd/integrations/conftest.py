@@ -13,7 +13,7 @@ from rocm_attn.integrations import flashinfer
 
 @pytest.fixture(autouse=True)
 def provider(device: torch.device) -> Iterator[str]:
-    """What calls that name no kernels are served by."""
+    """Makes this provider serve calls that name no kernels, and yields it."""
     chosen = "triton" if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1" else "torch"
     flashinfer.use_provider(chosen)
     yield chosen

@@ -1,10 +1,10 @@
 """A plug-in for pytest, under which FlashInfer's own tests run against ours: flashinfer_suite.py loads it.
 
-`import flashinfer` gives ours, with FlashInfer's modules that we lack as empty ones: what is called of them raises
-NotHere. Without a GPU their cuda devices are the CPU. Of each test so many cases are kept, spread over all that are
-small enough for the machine, and how each went is written to the file that FLASHINFER_OUTCOMES names.
+`import flashinfer` gives our module. FlashInfer modules that we lack are empty ones, whose functions raise NotHere.
+Without a GPU their cuda devices are the CPU. A few cases of each test are kept, spread over all that are small enough
+for the machine, and their results are written to the file that FLASHINFER_OUTCOMES names.
 
-Loaded by its name alone: FlashInfer's folder of tests is called as ours is.
+It is loaded by its name alone, because FlashInfer's folder of tests has the same name as ours.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch.overrides import TorchFunctionMode
 import rocm_attn.integrations.flashinfer as ours
 from rocm_attn.errors import Unsupported
 
-# Of each test: this many cases, of those with at most so many queries times keys, heads and elements.
+# Number of cases kept per test, among those with at most this product of queries, keys, heads and elements.
 CASES = int(os.environ.get("FLASHINFER_CASES", "4"))
 MOST_WORK = float(os.environ.get("FLASHINFER_MOST_WORK", "1e7"))
-# Parameters that a case's work grows with.
+# Parameters that increase a case's work.
 _SIZES = (
     "batch_size",
     "kv_len",
@@ -48,11 +48,11 @@ _SIZES = (
 
 
 class NotHere(Exception):
-    """A test calls what FlashInfer has and we do not offer."""
+    """A test calls a function of FlashInfer that we do not offer."""
 
 
 class _Absent(ModuleType):
-    """A module of FlashInfer's that we lack: its names are there, and raise when they are called."""
+    """A FlashInfer module that we lack: its names exist, and raise when they are called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -65,7 +65,7 @@ class _Absent(ModuleType):
 
 
 class _Refusal:
-    """What FlashInfer has by a name that we lack."""
+    """A FlashInfer object that we lack."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -82,14 +82,14 @@ class _Refusal:
 
 
 def _refusal(name: str) -> Any:
-    """As FlashInfer has it: annotations need classes where it has some."""
+    """Returns a refusal of the kind that FlashInfer has: annotations need classes in place of its classes."""
     refusal = _Refusal(name)
     is_class = name.rpartition(".")[2][:1].isupper()
     return type(name, (), {"__init__": refusal.__call__}) if is_class else refusal
 
 
 class _FlashInfer(_Absent):
-    """Ours, where we have a name."""
+    """Our module, for names that we have."""
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(ours, name):
@@ -112,11 +112,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
     def exec_module(self, module: ModuleType) -> None:
-        """It is made whole."""
+        """Does nothing: the module is complete when it is created."""
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """cuda:0, and device 0, are the CPU."""
+    """Replaces cuda:0, and device 0, by the CPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -139,23 +139,23 @@ def _mapped(device: Any) -> Any:
 
 
 def _properties(device: Any = None) -> Any:
-    """Of a GPU with memory enough."""
+    """Returns properties of a GPU with enough memory."""
     return SimpleNamespace(total_memory=1 << 37, name="CPU")
 
 
 class _Generator(torch.Generator):
-    """One on the CPU."""
+    """A generator on the CPU."""
 
     def __new__(cls, device: Any = None) -> Any:
         return super().__new__(cls)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What waits for a GPU."""
+    """Replaces functions that wait for a GPU."""
 
 
 def _work(item: pytest.Item) -> float:
-    """What grows with the sizes of a case. A case without any is small."""
+    """Returns a number that grows with the sizes of a case. A case without sizes is small."""
     spec = getattr(item, "callspec", None)
     work = 1.0
     for name, value in (spec.params if spec is not None else {}).items():
@@ -177,7 +177,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep some cases of each test."""
+    """Keeps some cases of each test."""
     of_test: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         of_test[item.nodeid.partition("[")[0]].append(item)
@@ -186,7 +186,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         by_work = sorted(cases, key=_work)
         small = [case for case in by_work if _work(case) <= MOST_WORK] or by_work[:CASES]
         step = max(1, len(small) // CASES)
-        # An odd step beside it, so that no parameter stays at one value.
+        # An odd step, so that no parameter stays at one value.
         kept += small[:: step | 1][:CASES]
     _totals.update({test: len(cases) for test, cases in of_test.items()})
     items[:] = kept

@@ -1,9 +1,9 @@
-"""FlashInfer's own tests against ours: how many pass, how many ask for what is refused, and why.
+"""FlashInfer's own tests against ours: the number that pass, the number that ask for refused features, and the reasons.
 
     python -m tests.amd.integrations.flashinfer_suite CHECKOUT [PAGE]
 
-CHECKOUT: a folder with FlashInfer's folder `tests`, which no commit here holds. The table goes to the output, and into
-PAGE between the lines that name it. FLASHINFER_CASES and FLASHINFER_MOST_WORK: flashinfer_stand_in.py.
+CHECKOUT: a folder with FlashInfer's folder `tests`, which no commit here holds. The table is printed, and written to
+PAGE between the lines that name it. FLASHINFER_CASES and FLASHINFER_MOST_WORK: see flashinfer_stand_in.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BEGIN, END = "<!-- flashinfer_suite begins -->", "<!-- flashinfer_suite ends -->
 
 
 def outcomes(checkout: Path, name: str) -> dict[str, Any]:
-    """How the cases of a file went, in a process of its own."""
+    """Runs the cases of a file in a separate process and returns their results."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "outcomes.json"
         path = os.pathsep.join(map(str, (checkout, Path(__file__).parent, ROOT, os.environ.get("PYTHONPATH", ""))))
@@ -63,7 +63,7 @@ def outcomes(checkout: Path, name: str) -> dict[str, Any]:
 
 
 def line(name: str, found: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Returns a row of the table."""
     counts = Counter(each["outcome"] for each in found["outcomes"])
     why = Counter(_short(each) for each in found["outcomes"] if each["outcome"] != "passed")
     reasons = "; ".join(f"{reason} ({count})" for reason, count in why.most_common())
@@ -72,14 +72,14 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 
 def _short(each: dict[str, str]) -> str:
-    """A reason without what differs from case to case."""
+    """Returns a reason without the parts that differ from case to case."""
     why = re.sub(r"\s+", " ", each["why"]).replace("|", "/")
     why = why.partition(": ")[0] if each["outcome"] == "refused" else why[:100]
     return why[:80]
 
 
 def table(checkout: Path) -> str:
-    """All files."""
+    """Returns the table of all files."""
     rows = []
     for name in FILES:
         found = outcomes(checkout, name)

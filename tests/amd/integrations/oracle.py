@@ -1,4 +1,4 @@
-"""What FlashInfer says that attention gives, in NumPy and float64: one token and one head after the other.
+"""FlashInfer's definition of attention, in NumPy and float64: one token and one head after the other.
 
 It shares no code with the project.
 """
@@ -16,7 +16,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scores:
-    """How logits become weights. slopes, sinks: [q_heads]; shown: [tokens, keys], in place of causality"""
+    """The computation of weights from logits. slopes, sinks: [q_heads]; shown: [tokens, keys], in place of causality"""
 
     scale: float
     causal: bool = True
@@ -27,7 +27,7 @@ class Scores:
     shown: Array | None = None
 
     def sees(self, token: int, key: int, tokens: int, keys: int) -> bool:
-        """Tokens are a sequence's last ones, also where they are more than its keys."""
+        """True if the token sees the key. Tokens are a sequence's last ones, even if they outnumber the keys."""
         position = keys - tokens + token
         if self.window_left >= 0 and key < position - self.window_left:
             return False
@@ -35,8 +35,9 @@ class Scores:
 
 
 def attention(q: Array, k: Array, v: Array, scores: Scores) -> tuple[Array, Array]:
-    """Output [tokens, q_heads, v_dim] and log-sum-exp to base 2 [tokens, q_heads]; 0 and -inf where nothing is seen.
+    """Returns the output [tokens, q_heads, v_dim] and the log-sum-exp to base 2 [tokens, q_heads].
 
+    They are 0 and -inf if nothing is seen.
     q: [tokens, q_heads, dim]; k: [keys, kv_heads, dim]; v: [keys, kv_heads, v_dim]
     """
     tokens, q_heads, _ = q.shape

@@ -1,6 +1,6 @@
-"""A program as it is written for FlashInfer: prompts, then tokens, over one cache of pages. It does not know us.
+"""A program written for FlashInfer: prompts, then tokens, over one cache of pages. It does not refer to this project.
 
-Its model has one projection of each token to q, k and v, and adds what attention gives to the next token's.
+Its model has one projection of each token to q, k and v, and adds the attention output to the next token's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Q_HEADS, KV_HEADS, DIM, PAGE_SIZE = 4, 2, 16, 4
 
 
 def generate(flashinfer: ModuleType, prompts: list[Tensor], num_steps: int, device: torch.device) -> list[Tensor]:
-    """Attention's output for every token of every prompt, and for num_steps tokens that follow from it.
+    """Returns attention's output for every token of every prompt, and for num_steps tokens after it.
 
     prompts: of each request [tokens, q_heads + 2 kv_heads, dim]
     """

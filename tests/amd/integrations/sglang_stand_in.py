@@ -1,7 +1,7 @@
-"""What AttentionHooks are given in SGLang 0.5.23, without it: layers, pools, a runner and batches, by its source.
+"""The arguments of AttentionHooks in SGLang 0.5.23, without it: layers, pools, a runner and batches, from its source.
 
-The engine here allots pages, writes its table, and compares what every layer gives with an oracle that shares no code
-with the project.
+The engine here allocates pages, writes its table, and compares every layer's output with a reference that shares no
+code with the project.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOLERANCE = 2e-5
 
 
 class Mode(enum.Enum):
-    """ForwardMode."""
+    """SGLang's ForwardMode."""
 
     EXTEND = 1
     DECODE = 2
@@ -72,14 +72,14 @@ class RadixAttention(nn.Module):
 
 
 def unwritten(num_slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rows that nothing was stored in: NaN, but for slots that pads may be read from."""
+    """Returns unwritten rows: NaN, except for slots that pads may read."""
     rows = torch.full((num_slots, heads, dim), NAN)
     rows[:_MOST_TOKENS_OF_A_PAGE] = 0
     return rows.to(device, dtype)
 
 
 class SplitPool:
-    """MHATokenToKVPool: [slots, heads, dim] for each layer; slots of page 0 belong to no one."""
+    """MHATokenToKVPool: [slots, heads, dim] for each layer; slots of page 0 belong to no request."""
 
     def __init__(self, layers: Sequence[int], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         def rows() -> Tensor:
@@ -95,7 +95,7 @@ class SplitPool:
 
 
 class LatentPool(SplitPool):
-    """MLATokenToKVPool: one row a token."""
+    """MLATokenToKVPool: one row per token."""
 
     kv_lora_rank, qk_rope_head_dim = LATENT, ROTATED
 
@@ -107,14 +107,14 @@ class LatentPool(SplitPool):
 
 
 class WindowPool:
-    """SWAKVPool: a pool for layers with a window, another for all others, and a map from slot to slot."""
+    """SWAKVPool: a pool for layers with a window, another one for all others, and a map between their slots."""
 
     swa_layer_nums = 1
 
     def __init__(self, windows: Sequence[int], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pool = SplitPool(range(len(windows)), num_slots, dtype, device)
         self.layers_mapping = {layer: (layer, window >= 0) for layer, window in enumerate(windows)}
-        # The last entry is what an index of -1 finds.
+        # An index of -1 reads the last entry.
         self.full_to_swa_index_mapping = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.full_to_swa_index_mapping[-1] = -1
 
@@ -136,7 +136,7 @@ class Request:
 
 @dataclass
 class Step:
-    """What a step was called with, and what came of it, for each layer."""
+    """A step's inputs, and the outputs of each layer."""
 
     batch: Any
     new: list[int]
@@ -221,7 +221,7 @@ class Engine:
         return Request(self.rows.pop(0), [])
 
     def reserve(self, request: Request, kv_len: int) -> None:
-        """Pages for so many tokens, in the table and in the map."""
+        """Allocates pages for kv_len tokens, in the table and in the map."""
         size = self.page_size
         while len(request.pages) * size < kv_len:
             page, page_no = self.free.pop(), len(request.pages)
@@ -238,11 +238,11 @@ class Engine:
         return torch.from_numpy(self.random.standard_normal(shape)).float().to(self.device)
 
     def ints(self, values: Sequence[int]) -> Tensor:
-        """int64, on the device."""
+        """Returns int64, on the device."""
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
     def batch(self, mode: Mode, requests: Sequence[Request], new: Sequence[int], **more: Any) -> Any:
-        """A ForwardBatch, with pages for its new tokens. Lengths are without drafts that are verified."""
+        """Returns a ForwardBatch, with pages for its new tokens. Lengths exclude drafts that are verified."""
         for request, count in zip(requests, new, strict=True):
             self.reserve(request, request.kv_len + count)
         verifies = mode is Mode.TARGET_VERIFY
@@ -268,7 +268,7 @@ class Engine:
         )
 
     def step_of(self, batch: Any, new: Sequence[int], padded: int | None = None) -> Step:
-        """New q, k and v of each layer; NaN in padded rows."""
+        """Returns new q, k and v of each layer; NaN in padded rows."""
         total = sum(new)
         padded = total if padded is None else padded
 
@@ -284,7 +284,7 @@ class Engine:
         return Step(batch, list(new), rows(Q_HEADS, layer.qk_head_dim), k, v)
 
     def forward(self, step: Step, hooks: AttentionHooks | None = None, **more: Any) -> None:
-        """The layers of the model."""
+        """Runs the layers of the model."""
         hooks = self.hooks if hooks is None else hooks
         call: Any = hooks.forward_decode if step.batch.forward_mode is Mode.DECODE else hooks.forward_extend
         step.outs = []
@@ -294,7 +294,7 @@ class Engine:
             step.outs.append(call(q, k, v, layer, step.batch, **sinks, **more))
 
     def run(self, mode: Mode, requests: Sequence[Request], new: Sequence[int], **more: Any) -> Step:
-        """An eager step, compared with the oracle."""
+        """Runs an eager step, and compares it with the reference."""
         step = self.step_of(self.batch(mode, requests, new, **more), new)
         self.hooks.init_forward_metadata(step.batch)
         self.forward(step)
@@ -303,14 +303,14 @@ class Engine:
         return step
 
     def decoded(self, values: Tensor, scale: float | None) -> Array:
-        """What the pool gives back of rows that were stored in it."""
+        """Returns rows as the pool gives them back after they were stored."""
         dtype = self.pool.get_key_buffer(0).dtype
         factor = 1.0 if scale is None else scale
         rows: Array = ((values.float() / factor).to(dtype).double() * factor).cpu().numpy()
         return rows
 
     def keep(self, requests: Sequence[Request], step: Step) -> None:
-        """Remember what was stored."""
+        """Records the rows that were stored."""
         for place, layer in enumerate(self.layers):
             first = 0
             for request, count in zip(requests, step.new, strict=True):
@@ -326,7 +326,7 @@ class Engine:
             request.kv_len += count
 
     def compare(self, requests: Sequence[Request], step: Step, shown: Callable[[int], Array] | None = None) -> None:
-        """Every row is the oracle's. shown: place of a request in the batch -> what its new tokens see"""
+        """Checks that every row equals the reference. shown: place of a request in the batch -> its visible keys"""
         for place, window in enumerate(self.windows):
             first, layer = 0, self.layers[place]
             out = step.outs[place].view(-1, Q_HEADS, layer.v_head_dim)
@@ -352,7 +352,7 @@ class Engine:
 class Graph:
     """A decode graph runner: static tensors at a bucket, captured by hooks and replayed.
 
-    width: new tokens of each sequence; mode: DECODE, or one of drafts
+    width: new tokens of each sequence; mode: DECODE, or a mode of drafts
     """
 
     def __init__(self, engine: Engine, bucket: int, *, width: int = 1, mode: Mode = Mode.DECODE, topk: int = 1) -> None:
@@ -391,10 +391,10 @@ class Graph:
         corrupt: Callable[[Any], None] = lambda static: None,
         compares: bool = True,
     ) -> Step:
-        """Run requests as SGLang does: static tensors are filled, a view of the batch is given to the hooks.
+        """Runs requests as SGLang does: it fills static tensors, and passes a view of the batch to the hooks.
 
-        mask:    place of a request -> what its drafts see, as SGLang's tree mask
-        into:    memory of the hooks that SGLang has written the mask into, in place of its own
+        mask:    place of a request -> the keys that its drafts see, as SGLang's tree mask
+        into:    memory of the hooks that SGLang has written the mask to, in place of its own
         corrupt: given the static tensors, after they were filled
         """
         engine, static = self.engine, self.batch

@@ -2,7 +2,7 @@
 
     python -m tests.amd.integrations.signatures FOLDER
 
-writes those of FlashInfer to flashinfer_signatures.json. FOLDER: its package, as in its wheel. No line of it runs.
+writes those of FlashInfer to flashinfer_signatures.json. FOLDER: its package, as in its wheel. None of its code runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 DATA = Path(__file__).with_name("flashinfer_signatures.json")
 RELEASE = "0.7.2.post1"
 
-# Module -> names, as FlashInfer has them; a folder of several files has the module's name.
+# Module -> names, as in FlashInfer; a folder of several files has the module's name.
 NAMES = {
     "decode": (
         "single_decode_with_kv_cache",
@@ -45,10 +45,10 @@ NAMES = {
     ),
 }
 
-# Methods of FlashInfer's that have no meaning here: they are about its own memory and kernels.
+# Methods of FlashInfer that mean nothing here, because they concern its own memory and kernels.
 LEFT_OUT = {"workspace_size", "prewarm_paged_kv_stride_variant", "resolved_backend"}
 
-# function or Class.method -> parameters as "name", "name=default", "*args", and "*" before those by name alone
+# function or Class.method -> parameters as "name", "name=default", "*args", and "*" before keyword-only ones
 Signatures = dict[str, list[str]]
 
 
@@ -67,7 +67,7 @@ def _said(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def _functions(tree: ast.Module, names: tuple[str, ...]) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Those of these names that are not overloads; of classes the public methods, what makes them, and a plan's."""
+    """Yields functions of these names without overloads; for classes, public methods, __init__ and _plan_impl."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name in names and not _is_overload(node):
             yield node.name, node
@@ -86,7 +86,7 @@ def _is_public(name: str) -> bool:
 
 
 def signatures(files: dict[str, list[Path]]) -> Signatures:
-    """Of the names of each module, in the files that it is made of."""
+    """Returns the signatures of the names of each module, from the files of the module."""
     found: Signatures = {}
     for module, paths in files.items():
         for path in paths:
@@ -96,7 +96,7 @@ def signatures(files: dict[str, list[Path]]) -> Signatures:
 
 
 def of_flashinfer(folder: Path) -> Signatures:
-    """Those of a package, a module of which may be a folder."""
+    """Returns the signatures of a package, in which a module may be a folder."""
     files = {module: folder / f"{module}.py" for module in NAMES}
     return signatures(
         {
@@ -107,7 +107,7 @@ def of_flashinfer(folder: Path) -> Signatures:
 
 
 def recorded() -> Signatures:
-    """Those of the release that was read last."""
+    """Returns the signatures of the release that was read last."""
     found: Signatures = json.loads(DATA.read_text(encoding="utf-8"))["signatures"]
     return found
 

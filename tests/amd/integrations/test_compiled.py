@@ -1,4 +1,4 @@
-"""Layer calls as operations of torch.library: what is declared of them, and that a compiled step is the eager one."""
+"""Layer calls as operations of torch.library: their declarations, and equality of compiled and eager steps."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from tests.amd.runtime.stepping import small_problem
 OPS = torch.ops.rocm_attn
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.nightly)  # compiles C++ on a CPU
 DIM = 16
-# Prompts, then decode steps; each shape is compiled for.
+# Prompts, then decode steps; each shape is compiled.
 SHORT = [[5, 2], [1, 1], [1, 1]]
 
-# Inductor's own, where it is imported and where it compiles.
+# Inductor's own warnings, when it is imported and when it compiles.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor"),
@@ -51,7 +51,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Nothing is compiled yet, and nothing is differentiated."""
+    """Resets compiled code and switches off gradients."""
     torch._dynamo.reset()
     with torch.no_grad():
         yield
@@ -64,7 +64,7 @@ def work_of(device: torch.device) -> QkvWork:
 
 
 def forward_of(model: Tiny, calls_of: Callable[[Part], LayerCalls], work: QkvWork) -> Callable[[Part], Tensor]:
-    """The first layer stores plain rows, the second one normalises and turns them, and has a gate."""
+    """Returns a forward whose first layer stores plain rows; the second normalises and rotates them, and has a gate."""
     embedding, (first, second) = model.embedding, model.projections
 
     def forward(step: Part) -> Tensor:
@@ -96,7 +96,7 @@ def compilable(model: Tiny, work: QkvWork) -> Callable[[Part], Tensor]:
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-@pytest.mark.long  # interpreted: every run has the operations by themselves, and on torch all of it
+@pytest.mark.long  # interpreted: every run tests the operations by themselves, and on torch all of it
 def test_a_compiled_forward_gives_the_bits_of_the_eager_one(
     backend: str, graphs: bool, provider: str, device: torch.device
 ) -> None:
@@ -129,7 +129,7 @@ def test_both_halves_of_a_split_step_find_their_own_tokens(provider: str, device
 
 
 def operations_of(forward: Callable[..., Any], *args: Any) -> list[str]:
-    """The operations of this project that compiled code calls, in order, after what has no effect was left out."""
+    """Returns this project's operations that compiled code calls, in order, after removal of ineffective ones."""
     found: list[str] = []
 
     def look(graph: GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
@@ -143,7 +143,7 @@ def operations_of(forward: Callable[..., Any], *args: Any) -> list[str]:
 
 
 def running(model: Tiny) -> tuple[Part, CompiledLayers]:
-    """A step that runs."""
+    """Returns a step that is running."""
     requests = Requests(model.runtime)
     requests.admit(2)
     step = model.runtime.step(requests.batch([3, 2])).parts[0]
@@ -182,7 +182,7 @@ def test_a_layer_that_only_stores_is_kept_too(provider: str, device: torch.devic
 
 
 def test_what_fill_writes_is_read_after_it(provider: str, device: torch.device) -> None:
-    """Also by compiled code, which would otherwise be free to read the tokens of the step before."""
+    """This includes compiled code, which could otherwise read the tokens of the previous step."""
     model = Tiny.build(device, provider)
     requests, calls = Requests(model.runtime), compiled_layers(model.runtime)
     requests.admit(2)
@@ -204,7 +204,7 @@ def test_what_fill_writes_is_read_after_it(provider: str, device: torch.device) 
 
 
 def checked(operation: Any, *args: Any) -> None:
-    """What torch can tell of a declaration: writes and aliases, the fake kernel, and the way through AOT autograd."""
+    """Runs torch's checks of a declaration: writes and aliases, the fake kernel, and the path through AOT autograd."""
     torch.library.opcheck(operation.default, args)
 
 
@@ -229,7 +229,7 @@ def test_what_is_declared_of_operations_holds(provider: str, device: torch.devic
     "declared", ["Tensor(a!) state, Tensor q, Tensor out", "Tensor state, Tensor q, Tensor(b!) out"]
 )
 def test_a_write_that_is_not_declared_is_noticed(declared: str, provider: str, device: torch.device) -> None:
-    """By opcheck where it is to a tensor; by what compiled code leaves out where it is to the pages."""
+    """opcheck finds it for a tensor. For the pages, operations missing from compiled code show it."""
     model = Tiny.build(device, provider)
     step, calls = running(model)
     q, out = rows(step, 6), torch.zeros_like(rows(step, 6))
@@ -258,7 +258,7 @@ def test_graphs_are_cut_at_every_operation_that_there_is() -> None:
 
 
 def test_what_lies_between_the_cuts_asks_no_runtime_for_anything(provider: str, device: torch.device) -> None:
-    """Cut as engines cut it, the pieces give what the whole does."""
+    """Cut as engines cut it, the pieces equal the whole."""
     model, work = Tiny.build(device, provider), work_of(device)
     step, _ = running(model)
     want = eager_forward(model, work)(step)
@@ -287,7 +287,7 @@ def test_what_lies_between_the_cuts_asks_no_runtime_for_anything(provider: str, 
     assert kinds.count(False) >= 3
 
 
-@pytest.mark.long  # of the interpreter's stage: what is shared is torch's code
+@pytest.mark.long  # in the interpreter's stage only: the shared part is torch's code
 def test_several_runtimes_share_compiled_code_and_keep_their_own_pages(provider: str, device: torch.device) -> None:
     models, work = [Tiny.build(device, provider) for _ in range(2)], work_of(device)
     models[1].projections[0] *= 2
@@ -391,7 +391,7 @@ def test_layers_that_select_keys_are_operations_too(graphs: bool, device: torch.
 
 
 class CompiledEngine(SGLang):
-    """An engine whose layer calls, and fill, are operations."""
+    """An engine with layer calls, and fill, as operations."""
 
     def calls(self) -> LayerCalls:
         return compiled_layers(self.attention)
@@ -412,7 +412,7 @@ def test_an_engines_own_pages_are_served_by_operations(provider: str, device: to
 
 
 def test_on_a_device_the_guard_of_a_capture_steps_aside_for_compiled_code() -> None:
-    """torch runs no compiled code where operations are looked at, and would capture the forward as it was written."""
+    """torch runs no compiled code while a guard inspects operations, and would capture the plain forward."""
     ran: list[str] = []
 
     def backend(graph: GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:

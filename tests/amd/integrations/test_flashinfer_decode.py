@@ -1,4 +1,4 @@
-"""Decode by FlashInfer's names gives what FlashInfer says it gives."""
+"""Decode by FlashInfer's names equals FlashInfer's definition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rocm_attn.integrations.flashinfer.page_lists import PageLists
 from tests.amd.integrations.batches import DIM, KV_HEADS, Q_HEADS, check, ints, new_batch, queries, wanted
 from tests.amd.integrations.oracle import Scores
 
-# Of the interpreter's stage; test_flashinfer_program.py is in its short form.
+# Marked long for the interpreter's stage; test_flashinfer_program.py is in its short form.
 pytestmark = pytest.mark.long
 
 SIZES = Q_HEADS, KV_HEADS, DIM
@@ -67,7 +67,7 @@ def test_each_token_is_the_last_of_its_sequence(
 
 
 def plan(wrapper: flashinfer.BatchDecodeWithPagedKVCacheWrapper, device: torch.device, *more: object) -> Tensor:
-    """A plan of two sequences, with more arguments by position; their KV."""
+    """Returns the KV of a plan of two sequences, with more arguments by position."""
     batch = new_batch((6, 3), 4, device=device)
     wrapper.plan(*batch.lists, *SIZES, 4, *more)
     return batch.cache

@@ -25,7 +25,7 @@ from tests.amd.integrations.batches import (
 )
 from tests.amd.integrations.oracle import Scores
 
-# Of the interpreter's stage; test_flashinfer_program.py is in its short form.
+# Marked long for the interpreter's stage; test_flashinfer_program.py is in its short form.
 pytestmark = pytest.mark.long
 
 SIZES = Q_HEADS, KV_HEADS, DIM
@@ -37,7 +37,7 @@ def buffer(size: int, device: torch.device) -> Tensor:
 
 
 class Decode:
-    """A captured decode of two layers, in a cache of its own for each."""
+    """A captured decode of two layers, each with a cache of its own."""
 
     def __init__(self, num_seqs: int, device: torch.device) -> None:
         self.device, self.buffers = (
@@ -57,7 +57,7 @@ class Decode:
         return [each for each in found if isinstance(each, tuple)]
 
     def batches(self, kv_lens: Sequence[int], seed: int) -> list[Batch]:
-        """The same lists for both layers, with other KV in each."""
+        """Returns batches with the same lists for both layers, and other KV in each."""
         batches = [new_batch(kv_lens, PAGE_SIZE, device=self.device, seed=seed) for _ in range(2)]
         for layer, batch in enumerate(batches):
             for side in (batch.k, batch.v):

@@ -1,4 +1,4 @@
-"""Attention over latent pages by FlashInfer's names gives what FlashInfer says it gives."""
+"""Attention over latent pages by FlashInfer's names equals FlashInfer's definition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rocm_attn.integrations.flashinfer.latent_batch import given
 from tests.amd.integrations.batches import check, indptr, ints
 from tests.amd.integrations.oracle import Array, Scores, attention
 
-# Of the interpreter's stage; test_flashinfer_program.py is in its short form.
+# Marked long for the interpreter's stage; test_flashinfer_program.py is in its short form.
 pytestmark = pytest.mark.long
 
 HEADS, CKV, KPE, PAGE_SIZE, ROOM = 4, 32, 16, 4, 24
@@ -50,7 +50,7 @@ class Latents:
         )
 
     def dense(self) -> flashinfer.MLAPlanMetadata:
-        """The same as a table."""
+        """Returns the same pages as a table."""
         table = torch.full((len(self.kv_lens), 9), -1, dtype=torch.int32)
         for seq, (first, last) in enumerate(itertools.pairwise(self.firsts)):
             table[seq, : last - first] = torch.tensor(self.pages[first:last], dtype=torch.int32)

@@ -12,7 +12,7 @@ from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import DIM, KV_HEADS, Q_HEADS, check, indptr, ints, new_batch, queries, wanted
 from tests.amd.integrations.oracle import Array, Scores
 
-# Of the interpreter's stage; test_flashinfer_program.py is in its short form.
+# Marked long for the interpreter's stage; test_flashinfer_program.py is in its short form.
 pytestmark = pytest.mark.long
 
 OLD, NEW = (3, 0, 6), (1, 7, 2)
@@ -54,7 +54,7 @@ def test_appended_tokens_are_where_attention_looks_for_them(page_size: int, layo
 
 
 def _appended(k: list[Array], v: list[Array], device: torch.device) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Every token of every sequence."""
+    """Appends every token of every sequence."""
     seqs, places = flashinfer.get_batch_indices_positions(indptr(LENS, device), ints(LENS, device), sum(LENS))
     rows = [torch.from_numpy(np.concatenate(side)).float().to(device) for side in (k, v)]
     return seqs, places, (rows[0], rows[1])
@@ -64,7 +64,7 @@ def test_tokens_without_a_place_are_written_nowhere(device: torch.device) -> Non
     batch = new_batch(LENS, 4, device=device)
     cache = torch.full_like(batch.cache, 7.0)
     rows = torch.ones((9, KV_HEADS, DIM), device=device)
-    # Sequences have 1, 2 and 2 pages, and those of the last one name pages that are not there.
+    # Sequences have 1, 2 and 2 pages, and those of the last one do not exist.
     seqs, places = ints([-1, 3, 0, 0, 1, 0, 2, 2, 2], device), ints([0, 0, 4, -1, 8, 999, 9, 0, 4], device)
     indices = batch.indices.clone()
     indices[3], indices[4] = cache.shape[0], -1
@@ -106,7 +106,7 @@ def test_latent_rows_are_appended_to_both_caches(device: torch.device) -> None:
 
 
 def parts(device: torch.device) -> tuple[list[tuple[Tensor, Tensor]], tuple[Array, Array]]:
-    """States over three parts of the keys of one sequence, and attention over all of them."""
+    """Returns states over three parts of the keys of one sequence, and attention over all of them."""
     batch = new_batch((12,), 4, device=device)
     k, v = (torch.from_numpy(side[0]).float().to(device) for side in (batch.k, batch.v))
     q = queries(5, device=device)
@@ -159,7 +159,7 @@ def test_states_that_do_not_fit_are_refused(device: torch.device) -> None:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_levels_of_shared_kv_are_attention_over_all_of_them(layout: str, device: torch.device) -> None:
-    # Pages 0 to 5 of one cache: a prefix of 8 tokens that all share, and what each sequence has of its own.
+    # Pages 0 to 5 of one cache: a shared prefix of 8 tokens, and each sequence's own tokens.
     batch = new_batch((8, 3, 6), 4, layout, device=device)
     own, q_lens = (3, 6), (2, 4)
     shared, unique = batch.indices[:2], batch.indices[2:]

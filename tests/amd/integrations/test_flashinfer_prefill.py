@@ -1,4 +1,4 @@
-"""Prefill by FlashInfer's names gives what FlashInfer says it gives."""
+"""Prefill by FlashInfer's names equals FlashInfer's definition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import DIM, KV_HEADS, Q_HEADS, check, indptr, new_batch, queries, wanted
 from tests.amd.integrations.oracle import Array, Scores
 
-# Of the interpreter's stage; test_flashinfer_program.py is in its short form.
+# Marked long for the interpreter's stage; test_flashinfer_program.py is in its short form.
 pytestmark = pytest.mark.long
 
 SIZES = Q_HEADS, KV_HEADS, DIM
@@ -27,7 +27,7 @@ def workspace(device: torch.device) -> Tensor:
 
 
 def random_mask(q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> tuple[Tensor, list[Array]]:
-    """The cells of a batch, and those of each sequence. Every token sees its first key."""
+    """Returns the cells of a batch, and those of each sequence. Every token sees its first key."""
     random = np.random.default_rng(2)
     of_seqs = [random.random((q_len, kv_len)) < 0.6 for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
     for cells in of_seqs:

@@ -1,4 +1,4 @@
-"""A program that was written for FlashInfer runs unchanged but for its import."""
+"""A program that was written for FlashInfer runs with only its import changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_STEPS = 2
 def expected(
     prompt: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """What the program's model gives, one token after the other, each with all rows before it."""
+    """Returns the outputs of the program's model, one token after the other, each with all earlier rows."""
     rows = list(prompt)
     outs: list[np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = []
     for token in range(len(prompt) + NUM_STEPS):

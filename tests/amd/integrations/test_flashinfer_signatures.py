@@ -13,7 +13,7 @@ from tests.amd.integrations.signatures import LEFT_OUT, NAMES, Signatures, of_fl
 pytestmark = pytest.mark.long
 
 OURS = Path(flashinfer.__file__).parent
-# An unpacked wheel of FlashInfer; without one, what was recorded of it stands for it.
+# An unpacked wheel of FlashInfer; without one, the recorded signatures are used.
 FOLDER = os.environ.get("FLASHINFER_PACKAGE", "")
 
 

@@ -1,4 +1,4 @@
-"""What runs FlashInfer's own tests tells those that pass from those that are refused, skipped or fail."""
+"""The runner of FlashInfer's own tests distinguishes tests that pass from those that are refused, skipped or fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.amd.integrations.flashinfer_suite import line, outcomes
 
-# Two processes that import torch: of the nightly stage.
+# Two processes that import torch, so it belongs to the nightly stage.
 pytestmark = [pytest.mark.long, pytest.mark.nightly]
 
 WRITTEN = """

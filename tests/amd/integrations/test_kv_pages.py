@@ -1,4 +1,4 @@
-"""Exports and imports by pages refuse what those by rows refuse."""
+"""Exports and imports by pages refuse the same calls as those by rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.amd.runtime.stepping import small_problem
 
 
 def test_pages_are_sent_only_with_the_tokens_that_are_stored_in_them(device: torch.device) -> None:
-    """export() and export_layer() by pages give what export_row() gives, and refuse what it refuses."""
+    """export() and export_layer() by pages equal export_row(), and refuse the same calls."""
     problems = [small_problem()] * 2
     story, source = Story(problems, device), runtime_of(problems, device, "torch")
     row, exporter, table = story.prefill(source, 10), KVExporter(source), source.table
@@ -51,7 +51,7 @@ def test_pages_are_sent_only_with_the_tokens_that_are_stored_in_them(device: tor
 
 
 def test_a_layer_is_sent_while_later_ones_still_compute(device: torch.device) -> None:
-    """What the step that runs has stored in a layer is there, and in the others it is not."""
+    """The export has the rows that the running step has stored in its layer; later layers lack them."""
     problems = [small_problem()] * 2
     story, source = Story(problems, device), runtime_of(problems, device, "torch")
     row, exporter = source.table.admit(), KVExporter(source)

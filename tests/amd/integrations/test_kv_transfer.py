@@ -29,7 +29,7 @@ from tests.amd.external.engines import VLLM, Engine, SGLang
 from tests.amd.runtime.sparse_world import indexer, layer
 from tests.amd.runtime.stepping import small_problem
 
-# Of the interpreter's stage alone: on torch each runs every time. What is left to every run there has each kernel.
+# In the interpreter's stage only: on torch each runs every time. The remaining tests of every run cover each kernel.
 long = pytest.mark.long
 
 FN, FNUZ = KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ
@@ -37,7 +37,7 @@ POISON = 173
 
 
 def runtime_of(problems: Sequence[Problem], device: torch.device, provider: str, **options: Any) -> AttentionRuntime:
-    """Every page is NaN, so that what was not moved shows."""
+    """Returns a runtime whose pages are all NaN, so that missing transfers show."""
     sizes: dict[str, Any] = {"num_pages": 48, "max_num_seqs": 4, "max_kv_len": 64, **options}
     runtime = build_runtime(problems, RuntimeOptions(provider=provider, **sizes), device=device)
     for number, problem in enumerate(problems):
@@ -48,13 +48,13 @@ def runtime_of(problems: Sequence[Problem], device: torch.device, provider: str,
 
 
 class Story:
-    """The tokens of one request, layer by layer, which several runtimes are given alike."""
+    """The tokens of one request, layer by layer, which several runtimes are given."""
 
     def __init__(self, problems: Sequence[Problem], device: torch.device) -> None:
         self.problems, self.device = problems, device
 
     def rows(self, layer: int, first: int, count: int, heads: int, dim: int, what: int) -> Tensor:
-        """Of tokens [first, first + count): each token has its own seed."""
+        """Returns rows of tokens [first, first + count): each token has its own seed."""
         each = [
             torch.randn(heads, dim, generator=torch.Generator().manual_seed(hash((layer, first + token, what)) % 2**31))
             for token in range(count)
@@ -62,7 +62,7 @@ class Story:
         return torch.stack(each).to(self.device, self.problems[layer].dtype)
 
     def step(self, runtime: AttentionRuntime, row: int, kv_len: int, q_len: int) -> list[Tensor]:
-        """Store and attend in every layer; the outputs."""
+        """Stores and attends in every layer, and returns the outputs."""
         runtime.table.reserve(row, kv_len)
         step = runtime.step(StepBatch([row], [kv_len], [q_len])).parts[0]
         outs, first = [], kv_len - q_len
@@ -96,12 +96,12 @@ class Story:
 
 
 def room(num_bytes: int, device: torch.device) -> Tensor:
-    """A buffer with poison around it."""
+    """Returns a buffer with poison around it."""
     return torch.full((num_bytes + 64,), POISON, dtype=torch.uint8, device=device)
 
 
 def moved(source: AttentionRuntime, row: int, kv_len: int, target: AttentionRuntime) -> int:
-    """The request's row in the target; around the buffer and in pages of others nothing is written."""
+    """Moves the request to the target and returns its row. The buffer's surroundings and other pages must stay."""
     exporter, importer = KVExporter(source), KVImporter(target, KVPassport.from_json(KVPassport.of(source).to_json()))
     extent = exporter.extent(exporter.pages_of(row, kv_len), kv_len)
     num_bytes = exporter.num_bytes(extent)
@@ -122,7 +122,7 @@ def storages(runtime: AttentionRuntime) -> list[Tensor]:
 
 
 def assert_others_untouched(runtime: AttentionRuntime, pages: Tensor, before: Tensor) -> None:
-    """Pages that no row holds, and the reserved one, are what they were."""
+    """Checks that pages without a row, and the reserved one, are unchanged."""
     held = torch.zeros(len(pages), dtype=torch.bool, device=pages.device)
     for space in runtime.table.spaces:
         entries = torch.from_numpy(np.unique(space.entries_host)).long()
@@ -166,7 +166,7 @@ def test_a_request_that_moved_decodes_with_the_bits_of_one_that_stayed(
     problems = MODELS[model]
     story, source = Story(problems, device), runtime_of(problems, device, provider)
     target = runtime_of(problems, device, provider, num_pages=33)
-    for _ in range(3):  # pages of the two are others
+    for _ in range(3):  # the two have other pages
         target.table.reserve(target.table.admit(), 9)
     row = story.prefill(source, kv_len)
     new_row = moved(source, row, kv_len, target)
@@ -181,7 +181,7 @@ def test_a_request_that_moved_decodes_with_the_bits_of_one_that_stayed(
 def test_pages_may_be_of_other_sizes_on_the_other_side(
     sizes: tuple[int, int], provider: str, device: torch.device
 ) -> None:
-    """Against a request that was prefilled there: kernels of the two page sizes may round in other orders."""
+    """The comparison is with a request prefilled there: kernels of the two page sizes may round in other orders."""
     there, here = ([small_problem(size, window_left=window) for window in (-1, 5)] for size in sizes)
     source = runtime_of(there, device, provider, num_pages=80)
     target = runtime_of(here, device, provider, num_pages=80)
@@ -216,7 +216,7 @@ def test_a_windows_space_takes_the_tokens_that_are_still_seen(
 
 @long
 def test_layers_of_one_space_may_come_from_different_ones(provider: str, device: torch.device) -> None:
-    """Of two windows alike, the sender has one from its first token on, and one from where its pages begin."""
+    """Two windows are equal: the sender has one from its first token on, and the other from where its pages begin."""
     problems = [small_problem(window_left=window) for window in (6, -1, 6)]
     story, target = Story(problems, device), runtime_of(problems, device, provider, swa_pages=40)
     whole, windowed = (runtime_of(problems, device, provider, **swa) for swa in ({}, {"swa_pages": 40}))
@@ -255,7 +255,7 @@ def test_tokens_that_a_window_has_given_back_are_no_ones_elsewhere(provider: str
     ids=lambda scales: scales.name,
 )
 def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, device: torch.device) -> None:
-    """From E4M3FN to E4M3FNUZ, with factors twice as large: what attention reads is the same."""
+    """Attention reads the same values from E4M3FN as from E4M3FNUZ with scales twice as large."""
     there, here = coded(FN, scales), coded(FNUZ, scales)
     source, target = runtime_of(there, device, provider), runtime_of(here, device, provider)
     if scales is not Scales.TOKEN:
@@ -276,13 +276,13 @@ def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, de
         for one, other in zip(*sides, strict=True):
             assert torch.equal(one.flatten(0, 1)[:19], other.flatten(0, 1)[:19])
     back = runtime_of(there, device, provider)
-    if scales is Scales.TOKEN:  # and back: 240 alone has no like
+    if scales is Scales.TOKEN:  # and back: only 240 has no equivalent
         assert not KVImporter(back, KVPassport.of(target)).is_exact
 
 
 @pytest.mark.parametrize("kv_len", [pytest.param(1, marks=long), pytest.param(3, marks=long), 19])
 def test_index_keys_in_codes_of_another_gpu_keep_their_worth(kv_len: int, provider: str, device: torch.device) -> None:
-    """A key stands for four tokens: of fewer than these, none is sent."""
+    """A key represents four tokens: fewer tokens send none."""
     pooled = indexer(Indexing(0.25, top=3, key_tokens=4, last_unit=LastUnit.ADDED))
     there, here = ([layer(replace(pooled, key_encoding=encoding, key_scales=Scales.TOKEN))] for encoding in (FN, FNUZ))
     story, source = Story(there, device), runtime_of(there, device, provider)
@@ -314,7 +314,7 @@ def test_layers_may_be_sent_one_by_one(provider: str, device: torch.device) -> N
 def test_an_engines_pages_are_sent_as_a_runtimes_are(
     engine_of: type[Engine], provider: str, device: torch.device
 ) -> None:
-    """Between two engines of one kind, in the strides that each has; what was stored there is what is compared with."""
+    """The transfer is between two engines of one kind, each with its own strides. The reference is the stored rows."""
     one, other = (engine_of(4, device=device, provider=provider) for _ in range(2))
     request, filler = one.admit(), other.admit()
     other.run([filler], [6])
@@ -416,7 +416,7 @@ def test_other_factors_at_the_address_of_those_that_are_gone_are_refused(
 ) -> None:
     problems = coded(FN, Scales.LAYER)
     story, source = Story(problems, device), runtime_of(problems, device, provider)
-    # What is as new as the old ones were, and has their id() once they are gone.
+    # New scales may get the id() of freed old ones.
     monkeypatch.setattr("builtins.id", lambda each: 7)
     exporter = KVExporter(source)
     row = story.prefill(source, 11)
@@ -497,7 +497,7 @@ def test_page_0_of_an_engine_to_which_it_is_a_page_like_others_is_moved_too(
     with pytest.raises(BadBatch, match="the last of which is not -1, which means none"):
         exporter.extent({Space.FULL: [3, 0, -1]}, 12)
     other.pages.bind(0, new_k.view(6, 4, 2, 16), new_v)
-    importer.import_pages(there, extent, buffer)  # bound anew as they lay
+    importer.import_pages(there, extent, buffer)  # bound again in the same way
 
 
 def test_pages_that_are_bound_anew_at_one_address_with_other_strides_are_refused(

@@ -1,4 +1,4 @@
-"""What the engines' plug-ins share: entry points, switches, versions, and the line that names the kernels."""
+"""The common part of the engines' plug-ins: entry points, switches, versions, and the line that names the kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+# Marked long for the interpreter's stage: no Triton kernel runs here, and the stage host runs it every time.
 pytestmark = pytest.mark.long
 
 each_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
@@ -37,7 +37,7 @@ ON = Settings()
 
 
 def running(monkeypatch: pytest.MonkeyPatch, plugin: Plugin, version: str) -> None:
-    """As if the engine was imported, of a version."""
+    """Behaves as if a version of the engine were imported."""
     module = ModuleType(plugin.name)
     module.__version__ = version  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, plugin.name, module)
@@ -115,7 +115,7 @@ def test_the_version_is_that_of_the_imported_engine_and_else_of_what_is_installe
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     assert VLLM.version() == "0.32.0"
-    running(monkeypatch, VLLM, "dev")  # a checkout that was not built says this
+    running(monkeypatch, VLLM, "dev")  # a checkout that was not built reports this
     assert VLLM.version() == "0.32.0"
     running(monkeypatch, VLLM, "0.33.0")
     assert VLLM.version() == "0.33.0"
@@ -189,7 +189,7 @@ def test_names_are_registered_with_a_version_that_is_refused_later(
 
 @pytest.fixture
 def new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Forgets what this process has said of kernels."""
+    """Forgets the kernels that this process has reported."""
     forget: Callable[[], None] = plugins._SAID.clear
     monkeypatch.setattr(plugins, "_SAID", set())
     return forget

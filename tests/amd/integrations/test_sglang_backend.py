@@ -1,4 +1,4 @@
-"""What the server's arguments ask of our backend in SGLang, over modules that stand for SGLang's."""
+"""The server's arguments and their requirements on our backend in SGLang, over stand-ins for SGLang's modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKEND = "rocm_attn.integrations.sglang.backend"
 
 
 class SharedReadEnds(enum.Enum):
-    """As SGLang's."""
+    """Like SGLang's class."""
 
     PRE_REPLAY = 1
     IN_REPLAY = 2
@@ -31,13 +31,13 @@ class SharedReadEnds(enum.Enum):
 
 
 class AttentionBackend:
-    """As SGLang's, as far as it is looked at here."""
+    """Like SGLang's class, with the members that our backend reads."""
 
     kv_index_translator = None
 
 
 class TreeMaskMode(enum.Enum):
-    """As SGLang's."""
+    """Like SGLang's class."""
 
     FULL_MASK = 1
     QLEN_ONLY = 2
@@ -45,7 +45,7 @@ class TreeMaskMode(enum.Enum):
 
 @dataclass(frozen=True)
 class VerifyMask:
-    """As SGLang's."""
+    """Like SGLang's class."""
 
     buffer: torch.Tensor
     mode: TreeMaskMode
@@ -54,7 +54,7 @@ class VerifyMask:
 
 
 class Server:
-    """The arguments of a server, as SGLang's context gives them."""
+    """The arguments of a server, as SGLang's context provides them."""
 
     def __init__(self) -> None:
         self.parallel = SimpleNamespace(attn_dcp_size=1, attn_tp_size=1)
@@ -115,14 +115,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 @pytest.fixture
 def backend(server: Server) -> Iterator[Any]:
-    """Our module over SGLang's, which other tests do not see."""
+    """Yields our module over SGLang's, hidden from other tests."""
     yield importlib.import_module(BACKEND)
     del sys.modules[BACKEND]
 
 
 @pytest.fixture
 def runner() -> Any:
-    """Of a model on the CPU."""
+    """Returns the runner of a model on the CPU."""
     made = Engine("torch", torch.device("cpu"), serve=False).runner
     made.kv_index_translator = SimpleNamespace(is_translating=False)
     made.spec_algorithm = SimpleNamespace(is_ngram=lambda: False)

@@ -74,7 +74,7 @@ def test_a_captured_step_serves_any_batch_up_to_its_bucket(
     verify = Graph(engine, 4, width=3, mode=Mode.TARGET_VERIFY)
     for batch in (requests, requests[:1], requests[1:], requests[2:3]):
         if not says_padding and decode.bucket > len(batch):
-            continue  # a decode runner always says it
+            continue  # a decode runner always gives it
         decode.replay(batch)
     for batch in (requests[:2], requests, requests[3:]):
         verify.replay(batch, says_padding=says_padding)
@@ -84,7 +84,7 @@ def test_a_captured_step_serves_any_batch_up_to_its_bucket(
 
 
 def tree_of(requests: Sequence[Request], new: int) -> Any:
-    """What drafts of a tree see: all that was there, themselves, and the first of them; not one another."""
+    """Returns the keys that drafts of a tree see: all earlier ones, the first draft, and themselves only."""
 
     def cells(number: int) -> Array:
         before = requests[number].kv_len - new
@@ -121,7 +121,7 @@ def test_a_tree_of_drafts_is_verified_by_its_mask_eagerly_and_in_a_graph(provide
 
 
 def replay_tree(graph: Graph, requests: Sequence[Request]) -> None:
-    """The mask's lengths are those after the step."""
+    """Replays the graph with a tree whose lengths are those after the step."""
 
     def cells(number: int) -> Array:
         count = graph.width
@@ -179,7 +179,7 @@ class Drafts:
         self.steps = DraftSteps(engine.runner, topk, num_steps, engine.serving, AttentionHooks)
 
     def branch_columns(self, kv_len: int, branch: int) -> list[int]:
-        """Where a branch's drafts are in their request's row, as SGLang lays them out."""
+        """Returns the columns of a branch's drafts in their request's row, as SGLang lays them out."""
         size, steps = self.engine.page_size, self.num_steps
         if self.topk == 1 or size == 1:
             return [kv_len + branch * steps + step for step in range(steps)]
@@ -188,7 +188,7 @@ class Drafts:
         return [kv_len // size * size + branch * pages * size + last + step for step in range(steps)]
 
     def batch(self, requests: Sequence[Request], bucket: int) -> Any:
-        """As SGLang makes it, with pads up to the bucket."""
+        """Returns a batch as SGLang makes it, with pads up to the bucket."""
         for request in requests:
             self.engine.reserve(request, 1 + max(self.branch_columns(request.kv_len, self.topk - 1)))
         pads = bucket - len(requests)
@@ -202,7 +202,7 @@ class Drafts:
         )
 
     def new_steps(self, batch: Any, count: int) -> list[Step]:
-        """New q, k and v of each step; pads are NaN."""
+        """Returns new q, k and v of each step; pads are NaN."""
         rows = batch.batch_size * self.topk
         return [self.engine.step_of(batch, [1] * (count * self.topk), padded=rows) for _ in self.steps.attn_backends]
 
@@ -211,7 +211,7 @@ class Drafts:
             self.engine.forward(step, hooks)
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Eagerly."""
+        """Runs a round eagerly."""
         batch = self.batch(requests, len(requests))
         self.steps.init_forward_metadata(batch)
         steps = self.new_steps(batch, len(requests))
@@ -219,7 +219,7 @@ class Drafts:
         self.compare(requests, steps)
 
     def capture(self, bucket: int) -> None:
-        """One graph of all steps, while nothing is in its batch."""
+        """Captures one graph of all steps, while its batch is empty."""
         self.steps.init_cuda_graph_state(bucket, bucket * self.topk)
         self.static = self.batch([], bucket)
         self.captured = self.new_steps(self.static, 0)
@@ -232,7 +232,7 @@ class Drafts:
         self.recording, _ = recorder_for(self.engine.device).record(body)
 
     def replay(self, requests: Sequence[Request]) -> None:
-        """With other requests in the static tensors."""
+        """Replays the graph with other requests in the static tensors."""
         batch = self.batch(requests, self.static.batch_size)
         for name in ("req_pool_indices", "seq_lens"):
             getattr(self.static, name).copy_(getattr(batch, name))
@@ -244,7 +244,7 @@ class Drafts:
         self.compare(requests, self.captured)
 
     def compare(self, requests: Sequence[Request], steps: Sequence[Step]) -> None:
-        """With an oracle."""
+        """Compares the outputs with a reference."""
         seen: dict[tuple[int, int], tuple[Array, Array]] = {}
         for step, hooks in zip(steps, self.steps.attn_backends, strict=True):
             self._compare(requests, step, seen)
@@ -302,7 +302,7 @@ def test_the_two_halves_of_an_overlapped_batch_have_backends_of_their_own(provid
 
 
 def test_tokens_past_those_of_a_step_are_zero(provider: str, device: torch.device) -> None:
-    """A rank that keeps up with others calls layers with more tokens than it has."""
+    """A rank in step with others calls layers with more tokens than it has."""
     engine = Engine(provider, device)
     one, two = engine.admit(), engine.admit()
     step = engine.step_of(engine.batch(Mode.EXTEND, [one, two], [3, 2]), [3, 2], padded=8)
@@ -347,17 +347,17 @@ Corrupt = Callable[[Engine, Any], None]
 
 
 def stale_pad(engine: Engine, static: Any) -> None:
-    """A pad has the row of a request, and a length that its pages do not reach."""
+    """Gives a pad the row of a request, and a length beyond its pages."""
     static.req_pool_indices[-1], static.seq_lens[-1] = static.req_pool_indices[0], static.seq_lens[0] + 50
 
 
 def wrong_slot(engine: Engine, static: Any) -> None:
-    """A new token is to go where its table does not say."""
+    """Sends a new token to a slot that its table does not give."""
     static.out_cache_loc[0] += 4
 
 
 def evicted_window(engine: Engine, static: Any) -> None:
-    """What a layer's window still sees was given back."""
+    """Frees pages that a layer's window still sees."""
     first_page = engine.table[static.req_pool_indices[0], : engine.page_size].long()
     engine.pool.full_to_swa_index_mapping[first_page] = 0
 
@@ -488,7 +488,7 @@ def test_a_model_whose_geometry_is_not_known_before_it_serves_is_refused(provide
 
 
 def test_of_latent_attention_the_layer_over_keys_and_values_has_no_pages(provider: str, device: torch.device) -> None:
-    """Where a rank has one head, both of a model's layers have one KV head."""
+    """If a rank has one head, both of a model's layers have one KV head."""
     engine = Engine(provider, device, serve=False, is_latent=True)
     block = engine.model.get_submodule("block0")
     block.attn_mha = RadixAttention(0, tp_q_head_num=1, tp_k_head_num=1, qk_head_dim=DIM, v_head_dim=DIM // 2)
@@ -521,7 +521,7 @@ def test_what_a_call_asks_for_beyond_that_is_refused_by_name(provider: str, devi
     one = engine.admit()
     step = engine.step_of(engine.batch(Mode.EXTEND, [one], [3]), [3])
     engine.hooks.init_forward_metadata(step.batch)
-    engine.forward(step, return_lse=False, topk_indices=None)  # says nothing
+    engine.forward(step, return_lse=False, topk_indices=None)  # reports nothing
     with pytest.raises(Unsupported, match="layer 0 was called with topk_indices, and had no indexer"):
         engine.forward(step, topk_indices=torch.zeros(3, 8))
     with pytest.raises(Unsupported, match="called with sinks, and had none when its kernels were chosen"):

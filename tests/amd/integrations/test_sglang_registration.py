@@ -1,4 +1,4 @@
-"""Our names in SGLang's lists, over modules that stand for SGLang's."""
+"""Our names in SGLang's lists, over stand-ins for SGLang's modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from rocm_attn.integrations.plugins import SGLANG
 
-# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+# Marked long for the interpreter's stage: no Triton kernel runs here, and the stage host runs it every time.
 pytestmark = pytest.mark.long
 
 STOCK = ["triton", "aiter"]
@@ -93,7 +93,7 @@ class SGLang:
 
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch) -> SGLang:
-    """SGLang's modules."""
+    """Provides SGLang's modules."""
     stand = SGLang()
     for name, module in stand.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -102,7 +102,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> SGLang:
 
 @pytest.fixture
 def registration(sglang: SGLang) -> Iterator[Any]:
-    """Our module over SGLang's, which other tests do not see."""
+    """Yields our module over SGLang's, hidden from other tests."""
     yield importlib.import_module(REGISTRATION)
     del sys.modules[REGISTRATION]
 

@@ -1,4 +1,4 @@
-"""DSA in SGLang: indexers, index pages and layers that share a choice, over stand-ins written by its source."""
+"""DSA in SGLang: indexers, index pages and layers that share a selection, over stand-ins from its source."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ HIDDEN, LORA, HEADS, INDEX_DIM, TURNED, TOP = 12, 10, 2, 16, 4, 5
 
 
 class Linear(nn.Linear):
-    """ReplicatedLinear: what it gives comes with a bias that was left out."""
+    """ReplicatedLinear: its output comes with a bias that was left out."""
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), None
 
 
 class Rotary(nn.Module):
-    """Turns the first two pairs of elements by an angle that grows with the position, the halves apart."""
+    """Rotates the first two pairs of elements by an angle that grows with the position; pairs span the two halves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Rotary(nn.Module):
 
 
 class Indexer(nn.Module):
-    """An indexer of DSA. is_fused: whether keys and gates are made by one projection"""
+    """An indexer of DSA. is_fused: true if one projection makes keys and gates"""
 
     num_init_tokens = num_local_tokens = 0
 
@@ -71,7 +71,7 @@ class Indexer(nn.Module):
 
     @property
     def keys_and_gates(self) -> tuple[Tensor, Tensor]:
-        """Weights."""
+        """Weights of keys and gates."""
         if hasattr(self, "wk_weights_proj"):
             rows = self.wk_weights_proj.weight
             return rows[:INDEX_DIM], rows[INDEX_DIM:]
@@ -79,7 +79,7 @@ class Indexer(nn.Module):
 
 
 class SparsePool(LatentPool):
-    """DSATokenToKVPool: beside latent rows, pages that have all codes of index keys and then all their factors."""
+    """DSATokenToKVPool: latent rows, and index pages with the codes of all keys and then all their scales."""
 
     def __init__(self, layers: Sequence[int], num_slots: int, page_size: int, device: torch.device) -> None:
         super().__init__(layers, num_slots, torch.float32, device)
@@ -95,7 +95,7 @@ class SparsePool(LatentPool):
 
 
 class SparseEngine(Engine):
-    """Layer 0 has an indexer, and layer 1 attends to what that has chosen."""
+    """An engine in which layer 0 has an indexer, and layer 1 attends to its selection."""
 
     def __init__(self, provider: str, device: torch.device, *, page_size: int = 4, is_fused: bool = False) -> None:
         super().__init__(provider, device, page_size=page_size, windows=(-1, -1), is_latent=True, serve=False)
@@ -109,7 +109,7 @@ class SparseEngine(Engine):
         self.hooks = AttentionHooks(self.runner, self.serving)
 
     def inputs(self, padded: int) -> tuple[Tensor, Tensor]:
-        """Of the indexer: a layer's input and the queries before they are projected."""
+        """Returns the indexer's inputs: a layer's input and the queries before their projection."""
         return self.random_rows(padded, HIDDEN), self.random_rows(padded, LORA)
 
     def forward_sparse(self, step: Step, x: Tensor, q_lora: Tensor, positions: Tensor) -> None:
@@ -117,7 +117,7 @@ class SparseEngine(Engine):
         self.forward(step, topk_indices=chosen)
 
     def seen(self, requests: Sequence[Request], step: Step, x: Tensor, q_lora: Tensor) -> Callable[[int], Array]:
-        """What each new token attends to, in float64: TOP of the keys before it and its own."""
+        """Returns the keys that each new token attends to, computed in float64: TOP of the earlier keys and its own."""
         wk, wg = (each.double().cpu() for each in self.indexer.keys_and_gates)
         norm, found, first = self.indexer.k_norm, [], 0
         factor = self.factor()
@@ -146,13 +146,13 @@ class SparseEngine(Engine):
         return found.__getitem__
 
     def factor(self) -> float:
-        """The power of two from which on the largest code covers what the norm lets through, rotated."""
+        """Returns the smallest power of two with which the largest code covers the norm's range after rotation."""
         norm = self.indexer.k_norm
         largest = float(norm.weight.abs().max()) * math.sqrt(INDEX_DIM) + float(norm.bias.abs().max())
         return float(2 ** math.ceil(math.log2(largest * math.sqrt(2) / 448)))
 
     def run_sparse(self, mode: Mode, requests: Sequence[Request], new: Sequence[int], padded: int | None = None) -> Any:
-        """An eager step, compared with the oracle."""
+        """Runs an eager step, and compares it with the reference."""
         batch = self.batch(mode, requests, new)
         step = self.step_of(batch, new, padded=padded)
         x, q_lora = self.inputs(len(step.q[0]))
@@ -183,7 +183,7 @@ def test_prompts_in_chunks_decode_and_drafts_attend_to_what_the_indexer_chooses(
 
 
 def graph_of(engine: SparseEngine, x: Tensor, q_lora: Tensor) -> Graph:
-    """A graph of decodes of 4 sequences, whose indexer reads x and q_lora."""
+    """Returns a graph of decodes of 4 sequences, whose indexer reads x and q_lora."""
 
     def forward(step: Step, hooks: object = None, **more: object) -> None:
         chosen = engine.hooks.choose(0, project(engine.indexer, x, q_lora, step.batch.positions))
@@ -209,7 +209,7 @@ def test_a_graph_chooses_anew_in_each_replay(provider: str, device: torch.device
 
 
 def test_index_keys_lie_in_the_engines_pages_each_with_its_factor(provider: str, device: torch.device) -> None:
-    """Whatever moves or copies SGLang's pages takes keys with what they are worth."""
+    """A move or copy of SGLang's pages takes keys with their scales."""
     engine = SparseEngine(provider, device)
     one = engine.admit()
     engine.run_sparse(Mode.EXTEND, [one], [6])
@@ -219,7 +219,7 @@ def test_index_keys_lie_in_the_engines_pages_each_with_its_factor(provider: str,
     codes = rows[:, : size * INDEX_DIM].reshape(-1, size, INDEX_DIM).view(torch.float8_e4m3fn)
     slots = engine.table[one.row, :6].long().cpu()
     stored = codes[slots // size, slots % size].double().numpy() * engine.factor()
-    assert np.allclose(stored, engine.index_keys[one.row], atol=1e-2, rtol=0.07)  # a code may be rounded otherwise
+    assert np.allclose(stored, engine.index_keys[one.row], atol=1e-2, rtol=0.07)  # a code may be rounded differently
     assert (engine.pool.index[1] == 0x7F).all()
 
 

@@ -1,4 +1,4 @@
-"""What drafts that are verified see, in memory that our backend of SGLang has for it; replays allocate none."""
+"""The mask of drafts that are verified, in memory of our backend for SGLang; replays allocate none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DRAFTS = 3
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch has it
-    """Names of operations whose results lie in memory that none of their arguments has."""
+    """Records names of operations whose results are in new memory, which none of their arguments has."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as torch has it
@@ -42,7 +42,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as tor
 
 @contextmanager
 def no_allocation(device: torch.device) -> Iterator[None]:
-    """On a GPU nothing is allocated; elsewhere nothing but by torch's twins of kernels, which begin() launches."""
+    """Checks that a GPU allocates nothing, and other devices only in torch twins of kernels, which begin() launches."""
     if device.type == "cuda":
         name = "allocation.all.allocated"
         before = torch.cuda.memory_stats(device)[name]
@@ -55,7 +55,7 @@ def no_allocation(device: torch.device) -> Iterator[None]:
 
 
 def chains_and_branches(requests: Sequence[Request]) -> Callable[[int], Array]:
-    """What drafts see: all that was there, the first of them, and themselves."""
+    """Returns the keys that drafts see: all earlier ones, the first draft, and themselves."""
     before = [request.kv_len for request in requests]
 
     def cells(number: int) -> Array:
@@ -69,7 +69,7 @@ def chains_and_branches(requests: Sequence[Request]) -> Callable[[int], Array]:
 
 @pytest.fixture
 def engine(provider: str, device: torch.device) -> Engine:
-    """Graphs of up to 4 sequences whose drafts are trees."""
+    """Returns an engine with graphs of up to 4 sequences whose drafts are trees."""
     made = Engine(provider, device, with_trees=True, draft_tokens=DRAFTS)
     made.hooks.init_cuda_graph_state(4, 4 * DRAFTS)
     return made
@@ -82,15 +82,15 @@ def test_a_mask_that_is_written_in_place_is_read_there_in_every_replay(engine: E
     assert memory is not None
     graph = Graph(engine, 4, width=DRAFTS, mode=Mode.TARGET_VERIFY, topk=2)
     for batch in (requests[:2], requests, requests[2:]):
-        memory.fill_(True)  # what SGLang's kernel leaves of an earlier step
+        memory.fill_(True)  # left by SGLang's kernel in an earlier step
         graph.replay(batch, mask=chains_and_branches(batch), into=memory)
-    graph.replay(requests[:1], mask=chains_and_branches(requests[:1]))  # of n-grams, in memory of their own
+    graph.replay(requests[:1], mask=chains_and_branches(requests[:1]))  # drafts of n-grams, in memory of their own
     engine.hooks.attention.check_device()
 
 
 @pytest.mark.long
 def test_halves_of_an_overlapped_batch_read_their_parts_of_its_mask_in_graphs_of_their_own(engine: Engine) -> None:
-    """SGLang writes the mask where the whole batch's backend has it, and hands each half's a part of that."""
+    """SGLang writes the mask to the memory of the whole batch's backend, and passes each half a part of it."""
     whole, requests = engine.hooks, [engine.admit() for _ in range(3)]
     engine.run(Mode.EXTEND, requests, [9, 2, 5])
     graphs = []
@@ -108,7 +108,7 @@ def test_halves_of_an_overlapped_batch_read_their_parts_of_its_mask_in_graphs_of
 
 
 def test_there_is_room_for_the_mask_of_the_longest_sequences(engine: Engine) -> None:
-    """As SGLang's tree_mask_numel has it: a row for each draft, with a cell for each token and each draft."""
+    """SGLang's tree_mask_numel has this size: a row per draft, with a cell per token and per draft."""
     cells = engine.hooks.mask_cells
     assert cells is not None
     assert cells.numel() >= 4 * DRAFTS * (engine.hooks.max_context_len + DRAFTS)

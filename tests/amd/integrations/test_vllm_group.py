@@ -1,4 +1,4 @@
-"""Steps as vLLM's runners make them, eager and in full graphs, against the oracle; and what they may get wrong."""
+"""Steps as vLLM's runners make them, eager and in full graphs, against the reference, and their possible errors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WINDOW = replace(TERMS, sliding_window=20)
 
 @pytest.fixture(autouse=True)
 def inference_mode() -> Iterator[None]:
-    """vLLM allocates and runs in it."""
+    """Runs tests in inference mode, in which vLLM allocates and runs."""
     with torch.inference_mode():
         yield
 
 
 @pytest.fixture
 def runner(device: torch.device, provider: str) -> Runner:
-    """One layer; requests with 9, 40 and 17 tokens."""
+    """Returns a runner of one layer with requests of 9, 40 and 17 tokens."""
     return started(Runner(device=device, provider=provider))
 
 
@@ -39,7 +39,7 @@ def started(runner: Runner) -> Runner:
     return runner
 
 
-# Under Triton's interpreter one of each in every run, and the others in the nightly one.
+# Under Triton's interpreter every run has one of each, and the nightly run the others.
 long = pytest.mark.long
 
 LAYERS = {
@@ -71,7 +71,7 @@ def test_decodes_prompts_chunks_and_mixed_steps_equal_the_oracle(
 def test_packed_rows_of_two_byte_numbers_equal_the_oracle(
     dim: int, heads_first: bool, device: torch.device, provider: str
 ) -> None:
-    """By kernels that take strides; Hopper's own, which the device would have for pages of this kind, do not."""
+    """Kernels that take strides serve it; Hopper's own, which the device has for such pages, do not."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     runner = Runner(
         [replace(TERMS, head_size=dim)],
@@ -98,10 +98,10 @@ def test_sinks_that_are_loaded_anew_are_read_from_the_next_step_on_in_graphs_too
     runner = started(Runner([replace(TERMS, sinks=sinks)], device=device, provider=provider))
     graph = runner.capture(4, 4, 1)
     graph.run([1, 1, 1])
-    sinks.data.fill_(3.0)  # vLLM's loaders write so, and call process_weights_after_loading then
+    sinks.data.fill_(3.0)  # vLLM's loaders write this way, and then call process_weights_after_loading
     runner.layers[0].loads.count += 1
     graph.run([1, 1, 1])
-    sinks.copy_(torch.linspace(2, -2, HEADS))  # weights in kernel format come so, without a word
+    sinks.copy_(torch.linspace(2, -2, HEADS))  # weights in kernel format arrive this way, without a call
     runner.step([1, 3, 1])
     graph.run([1, 1, 1])
 
@@ -143,7 +143,7 @@ def test_a_captured_step_whose_slots_lie_elsewhere_is_filled_from_there(runner: 
     graph = runner.capture(4, 4, 1)
     runner.slots[0] = runner.slots[0].clone()
     graph.run([1, 1, 1])
-    runner.groups[0].attention.check_device()  # its slots are those of the table: they were looked at, and are right
+    runner.groups[0].attention.check_device()  # its slots equal the table's: they were checked
 
 
 def test_only_fills_of_captured_steps_are_recorded_and_replayed_for_their_shape(runner: Runner) -> None:
@@ -184,14 +184,14 @@ def test_a_graph_of_verification_steps_serves_fewer_drafts_too(device: torch.dev
     graph.run([3, 3, 3])
     graph.run([3, 1, 2])
     graph.run([3])
-    runner.step([12])  # as many tokens as the graph has, of one request: not the graph's
+    runner.step([12])  # as many tokens as the graph has, of one request: not the graph's kind
     for group in runner.groups:
         group.attention.check_device()
 
 
 @pytest.mark.long
 def test_a_full_graph_of_mixed_steps_serves_a_prompt_that_fills_it(device: torch.device, provider: str) -> None:
-    """vLLM 0.26 captures it with the tokens spread evenly, so what it says of the longest sequence means nothing."""
+    """vLLM 0.26 captures it with the tokens spread evenly, so its number for the longest sequence means nothing."""
     runner = started(Runner(device=device, provider=provider, wide=True))
     graph = runner.capture(MAX_SEQS, 32, 4)
     graph.run([1, 29, 1])
@@ -218,7 +218,7 @@ def test_steps_that_vllm_runs_to_warm_up_are_pads_and_no_fault(runner: Runner) -
 
 
 def assert_reported_two_steps_later(run: Callable[[Sequence[int]], object], what: str) -> None:
-    """Two steps run after the faulty one, and the third is not begun."""
+    """Checks that two steps run after the faulty one, and that the third is not begun."""
     run([1, 1, 1])
     run([1, 1, 1])
     with pytest.raises(DeviceFault, match=what):
@@ -231,7 +231,7 @@ def test_a_stale_pad_is_reported(runner: Runner) -> None:
     graph = runner.capture(4, 4, 1)
 
     def lie(runner: Runner) -> None:
-        runner.seq_lens[3] = 33  # of a request that was there in an earlier step; its line of the table is empty
+        runner.seq_lens[3] = 33  # of a request in an earlier step; its line of the table is empty
 
     graph.run_unseen([1, 1, 1], lie)
     assert_reported_two_steps_later(graph.run_unseen, "a new token had no page of its own")
@@ -240,11 +240,11 @@ def test_a_stale_pad_is_reported(runner: Runner) -> None:
 @long
 def test_a_wrong_slot_is_reported_and_harms_no_other_request(runner: Runner) -> None:
     def lie(runner: Runner) -> None:
-        runner.slots[0][0] = runner.slots[0][1] - 1  # where request 1 has a token
+        runner.slots[0][0] = runner.slots[0][1] - 1  # request 1 has a token there
 
     runner.step_unseen([1, 1, 1], lie)
     assert_reported_two_steps_later(runner.step_unseen, "a slot that was given for a new token is not the one")
-    # What the step wrote to a place of request 1's was dropped. Request 0 has a hole where its token should be.
+    # The step's write to a slot of request 1 was dropped. Request 0 has a hole in the place of its token.
     given, outs = runner.step_unseen([1, 1, 1])
     runner.compare_request(1, [1, 1, 1], given, outs)
     runner.compare_request(2, [1, 1, 1], given, outs)
@@ -276,7 +276,7 @@ def test_a_table_that_moves_between_eager_steps_is_read_where_it_is(runner: Runn
 @long
 def test_a_window_whose_page_was_evicted_too_early_is_reported(device: torch.device, provider: str) -> None:
     runner = started(Runner([WINDOW], device=device, provider=provider))
-    runner.evict(1, 0, 2)  # of 41 tokens, 32 are gone; the window still sees from 22 on
+    runner.evict(1, 0, 2)  # of 41 tokens, 32 are freed; the window still sees from 22 on
     runner.step_unseen([1, 1, 1])
     assert_reported_two_steps_later(runner.step_unseen, "the first key that a new token sees lay in a page")
 
@@ -351,7 +351,7 @@ def of_any_tokens(runner: Runner) -> None:
     graph.run([1, 1, 1])
 
 
-# vLLM's levels, in order: what a graph of a builder that declares one may be captured and replayed for.
+# vLLM's levels, in order -> the steps that a graph may be captured and replayed for if its builder declares the level.
 LEVELS: dict[str, Callable[[Runner], None]] = {
     "UNIFORM_SINGLE_TOKEN_DECODE": of_one_token_each,
     "UNIFORM_BATCH": of_as_many_tokens_each,

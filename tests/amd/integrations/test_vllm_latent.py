@@ -1,4 +1,4 @@
-"""Decodes of MLA layers as vLLM runs them: it stores latent rows itself, and ranks may share a sequence's."""
+"""Decodes of MLA layers as vLLM runs them: it stores latent rows itself, and ranks may share a sequence's rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOLERANCE = 3e-5
 
 @pytest.fixture(autouse=True)
 def inference_mode() -> Iterator[None]:
-    """vLLM allocates and runs in it."""
+    """Runs tests in inference mode, in which vLLM allocates and runs."""
     with torch.inference_mode():
         yield
 
@@ -50,10 +50,10 @@ class Layer:
 
 
 class Rank:
-    """A rank's part of every sequence: rows `rank`, `rank + ranks`, ... of it, in blocks of its own."""
+    """A rank's part of every sequence: its rows `rank`, `rank + ranks`, ..., in blocks of its own."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device, provider: str, top: int = 0) -> None:
-        """top: keys that are chosen for a token; 0: it attends to all"""
+        """Builds the rank. top: keys selected per token; 0: it attends to all"""
         self.rank, self.ranks, self.device = rank, ranks, device
         self.layer = Layer(device)
         cache = CacheTerms(BLOCK, 0, torch.float32, torch.float8_e4m3fn, ranks)
@@ -71,7 +71,7 @@ class Rank:
         self.slots = torch.full((32,), -1, dtype=torch.int64, device=device)
 
     def store(self, seq: int, rows: Tensor) -> list[int]:
-        """Write this rank's rows of a sequence, as vLLM does; the slots of all of them."""
+        """Writes this rank's rows of a sequence, as vLLM does, and returns all of their slots."""
         mine = rows[self.rank :: self.ranks]
         place = torch.arange(len(mine))
         slots = self.table[seq].cpu().long()[place // BLOCK] * BLOCK + place % BLOCK
@@ -80,7 +80,7 @@ class Rank:
         return [int(slot) for slot in slots]
 
     def common(self, num_reqs: int, width: int) -> DecodesOfStep:
-        """Metadata of decodes of `width` new tokens each."""
+        """Returns metadata of decodes of `width` new tokens each."""
         self.query_start_loc.copy_((torch.arange(SEQS + 1) * width).int())
         tokens = num_reqs * width
         return DecodesOfStep(
@@ -97,13 +97,13 @@ class Rank:
 
 
 def rows_of(lengths: Sequence[int]) -> list[Tensor]:
-    """Latent rows of sequences."""
+    """Returns latent rows of sequences."""
     draw = np.random.default_rng(7)
     return [torch.from_numpy(draw.standard_normal((length, LATENT))).float() for length in lengths]
 
 
 def wanted(q: Tensor, rows: Tensor) -> Tensor:
-    """The oracle's, of a sequence's last tokens."""
+    """Returns the reference's output of a sequence's last tokens."""
     k = rows.double().numpy()[:, None]
     out, _ = attention(q.double().cpu().numpy(), k, k[..., :V_DIM], Scores(SCALE))
     return torch.from_numpy(out)
@@ -113,7 +113,7 @@ def wanted(q: Tensor, rows: Tensor) -> Tensor:
 def test_ranks_that_share_a_sequence_merge_to_the_oracles_by_their_log_sum_exps(
     ranks: int, device: torch.device, provider: str
 ) -> None:
-    of_seq = rows_of([1, 33, 80])  # of the first one, the second rank has nothing
+    of_seq = rows_of([1, 33, 80])  # the second rank has nothing of the first one
     parts = [Rank(rank, ranks, device, provider) for rank in range(ranks)]
     q = torch.from_numpy(np.random.default_rng(1).standard_normal((3, HEADS, LATENT))).float().to(device)
     outs, lses = [], []
@@ -186,9 +186,9 @@ TOP = 12
 
 
 def chosen_for(lengths: Sequence[int], draw: np.random.Generator) -> Tensor:
-    """[tokens, TOP] keys as vLLM's indexer leaves them: in any order, -1 where a token sees fewer than TOP.
+    """Returns [tokens, TOP] keys as vLLM's indexer leaves them: in any order, -1 if a token sees fewer than TOP.
 
-    lengths: of each token, the keys that it sees
+    lengths: number of keys that each token sees
     """
     rows = torch.full((len(lengths), TOP), -1, dtype=torch.int32)
     for row, length in enumerate(lengths):
@@ -198,7 +198,7 @@ def chosen_for(lengths: Sequence[int], draw: np.random.Generator) -> Tensor:
 
 
 def compare_chosen(out: Tensor, q: Tensor, of_seq: Sequence[Tensor], chosen: Tensor, width: int) -> None:
-    """Each of the last `width` tokens of sequences has attended to what was chosen for it."""
+    """Checks that each of the last `width` tokens of the sequences has attended to its selected keys."""
     for token in range(len(of_seq) * width):
         places = chosen[token][chosen[token] >= 0].long()
         want = wanted(q[token : token + 1], of_seq[token // width][places])[0]
@@ -206,7 +206,7 @@ def compare_chosen(out: Tensor, q: Tensor, of_seq: Sequence[Tensor], chosen: Ten
 
 
 def place(part: Rank, of_seq: Sequence[Tensor], width: int) -> list[int]:
-    """Store rows of sequences, the last `width` of each as new ones; the keys that each new token sees."""
+    """Stores rows of sequences, the last `width` as new ones. Returns the number of keys that each new token sees."""
     part.slots.fill_(-1)
     for seq, rows in enumerate(of_seq):
         slots = part.store(seq, rows)[-width:]
@@ -230,7 +230,7 @@ def test_sparse_layers_attend_to_what_was_chosen_in_any_order(width: int, device
 
 
 def test_graphs_of_sparse_layers_and_steps_that_vllm_runs_for_its_own_sake(device: torch.device, provider: str) -> None:
-    """What is in the buffer of chosen keys then means nothing, and is no fault; nor is what pads have there."""
+    """The buffer of selected keys is meaningless in such steps, and is no fault. Nor are the entries of pads."""
     part = Rank(0, 1, device, provider, TOP)
     draw = np.random.default_rng(4)
     q = torch.zeros(SEQS, HEADS, LATENT, device=device)

@@ -1,4 +1,4 @@
-"""What our backend classes refuse of vLLM and ask of kernels, its base classes and its config standing in for it."""
+"""Our backend classes' refusals of vLLM, and their demands on kernels, with stand-ins for vLLM's classes and config."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ PROMPTS_SHARED = {"prefill_context_parallel_size": 2}
 
 @pytest.fixture
 def ours() -> Iterator[dict[str, Any]]:
-    """Our modules, beside a release of vLLM's that is served."""
+    """Yields our modules next to a supported release of vLLM."""
     with installed() as found:
         yield found
 
 
 def backend_of(ours: dict[str, Any], kind: str) -> Any:
-    """The backend class of a module of ours."""
+    """Returns the backend class of a module of ours."""
     names = {"backend": "RocmAttnBackend", "mla": "RocmAttnMLABackend", "sparse_mla": "RocmAttnSparseMLABackend"}
     return getattr(ours[kind], names[kind])
 
 
 def builder(ours: dict[str, Any], kind: str, layer: Any = None, **ranks: int) -> Any:
-    """What vLLM makes for a layer, or for a plain one of the kind, where a model asks for ranks."""
+    """Returns vLLM's builder for a layer, or for a plain one of the kind. ranks: sizes that a model asks for"""
     cls = backend_of(ours, kind)
     if layer is None:
         layer = (gqa_layer if kind == "backend" else latent_layer)(cls.get_impl_cls())

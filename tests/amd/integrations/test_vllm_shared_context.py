@@ -1,4 +1,4 @@
-"""Ranks that share the context of GQA layers: what they merge is the oracle's, of whole sequences."""
+"""Ranks that share the context of GQA layers: their merged result equals the reference of whole sequences."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ TOLERANCE = 3e-5
 
 @dataclass
 class Meeting:
-    """Ranks as threads: each brings a tensor, and all have all of them. Between two meetings one thread runs at a time,
-    as Triton's interpreter takes one alone."""
+    """Ranks as threads: each brings a tensor, and all get all of them.
+
+    Between two meetings one thread runs at a time, because Triton's interpreter supports only one.
+    """
 
     ranks: int
     turn: threading.Lock = field(init=False, default_factory=threading.Lock)
@@ -53,14 +55,14 @@ class Meeting:
             self.turn.acquire()
 
     def together(self, run: Callable[[int], None]) -> None:
-        """Run all ranks; what the first of them raises is raised, and ends the others."""
+        """Runs all ranks. The first error is raised, and ends the others."""
         raised: list[BaseException] = []
 
         def caught(rank: int) -> None:
             with self.turn:
                 try:
                     run(rank)
-                except BaseException as error:  # is raised below
+                except BaseException as error:  # raised below
                     raised.append(error)
                     self.barrier.abort()
 
@@ -75,7 +77,7 @@ class Meeting:
 
 @dataclass
 class ThreadRanks:
-    """A rank's view of a meeting, as vLLM's GroupCoordinator."""
+    """A rank's view of a meeting, like vLLM's GroupCoordinator."""
 
     meeting: Meeting
     rank_in_group: int
@@ -102,7 +104,7 @@ class Cache:
 
 
 class Rank:
-    """One rank: its layer, its blocks of each sequence, and what a step says of them."""
+    """One rank: its layer, its blocks of each sequence, and its metadata of a step."""
 
     def __init__(self, ranks: Ranks, stretch: int, device: torch.device, provider: str, sinks: Tensor | None) -> None:
         self.device, self.sharing = device, Sharing(ranks, stretch)
@@ -119,7 +121,7 @@ class Rank:
         self.table = torch.from_numpy(blocks.reshape(SEQS, 8).astype(np.int32)).to(device)
 
     def common(self, before: Sequence[int], new: Sequence[int]) -> DecodesOfStep:
-        """Metadata of a step as vLLM's runner makes it on this rank."""
+        """Returns metadata of a step as vLLM's runner makes it on this rank."""
         ranks, stretch = self.sharing.ranks, self.sharing.stretch
         slots = []
         for seq, (length, count) in enumerate(zip(before, new, strict=True)):
@@ -144,7 +146,7 @@ class Rank:
         )
 
     def step(self, before: Sequence[int], new: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """One forward of the layer."""
+        """Runs one forward of the layer."""
         with torch.inference_mode():
             step = self.group.begin(self.common(before, new))
             self.group.store("layer", step, self.layer.kv_cache, k, v)
@@ -161,7 +163,7 @@ def test_new_tokens_see_the_contexts_of_all_ranks_and_themselves(
     ranks = [Rank(ThreadRanks(meeting, rank), stretch, device, provider, sinks) for rank in range(2)]
     stored: list[list[tuple[Array, Array]]] = [[], [], []]
     before = [0, 0, 0]
-    # Prompts; the first's one token is on one rank alone; decodes; a chunk beside decodes.
+    # Prompts, of which the first one's single token is on one rank only; decodes; a chunk next to decodes.
     for new in ([1, 9, 40], [1, 1, 1], [1, 1, 1], [1, 20, 1], [3, 1, 2]):
         q, k, v = (draw.standard_normal((sum(new), heads, DIM)).astype(np.float32) for heads in (HEADS, 1, 1))
         found = forward(meeting, ranks, before, new, [torch.from_numpy(each).to(device) for each in (q, k, v)])
@@ -182,7 +184,7 @@ def test_new_tokens_see_the_contexts_of_all_ranks_and_themselves(
 def forward(
     meeting: Meeting, ranks: Sequence[Rank], before: Sequence[int], new: Sequence[int], given: Sequence[Tensor]
 ) -> Array:
-    """A step of all ranks at once: the output of all heads. given: q of all heads, k and v"""
+    """Runs a step of all ranks at once and returns the output of all heads. given: q of all heads, k and v"""
     q, k, v = given
     heads = HEADS // len(ranks)
     outs = [torch.full((len(q), heads, DIM), 7.0, device=q.device) for _ in ranks]

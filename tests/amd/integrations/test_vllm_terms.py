@@ -1,4 +1,4 @@
-"""What vLLM says of layers becomes problems or a refusal in one sentence; and which names of backends are ours."""
+"""vLLM's terms of layers become problems or a refusal in one sentence; and the backend names that are ours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
 from rocm_attn.machine import settings as machine_settings
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Scales
 
-# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+# Marked long for the interpreter's stage: no Triton kernel runs here, and the stage host runs it every time.
 pytestmark = pytest.mark.long
 
 CACHE = CacheTerms(16, 64, torch.bfloat16, torch.float8_e4m3fn)
@@ -156,7 +156,7 @@ def test_the_environment_says_whose_kernels_serve_and_what_a_fault_does(caplog: 
 
 
 class Registry:
-    """vLLM's registry of backends, as 0.26 has it; with names of one's own from 0.32 on."""
+    """vLLM's registry of backends, as in 0.26; with custom names from 0.32 on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, takes_names: bool) -> None:
         self.paths: dict[str, str] = {}
@@ -171,13 +171,13 @@ class Registry:
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def register_backend(self, backend: Any, class_path: str | None = None, is_mamba: bool = False) -> None:
-        """Lazily: a path is kept, and nothing imported."""
+        """Registers lazily: it keeps the path, and imports nothing."""
         assert class_path is not None
         self.paths[backend if isinstance(backend, str) else backend.name] = class_path
 
 
 def settings_of(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
-    """The process's settings, read anew."""
+    """Reads the process's settings again, with these values."""
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     machine_settings.settings.cache_clear()
@@ -185,7 +185,7 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
 
 @pytest.fixture(autouse=True)
 def read_settings_again() -> Any:
-    """Other tests read their own."""
+    """Makes other tests read their own settings."""
     yield
     machine_settings.settings.cache_clear()
 

@@ -1,7 +1,7 @@
-"""What vLLM's model runners do with an attention backend, in small: packed caches, block tables, slots, pads, graphs.
+"""A small version of vLLM's model runners: packed caches, block tables, slots, pads, graphs.
 
-Written from vLLM 0.26 and 0.32 (v1/worker/gpu_model_runner.py, v1/worker/gpu/cudagraph_utils.py, block_table.py), with
-K and V of every request kept in NumPy beside it. Blocks that no request has hold NaN, and so does what pads bring.
+It follows vLLM 0.26 and 0.32 (v1/worker/gpu_model_runner.py, v1/worker/gpu/cudagraph_utils.py, block_table.py), with K
+and V of every request also kept in NumPy. Blocks without a request are NaN, and so are the values of pads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TERMS = LayerTerms(HEADS, DIM, SCALE, KV_HEADS)
 
 @dataclass
 class Request:
-    """A request in a line of the block tables. blocks: of each group, 0 where one was evicted"""
+    """A request in a line of the block tables. blocks: of each group, 0 for an evicted one"""
 
     blocks: list[list[int]]
     kv_len: int = 0
@@ -43,7 +43,7 @@ class Request:
 
 @dataclass
 class Layer:
-    """One layer as vLLM has it, and what its requests have stored. group: of KV caches"""
+    """One layer in vLLM's form, and the stored rows of its requests. group: of KV caches"""
 
     name: str
     terms: LayerTerms
@@ -56,11 +56,11 @@ class Layer:
 
 
 def unchanged(runner: Runner) -> None:
-    """Nothing goes wrong in a step."""
+    """Changes nothing in a step."""
 
 
 class Runner:
-    """A runner of vLLM's over KVGroups, one for each KV cache group; layers live in the groups that `groups` names."""
+    """A vLLM runner over KVGroups, one per KV cache group. `groups` names the groups of layers."""
 
     def __init__(
         self,
@@ -133,21 +133,21 @@ class Runner:
         }
 
     def admit(self) -> int:
-        """A new request, in the next line."""
+        """Adds a new request, in the next line."""
         self.requests.append(Request([[] for _ in self.tables]))
         for layer in self.layers:
             layer.stored[len(self.requests) - 1] = []
         return len(self.requests) - 1
 
     def step(self, new: Sequence[int], corrupt: Callable[[Runner], None] = unchanged) -> None:
-        """An eager step of the first requests, with so many new tokens each; compared with the oracle."""
+        """Runs an eager step of the first requests, with new[i] new tokens each, and compares it with the reference."""
         given, outs = self.step_unseen(new, corrupt)
         self.compare(new, given, outs)
 
     def step_unseen(
         self, new: Sequence[int], corrupt: Callable[[Runner], None] = unchanged
     ) -> tuple[list[tuple[Tensor, Tensor, Tensor]], list[Tensor]]:
-        """As step(), without a look at the results."""
+        """Like step(), but without checking the results."""
         total = sum(new)
         self.prepare(new, len(new), total)
         corrupt(self)
@@ -160,7 +160,7 @@ class Runner:
         return given, outs
 
     def prepare(self, new: Sequence[int], padded_seqs: int, padded_tokens: int) -> None:
-        """Blocks, lengths and slots of a step, and vLLM's pads."""
+        """Writes blocks, lengths and slots of a step, and vLLM's pads."""
         ends = np.cumsum([0, *new])
         for index, table in enumerate(self.tables):
             slots: list[int] = []
@@ -184,7 +184,7 @@ class Runner:
     def common(
         self, group: int, num_reqs: int, num_tokens: int, max_query_len: int, causal: bool = True
     ) -> DecodesOfStep:
-        """A group's metadata: parts of memory that stays."""
+        """Returns a group's metadata: parts of persistent memory."""
         return DecodesOfStep(
             self.query_start_loc[: num_reqs + 1],
             self.seq_lens[:num_reqs],
@@ -198,7 +198,7 @@ class Runner:
         )
 
     def projected(self, num_tokens: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of a layer; self.pad in padded rows."""
+        """Returns q, k and v of a layer; self.pad in padded rows."""
         values = [
             torch.from_numpy(self.random.standard_normal((padded, heads, self.dim))).to(self.device, self.dtype)
             for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -208,13 +208,13 @@ class Runner:
         return values[0], values[1], values[2]
 
     def unwritten(self, num_tokens: int) -> Tensor:
-        """An output that nobody has written."""
+        """Returns an unwritten output."""
         return torch.full((num_tokens, HEADS, self.dim), 7.0, dtype=self.dtype, device=self.device)
 
     def forward(
         self, steps: Sequence[object], given: Sequence[tuple[Tensor, Tensor, Tensor]], outs: Sequence[Tensor]
     ) -> None:
-        """What layers of vLLM's call."""
+        """Makes the calls of vLLM's layers."""
         for layer, (q, k, v), out in zip(self.layers, given, outs, strict=True):
             group, step = self.groups[layer.group], steps[layer.group]
             if layer.terms.stores:
@@ -222,7 +222,7 @@ class Runner:
             group.attend(layer.name, step, layer.kv_cache, q, out)  # type: ignore[arg-type]
 
     def keep(self, new: Sequence[int], given: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Remember what was stored, as a reader of the pages gets it."""
+        """Records the stored rows, as a reader of the pages gets them."""
         for layer, (_, k, v) in zip(self.layers, given, strict=True):
             problem, first = layer.terms.problem(self.cache), 0
             scales = [scale.cpu().reshape(1) for scale in (layer._k_scale, layer._v_scale)]
@@ -239,14 +239,14 @@ class Runner:
     def compare(
         self, new: Sequence[int], given: Sequence[tuple[Tensor, Tensor, Tensor]], outs: Sequence[Tensor]
     ) -> None:
-        """Every token's row is the oracle's."""
+        """Checks that every token's row equals the reference."""
         for row in range(len(new)):
             self.compare_request(row, new, given, outs)
 
     def compare_request(
         self, row: int, new: Sequence[int], given: Sequence[tuple[Tensor, Tensor, Tensor]], outs: Sequence[Tensor]
     ) -> None:
-        """Those of one request are."""
+        """Checks that the rows of one request equal the reference."""
         tokens = slice(sum(new[:row]), sum(new[: row + 1]))
         for layer, (q, _, _), out in zip(self.layers, given, outs, strict=True):
             terms = layer.terms
@@ -264,7 +264,7 @@ class Runner:
             assert np.allclose(found, want, atol=near, rtol=near), f"{layer.name}, request {row}"
 
     def evict(self, row: int, group: int, blocks: int) -> None:
-        """Give back a request's first blocks of a group, as its window has passed them."""
+        """Frees a request's first blocks of a group, which its window has passed."""
         request = self.requests[row]
         for index in range(blocks):
             block = request.blocks[group][index]
@@ -274,7 +274,7 @@ class Runner:
             request.blocks[group][index] = 0
 
     def capture(self, num_reqs: int, num_tokens: int, max_query_len: int) -> Graph:
-        """A full graph of steps of a padded size."""
+        """Captures a full graph of steps of a padded size."""
         return Graph(self, num_reqs, num_tokens, max_query_len)
 
 
@@ -296,12 +296,12 @@ class Graph:
         self.recording, _ = recorder_for(runner.device).record(lambda: runner.forward(steps, self.given, self.outs))
 
     def run(self, new: Sequence[int], corrupt: Callable[[Runner], None] = unchanged) -> None:
-        """Replay for the first requests; compared with the oracle."""
+        """Replays the graph for the first requests, and compares it with the reference."""
         self.run_unseen(new, corrupt)
         self.runner.compare(new, self.given, self.outs)
 
     def run_unseen(self, new: Sequence[int], corrupt: Callable[[Runner], None] = unchanged) -> None:
-        """As run(), without a look at the results."""
+        """Like run(), but without checking the results."""
         runner, total = self.runner, sum(new)
         runner.prepare(new, self.num_reqs, self.num_tokens)
         corrupt(runner)

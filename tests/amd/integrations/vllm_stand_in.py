@@ -1,6 +1,6 @@
-"""What our backend classes import of vLLM 0.33, without it, by its source: their base classes, its config and layers.
+"""The imports of our backend classes from vLLM 0.33, without it, from its source: base classes, config and layers.
 
-Base classes keep what they are given, and do nothing else. GQA layers and latent ones are made as vLLM makes them.
+Base classes keep their arguments, and do nothing else. GQA layers and latent ones are made as vLLM makes them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LATENT, TOP, BLOCK, NUM_BLOCKS, SEQS = 32, 8, 16, 5, 4
 
 
 class CGSupport(Enum):
-    """AttentionCGSupport."""
+    """vLLM's AttentionCGSupport."""
 
     ALWAYS = 3
     UNIFORM_BATCH = 2
@@ -34,7 +34,7 @@ class CGSupport(Enum):
 
 
 class GraphMode(Enum):
-    """CUDAGraphMode."""
+    """vLLM's CUDAGraphMode."""
 
     NONE = 0
     PIECEWISE = 1
@@ -42,13 +42,13 @@ class GraphMode(Enum):
 
 
 class QueryLens(Enum):
-    """QueryLenSupport."""
+    """vLLM's QueryLenSupport."""
 
     UNIFORM = "uniform"
 
 
 class Names(Enum):
-    """AttentionBackendEnum, where our names have been registered."""
+    """vLLM's AttentionBackendEnum, in which our names have been registered."""
 
     CUSTOM = "CUSTOM"
     ROCM_ATTN_RT_MLA = "ROCM_ATTN_RT_MLA"
@@ -56,11 +56,11 @@ class Names(Enum):
 
 
 class Backend:
-    """AttentionBackend, and MLACommonBackend."""
+    """vLLM's AttentionBackend and MLACommonBackend."""
 
 
 class Builder(Generic[T]):
-    """AttentionMetadataBuilder, and MLACommonMetadataBuilder."""
+    """vLLM's AttentionMetadataBuilder and MLACommonMetadataBuilder."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: Any) -> None:
         self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
@@ -68,11 +68,11 @@ class Builder(Generic[T]):
 
 
 class Impl(Generic[T]):
-    """AttentionImpl."""
+    """vLLM's AttentionImpl."""
 
 
 class LatentImpl(Generic[T]):
-    """MLACommonImpl, and SparseMLACommonImpl."""
+    """vLLM's MLACommonImpl and SparseMLACommonImpl."""
 
     def __init__(  # its parameters are vLLM's
         self,
@@ -94,7 +94,7 @@ class LatentImpl(Generic[T]):
 
 @dataclass
 class Decodes:
-    """MLACommonDecodeMetadata."""
+    """vLLM's MLACommonDecodeMetadata."""
 
     block_table: Tensor
     seq_lens: Tensor
@@ -103,20 +103,20 @@ class Decodes:
 
 @dataclass
 class Config:
-    """VllmConfig, and the layers of a model. ranks: parallel_config, its names and sizes"""
+    """vLLM's VllmConfig, and the layers of a model. ranks: parallel_config, its names and sizes"""
 
     layers: dict[str, Any]
     ranks: dict[str, int] = field(default_factory=dict)
 
     @property
     def parallel_config(self) -> Any:
-        """All sizes are 1 but those that are given."""
+        """All sizes are 1 except the given ones."""
         ones = {f"{kind}_context_parallel_size": 1 for kind in ("decode", "prefill")}
         return SimpleNamespace(**{**ones, "cp_kv_cache_interleave_size": 1, **self.ranks})
 
     @property
     def model_config(self) -> Any:
-        """Of a small model whose indexer chooses TOP keys."""
+        """The config of a small model whose indexer selects TOP keys."""
         chosen = SimpleNamespace(index_topk=TOP, index_n_heads=4, index_head_dim=DIM)
         return SimpleNamespace(dtype=torch.float32, max_model_len=64, hf_text_config=chosen)
 
@@ -125,24 +125,24 @@ class Config:
 
 
 def layers_of(config: Config, layer_type: type, names: Iterable[str]) -> dict[str, Any]:
-    """get_layers_from_vllm_config."""
+    """Does the same as `get_layers_from_vllm_config`."""
     return {name: config.layers[name] for name in names}
 
 
 def spec() -> Any:
-    """A KV cache group's, of layers of one kind."""
+    """Returns the spec of a KV cache group with layers of one kind."""
     return SimpleNamespace(block_size=BLOCK, head_size=DIM)
 
 
 def gqa_layer(impl: Callable[..., Any], **terms: Any) -> Any:
-    """An attention layer with a cache of its own, as vLLM packs it. terms: that vLLM gives its implementation"""
+    """Returns an attention layer with a cache of its own, as vLLM packs it. terms: given to its implementation"""
     cache = torch.zeros(NUM_BLOCKS, BLOCK, KV_HEADS, 2 * DIM).transpose(1, 2)
     made = impl(HEADS, DIM, SCALE, KV_HEADS, **terms)
     return SimpleNamespace(layer_name="layer", impl=made, kv_cache=cache)
 
 
 def latent_layer(impl: Callable[..., Any], kv_cache_dtype: str = "auto", chosen: Tensor | None = None) -> Any:
-    """An MLA layer. chosen: the buffer that an indexer writes"""
+    """Returns an MLA layer. chosen: the buffer that an indexer writes"""
     cache = torch.zeros(NUM_BLOCKS, BLOCK, LATENT + DIM)
     terms = (HEADS, LATENT + DIM, SCALE, 1, None, None, kv_cache_dtype, None, "decoder", None)
     made = impl(*terms, kv_lora_rank=LATENT, topk_indices_buffer=chosen)
@@ -150,7 +150,7 @@ def latent_layer(impl: Callable[..., Any], kv_cache_dtype: str = "auto", chosen:
 
 
 def step(kv_len: int = 3) -> Any:
-    """CommonAttentionMetadata of a decode of one sequence, whose tokens are in block 1."""
+    """Returns the CommonAttentionMetadata of a decode of one sequence, whose tokens are in block 1."""
     return SimpleNamespace(
         query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
         seq_lens=torch.tensor([kv_len], dtype=torch.int32),
@@ -166,9 +166,9 @@ def step(kv_len: int = 3) -> Any:
 
 @contextmanager
 def installed(version: str = "0.33.0", ranks: int = 2) -> Iterator[dict[str, Any]]:
-    """Our modules of CLASSES by name, as they are imported beside a vLLM of a version.
+    """Yields our modules of CLASSES by name, imported next to a vLLM of a version.
 
-    ranks: that share contexts, where a config asks for it
+    ranks: number of ranks that share contexts, if a config asks for it
     """
     stand_ins = _modules(version, ranks)
     names = [*stand_ins, *(f"{OURS}.{name}" for name in CLASSES)]

@@ -1,4 +1,4 @@
-"""Paged attention problems with poison around everything that may not be read, and a float64 answer."""
+"""Paged attention problems with poison around everything that may not be read, and a float64 reference."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
 from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
-# A value of every tensor that a kernel has to overwrite or must leave alone.
+# The initial value of every tensor that a kernel must overwrite or leave unchanged.
 UNTOUCHED = -77.0
-# Of a padded token: a kernel that looks at it is far from every key.
+# The place of a padded token: a kernel that reads it is far from every key.
 NO_KEY = 1 << 30
 
 
 def dtypes() -> list[torch.dtype]:
-    """What the kernels can be tested with here: Triton's interpreter gets bf16 arithmetic wrong without saying so."""
+    """Returns the dtypes that can be tested here: Triton's interpreter computes bf16 wrongly without an error."""
     gpu_only = [torch.bfloat16] if torch.cuda.is_available() else []
     return [torch.float32, torch.float16, *gpu_only]
 
 
 def in_each_way(name: str, cases: Mapping[str, object], runs: Sequence[Callable[..., None]]) -> pytest.MarkDecorator:
-    """Parameters run, name and dtype: every case in every dtype, by each kernel and by their twin, the last of runs.
+    """Parametrizes run, name and dtype: every case in every dtype, by each kernel and by their twin, the last of runs.
 
-    In every run a case has one of the dtypes, by the twin and by one of the kernels; the others are long. Which ones
-    they are changes from case to case.
+    Every run has one of a case's dtypes, by the twin and by one of the kernels; the others are long. The choice changes
+    from case to case.
     """
     number_of_kernels = len(runs) - 1
 
@@ -75,16 +75,16 @@ class Case:
 
     heads:           query heads, KV heads
     dims:            head_dim, v_head_dim
-    kv_len, q_len:   one number for each sequence
-    tail:            padded tokens past the last sequence's
-    spread:          whether q, out and the pages are views with gaps, in an order of dimensions of their own
+    kv_len, q_len:   one number per sequence
+    tail:            padded tokens after the last sequence's
+    spread:          true if q, out and the pages are views with gaps, in an order of dimensions of their own
     window_left, soft_cap, causal: see Scores
-    sinks, slopes:   whether the heads have them
-    masked:          whether a random packed mask says what each token sees, few keys, all, or none, and where it is
+    sinks, slopes:   true if the heads have them
+    masked:          true if a random packed mask gives each token's position and visible keys: few, all, or none
     mask_keys:       keys before a sequence's new ones that the mask covers, at most; all tokens see those before them
-    first_page:      pages of each sequence's row that lie before its keys; nothing: none
-    latent:          whether V is the first part of K
-    kv, scales:      the encoding of eight-bit pages, and what shares a factor; None: pages are in dtype
+    first_page:      pages of each sequence's row before its keys; nothing: none
+    latent:          true if V is the first part of K
+    kv, scales:      the encoding of 8-bit pages, and the granularity of scales; None: pages are in dtype
     """
 
     kv_len: Sequence[int]
@@ -109,7 +109,7 @@ class Case:
 
     @property
     def codes(self) -> Codes:
-        """What tiles are chosen by."""
+        """Codes by which tiles are chosen."""
         if self.kv is None:
             return Codes.NONE
         return Codes.BY_TOKEN if self.scales is Scales.TOKEN else Codes.BY_ROW
@@ -167,13 +167,13 @@ class Tensors:
 
     @property
     def pages(self) -> LayerPages:
-        """K and V pages, with their factors."""
+        """K and V pages, with their scales."""
         kind = PoolKind.LATENT if self.case.latent else PoolKind.SPLIT
         plain = LayerPages.plain(self.k_pages, self.v_pages, kind=kind)
         return LayerPages(plain.k, plain.v, replace(plain.format, scales=self.case.scales), self.k_scale, self.v_scale)
 
     def args(self, schedule: Tensor | None = None, workspace: Tensor | None = None) -> AttendArgs:
-        """The arguments of a launcher, or of a twin, which reads neither schedule nor workspace."""
+        """Returns the arguments of a launcher, or of a twin, which reads neither schedule nor workspace."""
         return AttendArgs(
             q=self.q,
             pages=self.pages,
@@ -189,7 +189,7 @@ class Tensors:
 
 
 def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
-    """Random q, K and V. Pages of no sequence, page tails, gaps, and K and V that no token sees are NaN."""
+    """Returns random q, K and V. Pages of no sequence, page tails, gaps, and K and V that no token sees are NaN."""
     generator = torch.Generator().manual_seed(seed)
     num_q_heads, (head_dim, v_head_dim) = case.heads[0], case.dims
     page_size, num_seqs = case.page_size, len(case.kv_len)
@@ -207,7 +207,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     k_side, v_side = (_Side.of(case, num_pages, dim, generator) for dim in case.dims)
     if case.latent:
         v_side = replace(k_side, held=k_side.held[..., :v_head_dim])
-    # Table entries past a sequence's pages, and rows of no sequence, aim at a page that is NaN.
+    # Table entries after a sequence's pages, and rows of no sequence, point to a page that is NaN.
     first_page = case.first_page or [0] * num_seqs
     width = max([before + pages for before, pages in zip(first_page, pages_of_seq, strict=True)] + [1]) + 1
     table = torch.full((num_seqs + 2, width), num_pages - 1, dtype=torch.int32)
@@ -227,7 +227,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
             covered = [[start + key for key in _random_keys(length - start, generator)] for _ in range(new)]
             drawn += [key in keys for keys in covered for key in range(start, length)]
             shown = [[*range(start), *keys] for keys in covered]
-            # From before the window of the first new token on, as windows of drafts begin.
+            # Starts before the window of the first new token, like windows of drafts.
             first = length - new - max(case.window_left, 0) - 9
             given = torch.randint(first, length, (new,), generator=generator).tolist() if new else []
             window_start += given
@@ -288,7 +288,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """K or V of a sequence: as pages hold it, with the factors of its tokens, and what it is worth, in float64.
+    """K or V of a sequence: the stored values, the scales of its tokens, and the decoded values in float64.
 
     held:   [tokens, kv_heads, dim]
     factor: [tokens, kv_heads]
@@ -299,11 +299,11 @@ class _Drawn:
     values: Tensor
 
     def first_columns(self, dim: int) -> _Drawn:
-        """The first elements of each row, as latent rows hold V."""
+        """Returns the first elements of each row, where latent rows hold V."""
         return replace(self, held=self.held[..., :dim], values=self.values[..., :dim])
 
     def place(self, first: int, side: _Side, page: int, tokens: int) -> None:
-        """Put tokens [first, first + tokens) at the beginning of a page."""
+        """Puts tokens [first, first + tokens) at the beginning of a page."""
         side.held[page, :tokens] = self.held[first : first + tokens]
         if side.case.scales is Scales.TOKEN and side.scale is not None:
             side.scale[page, :, :tokens] = self.factor[first : first + tokens].T
@@ -313,8 +313,8 @@ class _Drawn:
 class _Side:
     """K pages or V pages, NaN at first; codes as uint8.
 
-    scale: their factors, or None
-    nan:   what is no number in them
+    scale: their scales, or None
+    nan:   the value that is NaN in them
     """
 
     case: Case
@@ -337,7 +337,7 @@ class _Side:
         return cls(case, torch.full((*shape, dim), nan, dtype=torch.uint8), scale, nan)
 
     def drawn(self, tokens: int, generator: torch.Generator) -> _Drawn:
-        """Random tokens."""
+        """Returns random tokens."""
         case, heads = self.case, self.case.heads[1]
         values = torch.randn(tokens, heads, self.held.shape[3], generator=generator)
         factor = torch.ones(tokens, heads)
@@ -352,32 +352,32 @@ class _Side:
         return _Drawn(codes.view(torch.uint8), factor, codes.double() * factor[..., None].double())
 
     def poison(self, page: int, offset: int) -> None:
-        """Make a token NaN, and its factors."""
+        """Makes a token NaN, and its scales."""
         self.held[page, offset] = self.nan
         if self.case.scales is Scales.TOKEN and self.scale is not None:
             self.scale[page, :, offset] = float("nan")
 
     def pages(self, device: torch.device, order: tuple[int, ...]) -> Tensor:
-        """As a launcher takes them; where the case says so with gaps, in memory of another order of dimensions."""
+        """Returns the pages in a launcher's form. If the case is spread, they have gaps and another dimension order."""
         held = self.held.to(device)
         held = _spread(held, order, self.nan) if self.case.spread else held
         return held if self.case.kv is None else held.view(self.case.kv.dtype)
 
 
 def _factors(*shape: int, generator: torch.Generator) -> Tensor:
-    """Such that a standard deviation of 1 fills most of an encoding."""
+    """Returns scales with which a standard deviation of 1 fills most of an encoding."""
     return 0.01 + 0.03 * torch.rand(shape, generator=generator)
 
 
 def _visible(case: Case, length: int, kv_index: int) -> range:
-    """The keys that the token at kv_index sees."""
+    """Returns the keys that the token at kv_index sees."""
     if not case.causal:
         return range(length)
     return range(0 if case.window_left == UNLIMITED_WINDOW else max(0, kv_index - case.window_left), kv_index + 1)
 
 
 def _random_keys(length: int, generator: torch.Generator) -> list[int]:
-    """What a token of a masked step sees: nothing, some keys of the first half alone, some of all, or all."""
+    """Returns the keys that a token of a masked step sees: none, some of the first half only, some of all, or all."""
     share, end = [(0.0, 0), (0.3, length // 2), (0.5, length), (1.0, length)][
         int(torch.randint(4, (), generator=generator))
     ]
@@ -386,7 +386,7 @@ def _random_keys(length: int, generator: torch.Generator) -> list[int]:
 
 
 def _packed(cells: Sequence[bool], window_start: Sequence[int], case: Case, device: torch.device) -> PackedMask:
-    """Cells of all sequences as words. Bits after the last one are set: a kernel that reads them sees too much."""
+    """Returns cells of all sequences as words. Bits after the last are set: a kernel that reads them sees too much."""
     bits = [*cells, *[True] * (-len(cells) % 32)]
     words = [sum(bit << place for place, bit in enumerate(bits[at : at + 32])) for at in range(0, len(bits), 32)]
     start = [max(length - new - case.mask_keys, 0) for length, new in zip(case.kv_len, case.q_len, strict=True)]
@@ -402,7 +402,7 @@ def _packed(cells: Sequence[bool], window_start: Sequence[int], case: Case, devi
 def _attend_one(
     q: Tensor, k: Tensor, v: Tensor, distance: Tensor, scores: Scores, sinks: Tensor | None, slopes: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One token: q [q_heads, dim], k and v [visible, kv_heads, dim], distance [visible] to the keys, in float64."""
+    """Attends for a token: q [q_heads, dim], k and v [visible, kv_heads, dim], distance [visible] to keys; float64."""
     ratio = q.shape[0] // k.shape[1]
     k, v = (x.double().repeat_interleave(ratio, 1) for x in (k, v))
     logits = torch.einsum("hd,khd->hk", q.double() * scores.scale, k)
@@ -425,7 +425,7 @@ def _as_is(values: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def _spread(values: Tensor, order: tuple[int, ...], nan: float = float("nan")) -> Tensor:
-    """values in memory of another order of dimensions, with NaN after each row of the last."""
+    """Returns values in memory of another order of dimensions, with NaN after each row of the last."""
     ordered = values.permute(order)
     rows, columns = ordered.shape[:-1], ordered.shape[-1]
     memory = torch.full((*rows, columns + 8), nan, dtype=values.dtype, device=values.device)[..., :columns]
@@ -433,7 +433,7 @@ def _spread(values: Tensor, order: tuple[int, ...], nan: float = float("nan")) -
 
 
 def arch_of(tensors: Tensors) -> str:
-    """The name of the device at hand in tuning tables."""
+    """Returns this device's name in tuning tables."""
     if not tensors.q.is_cuda:
         return "interpreter"
     properties = torch.cuda.get_device_properties(tensors.q.device)
@@ -443,7 +443,7 @@ def arch_of(tensors: Tensors) -> str:
 
 
 def tiles_for(tensors: Tensors) -> tuple[DecodeTiles, ExtendTiles]:
-    """What the tuning table says for the device at hand."""
+    """Returns this device's tiles from the tuning table."""
     arch, case = arch_of(tensors), tensors.case
     shape: dict[str, Any] = {
         "gqa_ratio": tensors.gqa_ratio,
@@ -456,7 +456,7 @@ def tiles_for(tensors: Tensors) -> tuple[DecodeTiles, ExtendTiles]:
 
 
 def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | None = None, rounds: int = 1) -> None:
-    """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
+    """Runs schedule, decode and merge, with scratch memory that is NaN or garbage before."""
     case, tiles = tensors.case, tiles or tiles_for(tensors)[0]
     cut = DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left)
     cut = replace(cut, rounds=rounds)
@@ -468,23 +468,23 @@ def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | 
 
 
 def run_shared_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | None = None) -> None:
-    """run_decode of which rows of windows are handed out and merged too, however short they are."""
+    """Like run_decode, but rows of windows are shared out and merged too, however short they are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "has_whole_rows", lambda *sizes, **more: False)
         run_decode(tensors, num_programs=num_programs, tiles=tiles)
 
 
 def run_decode_twin(tensors: Tensors) -> None:
-    """The torch twin of run_decode."""
+    """Runs the torch twin of run_decode."""
     paged_decode(tensors.args(), scores=tensors.scores)
 
 
 def run_extend(
     tensors: Tensors, *, min_q_len: int = 1, tiles: ExtendTiles | None = None, sharing: Sharing = WHOLE_ROWS
 ) -> None:
-    """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand.
+    """Runs schedule, extend and merge, with scratch memory that is NaN or garbage before.
 
-    sharing: of which rows, causality and window follow from the tensors
+    sharing: rows, causality and window are replaced by those of the tensors
     """
     case = tensors.case
     if tiles is None:
@@ -501,7 +501,7 @@ def run_extend(
 
 
 def extend_cut(tensors: Tensors, tiles: ExtendTiles, sharing: Sharing, *, min_q_len: int = 1) -> ExtendCut:
-    """The cut of a step's layer. sharing: of which rows, causality and window follow from the tensors"""
+    """Returns the cut of a step's layer. sharing: rows, causality and window are replaced by those of the tensors"""
     cut = ExtendCut.of(tiles, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
     if not sharing.programs:
         return cut
@@ -518,28 +518,28 @@ ALL_SHARED = Sharing(programs=5, row_keys=24, split_keys=-(1 << 20), gain=0, lea
 
 
 def run_shared_extend(tensors: Tensors, *, tiles: ExtendTiles | None = None) -> None:
-    """run_extend of which every row is shared out among several programs."""
+    """Like run_extend, but every row is shared out among several programs."""
     run_extend(tensors, tiles=tiles, sharing=ALL_SHARED)
 
 
 def run_extend_twin(tensors: Tensors) -> None:
-    """The torch twin of run_extend; it has no min_q_len."""
+    """Runs the torch twin of run_extend; it has no min_q_len."""
     paged_extend(tensors.args(), scores=tensors.scores, mask=tensors.mask)
 
 
 def queries_of(kv_len: Sequence[int], q_len: Sequence[int], num_tokens: int, device: torch.device) -> Queries:
-    """Sequences for a schedule, which reads their lengths alone."""
+    """Returns sequences for a schedule, which reads only their lengths."""
     lengths = torch.tensor(kv_len, dtype=torch.int32, device=device)
     indptr = torch.tensor([0, *q_len], device=device).cumsum(0).int()
     return Queries(torch.zeros_like(lengths), lengths, indptr, num_tokens, max([*q_len, 0]), max([*kv_len, 0]))
 
 
 def assert_served(tensors: Tensors) -> None:
-    """Every token of out and lse is the reference's."""
+    """Checks that every token of out and lse equals the reference."""
     assert_attention_close(tensors.out, tensors.reference, tensors.case.dtype)
     assert_lse_close(tensors.lse, tensors.reference_lse, tensors.case.dtype)
 
 
 def garbage(words: int, device: torch.device) -> Tensor:
-    """int32 memory that nothing has filled."""
+    """Returns int32 memory that nothing has filled."""
     return torch.full((words,), 0x7F7F7F7F, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Decodes for CDNA, for the simulator and for a GPU: what no sequence sees is NaN."""
+"""Decodes for CDNA, for the simulator and for a GPU. Memory that no sequence sees is NaN."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
-# Rows that several programs share, one that a program has alone, one key, no key; sequences that are not decode's.
+# Rows that several programs share, a row with one program, one key, no key, and sequences that decode does not serve.
 PLAIN = Case(
     [150, 20, 17, 0, 0, 49, 1], [1, 9, 1, 0, 1, 1, 1], heads=(8, 2), dims=(128, 128), dtype=BF16, tail=2, spread=True
 )
-# Windows that begin within a chunk, and at a page's edge; rows that have a program each.
+# Windows that begin within a chunk, and at a page's edge; each row has one program.
 WINDOW = replace(PLAIN, heads=(6, 2), window_left=30, sinks=True, page_size=32, dtype=FP16)
-# Windows whose rows are shared out: there are too many for one round of the programs, and too few for two.
+# Windows with shared rows: there are too many for one round of the programs, and too few for two.
 SHARED_WINDOW = replace(PLAIN, kv_len=[700, 300], q_len=[1, 1], heads=(6, 2), window_left=280, sinks=True)
 CAPPED = replace(PLAIN, soft_cap=3.0, page_size=64, heads=(16, 1))
-# Two KV heads a row, of which each has fewer query heads than lines.
+# Two KV heads per row; each has fewer query heads than lines.
 PAIRED = replace(PLAIN, heads=(12, 4), dims=(64, 64), sinks=True)
 WIDE = replace(PLAIN, kv_len=[50, 3], q_len=[1, 1], dims=(256, 256), dtype=FP16, page_size=128)
-# What a shared prefix leaves to decode.
+# The suffixes after a shared prefix, which decode computes.
 SUFFIXES = replace(PLAIN, kv_len=[70, 33], q_len=[1, 1], first_page=[2, 0], tail=0)
-# In pages that are next to each other, at the end of large pools.
+# Pages next to each other, at the end of large pools.
 LARGE = replace(PLAIN, kv_len=[70, 33], q_len=[1, 1], spread=False)
 NUM_PROGRAMS = 3
-# So far from every page that a load of it is noticed.
+# So far from every page that a load from it shows.
 NO_PAGE = -99
 
 
 def cdna_cut(arch: str, case: Case, num_programs: int = NUM_PROGRAMS) -> DecodeCut:
-    """How a case is handed out in the arch's tiles."""
+    """Returns the cut of a case in the arch's tiles."""
     (q_heads, kv_heads), (dim, _) = case.heads, case.dims
     tiles = cdna_tiles(arch, num_kv_heads=kv_heads, gqa_ratio=q_heads // kv_heads, head_dim=dim)
     return DecodeCut.of(tiles, num_kv_heads=kv_heads, programs=num_programs, window_left=case.window_left)
 
 
 def launch_cdna(arch: str, tensors: Tensors, cut: DecodeCut) -> None:
-    """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand, and no page before windows."""
+    """Runs schedule, decode and merge, with scratch memory of NaN or garbage, and no page before windows."""
     case, tensors = tensors.case, _without_pages_before_windows(tensors)
     tiles = cdna_tiles(arch, num_kv_heads=case.heads[1], gqa_ratio=tensors.gqa_ratio, head_dim=case.dims[0])
     schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
@@ -55,7 +55,7 @@ def launch_cdna(arch: str, tensors: Tensors, cut: DecodeCut) -> None:
 
 
 def _without_pages_before_windows(tensors: Tensors) -> Tensors:
-    """The table names no page of which the sequences of decode see no key."""
+    """Removes pages from the table that no sequence of decode sees."""
     case, table = tensors.case, tensors.table.clone()
     if tensors.scores.windowed:
         for row, length, new in zip(tensors.row_of_seq.tolist(), case.kv_len, case.q_len, strict=True):
@@ -65,7 +65,7 @@ def _without_pages_before_windows(tensors: Tensors) -> Tensors:
 
 
 def assert_decoded(tensors: Tensors) -> None:
-    """Tokens of sequences with one new token are the reference's, and all others are left alone."""
+    """Checks that tokens of sequences with one new token equal the reference, and that all others are unchanged."""
     case, is_decodes = tensors.case, torch.zeros(tensors.q.shape[0], dtype=torch.bool, device=tensors.q.device)
     is_decodes[tensors.q_indptr[:-1][tensors.q_len == 1].long()] = True
     assert (tensors.out[~is_decodes] == UNTOUCHED).all(), "decode wrote to tokens that are not its own"
@@ -75,7 +75,7 @@ def assert_decoded(tensors: Tensors) -> None:
 
 
 def served_cases(arch: str) -> dict[str, Case]:
-    """Name -> a case of the kernel on an arch."""
+    """Returns name -> a case of the kernel on an arch."""
     cases = {"plain": PLAIN, "window": WINDOW, "shared_window": SHARED_WINDOW, "capped": CAPPED, "paired": PAIRED}
     cases |= {"suffixes": SUFFIXES, "float16": replace(PLAIN, dtype=FP16)}
     cases |= {"paired_window": replace(WINDOW, heads=(8, 2), dims=(64, 64))}

@@ -1,4 +1,4 @@
-"""Kernels of nothing but codes.py, for suites that compare every code with torch's casts."""
+"""Kernels that only use codes.py, for suites that compare every code with torch's casts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _encode_kernel(numbers, codes, N: tl.constexpr, ENCODING: tl.constexpr):
 
 
 def decode_all(encoding: Encoding, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Codes 0 to 255 as a kernel reads them, and as torch does."""
+    """Returns codes 0 to 255 as a kernel reads them, and as torch does."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     numbers = torch.empty(256, dtype=dtype, device=device)
     launch(_decode_kernel, (1,), codes, numbers, N=256, ENCODING=encoding.number, DTYPE=_TYPES[dtype], num_warps=1)
@@ -36,7 +36,7 @@ def decode_all(encoding: Encoding, dtype: torch.dtype, device: torch.device) -> 
 
 
 def encode(numbers: Tensor, encoding: Encoding) -> tuple[Tensor, Tensor]:
-    """Codes of numbers as a kernel writes them, and as torch does after it has been kept within the largest."""
+    """Returns codes of numbers as a kernel writes them, and as torch does after clamping to the largest."""
     block = 1024
     numbers = torch.cat([numbers, numbers.new_zeros(-len(numbers) % block)])
     codes = torch.empty(len(numbers), dtype=torch.uint8, device=numbers.device)
@@ -46,7 +46,7 @@ def encode(numbers: Tensor, encoding: Encoding) -> tuple[Tensor, Tensor]:
 
 
 def numbers_to_encode(encoding: Encoding) -> Tensor:
-    """float32: every code, what lies halfway between two and next to that on either side, and what has no code."""
+    """Returns float32: every code, midpoints between two, their neighbours on both sides, numbers without a code."""
     values = torch.arange(256, dtype=torch.uint8).view(encoding.dtype).float()
     values = values[values.isfinite()].unique()
     halves = (values[1:] + values[:-1]) / 2

@@ -1,4 +1,4 @@
-"""Products of rows with the matrices of their experts: problems, and what they must give, in float64."""
+"""Products of rows with the matrices of their experts: problems, and their results in float64."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from rocm_attn.oracle.numerics import sum_error
 
 @dataclass(frozen=True)
 class ExpertProblem:
-    """x [rows, in], weight [experts, out, in], bias [experts, out], expert [tokens, chosen]: a row for each token, or
-    for each pair of a token and an expert."""
+    """A problem: x [rows, in], weight [experts, out, in], bias [experts, out], expert [tokens, chosen].
+
+    x has a row per token, or per pair of a token and an expert.
+    """
 
     x: Tensor
     weight: Tensor
@@ -26,12 +28,12 @@ class ExpertProblem:
         return ExpertGroups.of(self.expert, len(self.weight))
 
     def empty_out(self) -> Tensor:
-        """[pairs, out] of NaN."""
+        """Returns [pairs, out] of NaN."""
         size = self.expert.numel(), self.weight.shape[1]
         return torch.full(size, float("nan"), dtype=self.x.dtype, device=self.x.device)
 
     def assert_served(self, out: Tensor) -> None:
-        """Each pair's row is its product, up to how a float32 sum of so many products and one rounding may differ."""
+        """Checks each pair's row against its product, within the error of a float32 sum of its length and rounding."""
         x, weight, result = self.x.double().cpu(), self.weight.double().cpu(), out.double().cpu()
         for pair, expert in enumerate(self.expert.flatten().tolist()):
             row = x[pair * len(x) // len(result)]
@@ -54,7 +56,10 @@ def random_problem(
     has_bias: bool = False,
     of_pairs: bool = False,
 ) -> ExpertProblem:
-    """sizes: in, out; of_pairs: a row of x for each pair. The last expert has no token where there is a choice."""
+    """Returns a random problem. The last expert has no token if there is a choice.
+
+    sizes: in, out; of_pairs: true for a row of x per pair
+    """
     generator = torch.Generator().manual_seed(num_tokens + 100 * num_experts)
     num_in, num_out = sizes
     used = max(num_chosen, num_experts - 1)

@@ -1,4 +1,4 @@
-"""Steps for the fill tests: random lengths with their tables, and what plain Python derives from them."""
+"""Steps for the fill tests: random lengths with their tables, and the tensors that plain Python derives from them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Case:
     pad:              (kv_len, q_len) of each padded one
     num_seqs_padded, num_tokens_padded, list_len: sizes of the outputs
     pages:            of each live sequence, as many as its row of the table holds
-    groups:           (sequences, pages) of each group of sequences that share so many pages
-    wanted:           the derived tensors that are asked for
+    groups:           (sequences, pages) of each group of sequences that share this number of pages
+    wanted:           names of the derived tensors that are computed
     """
 
     seqs: list[tuple[int, int]]
@@ -50,12 +50,12 @@ class Case:
 
     @property
     def width(self) -> int:
-        """Pages in a row of the table."""
+        """Number of pages in a row of the table."""
         return max(map(len, self.pages), default=1)
 
     @property
     def mask_start(self) -> list[int]:
-        """Of each padded sequence: half of its older keys, and none of a pad's."""
+        """Start of the mask of each padded sequence: half of its older keys, and 0 for a pad."""
         starts = [(length - new) // 2 for length, new in self.seqs]
         return starts + [0] * (self.num_seqs_padded - len(self.seqs))
 
@@ -69,32 +69,32 @@ class Case:
 
     @property
     def rows(self) -> list[int]:
-        """Of each live sequence: shuffled."""
+        """Row of each live sequence, shuffled."""
         return random.Random(len(self.seqs)).sample(range(1, len(self.seqs) + 1), len(self.seqs))
 
     @property
     def prefix_len(self) -> list[int]:
-        """Of each live sequence; without groups every one is alone."""
+        """Prefix length of each live sequence; without groups every one is alone."""
         return [
             pages * self.page_size for count, pages in self.groups or [(1, 0)] * len(self.seqs) for _ in range(count)
         ]
 
     @property
     def group_end(self) -> list[int]:
-        """Of each live sequence."""
+        """End of the group of each live sequence."""
         counts = [count for count, _ in self.groups or [(1, 0)] * len(self.seqs)]
         return [sum(counts[: at + 1]) for at, count in enumerate(counts) for _ in range(count)]
 
 
 def random_pages(seqs: Sequence[tuple[int, int]], width: int, seed: int) -> list[list[int]]:
-    """A full row for each sequence, no page named twice."""
+    """Returns a full row for each sequence, without a repeated page."""
     pages = random.Random(seed).sample(range(1, 50 * (len(seqs) + 1) * width), len(seqs) * width)
     return [pages[at * width : (at + 1) * width] for at in range(len(seqs))]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Lengths of 0, 1, around a page, and up to a full row; no sequence, one, and as many as the padded size.
+    """Draws lengths of 0, 1, around a page, and up to a full row; no sequence, one, and as many as the padded size.
 
     Pads may have more tokens than there is room for, and a list may be too short for all pages.
     """
@@ -126,7 +126,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def tensors(case: Case, device: torch.device) -> StepTensors:
-    """The step on the device: shuffled rows in a table with a free stride, garbage in and after the outputs."""
+    """Returns the step on the device: shuffled rows in a table with a free stride, garbage in and after the outputs."""
     rows = case.rows
     table = torch.full((len(rows) + 1, case.width + 3), GARBAGE, dtype=torch.int32)[:, : case.width]
     table[0] = 0
@@ -147,7 +147,7 @@ def tensors(case: Case, device: torch.device) -> StepTensors:
         "suffix_kv_len": (num_seqs,),
         "suffix_page": (num_seqs,),
     }
-    # What pads hold of these is not looked at.
+    # The values of pads in these are not read.
     pads = [GARBAGE] * (num_seqs - len(case.seqs))
 
     def ints(values: Sequence[int]) -> Tensor:
@@ -174,17 +174,17 @@ def tensors(case: Case, device: torch.device) -> StepTensors:
 
 
 def is_untouched_after(output: Tensor) -> bool:
-    """Whether the memory after an output of tensors() is still garbage."""
+    """True if the memory after an output of tensors() is still garbage."""
     return bool((output.as_strided((AFTER,), (1,), output.numel()) == GARBAGE).all())
 
 
 def written(step: StepTensors) -> dict[str, list[int]]:
-    """Everything of a step but the table, as lists."""
+    """Returns all tensors of a step except the table, as lists."""
     return {name: getattr(step, name).tolist() for name in FIELDS}
 
 
 def derived_by_hand(case: Case) -> dict[str, object]:
-    """What each derived tensor holds, one sequence and one token after the other.."""
+    """Returns the values of each derived tensor, computed one sequence and one token after the other."""
     page_size = case.page_size
     q_indptr, page_indptr, mask_indptr = [0], [0], [0]
     last_token, last_page_len = [], []
@@ -214,7 +214,7 @@ def derived_by_hand(case: Case) -> dict[str, object]:
         page_list += pages
         block_table.append([*pages, *[0] * (case.width + 2)][: case.width + 2])
     after = [0] * (case.num_tokens_padded - len(positions))
-    # Pads with a token may be more than there is room for; where there is more room, its tokens are of no sequence.
+    # Pads may have more tokens than there is room for. If there is more room, its tokens belong to no sequence.
     room = case.num_tokens_padded
     of_no_sequence = room - len(seq_of_token)
     num_seqs, num_pads = len(case.seqs), case.num_seqs_padded - len(case.seqs)
@@ -232,7 +232,7 @@ def derived_by_hand(case: Case) -> dict[str, object]:
         "block_table": block_table,
         "kv_len_int64": [length for length, _ in case.padded_seqs],
         "mask_indptr": mask_indptr,
-        # The next sequence that begins a group, from each one on.
+        # The next start of a group, from each sequence on.
         "group_indptr": [
             min((begin for begin in begins if begin >= seq), default=num_seqs)
             for seq in range(case.num_seqs_padded + 1)

@@ -1,4 +1,4 @@
-"""Which GPU the tests run on, where what they test is of one architecture."""
+"""The GPU of the tests, for tests that need one architecture."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.providers.triton_hopper import TRITONS
 
-# NVIDIA's sm_90, as H100 and H200 are.
+# NVIDIA's sm_90: H100 and H200.
 IS_HOPPER = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
 
-# Of tests of Hopper's own kernels, which are in Gluon: it changes from release to release of Triton.
+# Marks of tests of Hopper's own kernels, which are in Gluon: it changes between releases of Triton.
 OF_HOPPERS_KERNELS = [
     pytest.mark.gpu,
     pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""Latent attention of the cases of attention_cases.py."""
+"""Latent attention on the cases of attention_cases.py."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rocm_attn.kernels.tuning.latent_tiles import (
 )
 from tests.amd.kernels.attention_cases import Tensors, arch_of, garbage
 
-# Where scratch memory is put before a launch.
+# A function that places scratch memory before a launch.
 Put = Callable[[Tensor], Tensor]
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """Nowhere else."""
+    """Returns the tensor unchanged."""
     return tensor
 
 
@@ -43,7 +43,7 @@ def run_latent_decode(
     tiles: LatentTiles | None = None,
     put: Put = as_it_is,
 ) -> None:
-    """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
+    """Runs schedule, decode and merge, with scratch memory that is NaN or garbage before."""
     case = tensors.case
     if tiles is None:
         tiles = latent_decode_tiles(
@@ -61,7 +61,7 @@ def run_latent_decode(
 def latent_decode_args(
     tensors: Tensors, tiles: LatentTiles, *, compute_units: int, fewest: int = 1, most: int = 1, put: Put = as_it_is
 ) -> tuple[AttendArgs, DecodeCut]:
-    """What decode is launched with, its scratch memory NaN or garbage, and how it is cut."""
+    """Returns decode's arguments, with scratch memory that is NaN or garbage, and its cut."""
     num_heads, v_head_dim = tensors.case.heads[0], tensors.case.dims[1]
     cut = latent_decode_cut(
         tiles,
@@ -80,7 +80,7 @@ def latent_decode_args(
 def run_latent_extend(
     tensors: Tensors, *, min_q_len: int = 1, tiles: LatentTiles | None = None, put: Put = as_it_is
 ) -> None:
-    """Schedule and extend, with a schedule that is garbage beforehand."""
+    """Runs schedule and extend, with a schedule that is garbage before."""
     case = tensors.case
     if tiles is None:
         tiles = latent_extend_tiles(arch_of(tensors), dims=case.dims, dtype=case.dtype, is_coded=case.kv is not None)
@@ -93,7 +93,7 @@ def run_latent_extend(
 def run_latent_segment_decode(
     tensors: Tensors, *, compute_units: int = 5, tiles: LatentSegmentTiles | None = None, put: Put = as_it_is
 ) -> None:
-    """Schedule, deterministic decode and merge, with scratch memory that is NaN or garbage beforehand."""
+    """Runs schedule, deterministic decode and merge, with scratch memory that is NaN or garbage before."""
     case = tensors.case
     tiles = tiles or latent_segment_tiles(arch_of(tensors), dims=case.dims, dtype=case.dtype)
     cut = latent_decode_cut(
@@ -110,7 +110,7 @@ def run_latent_segment_decode(
 def run_latent_segment_extend(
     tensors: Tensors, *, min_q_len: int = 1, tiles: LatentSegmentTiles | None = None, put: Put = as_it_is
 ) -> None:
-    """Schedule and deterministic extend, with a schedule that is garbage beforehand."""
+    """Runs schedule and deterministic extend, with a schedule that is garbage before."""
     case = tensors.case
     tiles = tiles or latent_segment_tiles(arch_of(tensors), dims=case.dims, dtype=case.dtype)
     cut = latent_extend_cut(tiles.block, num_heads=case.heads[0], min_q_len=min_q_len)

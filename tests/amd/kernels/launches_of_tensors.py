@@ -1,4 +1,4 @@
-"""The launches over a step as functions of plain tensors, for suites that copy and compare what they are given."""
+"""The launches over a step as functions of plain tensors, for suites that copy and compare their arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rocm_attn.kernels.metadata.step_tensors import NO_PADS, OWN_TABLE, Pads, St
 
 Launch = Callable[..., None]
 
-# What fill reads and writes, in the order in which of_fill takes it.
+# Names of the tensors that fill reads and writes, in of_fill's order.
 READ_BY_FILL = ("counts", "row_of_seq", "kv_len", "q_len", "table", "prefix_len", "group_end", "mask_start")
 WRITTEN_BY_FILL = (
     "q_indptr",
@@ -59,40 +59,40 @@ _PUBLISHED = ("counts", "row_of_seq", "kv_len", "q_len", "prefix_len", "group_en
 
 
 def step_of(tensors: Mapping[str, Tensor], pads: Pads = NO_PADS) -> StepTensors:
-    """A step of these tensors, by name; all others are empty."""
+    """Returns a step of these tensors, by name; all others are empty."""
     nothing = torch.empty(0, dtype=torch.int32, device=tensors["counts"].device)
     return StepTensors.of(nothing, pads, **tensors)
 
 
 def fill_step(*tensors: Tensor) -> StepTensors:
-    """A step of READ_BY_FILL and WRITTEN_BY_FILL."""
+    """Returns a step of READ_BY_FILL and WRITTEN_BY_FILL."""
     return step_of(dict(zip((*READ_BY_FILL, *WRITTEN_BY_FILL), tensors, strict=True)))
 
 
 def of_fill(fill: Launch, terms: TableTerms = OWN_TABLE) -> Launch:
-    """fill(*READ_BY_FILL, *WRITTEN_BY_FILL, page_size=, ...)."""
+    """Returns fill(*READ_BY_FILL, *WRITTEN_BY_FILL, page_size=, ...)."""
     return lambda *tensors, **options: fill(replace(fill_step(*tensors), terms=terms), **options)
 
 
 def of_pages(launch: Launch) -> Launch:
-    """launch(*what it reads, K pages, V pages)."""
+    """Returns launch(*tensors that it reads, K pages, V pages)."""
     return lambda *tensors: launch(*tensors[:-2], LayerPages.plain(*tensors[-2:]))
 
 
 def of_publish(publish: Launch, pads: Pads) -> Launch:
-    """publish(slot, counts before, counts, row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids)."""
+    """Returns publish(slot, counts before, counts, row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids)."""
     return lambda slot, before, *tensors: publish(
         slot, before, step_of(dict(zip(_PUBLISHED, tensors, strict=True)), pads)
     )
 
 
 def of_take_inputs(take: Launch, pads: Pads) -> Launch:
-    """take(slots, runs, counts, row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids)."""
+    """Returns take(slots, runs, counts, row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids)."""
     return lambda slots, runs, *tensors: take(slots, runs, step_of(dict(zip(_PUBLISHED, tensors, strict=True)), pads))
 
 
 def of_device_inputs(place: Launch, ahead: int = 0) -> Launch:
-    """place(slot, kv_len, q_len, token_ids, floor, stored, and what is written: counts, kv_len, q_len, token_ids)."""
+    """Returns place(slot, kv_len, q_len, token_ids, floor, stored, and outputs counts, kv_len, q_len, token_ids)."""
 
     def of_tensors(slot: Tensor, *tensors: Tensor) -> None:
         names = ("counts", "kv_len", "q_len", "token_ids")
@@ -106,7 +106,7 @@ def of_device_inputs(place: Launch, ahead: int = 0) -> Launch:
 
 
 def of_place_mask(place: Launch) -> Launch:
-    """place(bits, positions, *_PLACED, keys_before=, window_left=)."""
+    """Returns place(bits, positions, *_PLACED, keys_before=, window_left=)."""
 
     def of_tensors(bits: Tensor, positions: Tensor, *tensors: Tensor, keys_before: int, window_left: int) -> None:
         place(bits, positions, keys_before, window_left, step_of(dict(zip(_PLACED, tensors, strict=True))))
@@ -115,7 +115,7 @@ def of_place_mask(place: Launch) -> Launch:
 
 
 def of_place_trees(place: Launch) -> Launch:
-    """place(parents, *_PLACED, nodes_before=, branches=, window_left=)."""
+    """Returns place(parents, *_PLACED, nodes_before=, branches=, window_left=)."""
 
     def of_tensors(parents: Tensor, *tensors: Tensor, nodes_before: int, branches: int, window_left: int) -> None:
         place(parents, nodes_before, branches, window_left, step_of(dict(zip(_PLACED, tensors, strict=True))))
@@ -124,9 +124,9 @@ def of_place_trees(place: Launch) -> Launch:
 
 
 def of_draft_steps(derive: Launch, pads: Pads = NO_PADS) -> Launch:
-    """derive(counts, kv_len, token_ids, mask_start, parents, num_seqs=, branches=, steps=).
+    """Returns derive(counts, kv_len, token_ids, mask_start, parents, num_seqs=, branches=, steps=).
 
-    Tensors of the steps lie one after the other, each with a gap after it; parents has a line for each sequence.
+    Tensors of the steps follow each other, each with a gap after it; parents has a line per sequence.
     """
 
     def of_tensors(counts: Tensor, *tensors: Tensor, num_seqs: int, branches: int, steps: int) -> None:
@@ -146,7 +146,7 @@ def of_draft_steps(derive: Launch, pads: Pads = NO_PADS) -> Launch:
 
 
 def of_check_pages(check: Launch, pads: Pads) -> Launch:
-    """check(q_len, table, num_pages, counts, row_of_seq, kv_len, page_size=, window_left=)."""
+    """Returns check(q_len, table, num_pages, counts, row_of_seq, kv_len, page_size=, window_left=)."""
 
     def of_tensors(q_len: Tensor, table: Tensor, num_pages: Tensor, *tensors: Tensor, **options: int) -> None:
         written = dict(zip(("counts", "row_of_seq", "kv_len"), tensors, strict=True))
@@ -156,7 +156,7 @@ def of_check_pages(check: Launch, pads: Pads) -> Launch:
 
 
 def of_pack_mask(pack_mask: Launch) -> Launch:
-    """pack_mask(cells, positions, *_PACKED, window_left=)."""
+    """Returns pack_mask(cells, positions, *_PACKED, window_left=)."""
 
     def of_tensors(cells: Tensor, positions: Tensor, *tensors: Tensor, window_left: int) -> None:
         pack_mask(cells, positions, window_left, step_of(dict(zip(_PACKED, tensors, strict=True))))
@@ -165,7 +165,7 @@ def of_pack_mask(pack_mask: Launch) -> Launch:
 
 
 def of_watch_pages(watch_pages: Launch, terms: TableTerms = OWN_TABLE) -> Launch:
-    """watch_pages(*_WATCHED, engine_row, entries, pages, rows, page_size=)."""
+    """Returns watch_pages(*_WATCHED, engine_row, entries, pages, rows, page_size=)."""
 
     def of_tensors(*tensors: Tensor, page_size: int) -> None:
         *of_step, engine_row, entries, pages, rows = tensors

@@ -1,6 +1,6 @@
-"""Products under Triton's interpreter as a matrix unit makes them: a row's bits follow from the row alone.
+"""Products under Triton's interpreter as a matrix unit computes them: a row's bits depend only on the row.
 
-The interpreter asks numpy's BLAS, which sums in an order that depends on where in the tile a row is.
+The interpreter uses numpy's BLAS, whose order of summation depends on the row's place in the tile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 
 def use_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tl.dot sums over k from 0 on, one after the other. Without the interpreter nothing changes."""
+    """Makes every tl.dot sum over k from 0 on, one after the other. Without the interpreter nothing changes."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     from triton.language import core

@@ -1,4 +1,4 @@
-"""Moves of tokens as functions of tensors: parts in one memory, as a launch is given them."""
+"""Moves of tokens as functions of tensors: parts in one memory, in a launch's form."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens
 
 Move = Callable[[AlikePages, MovedTokens], None]
 
-# Two parts of five pages of four tokens; three heads of five words, apart, so that neither fills a block.
+# Two parts of five pages of four tokens; three separate heads of five words, so that neither fills a block.
 PARTS, PAGES, PAGE_SIZE, HEADS, WORDS = 2, 5, 4, 3, 5
 
 
 def of_moves(move: Move, begin: int, first: int, end: int, until: int) -> Callable[..., None]:
-    """A move as a function of (words, rows, pages [parts, pages, page_size, 1, heads, words])."""
+    """Returns a move as a function of (words, rows, pages [parts, pages, page_size, 1, heads, words])."""
 
     def of_tensors(words: Tensor, rows: Tensor, pages: Tensor) -> None:
         count = -(-end // PAGE_SIZE) - begin // PAGE_SIZE
@@ -26,18 +26,18 @@ def of_moves(move: Move, begin: int, first: int, end: int, until: int) -> Callab
 
 
 def moved_words(begin: int, first: int, end: int, until: int) -> Tensor:
-    """Pages in an order of their own, then where the parts' rows begin."""
+    """Returns pages in an order of their own, then the starts of the parts' rows."""
     count = -(-end // PAGE_SIZE) - begin // PAGE_SIZE
     return torch.tensor([3, 1, 4, 2][:count] + [part * (end - first) * HEADS * WORDS for part in range(PARTS)])
 
 
 def moved_rows(first: int, end: int) -> Tensor:
-    """Rows of all parts, one after another."""
+    """Returns rows of all parts, one after another."""
     return torch.arange(PARTS * (end - first) * HEADS * WORDS, dtype=torch.int32)
 
 
 def moved_pages() -> Tensor:
-    """Pages with gaps between heads."""
+    """Returns pages with gaps between heads."""
     room = torch.full((PARTS, PAGES, PAGE_SIZE, 1, HEADS, WORDS + 3), 7, dtype=torch.int32)
     return room[..., :WORDS].copy_(
         1000 + torch.arange(PARTS * PAGES * PAGE_SIZE * HEADS * WORDS).view(PARTS, PAGES, PAGE_SIZE, 1, HEADS, WORDS)

@@ -1,4 +1,4 @@
-"""What a layer does to its rows, in float64 and by complex numbers: an answer that shares no code with the kernels."""
+"""A layer's work on its rows, in float64 and by complex numbers: a reference that shares no code with the kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GENERATOR_SEED = 7
 
 
 def random_rope(dim: int, num_positions: int, pairs: RopePairs, *, at_end: bool, device: torch.device) -> RopeTable:
-    """A table of angles that differ in every pair and position."""
+    """Returns a table of angles that differ in every pair and position."""
     generator = torch.Generator().manual_seed(GENERATOR_SEED)
     frequencies = torch.rand(dim // 2, generator=generator) * 2
     table = RopeTable.of_frequencies(frequencies, num_positions, factor=1.25, pairs=pairs, at_end=at_end)
@@ -19,14 +19,14 @@ def random_rope(dim: int, num_positions: int, pairs: RopePairs, *, at_end: bool,
 
 
 def random_norm(dim: int, offset: float, dtype: torch.dtype, device: torch.device) -> RowNorm:
-    """Weights around what makes a norm change little."""
+    """Returns a norm with random weights around those that change little."""
     generator = torch.Generator().manual_seed(GENERATOR_SEED)
     weight = torch.randn(dim, generator=generator) * 0.3 + (1.0 - offset)
     return RowNorm(weight.to(device, dtype), 1e-5, offset)
 
 
 def normalised(rows: Tensor, norm: RowNorm | None) -> Tensor:
-    """float64 rows [..., dim], their first elements normalised."""
+    """Returns float64 rows [..., dim] with their first elements normalised."""
     rows = rows.double().clone()
     if norm is not None:
         first = rows[..., : norm.dim]
@@ -36,7 +36,7 @@ def normalised(rows: Tensor, norm: RowNorm | None) -> Tensor:
 
 
 def turned(rows: Tensor, positions: Tensor, rope: RopeTable | None, *, back: bool = False) -> Tensor:
-    """float64 rows [T, heads, dim]; a pair is a complex number, and turns by a product."""
+    """Returns rotated float64 rows [T, heads, dim]. A pair is a complex number, and a product rotates it."""
     if rope is None:
         return rows
     rows, num_pairs = rows.clone(), rope.dim // 2
@@ -54,7 +54,7 @@ def turned(rows: Tensor, positions: Tensor, rope: RopeTable | None, *, back: boo
 
 
 def assert_rounded(found: Tensor, want: Tensor) -> None:
-    """found is float64 want, computed in float32 and rounded once: half a last place, and what sums cost."""
+    """Checks found against float64 want, computed in float32 and rounded once: half a last place, and sums' errors."""
     eps = torch.finfo(found.dtype).eps
     bound = want.abs() * eps * 0.5 + 2e-5 * max(1.0, float(want.abs().max()))
     error = (found.double() - want).abs()

@@ -1,4 +1,4 @@
-"""The deterministic kernels on the problems of attention_cases.py, and a step's last tokens as decodes of their own."""
+"""The deterministic kernels on the problems of attention_cases.py, and a step's last tokens as separate decodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.amd.kernels.attention_cases import ALL_SHARED, UNTOUCHED, Tensors, ex
 
 
 def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles) -> None:
-    """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
+    """Runs schedule, decode and merge, with scratch memory that is NaN or garbage before."""
     case, device, ratio = tensors.case, tensors.q.device, tensors.gqa_ratio
     cut = DecodeCut.of(
         tiles.decode(ratio),
@@ -37,9 +37,10 @@ def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles) -> N
 
 
 def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles, sharing: Sharing = WHOLE_ROWS) -> int:
-    """Schedule and extend, with scratch memory that is NaN or garbage beforehand; how many query blocks are shared out.
+    """Runs schedule and extend, with scratch memory that is NaN or garbage before. Returns the number of shared query
+    blocks.
 
-    sharing: of which rows, causality and window follow from the tensors
+    sharing: rows, causality and window are replaced by those of the tensors
     """
     case = tensors.case
     cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
@@ -59,23 +60,23 @@ def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles, sha
 
 
 def all_shared(tiles: SegmentTiles, programs: int) -> Sharing:
-    """Every row is shared out by whole segments, each share from wherever it begins."""
+    """Returns a sharing of every row by whole segments, in which a share may begin anywhere."""
     most_keys = tiles.shared_segments * tiles.segment_len
     return ALL_SHARED._replace(programs=programs, most_keys=most_keys, segment_len=tiles.segment_len)
 
 
 def run_decode_twin(tensors: Tensors) -> None:
-    """The torch twin of run_decode."""
+    """Runs the torch twin of run_decode."""
     twins.segment_decode(tensors.args(), scores=tensors.scores)
 
 
 def run_extend_twin(tensors: Tensors) -> None:
-    """The torch twin of run_extend; it has no min_q_len."""
+    """Runs the torch twin of run_extend; it has no min_q_len."""
     twins.segment_extend(tensors.args(), scores=tensors.scores, mask=tensors.mask)
 
 
 def last_tokens(tensors: Tensors) -> Tensors:
-    """The last token of each sequence, all of which have new ones, as a decode step over the same pages."""
+    """Returns the last token of each sequence, all of which have new ones, as a decode step over the same pages."""
     assert all(tensors.case.q_len)
     last = (tensors.q_indptr[1:] - 1).long()
     num_seqs, device = tensors.num_seqs, tensors.q.device
@@ -93,7 +94,7 @@ def last_tokens(tensors: Tensors) -> Tensors:
 
 
 def assert_same_bits(decoded: Tensors, extended: Tensors) -> None:
-    """A decode of last tokens gave what extend gave for them."""
+    """Checks that a decode of last tokens equals extend's results for them."""
     last = (extended.q_indptr[1:] - 1).long()
     assert torch.equal(decoded.out, extended.out[last]), "decode and extend differ in bits of the output"
     assert torch.equal(decoded.lse, extended.lse[last]), "decode and extend differ in bits of the LSE"

@@ -1,6 +1,6 @@
-"""Sparse attention problems with poison around all that may not be read, and answers in float64, written plainly.
+"""Sparse attention problems with poison around everything that may not be read, and float64 references in plain code.
 
-Index queries, keys and factors are small whole numbers and powers of two: scores are exact in every dtype, and many of
+Index queries, keys and scales are small whole numbers and powers of two: scores are exact in every dtype, and many of
 them are equal, so a selection has one right answer.
 """
 
@@ -32,7 +32,7 @@ UNTOUCHED = -77
 
 
 def arch_of(device: torch.device) -> str:
-    """The name of the device's tiles."""
+    """Returns the name of the device's tiles."""
     if device.type != "cuda":
         return "interpreter"
     properties = torch.cuda.get_device_properties(device)
@@ -42,7 +42,7 @@ def arch_of(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """Tokens of sequences over a paged table: the last q_len tokens of each sequence's kv_len, then a padded tail."""
+    """Tokens of sequences over a block table: the last q_len tokens of each sequence's kv_len, then a padded tail."""
 
     kv_len: Sequence[int]
     q_len: Sequence[int]
@@ -56,7 +56,7 @@ class Step:
 
     @cached_property
     def pages_of_seq(self) -> list[list[int]]:
-        """Pages 1 .. n in a random order; page 0 and the last one are nobody's."""
+        """Pages 1 .. n in a random order; page 0 and the last one belong to no sequence."""
         generator = torch.Generator().manual_seed(self.seed)
         counts = [-(-length // self.page_size) for length in self.kv_len]
         free = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
@@ -68,7 +68,7 @@ class Step:
 
     @property
     def table(self) -> Tensor:
-        """Rows in reverse order of the sequences, one more in front; what is unused aims at the last page."""
+        """Rows in reverse order of the sequences, one more in front; unused entries point to the last page."""
         width = max([len(pages) for pages in self.pages_of_seq] + [1])
         table = torch.full((len(self.kv_len) + 1, width + 1), self.num_pages - 1, dtype=torch.int32)
         for seq, pages in enumerate(self.pages_of_seq):
@@ -98,13 +98,13 @@ class Step:
         )
 
     def slots(self, seq: int, page_len: int) -> list[tuple[int, int]]:
-        """(page, offset) of each place in whole pages of page_len places."""
+        """Returns (page, offset) of each place in whole pages of page_len places."""
         return [(page, offset) for page in self.pages_of_seq[seq] for offset in range(page_len)]
 
 
 @dataclass(frozen=True)
 class IndexCase:
-    """An indexer over a step. scales: NONE, LAYER or TOKEN; weighted: whether the heads have weights."""
+    """An indexer over a step. scales: NONE, LAYER or TOKEN; weighted: true if the heads have weights"""
 
     step: Step
     indexing: Indexing
@@ -127,7 +127,7 @@ class IndexProblem:
 
     @property
     def expected(self) -> list[list[list[int]]]:
-        """The units of each token and set."""
+        """Returns the units of each token and set."""
         places = self.case.step.places
         return [
             [best_units(list(scores), position + 1, self.case.indexing) for scores in of_token.tolist()]
@@ -139,7 +139,7 @@ class IndexProblem:
 
 
 def build_index(case: IndexCase, device: torch.device) -> IndexProblem:
-    """Whole numbers for q and keys. Keys of no token, and those of incomplete pools, are NaN, as are their factors."""
+    """Returns whole numbers for q and keys. Keys of no token, those of incomplete pools, and their scales are NaN."""
     step, indexing = case.step, case.indexing
     generator = torch.Generator().manual_seed(step.seed + 1)
 
@@ -178,7 +178,10 @@ def build_index(case: IndexCase, device: torch.device) -> IndexProblem:
 
 
 def plain_scores(q: Tensor, weights: Tensor, keys: Tensor, factor: Tensor, case: IndexCase) -> Tensor:
-    """Scores of one token's candidates, [sets, units]. q: [heads, dim], keys: those it sees, factor: of each"""
+    """Returns scores of one token's candidates, [sets, units].
+
+    q: [heads, dim], keys: the visible ones, factor: the scale of each
+    """
     indexing = case.indexing
     heads_of_set = case.heads // indexing.sets
     units = -(-len(keys) // indexing.unit_keys)
@@ -196,7 +199,7 @@ def plain_scores(q: Tensor, weights: Tensor, keys: Tensor, factor: Tensor, case:
 
 
 def best_units(scores: list[float], visible: int, indexing: Indexing) -> list[int]:
-    """The units of a token that sees so many tokens, by the words of Indexing."""
+    """Returns the units of a token that sees this many tokens, by Indexing's definition."""
     whole, rest = divmod(visible, indexing.unit_tokens)
     candidates = whole + (1 if rest and indexing.last_unit is LastUnit.SCORED else 0)
     forced = {*range(min(indexing.first, candidates)), *range(max(candidates - indexing.last, 0), candidates)}
@@ -215,7 +218,7 @@ def empty_selection(num_tokens: int, indexing: Indexing, device: torch.device) -
 
 
 def assert_units(selection: Selection, expected: list[list[list[int]]]) -> None:
-    """Each token's units and their number, NO_UNIT after them; padded tokens have none."""
+    """Checks each token's units and their number, with NO_UNIT after them; padded tokens have none."""
     units, counts = selection.units.tolist(), selection.counts.tolist()
     pads: list[list[list[int]]] = [[[]] * selection.sets] * (len(units) - len(expected))
     for token, sets in enumerate([*expected, *pads]):
@@ -227,7 +230,7 @@ def assert_units(selection: Selection, expected: list[list[list[int]]]) -> None:
 
 @dataclass(frozen=True)
 class SelectedCase:
-    """Attention over a random selection of a step. latent: pages whose rows hold V in their first elements."""
+    """Attention over a random selection of a step. latent: pages whose rows hold V in their first elements"""
 
     step: Step
     heads: tuple[int, int] = (4, 2)
@@ -261,9 +264,9 @@ class SelectedProblem:
 
 
 def build_selected(case: SelectedCase, device: torch.device) -> SelectedProblem:
-    """Random rows, entries in any order, twice, past the context and negative among them; what may not be read is NaN.
+    """Builds random rows and entries in any order, some twice, past the context or negative. Unreadable memory is NaN.
 
-    Rows that no entry lists are NaN too. dense: every token selects all that it sees, in order.
+    Rows that no entry lists are NaN too. dense: every token selects all visible tokens, in order
     """
     step, generator = case.step, torch.Generator().manual_seed(case.step.seed + 2)
     (num_heads, num_kv_heads), (head_dim, v_head_dim) = case.heads, case.dims
@@ -316,7 +319,7 @@ def build_selected(case: SelectedCase, device: torch.device) -> SelectedProblem:
 
 
 def seen_positions(units: list[int], unit_tokens: int, position: int) -> list[int]:
-    """Places in the KV that a token at a position attends, as often as they are listed."""
+    """Returns places in the KV that a token at a position attends to, as often as they are listed."""
     listed = [unit * unit_tokens + offset for unit in units for offset in range(unit_tokens)]
     return [each for each in listed if 0 <= each <= position]
 
@@ -341,7 +344,7 @@ def _random_selection(case: SelectedCase, generator: torch.Generator) -> tuple[T
 
 
 def _pages(case: SelectedCase, units: Tensor, counts: Tensor, generator: torch.Generator) -> LayerPages:
-    """Pages in the case's encoding; NaN where no token of the step sees a row."""
+    """Returns pages in the case's encoding; NaN where no token of the step sees a row."""
     step, (head_dim, v_head_dim) = case.step, case.dims
     num_kv_heads = case.heads[1]
     encoding = case.encoding or Encoding.of(case.dtype)
@@ -382,7 +385,7 @@ def _pages(case: SelectedCase, units: Tensor, counts: Tensor, generator: torch.G
 
 
 def _value(rows: Tensor, factors: Tensor | None, at: tuple[int, int, int], scales: Scales) -> Tensor:
-    """A row as float64: its codes times its factor. at: page, offset, KV head"""
+    """Returns a row as float64: its codes times its scale. at: page, offset, KV head"""
     row = rows[at].double()
     if factors is None:
         return row

@@ -1,4 +1,4 @@
-"""What became of drafts, as functions of plain tensors, for suites that copy and compare what they are given."""
+"""The verification of drafts, as functions of plain tensors, for suites that copy and compare their arguments."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
 Launch = Callable[..., None]
 
-# Trees of up to five nodes; the third sequence has none, and those after it no line of parents.
+# Trees of up to five nodes; the third sequence has none, and later ones have no line of parents.
 PARENTS = [[-1, 0, 0, 1, 2], [-1, 0, 7, 2, 3], [5, 5, 5, 5, 5]]
 Q_LEN, KV_LEN = [5, 3, 0, 2, 0], [17, 9, 4, 6, 3]
-# In no vocabulary.
+# An id outside every vocabulary.
 _NO_TOKEN = 1 << 28
 VOCAB = 11
 
 
 def ints(values: list[int]) -> Tensor:
-    """int32."""
+    """Returns an int32 tensor."""
     return torch.tensor(values, dtype=torch.int32)
 
 
 def of_accept_drawn(accept: Launch) -> Launch:
-    """accept(drawn, token_ids, q_indptr, kv_len, parents, and what Accepted has)."""
+    """Returns accept(drawn, token_ids, q_indptr, kv_len, parents, and Accepted's fields)."""
     return lambda drawn, *tensors: accept(drawn, Verified(*tensors[:4]), Accepted(*tensors[4:]))
 
 
 def of_accept_sampled(accept: Launch) -> Launch:
-    """accept(what Probabilities have, token_ids, q_indptr, kv_len, parents, and what Accepted has)."""
+    """Returns accept(Probabilities' fields, token_ids, q_indptr, kv_len, parents, and Accepted's fields)."""
     return lambda *tensors: accept(Probabilities(*tensors[:4]), Verified(*tensors[4:8]), Accepted(*tensors[8:]))
 
 
 def of_move_paths(move: Launch, no_page: int) -> Launch:
-    """move(path, num_accepted, kv_len, row_of_seq, table, pages as AlikePages has them)."""
+    """Returns move(path, num_accepted, kv_len, row_of_seq, table, pages in AlikePages' form)."""
 
     def of_tensors(path: Tensor, num: Tensor, kv_len: Tensor, rows: Tensor, table: Tensor, pages: Tensor) -> None:
         move(AlikePages.of(pages.unbind()), AcceptedPaths(path, num, kv_len, rows, table, no_page))
@@ -46,7 +46,7 @@ def of_move_paths(move: Launch, no_page: int) -> Launch:
 
 
 def of_next_round(next_round: Launch, width: int) -> Launch:
-    """next_round(picked, row_of_seq, limit, numbers, and what it writes, as GuessedRound has it)."""
+    """Returns next_round(picked, row_of_seq, limit, numbers, and its outputs, named as in GuessedRound)."""
 
     def of_tensors(picked: Tensor, rows: Tensor, limit: Tensor, numbers: Tensor, *written: Tensor) -> None:
         counts, kv_len, token_ids, texts, told, terms, num_taken = written
@@ -57,15 +57,15 @@ def of_next_round(next_round: Launch, width: int) -> Launch:
 
 
 def rounds(last_limit: int) -> list[Tensor]:
-    """Three tokens picked of each of four sequences; rows; limits, of which the last one has to be 9; numbers."""
+    """Returns three picked tokens of each of four sequences; rows; limits, of which the last one must be 9; numbers."""
     numbers = torch.arange(5 * 1060, dtype=torch.float32).view(5, 1060) / 8192
     return [ints([4, 5, 6, 1, 2, 1, 7, 8, 9, 3, 3, 3]), ints([2, 4, 0, 3]), ints([40, 1050, 11, last_limit]), numbers]
 
 
 def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
-    """counts, with an error word, kv_len, token_ids with an entry after them, texts, told, terms and num_taken.
+    """Returns counts, with an error word, kv_len, token_ids with an entry after them, texts, told, terms and num_taken.
 
-    The first text is one token long, the second goes round, the third repeats itself once, the last one never.
+    The first text is one token long, the second wraps around, the third repeats itself once, the last one never.
     """
     texts = torch.full((5, 1060), garbage, dtype=torch.int32)
     texts[2, :1] = ints([4])
@@ -86,7 +86,7 @@ def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
 
 
 def trees() -> list[Tensor]:
-    """token_ids, q_indptr, kv_len and parents, whose rows have a stride."""
+    """Returns token_ids, q_indptr, kv_len and parents, whose rows have a stride."""
     parents = torch.full((3, 7), 1 << 20, dtype=torch.int32)
     parents[:, :5] = torch.tensor(PARENTS)
     q_indptr = ints([sum(Q_LEN[:seq]) for seq in range(6)])
@@ -94,12 +94,12 @@ def trees() -> list[Tensor]:
 
 
 def drawn() -> Tensor:
-    """The path 0, 2, 4 of the first tree, and the whole second one but for its strays."""
+    """Returns drawn tokens: the path 0, 2, 4 of the first tree, and the whole second one except its strays."""
     return ints([2, 0, 4, 0, 8, 5, 3, 0, 7, 10])
 
 
 def probabilities() -> list[Tensor]:
-    """Random ones in rows with gaps, and uniform numbers that accept some drafts and refuse others."""
+    """Returns random probabilities in rows with gaps, and uniform numbers that accept some drafts and refuse others."""
     generator = torch.Generator().manual_seed(5)
     rows = torch.rand(2, sum(Q_LEN), VOCAB + 2, generator=generator)[..., :VOCAB]
     rows = rows / rows.sum(2, keepdim=True)
@@ -110,13 +110,13 @@ def probabilities() -> list[Tensor]:
 
 
 def room(garbage: int) -> list[Tensor]:
-    """What Accepted has, of garbage."""
+    """Returns Accepted's fields, filled with garbage."""
     accepted = Accepted.empty(5, 5, torch.device("cpu"))
     return [each.fill_(garbage) for each in accepted]
 
 
 def paths() -> list[Tensor]:
-    """path, num_accepted, kv_len, row_of_seq and a table of pages of two tokens, one of which is no page.
+    """Returns path, num_accepted, kv_len, row_of_seq and a table of pages of two tokens, one entry of which is no page.
 
     The third sequence reaches past its line, and the last one to the last token of the last page.
     """
@@ -127,6 +127,6 @@ def paths() -> list[Tensor]:
 
 
 def layers_of_pages() -> Tensor:
-    """K of two layers: pages of two tokens of two heads, in one memory with gaps."""
+    """Returns K of two layers: pages of two tokens of two heads, in one memory with gaps."""
     memory = torch.arange(2 * 16 * 2 * 2 * 7, dtype=torch.int32).view(2, 16, 2, 1, 2, 7)
     return memory[..., :5]

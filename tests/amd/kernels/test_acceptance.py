@@ -24,7 +24,7 @@ by_sampled = pytest.mark.parametrize("accept", [launch_accept_sampled, twins.acc
 
 @dataclass(frozen=True)
 class Tree:
-    """A sequence: tokens before its nodes, and of each node its parent and its id. May be empty."""
+    """A sequence: the number of tokens before its nodes, and each node's parent and id. May be empty."""
 
     older: int
     parents: Sequence[int]
@@ -35,7 +35,7 @@ class Tree:
 
 
 def verified(trees: Sequence[Tree], device: torch.device, more_seqs: int = 0) -> tuple[Verified, Accepted]:
-    """The trees as tensors: parents with a stride and garbage after their nodes, sequences without nodes after them."""
+    """Returns the trees as tensors: parents with a stride and garbage after the nodes, then sequences without nodes."""
 
     def ints(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -60,7 +60,7 @@ def verified(trees: Sequence[Tree], device: torch.device, more_seqs: int = 0) ->
 
 
 def check(to: Accepted, trees: Sequence[Tree], paths: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> None:
-    """What became of the trees is these paths, their roots left out, and these tokens after them."""
+    """Checks that the accepted paths, without their roots, and the tokens after them equal these."""
     width = to.path.shape[1]
     for seq, (tree, path, token) in enumerate(zip(trees, paths, next_tokens, strict=True)):
         root = [0] if tree.parents else []
@@ -76,7 +76,7 @@ def check(to: Accepted, trees: Sequence[Tree], paths: Sequence[Sequence[int]], n
 
 
 def tree_of(most: int, vocab: int) -> st.SearchStrategy[Tree]:
-    """Node 0 has no parent; some others do not descend from it."""
+    """Draws trees. Node 0 has no parent; some others do not descend from it."""
     node = st.integers(0, most).flatmap(
         lambda n: st.tuples(
             st.tuples(*(st.just(-1) if at == 0 else st.integers(-1, at) for at in range(n))),
@@ -87,7 +87,7 @@ def tree_of(most: int, vocab: int) -> st.SearchStrategy[Tree]:
 
 
 def followed(tree: Tree, drawn: Sequence[int]) -> tuple[list[int], int]:
-    """The path by the drawn tokens, and the token after it."""
+    """Returns the path by the drawn tokens, and the token after it."""
     path: list[int] = []
     node = 0
     while tree.parents:
@@ -117,7 +117,7 @@ def test_a_path_goes_on_as_long_as_a_child_has_the_token_that_was_drawn(
 
 
 def with_prompts(accept: Callable[[Verified, Accepted], None], device: torch.device) -> Accepted:
-    """A tree between a prompt of more tokens than trees have nodes and one of fewer, whose tokens look like drafts."""
+    """Runs a tree between a prompt with more tokens than a tree and one with fewer. Their tokens look like drafts."""
     trees = [Tree(3, [-1, *range(8)], range(9)), Tree(5, [-1, 0, 1], [4, 5, 6]), Tree(0, [-2, 0], [0, 1])]
     given, to = verified(trees, device, more_seqs=1)
     given = given._replace(parents=given.parents[:, :4])
@@ -127,7 +127,7 @@ def with_prompts(accept: Callable[[Verified, Accepted], None], device: torch.dev
 
 
 def check_with_prompts(to: Accepted) -> None:
-    """The prompts are stored whole, and what was chosen after their last tokens comes next."""
+    """Checks that the prompts are stored whole, and that the tokens chosen after their last tokens come next."""
     assert to.num_accepted.tolist() == [0, 2, 0, 0]
     assert to.next_token.tolist() == [9, 7, 2, -1]
     assert to.kv_len.tolist() == [12, 8, 2, 0]
@@ -171,7 +171,7 @@ def test_a_chain_that_is_drawn_to_its_end_is_accepted_whole(
 def rejected(
     tree: Tree, target: Tensor, draft: Tensor, accept_uniform: Sequence[float], draw_uniform: Sequence[float]
 ) -> tuple[list[int], int]:
-    """Rejection sampling as it is defined, each residual normalised, in float64."""
+    """Returns path and next token by the definition of rejection sampling, with normalised residuals, in float64."""
     path: list[int] = []
     node, r, q = 0, target[0].double(), draft[0].double()
     untried = tree.children(0)
@@ -184,7 +184,7 @@ def rejected(
         else:
             r = (r - q).clamp(min=0)
             r = r / r.sum()
-            # The next one was drawn by what this one has left.
+            # The next draft was drawn from the distribution without this one.
             q[token] = 0.0
             q = q / q.sum()
     sums = (r / r.sum()).cumsum(0)
@@ -192,7 +192,7 @@ def rejected(
 
 
 def probabilities(num_tokens: int, vocab: int, seed: int, device: torch.device) -> Probabilities:
-    """Random ones, some of them 0, in rows with a stride; the draft's are never 0."""
+    """Returns random probabilities, some of them 0, in rows with a stride; the draft's are never 0."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.rand(num_tokens, vocab, generator=generator)
     target = torch.where(torch.rand(target.shape, generator=generator) < 0.3, 0, target)
@@ -237,7 +237,7 @@ CHI_SQUARE = {4: 18.467}
 def emitted_by(
     accept: Callable[..., None], num_seqs: int, children: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The first token that each of many equal sequences gets, whose drafts were drawn by q; and p."""
+    """Returns the first token of each of many equal sequences with drafts drawn from q, and p."""
     generator = torch.Generator().manual_seed(children)
     p, q = torch.tensor([0.05, 0.4, 0.3, 0.0, 0.25]), torch.tensor([0.3, 0.1, 0.2, 0.35, 0.05])
     width = 1 + children
@@ -268,7 +268,7 @@ def emitted_by(
 def test_what_a_sequence_gets_is_distributed_as_the_target_has_it(
     accept: Callable[..., None], num_seqs: int, children: int, kernel_device: torch.device
 ) -> None:
-    """A chi-square test over the tokens of p that may come; the seed is fixed, so the verdict is."""
+    """A chi-square test over the tokens that p allows; the seed is fixed, and so is the result."""
     tokens, p = emitted_by(accept, num_seqs, children, kernel_device)
     counts = torch.bincount(tokens, minlength=5).double()
     assert counts[p == 0].sum() == 0
@@ -292,7 +292,7 @@ def test_a_node_without_drafts_does_not_look_at_the_draft_rows(
 def test_rows_that_are_no_distribution_give_no_token(
     accept: Callable[..., None], bad: float, kernel_device: torch.device
 ) -> None:
-    """And other sequences are left alone."""
+    """Other sequences are not affected."""
     trees = [Tree(4, [-1, 0], [1, 2]), Tree(2, [-1], [1])]
     given, to = verified(trees, kernel_device)
     rows = probabilities(3, 5, 0, kernel_device)
@@ -308,7 +308,7 @@ def test_rows_that_are_no_distribution_give_no_token(
 def test_one_probability_that_is_no_number_gives_no_token(
     accept: Callable[..., None], bad: float, kernel_device: torch.device
 ) -> None:
-    """Whether the path ends at a node without drafts, or where the only draft is rejected."""
+    """The path ends at a node without drafts in one tree, and the other one's only draft is rejected."""
     given, to = verified([Tree(2, [-1], [1]), Tree(4, [-1, 0], [1, 2])], kernel_device)
     rows = probabilities(3, 5, 0, kernel_device)
     rows.target[:, 3] = bad

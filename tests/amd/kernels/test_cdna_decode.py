@@ -1,4 +1,4 @@
-"""Decode for CDNA on an AMD GPU, beside float64 attention; the simulator runs the same cases where there is none."""
+"""Decode for CDNA on an AMD GPU, against float64 attention. Without a GPU the simulator runs the same cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GPU = torch.device("cuda")
 
 
 def arch_here() -> str:
-    """The arch of this machine's GPU, where the kernel serves there; else nothing."""
+    """Returns the arch of this machine's GPU if the kernel serves it, else nothing."""
     if not torch.cuda.is_available():
         return ""
     target = detect_target(GPU)

@@ -1,4 +1,4 @@
-"""Attention over eight-bit pages, of every encoding and with every kind of factor, against float64."""
+"""Attention over 8-bit pages, with every encoding and every kind of scale, against float64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ each_scales = pytest.mark.parametrize("scales", SCALES, ids=lambda s: s.name)
 
 
 def by_turns(name: str, values: Sequence[object]) -> pytest.MarkDecorator:
-    """Every value with each kind of factor: in every run each value, and each kind, has one of the others'."""
+    """Parametrizes by values and kinds of scale. Every run has each value with one kind, and each kind with a value."""
     return pytest.mark.parametrize(
         ("scales", name),
         [
@@ -102,7 +102,7 @@ def test_q_of_sixteen_bits_loses_nothing_of_the_codes(
 def test_factors_meet_caps_slopes_sinks_and_windows_where_they_must(
     scales: Scales, scores: dict[str, float], kernel_device: torch.device
 ) -> None:
-    """A factor of K belongs before the cap; no factor of V changes a sink's share."""
+    """A scale of K applies before the cap; no scale of V changes a sink's share."""
     case = replace(EXTENDS, kv=Encoding.E4M3FN, scales=scales, **scores)  # type: ignore[arg-type]
     tensors = build(case, kernel_device)
     run_extend(tensors)
@@ -131,7 +131,7 @@ def test_two_heads_in_one_row_have_a_factor_each(
 def test_pairs_are_read_from_pages_of_any_size_and_never_across_odd_rows(
     dims: tuple[int, int], page_size: int, kernel_device: torch.device
 ) -> None:
-    """Pages that are part of a key block have a number each. Rows of odd lengths, of K or of V, are no pairs."""
+    """Pages smaller than a key block have a number each. Rows of odd lengths, of K or of V, are not read in pairs."""
     layer = replace(DECODES, dims=dims, page_size=page_size, kv=Encoding.E4M3FN, dtype=torch.float16, window_left=21)
     tensors = build(layer, kernel_device)
     run_decode(tensors, tiles=DecodeTiles(32, 1, 1, 1, paired=True))
@@ -145,13 +145,13 @@ def test_pairs_are_read_from_pages_of_any_size_and_never_across_odd_rows(
 def test_factors_of_tokens_may_differ_far_from_block_to_block(
     first: int, change: float, heads_per_row: int, kernel_device: torch.device
 ) -> None:
-    """Weights are float16 and sums float32: neither may vanish or overflow for what another block holds.
+    """Weights are float16 and sums float32: neither may vanish or overflow because of another block's scales.
 
-    Every second page has small factors, from this one on.
+    Every second page has small scales, starting with page `first`.
     """
     tiles = DecodeTiles(16, 1, 1, 1, heads_per_row=heads_per_row, paired=True)
     case = Case([64], [1], heads=(4, 2), dims=(32, 32), page_size=16, kv=Encoding.E4M3FN, scales=Scales.TOKEN)
-    # Of float32 no code is read in pairs.
+    # Codes are never read in pairs for float32.
     tensors = build(replace(case, dtype=torch.float16), kernel_device)
     scales = tensors.pages.v_scale
     assert scales is not None
@@ -166,7 +166,7 @@ def test_factors_of_tokens_may_differ_far_from_block_to_block(
 
 
 def test_a_factor_that_is_no_number_stays_with_its_head(kernel_device: torch.device) -> None:
-    """Two heads of a row have one amount: it is of factors that are numbers."""
+    """Two heads of a row share one amount, which ignores scales that are NaN."""
     tiles = DecodeTiles(16, 1, 1, 1, heads_per_row=2, paired=True)
     case = Case([64], [1], heads=(4, 2), dims=(32, 32), page_size=16, kv=Encoding.E4M3FN, scales=Scales.TOKEN)
     tensors = build(replace(case, dtype=torch.float16), kernel_device)
@@ -187,7 +187,7 @@ def test_a_packed_mask_hides_keys_and_their_factors(scales: Scales, kernel_devic
 
 
 def with_k_of_zeros(case: Case, device: torch.device) -> tuple[Tensors, Tensors]:
-    """A step whose factors of K are 0, and one whose queries are: all scores are 0 in both."""
+    """Returns a step whose scales of K are 0, and one whose queries are 0: all scores are 0 in both."""
     tensors, alike = build(case, device), build(case, device)
     assert tensors.pages.k_scale is not None
     tensors.pages.k_scale.zero_()
@@ -213,7 +213,7 @@ def run_segment_extend(tensors: Tensors) -> None:
 def test_where_a_factor_of_k_is_zero_all_keys_that_a_row_sees_weigh_alike(
     run: Callable[[Tensors], None], masked: bool, window_left: int, scales: Scales, kernel_device: torch.device
 ) -> None:
-    """The score of an unseen key is -inf, and 0 times that is NaN. Rows that see no key are 0, and their LSE -inf."""
+    """The score of an unseen key is -inf, and 0 times that is NaN. Rows without keys are 0, and their LSE is -inf."""
     case = replace(EXTENDS, kv=Encoding.E4M3FN, scales=scales, masked=masked, window_left=window_left)
     tensors, alike = with_k_of_zeros(case, kernel_device)
     run(tensors)

@@ -1,4 +1,4 @@
-"""Eight-bit codes are read and written as torch's own casts do it, all of them, bit for bit."""
+"""All 8-bit codes are read and written bit for bit like torch's own casts."""
 
 from __future__ import annotations
 

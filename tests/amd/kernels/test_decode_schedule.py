@@ -29,7 +29,7 @@ Row = tuple[int, int]  # seq, row of KV heads
 
 @dataclass(frozen=True)
 class Batch:
-    """A schedule's arguments."""
+    """The arguments of a schedule."""
 
     kv_len: list[int]
     q_len: list[int]
@@ -52,12 +52,12 @@ class Batch:
 
     @property
     def is_free(self) -> bool:
-        """Whether rows cost nothing beside their key blocks, as those of segments, whose merge writes their zeros."""
+        """True if rows cost only their key blocks, like those of segments, whose merge writes their zeros."""
         return self.tiles.row_cost + self.tiles.row_end == 0
 
     @cached_property
     def words(self) -> list[int]:
-        """Once: each of hundreds of programs looks at them."""
+        """The schedule's words, computed once: hundreds of programs read them."""
         return decode_schedule(self.kv_len, self.q_len, self.cut)
 
     def blocks_of(self, seq: int) -> int:
@@ -68,13 +68,13 @@ class Batch:
         return {(seq, row) for seq, new in enumerate(self.q_len) if new == 1 for row in rows}
 
 
-# Of a row without keys nothing but the end costs anything.
+# A row without keys costs only its end.
 AT_THE_END = replace(TILES, row_cost=0, row_end=2)
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Lengths from nothing to far apart, some sequences of another kind, and as few or as many programs as may be."""
+    """Draws lengths from 0 to far apart, some sequences of another kind, and the extreme numbers of programs."""
     longest = draw(st.sampled_from([3, 40, 300, 5000]))
     lengths = st.just(longest) if draw(st.booleans()) else st.integers(0, longest)
     seqs = draw(st.lists(st.tuples(lengths, st.sampled_from([1, 1, 1, 0, 2])), max_size=20))
@@ -97,7 +97,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 def walk(batch: Batch, program: int) -> list[tuple[Row, int, int]]:
-    """What decode does with a program's words: rows and their key blocks [first, end); (row, 0, 0) for zeros."""
+    """Returns decode's visits for a program's words: rows and their key blocks [first, end); (row, 0, 0) for zeros."""
     words = batch.words
     seq, row, done, work = words[8 * program : 8 * program + 4]
     rows_per_seq, row_cost = batch.tiles.rows_per_seq(batch.num_kv_heads), batch.tiles.row_cost
@@ -155,7 +155,7 @@ def test_a_program_leaves_at_most_one_row_begun_before_it_and_one_that_goes_on(b
 @settings(max_examples=150)
 @given(batches())
 def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) -> None:
-    """By row, and from the boundaries between programs: the two rules of merge.py."""
+    """The merge finds them by row, and by the boundaries between programs: the two rules of merge.py."""
     words, row_cost = batch.words, batch.tiles.row_cost
     programs_of: dict[Row, list[int]] = defaultdict(list)
     for program in range(batch.num_programs):
@@ -199,7 +199,7 @@ def test_no_program_has_more_work_than_another_but_for_the_last_ones(batch: Batc
 
 
 def device_words(batch: Batch, device: torch.device) -> list[int]:
-    """The words as the kernel writes them, with those that have no meaning set to 0."""
+    """Returns the words as the kernel writes them, with meaningless ones set to 0."""
     size = batch.cut.words(len(batch.kv_len))
     schedule = torch.full((size + 3,), GARBAGE, dtype=torch.int32, device=device)
     launch_decode_schedule(queries_of(batch.kv_len, batch.q_len, sum(batch.q_len), device), schedule, batch.cut)
@@ -248,7 +248,7 @@ def test_the_device_writes_the_words_of_the_host_twin(
 def test_the_device_sets_every_counter_of_decode_that_merges_within_its_launch(
     num_seqs: int, num_programs: int, kernel_device: torch.device
 ) -> None:
-    """After an odd number of sequences too, which is no whole number of 16-byte units."""
+    """This includes an odd number of sequences, which is no whole number of 16-byte units."""
     draw = random.Random(num_seqs + num_programs)
     kv_len = [draw.randrange(301) for _ in range(num_seqs)]
     batch = Batch(kv_len, [1] * num_seqs, 2, num_programs, replace(TILES, merge_group=8))
@@ -260,7 +260,7 @@ def test_the_device_sets_every_counter_of_decode_that_merges_within_its_launch(
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("num_seqs", "kv_len", "num_programs", "rows", "pad"),
-    # Of a row's cost, which is 2 more than its blocks: halves, halves with padding, whole rows, two rows each; none.
+    # Shares of a row's cost, which is its blocks plus 2: halves, padded halves, whole rows, two rows each; none.
     [
         (16, 1024, 264, 0.5, 0),
         pytest.param(16, 1008, 264, 0.5, 1, marks=pytest.mark.long),
@@ -272,7 +272,7 @@ def test_the_device_sets_every_counter_of_decode_that_merges_within_its_launch(
 def test_rows_that_are_alike_are_cut_alike(
     num_seqs: int, kv_len: int, num_programs: int, rows: float, pad: int, kernel_device: torch.device
 ) -> None:
-    """A program has so many rows; where no such share is near, 0."""
+    """A program has `rows` rows; 0 if no such share is close."""
     batch = Batch([kv_len] * num_seqs, [1] * num_seqs, 8, num_programs, TILES)
     words = device_words(batch, kernel_device)
     assert words == batch.words
@@ -291,7 +291,7 @@ def test_rows_that_are_alike_are_cut_alike(
 def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
     kv_len: int, blocks: set[int], kernel_device: torch.device
 ) -> None:
-    """The end of a row has no positions of its own then: padding after rows is negative."""
+    """The end of a row then has no positions of its own: padding after rows is negative."""
     tiles = replace(TILES, row_cost=0, row_end=2, heads_per_row=2)
     batch = Batch([kv_len] * 8, [1] * 8, 8, 132, tiles)
     words = device_words(batch, kernel_device)
@@ -306,8 +306,8 @@ def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("kv_len", "num_programs", "is_beside"),
-    # Four rows a sequence: of equal parts, and padded ones; rows that differ, with programs left over and without; too
-    # few programs for a sequence's rows.
+    # Four rows per sequence: equal parts, and padded ones; different rows, with idle programs and without; too few
+    # programs for a sequence's rows.
     [
         ([4096] * 8, 132, True),
         ([4080] * 8, 132, True),
@@ -327,7 +327,7 @@ def test_programs_beside_each_other_have_the_same_keys_of_a_sequences_rows(
     assert (batch.cut.axes == 4) == is_beside
     of_row = num_programs // 4
     for first in range(of_row if is_beside else 0):
-        # As number_of_program has them: those with ids 4 * first to 4 * first + 3.
+        # The programs with ids 4 * first to 4 * first + 3, as in number_of_program.
         beside = [walk(batch, row * of_row + first) for row in range(4)]
         for row, visits in enumerate(beside):
             assert visits == [((seq, row), start, end) for (seq, _), start, end in beside[0]]
@@ -363,8 +363,8 @@ def test_programs_work_side_by_side_on_few_rows_if_few_are_left_without_work(
 
 @pytest.mark.parametrize(
     ("kv_len", "share", "num_used"),
-    # Rows of 64 blocks and 2 more, four a sequence: one for each of 32 programs; three for each of the first 8; 3.5;
-    # rows that differ.
+    # Four rows per sequence, each of 64 blocks plus 2: one for each of 32 programs; three for each of the first 8; 3.5;
+    # different rows.
     [([1024] * 8, 66, 32), ([1024] * 6, 198, 8), ([1024] * 7, 231, 8), ([1024] * 7 + [1008], 264, 8)],
     ids=str,
 )
@@ -384,7 +384,7 @@ def test_rows_that_all_programs_cannot_cut_alike_are_shared_by_those_of_the_firs
 def test_some_program_has_each_row_of_a_batch_without_keys(
     num_seqs: int, num_programs: int, kernel_device: torch.device
 ) -> None:
-    """Seven programs have more of the rows' ends than there are."""
+    """Seven programs are more than all rows' ends cost."""
     batch = Batch([0] * num_seqs, [1] * num_seqs, 1, num_programs, AT_THE_END)
     words = device_words(batch, kernel_device)
     assert words == batch.words
@@ -411,7 +411,7 @@ def test_programs_run_in_as_many_rounds_as_rows_fill_and_no_more_than_tiles_allo
     assert found == replace(cut, programs=programs, rounds=rounds)
     least, _, most = cut.programs_in_words.partition(" to ")
     assert int(least) <= found.programs <= int(most)
-    # The launch that a cut is checked by.
+    # The launch that checks a cut.
     assert found == replace(DecodeCut.of(tiles, num_kv_heads=2, programs=programs, window_left=-1), rounds=rounds)
 
 

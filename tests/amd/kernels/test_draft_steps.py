@@ -1,4 +1,4 @@
-"""What the steps of a round of drafts start from, as plain loops say it."""
+"""The initial tensors of a round's draft steps, against plain loops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ both = pytest.mark.parametrize("derive", [launch_draft_steps, draft_steps], ids=
 
 
 def check(derive: Launch, prefix: list[int], pads: int, branches: int, steps: int, device: torch.device) -> None:
-    """Derive the steps of these sequences twice, and compare all of it; nothing is written between their parts."""
+    """Derives the steps of these sequences twice, and compares all of it; nothing is written between their parts."""
     num_seqs, pad = len(prefix) + pads, Pads(7, 0)
 
     def garbage(size: int) -> torch.Tensor:
@@ -69,5 +69,5 @@ def test_draft_steps_go_on_from_the_first_one(
 
 @both
 def test_draft_steps_of_many_sequences_are_derived_whole(derive: Launch, kernel_device: torch.device) -> None:
-    """More sequences and tokens than a program writes."""
+    """There are more sequences and tokens than a program writes."""
     check(derive, [at % 91 for at in range(300)], 5, 3, 3, kernel_device)

@@ -51,7 +51,7 @@ INT_TYPES = st.sampled_from([torch.int32, torch.int64])
 
 
 def engines(values: Sequence[int], dtype: torch.dtype, stride: int, device: torch.device) -> Tensor:
-    """A tensor as engines have them: of either type, a column of a larger one, garbage between its elements."""
+    """Returns an engine-like tensor: of either type, a column of a larger one, with garbage between its elements."""
     memory = torch.full((max(1, len(values)), stride), GARBAGE, dtype=dtype)
     memory[: len(values), 0] = torch.tensor(values, dtype=dtype)
     return memory.to(device)[: len(values), 0]
@@ -62,13 +62,13 @@ def garbage(*shape: int, device: torch.device) -> Tensor:
 
 
 def rows_of(num: int, device: torch.device) -> EngineRows:
-    """Rows of a table, none of which a step has stored in."""
+    """Returns rows of a table to which no step has stored."""
     return EngineRows(num, torch.full((num,), -1, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True)
 class Step:
-    """What an engine gives, and the padded sizes.
+    """An engine's inputs, and the padded sizes.
 
     seqs:      (row, kv_len, new tokens) of each entry
     row_pages: pages of each row of a table of lists; empty: a table of rows
@@ -94,7 +94,7 @@ class Step:
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    """Right ones, and lengths and rows that are no such thing."""
+    """Draws valid steps, and ones with invalid lengths and rows."""
     lengths = st.integers(0, 44) | st.sampled_from([-7, 2**31 - 1])
     news = st.integers(0, 9) | st.sampled_from([-3, 1000])
     rows = st.integers(0, 5) | st.sampled_from([-1, 6, 2**31 - 1])
@@ -117,7 +117,7 @@ def steps(draw: st.DrawFn) -> Step:
 
 @dataclass(frozen=True)
 class Published:
-    """What is to be written."""
+    """The expected outputs."""
 
     counts: list[int]
     rows: list[int]
@@ -127,7 +127,7 @@ class Published:
 
 
 def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
-    """One sequence after the other."""
+    """Computes the outputs one sequence after the other."""
     error, tokens, live, live_tokens, left_out = 0, 0, 0, 0, False
     rows, own_rows, kept_lengths, news = [], [], [], []
     stored: set[int] = set()
@@ -168,7 +168,7 @@ def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
 
 
 def published(publish: Launch, step: Step, device: torch.device, boundary: int = 0) -> tuple[Published, Tensor]:
-    """What a launch writes, and the slot. boundary: where the new tokens of the first sequence begin"""
+    """Returns a launch's outputs, and the slot. boundary: start of the first sequence's new tokens"""
     rows, kv_len, new = ([seq[at] for seq in step.seqs] for at in range(3))
     if step.q_form == Q_BOUNDARIES:
         new = [boundary + sum(new[:at]) for at in range(len(new) + 1)]
@@ -213,7 +213,7 @@ def test_an_engines_lengths_are_published_within_their_bounds(
     assert found == wanted
     assert slot[ECHO] == TOKEN_WITHOUT_PAGE
     assert slot[ECHOED_STEP] == 40
-    # Whatever the engine gives, tokens stay within the step, and pages within the row.
+    # For any input, tokens stay within the step, and pages within the row.
     assert sum(found.q_len[: len(step.seqs)]) <= step.num_tokens_padded
     assert max(found.kv_len) <= max(step.kv_bound, 2)
 
@@ -242,7 +242,7 @@ def test_boundaries_begin_at_zero(publish: Launch, num_seqs: int, error: int, ke
 
 @publishes
 def test_many_sequences_of_an_engine_are_published_whole(publish: Launch, kernel_device: torch.device) -> None:
-    """More than the program looks at in one step; the sum of what they ask for is beyond 32 bits."""
+    """More sequences than the program reads in one step; the sum of their new tokens exceeds 32 bits."""
     num_seqs = 1100
     kv_len = torch.arange(num_seqs, device=kernel_device) % 7 + 3
     new = torch.arange(num_seqs, device=kernel_device) % 3
@@ -257,7 +257,7 @@ def test_many_sequences_of_an_engine_are_published_whole(publish: Launch, kernel
         slot, to.counts, lengths, LengthBounds(rows_of(num_seqs, kernel_device), 100, 0, 9, 2000, 1, causal=True), to
     )
     assert to.counts.tolist() == [num_seqs, int(new.sum()), 2, 0]
-    assert slot[ECHO] == WRONG_STEP  # after the line above has waited for the device
+    assert slot[ECHO] == WRONG_STEP  # read after the line above has waited for the device
     assert torch.equal(to.q_len[:num_seqs].long(), new)
     assert torch.equal(to.kv_len[:num_seqs].long(), kv_len)
     huge = EngineLengths(kv_len, None, torch.full_like(new, 2**31 - 1), Q_LENGTHS)
@@ -339,7 +339,7 @@ def test_tables_of_any_kind_become_one_of_pages(
 
 @gathers
 def test_long_rows_are_gathered_whole(gather: Launch, kernel_device: torch.device) -> None:
-    """More pages than a program takes at once, shared by several."""
+    """Several programs share more pages than one takes at once."""
     entries = torch.randperm(3 * 5000).view(3, 5000).to(kernel_device)
     table = torch.zeros(3, 4500, dtype=torch.int32, device=kernel_device)
     of_seq = [torch.tensor(values, dtype=torch.int32, device=kernel_device) for values in ([2, 0], [4400, 17])]
@@ -354,7 +354,7 @@ def test_long_rows_are_gathered_whole(gather: Launch, kernel_device: torch.devic
 @gathers
 @pytest.mark.parametrize("has_slots", [False, True])
 def test_an_entry_past_int32_is_no_page(gather: Launch, has_slots: bool, kernel_device: torch.device) -> None:
-    """Cut to 32 bits it would be one, and another's."""
+    """Truncated to 32 bits it would be another sequence's page."""
     entries = torch.tensor([[2**32 + 5, 2**31, 2**31 - 1, -(2**31)]], device=kernel_device)
     table = torch.zeros(2, 4, dtype=torch.int32, device=kernel_device)
     of_seq = [torch.tensor([value], dtype=torch.int32, device=kernel_device) for value in (0, 4)]
@@ -375,7 +375,7 @@ def test_a_list_that_begins_before_all_lists_has_no_page_there(gather: Launch, k
 def step_over(
     table: list[list[int]], lengths: Sequence[tuple[int, int]], device: torch.device, pads: Pads = NO_PADS
 ) -> StepTensors:
-    """Published: sequence i has row i + 1 of the table, and the given (kv_len, q_len); one more is a pad."""
+    """Returns a published step: sequence i has row i + 1 of the table, and the given (kv_len, q_len); then a pad."""
     values = {
         "counts": [len(lengths), sum(new for _, new in lengths), 41, TOKEN_WITHOUT_PAGE],
         "row_of_seq": [*range(1, len(lengths) + 1), 0],
@@ -393,7 +393,7 @@ def step_over(
 def test_a_sequence_whose_page_does_not_exist_becomes_a_pad(
     check: Launch, wrong: int, num_pages: int, page_no: int, kernel_device: torch.device
 ) -> None:
-    """Of three tokens a page: the window's first key is in page 1, the last one in page 2; row 1 is right."""
+    """With three tokens per page, the window's first key is in page 1, the last one in page 2; row 1 is right."""
     table = [[GARBAGE, 0, 6, GARBAGE], [GARBAGE, 2, 3, GARBAGE]]
     if num_pages:
         table[1][page_no] = wrong
@@ -412,7 +412,7 @@ def test_a_sequence_whose_page_does_not_exist_becomes_a_pad(
 def test_pages_that_exist_and_those_that_no_token_sees_are_left_alone(
     check: Launch, window_left: int, kernel_device: torch.device
 ) -> None:
-    """Short KV too; what lies before a window was given back, and after the KV there is none."""
+    """Short KV is included. Pages before a window were freed, and there are none after the KV."""
     before = -1 if window_left == 3 else 5
     step = step_over([[before, 0, 6, -1], [39, -1, -1, -1], [-1] * 4], [(8, 2), (1, 4), (0, 3)], kernel_device)
     published = [step.row_of_seq.tolist(), step.kv_len.tolist(), step.counts.tolist()]
@@ -422,7 +422,7 @@ def test_pages_that_exist_and_those_that_no_token_sees_are_left_alone(
 
 @checks
 def test_one_wrong_page_of_a_long_row_is_found(check: Launch, kernel_device: torch.device) -> None:
-    """More pages than a program takes at once, shared by several."""
+    """Several programs share more pages than one takes at once."""
     table = torch.arange(3 * 5000).view(3, 5000)
     table[1, 4321] = 2**30
     step = step_over(table.tolist(), [(5000, 1), (5000, 1), (4321, 1)], kernel_device)
@@ -434,7 +434,7 @@ def test_one_wrong_page_of_a_long_row_is_found(check: Launch, kernel_device: tor
 
 @publishes
 def test_a_row_that_two_sequences_store_in_is_reported(publish: Launch, kernel_device: torch.device) -> None:
-    """One that has no new token stores nothing; the same rows are right in the next step."""
+    """A sequence without a new token stores nothing; the same rows are right in the next step."""
     rows = rows_of(700, kernel_device)
     for step, (first, last, new) in enumerate([(0, 650, 2), (650, 650, 2), (650, 650, 0), (0, 650, 2)]):
         chosen = torch.arange(600, device=kernel_device)
@@ -530,7 +530,7 @@ def test_cells_of_a_byte_become_bits_in_order(
 
 @packs
 def test_positions_that_were_not_given_are_reported(pack: Launch, kernel_device: torch.device) -> None:
-    """Two for three tokens; nothing is read past them."""
+    """There are two positions for three tokens; nothing is read past them."""
     positions = engines([5, 6, GARBAGE], torch.int64, 2, kernel_device)[:2]
     position_of_token, window_start = garbage(4, device=kernel_device), garbage(0, device=kernel_device)
     counts, kv_len, q_len, seq_of_token = (

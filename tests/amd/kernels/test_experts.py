@@ -24,7 +24,7 @@ Product = Callable[[ExpertProblem], Tensor]
 
 
 def kernel(problem: ExpertProblem, rows: int = 1) -> Tensor:
-    """By the kernel, with the tiles of groups of so many rows."""
+    """Computes the product with the kernel, and with tiles for groups of this many rows."""
     out, x = problem.empty_out(), problem.x
     tiles = expert_tiles(detect_target(x.device).arch, x.dtype, rows)
     launch_expert_product(x, problem.weight, problem.bias, problem.groups, out, tiles=tiles)
@@ -32,7 +32,7 @@ def kernel(problem: ExpertProblem, rows: int = 1) -> Tensor:
 
 
 def twin(problem: ExpertProblem, rows: int = 0) -> Tensor:
-    """By the twin, on the host."""
+    """Computes the product with the twin, on the host."""
     host = ExpertProblem(*(None if each is None else each.cpu() for each in vars(problem).values()))  # type: ignore[arg-type]
     out = host.empty_out()
     expert_product(host.x, host.weight, host.bias, host.groups, out, rows=rows)
@@ -53,7 +53,7 @@ SHAPES = [(1, 1, 1, (5, 7)), (5, 3, 2, (33, 40)), (40, 5, 2, (64, 33)), (17, 9, 
 def test_each_pair_is_multiplied_with_its_expert_alone(
     shape: tuple[int, int, int, tuple[int, int]], dtype: torch.dtype, product: Product, kernel_device: torch.device
 ) -> None:
-    """Of a row for each token, and of a row for each pair; with biases and without."""
+    """Covers a row per token without biases, and a row per pair with biases."""
     for of_pairs in (False, True):
         problem = random_problem(*shape, dtype=dtype, device=kernel_device, has_bias=of_pairs, of_pairs=of_pairs)
         problem.assert_served(product(problem))
@@ -79,7 +79,7 @@ def test_rows_that_are_not_finite_harm_no_other(product: Product, kernel_device:
 def test_matrices_may_lie_further_apart_than_32_bits_reach(kernel_device: torch.device) -> None:
     """The second of two experts begins 2**31 elements after the first."""
     problem = random_problem(9, 2, 2, (32, 16), dtype=torch.float16, device=kernel_device)
-    # NumPy's zeros take memory only where they are written; torch's are filled with NaN by the test session.
+    # NumPy's zeros take memory only where they are written; the test session fills torch's with NaN.
     far = torch.from_numpy(np.zeros((1 << 31) + 512, np.float16)).to(kernel_device)
     weight = far.as_strided((2, 16, 32), (1 << 31, 32, 1))
     weight.copy_(problem.weight)

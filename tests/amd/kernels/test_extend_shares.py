@@ -1,6 +1,6 @@
-"""Which keys of which rows every program of an extend step takes, by the words of the schedule's host twin.
+"""The keys and rows that every program of an extend step takes, by the words of the schedule's host twin.
 
-test_paged_extend.py holds the device to the twin.
+test_paged_extend.py compares the device with the twin.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY_BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Sequences, and how their rows are shared out."""
+    """Sequences, and the sharing of their rows."""
 
     seqs: tuple[tuple[int, int], ...]  # tokens before the step, new tokens
     sharing: Sharing
@@ -32,25 +32,25 @@ class Step:
         return replace(ExtendCut(query_tokens=5), sharing=self.sharing)
 
     def words(self) -> list[int]:
-        """The schedule."""
+        """Returns the schedule."""
         kv_len, q_len = [prefix + new for prefix, new in self.seqs], [new for _, new in self.seqs]
         return extend_schedule(kv_len, q_len, self.cut, sum(q_len))
 
     def blocks(self) -> list[list[int]]:
-        """The words of each query block that belongs to a sequence."""
+        """Returns the words of each query block that belongs to a sequence."""
         words, most = self.words(), self.cut.max_blocks(sum(new for _, new in self.seqs), len(self.seqs))
         listed = [words[at : at + BLOCK_WORDS] for at in range(0, most * BLOCK_WORDS, BLOCK_WORDS)]
         return [block for block in listed if block[0] >= 0]
 
     def shares(self) -> list[list[int]]:
-        """The words of each program's share."""
+        """Returns the words of each program's share."""
         words = self.words()[-self.sharing.programs * SHARE_WORDS :]
         return [words[at : at + SHARE_WORDS] for at in range(0, len(words), SHARE_WORDS)]
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    """Few sequences and many, short and long; prices at which everything, something or nothing is shared."""
+    """Draws few sequences and many, short and long, and costs with which everything, something or nothing is shared."""
     seqs = draw(st.lists(st.tuples(st.integers(0, 400), st.integers(1, 23)), min_size=1, max_size=6))
     sharing = Sharing(
         programs=draw(st.integers(1, 12)),
@@ -68,7 +68,7 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(tuple(seqs), draw(st.sampled_from([sharing, *kinds, sharing._replace(alike_keys=30)])))
 
 
-# One program's whole row, and the last part of another one.
+# A program's whole row, and the last part of another row.
 ALIGNED = Step(((20, 5), (5, 5)), Sharing(programs=3, row_keys=5, split_keys=-99999, gain=0, least_keys=1))
 
 
@@ -76,18 +76,18 @@ ALIKE = Step(
     ((600, 5),) * 4,
     Sharing(programs=17, rows=2, row_keys=40, split_keys=30, gain=0, least_keys=40, alike_keys=10),
 )
-# Of which the shortest have a part less, or one.
+# Shorter rows have one part less, or only one part.
 NEARLY_ALIKE = Step(
     ((600, 5), (390, 5), (170, 5)),
     Sharing(programs=12, rows=1, row_keys=40, split_keys=200, gain=0, least_keys=40, alike_keys=1),
 )
 
-# Programs that no row has room for.
+# There are more programs than any row has room for.
 ONE_ROW_ALIKE = Step(((0, 2),), Sharing(programs=5, row_keys=1, split_keys=0, gain=0, least_keys=1, alike_keys=1))
 
 
 def taken(step: Step) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
-    """(Query block, row of it) -> the program, and from where to where it goes in the row's cost; in order."""
+    """Returns (query block, row of it) -> each program with its start and end in the row's cost, in order."""
     blocks, sharing = step.blocks(), step.sharing
     costs = [block[4] + sharing.row_keys for block in blocks]
     found = defaultdict(list)
@@ -124,7 +124,7 @@ def test_every_row_is_taken_once_from_its_first_key_to_its_last(step: Step) -> N
 @example(NEARLY_ALIKE)
 @example(ONE_ROW_ALIKE)
 def test_parts_of_a_row_take_its_key_blocks_in_turn(step: Step) -> None:
-    """As extend.py counts blocks of keys: those that begin in a part's keys, the last part what is left."""
+    """Key blocks are counted as in extend.py: a part has the blocks that begin in its keys, the last part the rest."""
     blocks, row_keys = step.blocks(), step.sharing.row_keys
     for (at, _), parts in taken(step).items():
         seq, _, tokens, first_kv_index, keys, *_ = blocks[at]
@@ -151,7 +151,7 @@ def test_no_program_leaves_more_than_two_rows_unfinished_and_the_merge_finds_the
             assert programs == list(range(programs[0], programs[-1] + 1))
             for program, start, _ in parts:
                 unfinished[program].add(start == 0)
-            # What the merge reads of the program after the first.
+            # The words of the program after the first, which the merge reads.
             words = step.shares()[programs[0] + 1]
             assert words[:2] == [at, row]
             start, share, is_alike = words[4] & 0xFFFFFFFF | words[5] << 32, words[6], words[8] > 0
@@ -167,14 +167,14 @@ def test_no_program_leaves_more_than_two_rows_unfinished_and_the_merge_finds_the
 
 
 def test_rows_that_are_alike_are_cut_into_equal_parts_of_which_the_last_is_shorter() -> None:
-    """Eight rows of 645, of which seventeen programs would take 304 each: two parts, and one program without any."""
+    """Eight rows of 645, of which seventeen programs would take 304 each: two parts per row, and one idle program."""
     parts = [[end - start for _, start, end in found] for found in taken(ALIKE).values()]
     assert parts == [[323 + 40, 645 - 323 - 40]] * 8
     assert [work > 0 for _, _, _, work, *_ in ALIKE.shares()] == [True] * 16 + [False]
 
 
 def test_shorter_rows_have_fewer_parts_of_the_same_size() -> None:
-    """Of three rows four parts each: 605 keys, and 40 that the last part has fewer, are four times 162."""
+    """For three rows of four parts each: 605 keys, plus 40 that the last part lacks, are four times 162, rounded up."""
     parts = [[end - start for _, start, end in found] for found in taken(NEARLY_ALIKE).values()]
     assert parts == [[162 + 40, 162, 162, 605 - 3 * 162], [162 + 40, 162, 395 - 2 * 162], [162 + 40, 175 - 162]]
     assert [work > 0 for _, _, _, work, *_ in NEARLY_ALIKE.shares()] == [True] * 7 + [False, True, True] + [False] * 2
@@ -184,7 +184,7 @@ def test_shorter_rows_have_fewer_parts_of_the_same_size() -> None:
     ("seqs", "change"),
     [
         (ALIKE.seqs, {"alike_keys": 0}),
-        # The merge costs more; parts would be a quarter larger than shares; a row is longer; parts would be small.
+        # A higher cost of the merge; parts a quarter larger than shares; a longer row; small parts.
         (ALIKE.seqs, {"alike_keys": 11}),
         (ALIKE.seqs, {"programs": 20}),
         (((700, 5), *ALIKE.seqs[1:]), {}),
@@ -199,15 +199,15 @@ def test_other_rows_have_no_equal_parts(seqs: tuple[tuple[int, int], ...], chang
 
 @pytest.mark.parametrize(("rows_at_once", "is_shared"), [(1, False), (2, True)])
 def test_rows_that_run_two_at_a_time_are_shared_where_one_would_be_late(rows_at_once: int, is_shared: bool) -> None:
-    """Three long rows among many short ones: as good as balanced, unless each long one has to share its unit."""
+    """Three long rows among many short ones are as good as balanced, unless each long one has to share its unit."""
     sharing = Sharing(programs=4, rows=1, rows_at_once=rows_at_once, row_keys=64, split_keys=100, gain=1, least_keys=64)
     step = Step(((1000, 5), (990, 5), (980, 5), *[(60, 5)] * 14), sharing)
     assert (step.shares()[0][7] > 0) == is_shared
 
 
 def test_by_segments_few_rows_are_shared_that_fill_the_last_round() -> None:
-    """Four rows more than programs: segments of few rows fill programs up, in place of a round of four rows, or of
-    all rows' segments, each of which is a part that is merged.
+    """There are four rows more than programs. Segments of few rows fill programs up, which avoids a round of four rows,
+    and a merge of all rows' segments.
     """
     sharing = Sharing(
         programs=32, rows=2, row_keys=64, split_keys=64, gain=4, least_keys=256, most_keys=2048, segment_len=256
@@ -226,15 +226,15 @@ FIVE_ROWS = Step(
 
 
 def test_what_is_shared_leaves_programs_for_the_longest_whole_rows() -> None:
-    """Five rows, four programs. The first row's segments are three programs' shares, and the second row is the other
-    one's: else that would take as long as a second round, and no row would be shared.
+    """Five rows, four programs. The first row's segments are three programs' shares, and the second row is the
+    fourth's. Otherwise that row would take as long as a second round, and no row would be shared.
     """
     assert FIVE_ROWS.shares()[0][7] == 1
     assert FIVE_ROWS.shares()[3][3] == 0
 
 
 def test_where_whole_rows_begin_after_shares_these_are_worth_less() -> None:
-    """The step above: the second row no longer begins with the first one's shares."""
+    """This is the step above, but the second row no longer begins together with the first one's shares."""
     shares_first = FIVE_ROWS.sharing._replace(shares_first=True)
     assert FIVE_ROWS.shares()[0][7] == 1
     assert Step(FIVE_ROWS.seqs, shares_first).shares()[0][7] == 0

@@ -34,21 +34,21 @@ both = pytest.mark.parametrize("fill", [launch_fill, refs.fill], ids=["kernel", 
 
 
 def fill_once(fill: Fill, case: Case, device: torch.device) -> StepTensors:
-    """The step's tensors after one fill."""
+    """Returns the step's tensors after one fill."""
     step = tensors(case, device)
     fill(step, page_size=case.page_size)
     return step
 
 
 def check(fill: Fill, case: Case, device: torch.device) -> None:
-    """One fill writes what plain Python derives, and changes neither its inputs nor what lies after its outputs."""
+    """Checks that one fill writes what plain Python derives, and changes no input and no memory after its outputs."""
     step = fill_once(fill, case, device)
     assert written(step) == {**written(tensors(case, device)), **derived_by_hand(case)}
     assert [name for name in DERIVED if not is_untouched_after(getattr(step, name))] == []
 
 
 def one_sequence(length: int, new: int, *, width: int, page_size: int = 4) -> Case:
-    """One live sequence in a row of `width` pages, and one pad."""
+    """Returns one live sequence in a row of `width` pages, and one pad."""
     seqs = [(length, new)]
     return Case(seqs, (0, 0), 2, new + 3, 20, page_size, random_pages(seqs, width, 0))
 
@@ -156,7 +156,7 @@ def test_more_new_tokens_than_tokens_meet_page_zero(fill: Fill, kernel_device: t
 def test_the_error_word_says_that_a_live_token_has_no_page(
     fill: Fill, lost_page: int, new: int, is_lost: bool, kernel_device: torch.device
 ) -> None:
-    """Three pages of four tokens; a missing page matters to the tokens that are stored to it, not to those before."""
+    """Three pages of four tokens; a missing page matters to tokens that are stored to it, not to earlier ones."""
     case = one_sequence(12, new, width=3)
     case.pages[0][lost_page] = 0
     step = fill_once(fill, case, kernel_device)
@@ -172,7 +172,7 @@ def test_the_error_word_says_that_a_live_token_has_no_page(
 def test_the_error_word_says_that_a_window_begins_in_a_page_that_was_given_back(
     fill: Fill, given_back: int, new: int, window_left: int, is_blind: bool, kernel_device: torch.device
 ) -> None:
-    """Three pages of four tokens, the last token at 11: the first new one sees 12 - new - window_left and on."""
+    """Three pages of four tokens, the last one at 11: the first new one sees 12 - new - window_left and later ones."""
     case = one_sequence(12, new, width=3)
     case.pages[0][:given_back] = [0] * given_back
     step = tensors(case, kernel_device)

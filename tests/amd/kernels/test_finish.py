@@ -1,4 +1,4 @@
-"""What follows attention, and its twin: output gates, and the rotation undone, against float64."""
+"""The kernel after attention, and its twin: output gates, and the reversed rotation, against float64."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_outputs_are_turned_back_and_gated(
     pairs: RopePairs,
     kernel_device: torch.device,
 ) -> None:
-    """Rows between others; pads are zero, whatever their gates are."""
+    """Rows are between others; pads are zero, whatever their gates are."""
     if gated == "no gate" and not turns:
-        return  # the caller launches nothing then: tests/amd/runtime/test_row_work.py
+        return  # the caller launches nothing in this case: tests/amd/runtime/test_row_work.py
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(NUM_TOKENS + NUM_PADS, heads + 1, dim + 8, generator=generator).to(kernel_device, dtype)
     out, before = wide[:, :heads, :dim], wide.clone()
@@ -82,5 +82,5 @@ def test_what_was_turned_is_turned_back(finish: Launch, kernel_device: torch.dev
     rows = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0)).to(kernel_device)
     out = turned(rows.double(), positions, rope).float()
     finish(out, None, rope, positions, torch.tensor([2, 2, 1, 0], dtype=torch.int32, device=kernel_device))
-    rows[..., 24:] *= 1.25**2  # the table's cosines and sines have this factor, both ways
+    rows[..., 24:] *= 1.25**2  # the table's cosines and sines contain this factor in both directions
     torch.testing.assert_close(out, rows, rtol=1e-5, atol=1e-5)

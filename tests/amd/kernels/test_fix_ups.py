@@ -1,4 +1,4 @@
-"""What follows kernels of other libraries: padded tokens are cleared, and dead rows of last pages are zero."""
+"""Corrections after other libraries' kernels: padded tokens are cleared, and dead rows of last pages are zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extend for Hopper against a float64 answer, with NaN in everything that may not be read. It needs that GPU."""
+"""Extend for Hopper against a float64 reference, with NaN in everything that may not be read. It needs that GPU."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ RAGGED = Case(
     dims=(128, 128),
     dtype=torch.bfloat16,
 )
-# No row is shared: the price is too high.
+# No row is shared: the cost is too high.
 NONE_SHARED = ALL_SHARED._replace(split_keys=NEVER_SPLIT)
 
 dims = pytest.mark.parametrize("dim", HEAD_DIMS)
 coded_dims = pytest.mark.parametrize("dim", CODED_HEAD_DIMS)
-# Every page size, with a number of heads and a dtype each.
+# Every page size, each with a number of heads and a dtype.
 FORMS = [
     (8, (6, 2), torch.float16),
     (16, (8, 2), torch.bfloat16),
@@ -77,7 +77,7 @@ FORMS = [
 ]
 
 
-# Pages without boxes of eight keys, and one of which a tile is no whole number.
+# Pages without boxes of eight keys, and a size that does not divide a tile.
 GATHERED_FORMS = [
     (1, (6, 2), torch.float16),
     (2, (8, 2), torch.bfloat16),
@@ -91,9 +91,9 @@ PADDED_DIMS = [MIN_HEAD_DIM, 72, 80, 112, 144, 200, 224]
 def run_hopper(
     tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None, launches: int = 1
 ) -> ExtendCut:
-    """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand.
+    """Runs schedule, extend and merge, with scratch memory that is NaN or garbage before.
 
-    min_q_len: as in mixed steps with 2; with 1 extend and merge are launched early
+    min_q_len: 2 as in mixed steps; with 1, extend and merge are launched early
     launches:  over one schedule
     """
     tiles = tiles or hopper_tiles(tensors.case.dims[0], tensors.case.page_size, coded=tensors.case.kv is not None)
@@ -117,7 +117,7 @@ def run_hopper(
 
 
 def assert_right(case: Case, device: torch.device) -> None:
-    """Where every row is shared out, and where none is."""
+    """Checks the case with every row shared, and with none."""
     for sharing in (ALL_SHARED, NONE_SHARED):
         tensors = build(case, device)
         run_hopper(tensors, sharing)
@@ -134,7 +134,7 @@ def test_every_page_size_of_codes_has_a_form() -> None:
 def test_extend_equals_the_reference(
     page_size: int, heads: tuple[int, int], dtype: torch.dtype, dim: int, device: torch.device
 ) -> None:
-    """The padded tail included: output 0 and LSE -inf."""
+    """This includes the padded tail: output 0 and LSE -inf."""
     assert_right(replace(RAGGED, heads=heads, page_size=page_size, dtype=dtype, dims=(dim, dim)), device)
 
 
@@ -171,7 +171,7 @@ def test_windows_sinks_and_attention_to_all_keys_are_right(
     ids=str,
 )
 def test_heads_that_fill_no_tile_are_right(more: dict[str, Any], dim: int, device: torch.device) -> None:
-    """What follows a row in memory, of another head or of nobody, is NaN where no token sees it."""
+    """Memory after a row, of another head or of none, is NaN if no token sees it."""
     assert_right(replace(RAGGED, dims=(dim, dim), **more), device)
 
 
@@ -181,9 +181,9 @@ def test_heads_that_fill_no_tile_are_right(more: dict[str, Any], dim: int, devic
 def test_neighbouring_heads_of_infinities_change_nothing(
     dim: int, page_size: int, value: float, device: torch.device
 ) -> None:
-    """Columns of K beyond a head are zeros, or not read: of the next head's the zeros of q would make NaN.
+    """Columns of K after a head are zeros, or not read: zeros of q times the next head's values would make NaN.
 
-    After the last head of a token comes the first one of the next. What is read of V beyond a head is never stored.
+    After the last head of a token comes the first one of the next. Values of V read after a head are never stored.
     """
     case = replace(RAGGED, dims=(dim, dim), heads=(8, 2), page_size=page_size)
     for head, neighbour in ((0, 1), (1, 0)):
@@ -200,7 +200,7 @@ def test_neighbouring_heads_of_infinities_change_nothing(
 
 
 def plant(tensors: Tensors, keys: Tensor, numbers: Tensor) -> None:
-    """Of the only sequence's keys the first elements, in every head."""
+    """Sets the first elements of keys of the only sequence, in every head."""
     size = tensors.case.page_size
     pages = tensors.table[tensors.row_of_seq[0].long(), keys // size].long()
     tensors.k_pages[pages, keys % size, :, 0] = numbers[:, None].to(tensors.k_pages.dtype)
@@ -212,7 +212,7 @@ def plant(tensors: Tensors, keys: Tensor, numbers: Tensor) -> None:
 def test_maxima_that_rise_by_less_and_by_more_than_the_slack_are_right(
     rise: float, dtype: torch.dtype, dim: int, device: torch.device
 ) -> None:
-    """Each step of 128 keys the scores of some heads are larger by so many powers of two, and those of others smaller.
+    """In each step of 128 keys, some heads' scores rise by `rise` powers of two, and those of others fall.
 
     In float16 weights of 2 ** 16 and more would be infinite.
     """
@@ -261,7 +261,7 @@ def test_soft_caps_are_right(scores: dict[str, Any], dim: int, device: torch.dev
 @dims
 @pytest.mark.parametrize("cap", [30.0, 60.0, 61.0, 400.0])
 def test_scores_at_both_ends_of_a_cap_are_right(cap: float, dim: int, device: torch.device) -> None:
-    """Of the one row all are at its lower end, whose exponentials are the least, of the other one all at its upper."""
+    """One row's scores are all at the lower end, with the smallest exponentials, the other row's at the upper end."""
     case = Case([300, 300], [9, 9], heads=(8, 2), dims=(dim, dim), dtype=torch.bfloat16, soft_cap=cap)
     for sharing in (ALL_SHARED, NONE_SHARED):
         tensors = build(case, device)
@@ -301,7 +301,7 @@ def test_extend_of_eight_bit_pages_equals_the_reference(
     dim: int,
     device: torch.device,
 ) -> None:
-    """The padded tail included, and NaN in the codes and the factors that no token sees."""
+    """This includes the padded tail, and NaN in codes and scales that no token sees."""
     case = replace(RAGGED, heads=heads, page_size=page_size, dtype=dtype, dims=(dim, dim), kv=kv, scales=scales)
     assert_right(case, device)
 
@@ -322,7 +322,7 @@ def test_windows_sinks_and_attention_to_all_keys_are_right_over_eight_bit_pages(
 def test_rows_of_zeros_see_all_keys_alike_however_small_the_factor_of_k_is(
     scales: Scales, dim: int, device: torch.device
 ) -> None:
-    """Rows are moved to float16 by a factor of their own, and the product of both times -inf must not be NaN."""
+    """Rows are converted to float16 with a scale, and the product of both scales and -inf must not be NaN."""
     case = replace(RAGGED, dims=(dim, dim), kv=Encoding.E5M2, scales=scales, tail=0)
     tensors = build(case, device)
     assert tensors.k_scale is not None
@@ -372,7 +372,7 @@ def test_decode_and_extend_share_a_mixed_step(dim: int, device: torch.device) ->
 def test_a_step_of_nothing_but_padding_is_all_zeros(
     kv_len: list[int], q_len: list[int], causal: bool, dim: int, device: torch.device
 ) -> None:
-    """Rows of heads of 96 are drawn, those of 128 dealt out."""
+    """Rows with head_dim 96 are drawn, those with 128 are assigned."""
     case = replace(RAGGED, kv_len=kv_len, q_len=q_len, tail=40, dims=(dim, dim), causal=causal)
     tensors = build(case, device)
     run_hopper(tensors, ALL_SHARED)
@@ -390,7 +390,7 @@ def test_padded_tokens_never_change_a_real_one(dim: int, device: torch.device) -
 
 @dims
 def test_few_tokens_after_many_are_right(dim: int, device: torch.device) -> None:
-    """Every program has a part of the one row."""
+    """Every program has a part of the only row."""
     tensors = build(replace(RAGGED, kv_len=[70001], q_len=[3], tail=0, heads=(4, 1), dims=(dim, dim)), device)
     run_hopper(tensors, Sharing(programs=132))
     assert_served(tensors)
@@ -411,7 +411,7 @@ def test_blocks_that_fewer_query_heads_fill_are_right(
 
 @dims
 def test_programs_take_their_share_and_then_whole_rows(dim: int, device: torch.device) -> None:
-    """Four blocks are shared out, of a long sequence above all; a program has several of the other rows, with pads."""
+    """Four blocks are shared, mostly of a long sequence; a program has several of the other rows, with pads."""
     case = replace(
         RAGGED, kv_len=[3000, 0, *range(60, 72), 9], q_len=[40, 0, *[20] * 12, 1], heads=(8, 2), dims=(dim, dim)
     )
@@ -423,7 +423,7 @@ def test_programs_take_their_share_and_then_whole_rows(dim: int, device: torch.d
     assert_served(tensors)
 
 
-# More rows than programs, so that most are drawn.
+# More rows than programs, so that most rows are drawn.
 DRAWN = replace(RAGGED, kv_len=[*range(60, 85), 9], q_len=[20] * 25 + [1], heads=(8, 2))
 drawn_forms = pytest.mark.parametrize(
     ("dim", "more"),
@@ -451,7 +451,7 @@ def test_rows_are_drawn_anew_at_each_launch(dim: int, more: dict[str, Any], devi
 def test_rows_are_drawn_anew_after_a_launch_that_was_broken_off(
     error: type[BaseException], dim: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    """Before the merge, which sets the count of drawn rows back: the next layer draws all rows all the same."""
+    """The interruption is before the merge, which resets the count of drawn rows. The next layer draws all rows."""
     case = replace(DRAWN, dims=(dim, dim), **more)
     tiles = replace(hopper_tiles(dim, case.page_size, coded=case.kv is not None), drawn_blocks=8)
     for sharing in (NONE_SHARED, ALL_SHARED._replace(split_keys=0)):
@@ -480,7 +480,7 @@ def test_many_short_sequences_are_right(dim: int, device: torch.device) -> None:
 
 @dims
 def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device: torch.device) -> None:
-    """What is shared follows from the lengths: all of the first step, and nothing of the second."""
+    """The sharing depends on the lengths: the first step shares all rows, and the second none."""
     long = replace(RAGGED, kv_len=[900, 30], q_len=[40, 20], tail=0, heads=(4, 1), dims=(dim, dim))
     short = replace(long, kv_len=[30, 70], q_len=[9, 51])
     tiles = hopper_tiles(dim, long.page_size, coded=False)
@@ -515,12 +515,12 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device
 
 
 def run_segments(tensors: Tensors, *, sharing: Sharing = NONE_SHARED) -> ExtendCut:
-    """Deterministic: schedule, extend and merge."""
+    """Runs the deterministic schedule, extend and merge."""
     return run_hopper(tensors, sharing, tiles=hopper_segment_tiles(tensors.case.dims[0], tensors.case.page_size))
 
 
 def last_of(tensors: Tensors, new: int) -> tuple[Tensors, Tensor]:
-    """The last so many new tokens of each sequence as a chunk of their own over the same pages; and which they are."""
+    """Returns the last `new` tokens of each sequence as a separate chunk over the same pages, and their places."""
     ends = tensors.q_indptr[1:].tolist()
     at = torch.tensor([token for end in ends for token in range(end - new, end)], device=tensors.q.device)
     chunk = replace(
@@ -584,7 +584,7 @@ def test_deterministic_extend_gives_a_token_the_bits_of_every_chunk_and_of_decod
     tiles = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=tensors.case.dtype)
     segment_cases.run_decode(decoded, num_programs=132, tiles=tiles)
     assert_same_bits(decoded, tensors)
-    # And of the plain kernel's tiles of few rows, which serve the steps of a few drafts a sequence.
+    # The plain kernel's tiles of few rows also give these bits. They serve steps of a few drafts per sequence.
     assert tiles.short
     for short in tiles.of_short_steps(tensors.gqa_ratio):
         chunk, at = last_of(tensors, 5)
@@ -627,7 +627,7 @@ def test_a_runtime_serves_extend_and_mixed_steps_by_it(layer: str, graphs: bool,
 
 @pytest.mark.parametrize("layer", ["llama", "gemma_2", "one_kv_head"])
 def test_layers_of_an_eager_step_after_the_first_launch_what_it_did(layer: str, device: torch.device) -> None:
-    """By prepared calls, each with descriptors of its own pages: all give the same rows the same bits."""
+    """Prepared calls, each with descriptors of its own pages, give the same rows the same bits."""
     problem = LAYERS[layer]
     options = RuntimeOptions(num_pages=100, max_num_seqs=4, max_kv_len=512, provider="triton", capture_sizes=[4])
     runtime = build_runtime([problem] * 4, options, device=device)

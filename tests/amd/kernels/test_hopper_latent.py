@@ -1,5 +1,5 @@
-"""Decode over latent pages for Hopper against a float64 answer, with NaN in everything that may not be read. It needs
-that GPU.
+"""Decode over latent pages for Hopper against a float64 reference, with NaN in everything that may not be read. It
+needs that GPU.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DECODES = Case(
 )
 # One to eight new tokens, none, and a sequence without keys.
 DRAFTS = replace(DECODES, kv_len=[40, 9, 700, 5, 33, 120, 0, 66], q_len=[3, 1, 8, 2, 0, 5, 0, 4])
-# Of one row a program, of several, and of many programs a row.
+# One row per program, several rows, and many programs per row.
 UNITS = (5, 40, 132)
 
 
 def run_hopper_latent(tensors: Tensors, *, compute_units: int, most: int = 1, launches: int = 1) -> None:
-    """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand. launches: over one schedule"""
+    """Runs schedule, decode and merge, with scratch memory of NaN or garbage. launches: over one schedule"""
     tiles = HOPPER_LATENT_TILES
     args, cut = latent_decode_args(tensors, tiles.latent, compute_units=compute_units, most=most)
     launch_decode_schedule(tensors.queries, args.schedule, cut)
@@ -44,7 +44,7 @@ def run_hopper_latent(tensors: Tensors, *, compute_units: int, most: int = 1, la
 
 
 def assert_right(case: Case, device: torch.device, *, most: int = 1) -> None:
-    """However many programs there are."""
+    """Checks the case with each number of programs."""
     for units in UNITS:
         tensors = build(case, device)
         run_hopper_latent(tensors, compute_units=units, most=most)
@@ -54,14 +54,14 @@ def assert_right(case: Case, device: torch.device, *, most: int = 1) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "page_size"), [(128, 64), (128, 1), (100, 16), (64, 128), (40, 3), (17, 5), (8, 48)])
 def test_decode_equals_the_reference(heads: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Pages that hold a block of keys, parts of one, and neither; heads that fill two programs, one, and none."""
+    """Pages hold a block of keys, parts of one, and neither; heads fill two programs, one, and none."""
     assert_right(replace(DECODES, heads=(heads, 1), page_size=page_size, dtype=dtype), device)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "to_all"])
 @pytest.mark.parametrize("heads", [128, 64, 33, 16, 8, 5])
 def test_a_few_new_tokens_see_the_keys_before_them(heads: int, causal: bool, device: torch.device) -> None:
-    """Of few heads several tokens are one program's, and see other keys each."""
+    """With few heads several tokens share a program, and each sees other keys."""
     case = replace(DRAFTS, heads=(heads, 1), causal=causal, page_size=16)
     assert_right(case, device, most=MOST_SPLIT_TOKENS)
 
@@ -79,12 +79,12 @@ def test_a_second_launch_over_a_schedule_gives_the_same_bits(device: torch.devic
 
 
 def test_keys_that_outweigh_those_before_them_scale_what_was_added(device: torch.device) -> None:
-    """Maxima are raised seldom: here each block's are much larger than those of the block before."""
+    """Maxima are rarely raised: here each block's maximum is much larger than the previous one's."""
     blocks, v_dim = 6, DECODES.dims[1]
     tensors = build(replace(DECODES, kv_len=[64 * blocks], q_len=[1], page_size=64), device)
     pages = tensors.table[int(tensors.row_of_seq[0]), :blocks].long()
     for block in range(blocks):
-        # Of K alone, not of V.
+        # The part of K that is not V.
         tensors.k_pages[int(pages[block]), ..., v_dim:] *= 1 + 16 * block
     run_hopper_latent(tensors, compute_units=2)
     keys = tensors.k_pages[pages].double().flatten(0, 2)

@@ -1,4 +1,4 @@
-"""Blocks of keys are read from one page only where what lanes add to its first key fits 32 bits."""
+"""Blocks of keys are read from one page only if the lanes' offsets from its first key fit 32 bits."""
 
 from __future__ import annotations
 

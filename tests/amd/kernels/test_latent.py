@@ -1,4 +1,4 @@
-"""Attention over latent pages against a float64 answer, with NaN in everything that may not be read."""
+"""Attention over latent pages against a float64 reference, with NaN in everything that may not be read."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_latents_in_eight_bits_are_what_their_codes_are_worth(case: Case, kernel
 
 
 def test_rows_of_zeros_see_all_keys_alike_however_small_the_factor_of_k_is(kernel_device: torch.device) -> None:
-    """Rows of bfloat16 are moved by a factor of their own, and the product of both times -inf must not be NaN."""
+    """Rows of bfloat16 are converted with a scale, and the product of both scales and -inf must not be NaN."""
     tensors = build(replace(DECODES, dtype=torch.bfloat16, kv=Encoding.E4M3FN, scales=Scales.LAYER), kernel_device)
     assert tensors.k_scale is not None
     tensors.q.zero_()
@@ -183,7 +183,7 @@ def test_any_number_of_programs_gives_the_same_answer(compute_units: int, kernel
 
 
 def test_rows_that_are_cut_alike_may_have_padding_after_them(kernel_device: torch.device) -> None:
-    """Rows of 31 blocks, which cost 33, in two shares of 17."""
+    """Rows have 31 blocks, which cost 33, in two shares of 17."""
     tensors = build(replace(DECODES, kv_len=[490] * 6, q_len=[1] * 6, tail=0), kernel_device)
     run_latent_decode(tensors, compute_units=13, tiles=LatentTiles(16, 16, 1, 1, even=True))
     assert_served(tensors)
@@ -232,7 +232,7 @@ def test_pages_beyond_two_to_the_31_elements_are_read(kernel_device: torch.devic
         tensors = build(replace(case, dtype=torch.float16), kernel_device)
         pool_shape = (2**31 // tensors.k_pages[0].numel() + 8, *tensors.k_pages.shape[1:])
         first = pool_shape[0] - tensors.k_pages.shape[0]
-        # NumPy's zeros take memory only where they are written; torch's are filled with NaN by the test session.
+        # NumPy's zeros take memory only where they are written; the test session fills torch's with NaN.
         pool = torch.from_numpy(np.zeros(pool_shape, np.float16)).to(kernel_device)
         pool[first:] = tensors.k_pages
         large = replace(tensors, k_pages=pool, v_pages=pool[..., : case.dims[1]], table=tensors.table + first)
@@ -267,7 +267,7 @@ def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(
 
 
 def test_deterministic_decode_refuses_rows_that_are_cut_alike(kernel_device: torch.device) -> None:
-    """What follows them as padding has no slots."""
+    """The padding after such rows has no slots."""
     tensors = build(DECODES, kernel_device)
     tiles = latent_segment_tiles(arch_of(tensors), dims=DECODES.dims, dtype=DECODES.dtype)
     even = replace(tiles, decoders=(), block=replace(tiles.of_decode(DECODES.heads[0]), even=True))
@@ -312,5 +312,5 @@ def test_dims_without_tiles_are_named() -> None:
 
 
 def latent_dtypes(device: torch.device) -> list[torch.dtype]:
-    """What the tuning table has rows for here: float32 only in the interpreter."""
+    """Returns the dtypes that the tuning table has rows for here: float32 only in the interpreter."""
     return [dtype for dtype in dtypes() if device.type == "cpu" or dtype.itemsize == 2]

@@ -1,6 +1,6 @@
-"""Packed masks in extend and its torch twin, against a float64 answer that goes bit by bit.
+"""Packed masks in extend and its torch twin, against a float64 reference that goes bit by bit.
 
-Every K and V that no bit of its sequence shows is NaN, and so is all that lies around.
+Every K and V that no bit of its sequence shows is NaN, and so is all memory around.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_a_masked_extend_equals_the_reference(
 def test_lengths_around_words_and_tiles_are_right(
     seed: int, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
-    """Every sequence's first cell lies at another bit of a word."""
+    """Every sequence's first cell is at another bit of a word."""
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65]
     new = [min(length, 1 + (seq * 7 + seed) % 19) for seq, length in enumerate(lengths)]
     case = Case(lengths, new, heads=(1, 1), dims=(16, 16), page_size=5, masked=True)
@@ -89,7 +89,7 @@ def test_lengths_around_words_and_tiles_are_right(
 def test_masks_that_begin_anywhere_in_a_key_block_are_right(
     mask_keys: int, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
-    """The first key that has bits lies before, at and after the edges of tiles and of words."""
+    """The first key with bits is before, at and after the edges of tiles and of words."""
     lengths = [64, 65, 95, 96, 97, 33, 32, 31]
     new = [1, 3, 2, 4, 1, 2, 3, 4]
     tensors = build(
@@ -103,7 +103,7 @@ def test_masks_that_begin_anywhere_in_a_key_block_are_right(
 def test_keys_before_the_mask_are_seen_whatever_its_bits_are(
     run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
-    """With all bits off a token gets what it gets of the keys before the mask alone."""
+    """With all bits off, a token's result depends only on the keys before the mask."""
     case = Case([90, 40], [3, 2], heads=(2, 1), dims=(16, 16), page_size=5, masked=True, mask_keys=0)
     tensors = build(case, kernel_device)
     assert tensors.mask is not None
@@ -127,7 +127,7 @@ def test_every_tile_reads_its_own_bits(key_block: int, kernel_device: torch.devi
 
 @run_extends
 def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
-    """With a sink too: without keys there is no output for it to take from."""
+    """This holds with a sink too: without keys there is no output to reduce."""
     tensors = build(replace(MASKED, sinks=True), kernel_device)
     assert tensors.mask is not None
     tensors.mask.words.zero_()

@@ -21,7 +21,7 @@ SHAPES = [(5, 6, 40), (1, 1, 1), (33, 8, 128), (7, 3, 64), (2, 128, 256)]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, keys: Sequence[int]) -> Side:
-    """Of q [tokens, heads, dim] over some keys, in float64; NaN and -inf over none."""
+    """Returns attention of q [tokens, heads, dim] over some keys, in float64; NaN and -inf over none."""
     if not keys:
         return torch.full_like(q[..., :1], float("nan")).expand(*q.shape[:2], v.shape[2]), q.new_full(
             q.shape[:2], float("-inf")
@@ -55,7 +55,7 @@ def merged(merge: Merge, a: Side, b: Side) -> Side:
 def test_two_parts_give_attention_over_the_whole(
     cut: int, shape: tuple[int, int, int], dtype: torch.dtype, merge: Merge, kernel_device: torch.device
 ) -> None:
-    """Also where one part is empty and its output NaN."""
+    """This includes an empty part, whose output is NaN."""
     q, k, v = problem(*shape, num_keys=12)
     sides = [as_side(attention(q, k, v, keys), dtype, kernel_device) for keys in (range(cut), range(cut, 12))]
     out, lse = merged(merge, sides[0], sides[1])
@@ -85,7 +85,7 @@ def test_sides_may_be_empty_for_some_tokens_and_heads(merge: Merge, kernel_devic
 @merges
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_an_empty_side_is_neutral(dtype: torch.dtype, merge: Merge, kernel_device: torch.device) -> None:
-    """Bitwise: x * 1 + 0."""
+    """The result is bitwise x * 1 + 0."""
     q, k, v = problem(9, 3, 40, num_keys=5)
     side = as_side(attention(q, k, v, range(5)), dtype, kernel_device)
     empty = as_side(attention(q, k, v, []), dtype, kernel_device)
@@ -113,7 +113,7 @@ def test_merging_is_associative_and_commutes(seed: int, merge: Merge, kernel_dev
 
 @merges
 def test_shares_far_apart_neither_overflow_nor_vanish(merge: Merge, kernel_device: torch.device) -> None:
-    """exp(300) is no float32; what is left of the smaller side is 0."""
+    """exp(300) is no float32; the smaller side's share is 0."""
     ones = torch.ones(3, 1, 4, device=kernel_device)
     lse = torch.tensor([[300.0], [-300.0], [-1e30]], device=kernel_device)
     out, out_lse = merged(merge, (ones, lse), (ones * 5, lse.flip(0)))
@@ -123,7 +123,7 @@ def test_shares_far_apart_neither_overflow_nor_vanish(merge: Merge, kernel_devic
 
 @merges
 def test_rows_with_gaps_are_merged_in_place(merge: Merge, kernel_device: torch.device) -> None:
-    """The result may go where a side is; memory between rows stays."""
+    """The result may replace a side; memory between rows stays."""
     q, k, v = problem(5, 3, 24, num_keys=8)
     a, b = (as_side(attention(q, k, v, keys), torch.float32, kernel_device) for keys in (range(3), range(3, 8)))
     memory = torch.full((3, 5, 40), float("nan"), device=kernel_device)

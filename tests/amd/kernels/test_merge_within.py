@@ -1,4 +1,4 @@
-"""Decode that adds up parts of rows within its launch: whoever ends last, in whatever order."""
+"""Decode that adds up parts of rows within its launch, in any order of programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, buil
 
 TILES = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, merge_group=8)
 RAGGED = Case(kv_len=[33, 0, 1, 16, 70, 15], q_len=[1] * 6)
-# Of 8 parts a group is added up at once, of 9 to 64 groups are, of more than 64 groups of those.
+# Up to 8 parts are added up at once, 9 to 64 parts in groups, and more than 64 parts in groups of groups.
 LONG = Case(kv_len=[1200], q_len=[1], heads=(3, 1), dims=(16, 16))
 CASES: dict[str, tuple[Case, DecodeTiles, int]] = {
     "ragged": (RAGGED, TILES, 5),
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Case, DecodeTiles, int]] = {
 
 
 def _prepared(tensors: Tensors, tiles: DecodeTiles, programs: int) -> tuple[AttendArgs, DecodeCut]:
-    """A launch's arguments, with its schedule and a workspace of NaN."""
+    """Returns a launch's arguments, with its schedule and a workspace of NaN."""
     case = tensors.case
     cut = DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=programs, window_left=case.window_left)
     schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
@@ -72,7 +72,7 @@ def test_rows_of_several_programs_are_right(name: str, dtype: torch.dtype, kerne
 
 @contextmanager
 def _programs_in_order(order: Callable[[int], int]) -> Iterator[None]:
-    """The interpreter runs program order(n) as the n-th one."""
+    """Makes the interpreter run program order(n) as the n-th one."""
     from triton.runtime import interpreter
 
     with pytest.MonkeyPatch.context() as patch:
@@ -84,9 +84,9 @@ def _programs_in_order(order: Callable[[int], int]) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["ragged", "two_levels", "rows_of_levels"])
 def test_who_ends_last_changes_no_bit(name: str, kernel_device: torch.device) -> None:
-    """One program after the other, in several orders; on a GPU in the order that it takes, of many launches.
+    """Programs run one after the other, in several orders; on a GPU in its own order, in many launches.
 
-    Parts that were not left yet are NaN.
+    Parts that were not yet written are NaN.
     """
     case, tiles, programs = CASES[name]
     tensors = build(case, kernel_device)
@@ -109,7 +109,7 @@ def test_who_ends_last_changes_no_bit(name: str, kernel_device: torch.device) ->
 
 @pytest.mark.parametrize("name", ["ragged", "rows_of_levels"])
 def test_a_schedule_serves_many_launches(name: str, kernel_device: torch.device) -> None:
-    """As of the layers of a step: the last one that counts sets its counter back."""
+    """The layers of a step share one: the last program that counts resets its counter."""
     case, tiles, programs = CASES[name]
     tensors = build(case, kernel_device)
     args, cut = _prepared(tensors, tiles, programs)
@@ -123,7 +123,7 @@ def test_a_schedule_serves_many_launches(name: str, kernel_device: torch.device)
 
 
 def test_counters_that_were_left_in_between_are_set_back_with_the_schedule(kernel_device: torch.device) -> None:
-    """As by a launch of which not all programs ran."""
+    """A launch leaves such counters if not all of its programs ran."""
     case, tiles, programs = CASES["ragged"]
     tensors = build(case, kernel_device)
     args, cut = _prepared(tensors, tiles, programs)
@@ -135,7 +135,7 @@ def test_counters_that_were_left_in_between_are_set_back_with_the_schedule(kerne
 
 
 def test_a_part_that_counts_as_there_before_it_is_would_be_seen(kernel_device: torch.device) -> None:
-    """A counter that runs ahead by one makes the program before the last add up what is NaN still."""
+    """A counter that is ahead by one makes the second-last program add up parts that are still NaN."""
     if kernel_device.type != "cpu":
         pytest.skip("programs of a GPU have no order: it is the interpreter's")
     case, tiles, programs = CASES["one_group"]
@@ -147,7 +147,7 @@ def test_a_part_that_counts_as_there_before_it_is_would_be_seen(kernel_device: t
 
 
 def _counters_of_row(count: int, group: int) -> list[int]:
-    """The parts by whose counters a row's groups count, as merge_if_last finds them."""
+    """Returns the parts whose counters a row's groups use, as merge_if_last finds them."""
     found = []
     apart, level = 1, 0
     while True:

@@ -1,4 +1,4 @@
-"""Moves of accepted paths inside pages, against copies that are made one by one; sentinels around every row."""
+"""Moves of accepted paths inside pages, against copies made one by one; sentinels surround every row."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Words = Callable[[int, int], list[Tensor]]
 
 
 def counted(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Every element another number, as far as the dtype has them."""
+    """Returns a tensor of distinct elements, as far as the dtype has them."""
     numbers = torch.arange(torch.Size(shape).numel()) * 7919 % 2**31
     return numbers.to(torch.int32).to(dtype).view(shape)
 
 
 def linear(pages: int, page_size: int) -> list[Tensor]:
-    """K of three layers, in memory with gaps."""
+    """Returns K of three layers, in memory with gaps."""
     sides = [counted(pages, page_size + 1, 3, 5 + 2)[:, :page_size, :, :5] for _ in range(3)]
     return [page_words(key_rows(side)) for side in sides]
 
 
 def wide(pages: int, page_size: int) -> list[Tensor]:
-    """More words of a row than a program moves."""
+    """Returns rows with more words than a program moves."""
     return [page_words(key_rows(counted(pages, page_size, 2, 150, dtype=torch.int64))) for _ in range(2)]
 
 
@@ -69,7 +69,7 @@ LAYOUTS: dict[str, tuple[Words, tuple[int, ...]]] = {
     "vectorised V": (vectorised_values, (4, 8)),
 }
 
-# older tokens, nodes of the accepted path without its first one; the first three touch every place of a page.
+# Older tokens, and nodes of the accepted path without its first one; the first three touch every place of a page.
 STEPS = [(5, [2, 3, 7]), (0, [1, 4, 6, 9]), (11, [5]), (3, []), (8, [1, 2, 3]), (6, [4, 5, 6, 7, 8, 9])]
 
 
@@ -81,17 +81,17 @@ class Moved:
 
 
 def memory_of(side: Tensor) -> Tensor:
-    """All that a view's memory holds."""
+    """Returns the whole memory of a view."""
     return torch.empty(0, dtype=side.dtype, device=side.device).set_(side.untyped_storage())
 
 
 def on(device: torch.device, side: Tensor) -> Tensor:
-    """The same view of a copy of the memory."""
+    """Returns the same view of a copy of the memory."""
     return memory_of(side).to(device, copy=True).as_strided(side.shape, side.stride(), side.storage_offset())
 
 
 def case(words: Words, page_size: int, device: torch.device) -> Moved:
-    """Pages of a few sequences in a shuffled table, and what they hold after moves that are made one by one."""
+    """Returns pages of a few sequences in a shuffled table, and their contents after moves made one by one."""
     width = -(-24 // page_size)
     num_pages = len(STEPS) * width + 1
     table = torch.zeros(len(STEPS) + 1, width + 2, dtype=torch.int32)
@@ -163,7 +163,7 @@ def test_a_path_that_lies_in_place_moves_nothing(move: Callable[..., None], kern
 def test_places_without_a_page_are_left_alone(
     move: Callable[..., None], no_page: int, kernel_device: torch.device
 ) -> None:
-    """A row of the table that has given a page back, and lengths beyond a row's end."""
+    """A row of the table has freed a page, and lengths exceed a row's end."""
     it = case(linear, 2, kernel_device)
     sides = [on(kernel_device, side) for side in it.sides]
     table = torch.full_like(it.paths.table, no_page)

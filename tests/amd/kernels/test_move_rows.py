@@ -1,4 +1,4 @@
-"""Tokens between pages and rows: the kernels and their torch twins, over every layout, amid poison."""
+"""Tokens between pages and rows: the kernels and their torch twins, over every layout, surrounded by poison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_PAGES, PAGE_SIZE, HEADS = 9, 8, 3
 
 
 def elements(dim: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Random pages, linear."""
+    """Returns random linear pages."""
     shape = NUM_PAGES, PAGE_SIZE, HEADS, dim
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=dtype, generator=generator)
@@ -33,11 +33,11 @@ def in_words(raw: Tensor, rows_of: Callable[[Tensor], PageRows]) -> Tensor:
 
 
 def sides(layout: str, device: torch.device) -> list[Tensor]:
-    """Three parts of a layout, as words."""
+    """Returns three parts of a layout, as words."""
     random = torch.Generator().manual_seed(0)
     made = []
     for _ in range(3):
-        if layout == "heads first":  # as engines have it, with a gap after each page
+        if layout == "heads first":  # as in engines, with a gap after each page
             room = elements(40, torch.bfloat16, random).transpose(1, 2).contiguous().to(device)
             made.append(in_words(room.transpose(1, 2)[..., :24], key_rows))
         elif layout == "factors":
@@ -66,7 +66,7 @@ def moved_tokens(pages: AlikePages, begin: int, first: int, end: int, rows: Tens
 
 
 def room(pages: AlikePages, tokens: int) -> Tensor:
-    """Rows with poison between and around the parts."""
+    """Returns rows with poison between and around the parts."""
     side = pages.sides[0]
     count = 16 + len(pages.sides) * (tokens * pages.row_words + 4)
     return torch.full((count,), 77, dtype=side.dtype, device=side.device)
@@ -84,7 +84,7 @@ def test_the_kernels_move_what_their_twins_move(
     launch_export_rows(pages, moved_tokens(pages, begin, first, end, found))
     twins.export_rows(pages, moved_tokens(pages, begin, first, end, wanted))
     assert torch.equal(found, wanted)
-    # Also where the receiver's pages begin after the first row, and where the rest of the last page is cleared.
+    # The receiver's pages may begin after the first row, and the rest of the last page may be cleared.
     for later, until in ((0, end), (PAGE_SIZE, end), (0, -(-end // PAGE_SIZE) * PAGE_SIZE)):
         if begin + later >= end:
             continue
@@ -104,7 +104,7 @@ def test_the_kernels_move_what_their_twins_move(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_hold_tokens_in_order_and_come_back_in_their_places(layout: str, device: torch.device) -> None:
-    """By indexing of its own: tokens one by one."""
+    """The test indexes tokens by itself, one by one."""
     pages = AlikePages.of(sides(layout, device))
     begin, first, end = 8, 11, 29
     moved = moved_tokens(pages, begin, first, end, room(pages, end - first))

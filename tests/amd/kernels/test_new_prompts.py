@@ -1,4 +1,4 @@
-"""Steps of new prompts alone have a kernel of their own on Hopper, by a runtime beside float64 attention."""
+"""Steps of new prompts only have a kernel of their own on Hopper. A runtime is compared with float64 attention."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_ar
         num_pages=2000,
         capture_tokens=(1,),
     )
-    # In tiles of few rows, and of more. The last three, padded to 4 sequences, have larger ones where many heads give
-    # the whole GPU enough of them.
+    # Tiles of few rows, and of more. The last three, padded to 4 sequences, have larger tiles if many heads give the
+    # whole GPU enough of them.
     lengths = ([3], [64], [2, 41, 71], [500, 100, 500])
     assert isinstance(prefill.bound, KernelByTokens)
     many = prefill.bound.of_shape(PaddedShape(StepKind.PREFILL, 4, sum(lengths[-1])))
@@ -81,7 +81,7 @@ def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_ar
     long = teller.begin(Story.random(problem, 1000, 9))
     teller.step([(long, 700)])
     assert launch.call_count == is_hoppers
-    # What has tokens in the cache is no prefill.
+    # A step with tokens in the cache is no prefill.
     teller.step([(long, 200)])
     assert launch.call_count == 2 * is_hoppers
     teller.check(long)

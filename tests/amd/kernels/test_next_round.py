@@ -1,4 +1,4 @@
-"""The next round of guessed tokens, against a few lines of Python over lists."""
+"""The next round of draft tokens, against a few lines of Python over lists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rocm_attn.kernels.refs import speculative as twins
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
 from rocm_attn.kernels.speculative.next_round import launch_next_round
 
-MOST = 1200  # tokens of a text, more than the kernel looks at in one step
+MOST = 1200  # tokens of a text, more than the kernel reads in one step
 GARBAGE = 0x5A5A5A5A
 
 NextRound = Callable[..., None]
@@ -24,7 +24,7 @@ by_both = pytest.mark.parametrize("next_round", [launch_next_round, twins.next_r
 
 @dataclass(frozen=True)
 class Text:
-    """A sequence in a round: its tokens, the guesses after them, and what is picked after its last token and these."""
+    """A sequence in a round: its tokens, the draft tokens after them, and the picks after its last one and these."""
 
     tokens: list[int]
     guesses: list[int]
@@ -39,7 +39,7 @@ class Text:
 
 
 def looked_up(tokens: list[int], num: int) -> tuple[list[int], int]:
-    """What the text tells of its next tokens, and of how many tokens before them that was found."""
+    """Returns the next tokens that the text predicts, and the number of earlier tokens that matched."""
     best, most = 0, 0
     for place in range(2, len(tokens)):
         same = 0
@@ -52,7 +52,7 @@ def looked_up(tokens: list[int], num: int) -> tuple[list[int], int]:
 
 
 def a_text(draw: random.Random, width: int, longest: int) -> Text:
-    """One that repeats itself, guesses that are often right, and picks."""
+    """Returns a text that repeats itself, draft tokens that are often right, and picks."""
     tokens = [draw.randrange(draw.choice([2, 3, 9])) for _ in range(draw.randrange(1, longest))]
     picks = [draw.randrange(3) for _ in range(width)]
     right = draw.randrange(width)
@@ -68,7 +68,7 @@ def ran(
     draws: bool = True,
     looks_up: bool = True,
 ) -> GuessedRound:
-    """The round after one of these texts, with a pad after them and rows in another order."""
+    """Returns the round after one of these texts, with a pad after them and rows in another order."""
     width = len(texts[0].picks)
 
     def ints(values: list[int]) -> torch.Tensor:
@@ -157,7 +157,7 @@ def test_guesses_that_are_not_looked_up_are_the_callers(next_round: NextRound, d
 
 @by_both
 def test_an_error_of_the_round_is_told_and_stays(next_round: NextRound, device: torch.device) -> None:
-    """The word is the runtime's to clear, when it has heard of it."""
+    """Only the runtime clears the word, after it has read it."""
     text = Text([1, 2, 3], [4, 5], [4, 5, 6])
 
     def of_a_wrong_round(picked: torch.Tensor, given: GuessedRound, width: int, **how: bool) -> None:

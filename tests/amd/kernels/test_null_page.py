@@ -1,4 +1,4 @@
-"""Page 0 as a real page, and as one that belongs to no one and is not zero: fill, the store and tails of both."""
+"""Page 0 as a normal page, and as a page of no sequence that is not zero: fill, the store and tails of both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def filled(
 
 @fills
 def test_a_real_page_0_is_no_fault(fill: Launch, kernel_device: torch.device) -> None:
-    """Two sequences of pages 0 and 5, and 7; two padded tokens."""
+    """Two sequences have pages 0 and 5, and 7; there are two padded tokens."""
     case = Case([(6, 3), (2, 1)], (0, 0), 3, 6, 9, 4, [[0, 5], [7, 0]])
     step = filled(fill, case, REAL, kernel_device, window_left=3)
     assert step.slot_of_token.tolist() == [3, 20, 21, 29, -1, -1]
@@ -69,7 +69,7 @@ def test_an_entry_below_zero_is_no_page(fill: Launch, kernel_device: torch.devic
 @fills
 @pytest.mark.parametrize("null_page", [True, False])
 def test_new_tokens_before_the_kv_have_no_slot(fill: Launch, null_page: bool, kernel_device: torch.device) -> None:
-    """Five new tokens over two of KV, and three over none, as where attention is not causal."""
+    """There are five new tokens over two of KV, and three over none, as in non-causal attention."""
     case = Case([(2, 5), (0, 3), (9, 1)], (0, 0), 4, 11, 9, 4, [[6, 7, 8], [1, 2, 3], [9, 8, 7]])
     none = 0 if null_page else -1
     step = filled(fill, case, TableTerms(null_page, short_kv=True), kernel_device)
@@ -83,7 +83,7 @@ def test_new_tokens_before_the_kv_have_no_slot(fill: Launch, null_page: bool, ke
 
 
 def pages_and_rows(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Pages of which none is zero, and five new tokens, the last one NaN."""
+    """Returns pages without zeros, and five new tokens, the last one NaN."""
     pages = [torch.full((4, 4, 2, dim), 7.0, device=device) for dim in (16, 24)]
     rows = [torch.randn(5, 2, dim, device=device) for dim in (16, 24)]
     for side in rows:
@@ -133,7 +133,7 @@ def test_a_store_of_nothing_leaves_every_page_as_it_is(
 def test_tails_of_a_real_page_0_are_zeroed_and_no_other_page_0_is_written(
     zero_tails: Launch, null_page: bool, q_len: list[int], zeroed: dict[int, int], kernel_device: torch.device
 ) -> None:
-    """Two sequences that end in page 0 after one token, and in page 2 after three."""
+    """Two sequences end in page 0 after one token, and in page 2 after three."""
     pages, _ = pages_and_rows(kernel_device)
     wanted = [side.clone() for side in pages]
     for page, used in zeroed.items():

@@ -1,4 +1,4 @@
-"""Paged decode and its torch twin against a float64 answer, with NaN in everything that may not be read."""
+"""Paged decode and its torch twin against a float64 reference, with NaN in everything that may not be read."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ run_either = pytest.mark.parametrize("run", RUN_EITHER)
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Bitwise equality, NaN included."""
+    """True if both are bitwise equal, NaN included."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
@@ -131,7 +131,7 @@ def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_
 def test_every_form_of_the_inner_loop_is_right(
     tiles: DecodeTiles, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
-    """Five query heads a KV head are cut unevenly by 2 and 3 blocks."""
+    """Five query heads per KV head are cut unevenly by 2 and 3 blocks."""
     tensors = build(replace(RAGGED, heads=(10, 2), page_size=3, dtype=dtype), kernel_device)
     run_decode(tensors, num_programs=4, tiles=tiles)
     assert_served(tensors)
@@ -170,7 +170,7 @@ def test_kv_heads_are_read_as_one(
     num_blocks: int,
     kernel_device: torch.device,
 ) -> None:
-    """Of any number and dim, whole or shared out among programs, next to each other in memory or not."""
+    """Covers any number of heads and any dim, whole or shared among programs, adjacent in memory or not."""
     tensors = build(replace(RAGGED, heads=heads, dims=(dim, dim), **layer), kernel_device)
     dim_block = next_power_of_2(dim * heads_per_row) // 2 if num_blocks == 2 else 0
     tiles = DecodeTiles(16, 4, 1, 1, heads_per_row=heads_per_row, transposed=transposed, dim_block=dim_block)
@@ -209,7 +209,7 @@ def test_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_device
         (1, 40, True, 32),
         (1, 70, True, 64),
         (1, 260, True, 256),
-        # As one sequence has it on an MI300X.
+        # The cut of one sequence on an MI300X.
         pytest.param(1, 2432, True, 1024, marks=pytest.mark.long),
         (3, 24, True, 8),
         (9, 30, True, 4),
@@ -219,7 +219,7 @@ def test_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_device
 def test_every_cut_of_the_merge_is_right(
     num_seqs: int, num_programs: int, is_by_row: bool, parts: int, kernel_device: torch.device
 ) -> None:
-    """Two KV heads of 32; one sequence is so long that many programs share it."""
+    """Two KV heads have dim 32; one sequence is so long that many programs share it."""
     shape = merge_shape(num_seqs * 2, num_programs, 2, 32, early=False)
     assert (shape.by_row, shape.parts) == (is_by_row, parts)
     longest = min(16 * num_programs, 700)
@@ -232,7 +232,7 @@ def test_every_cut_of_the_merge_is_right(
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("num_pads", [0, 2])
 def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device: torch.device) -> None:
-    """Six rows of 33, of which thirteen programs would take 16: two programs have 17 each of a row and 1 beyond it.
+    """Six rows of 33, of which thirteen programs would take 16: two programs have 17 each of a row and 1 more position.
 
     Sequences without a new token make more rows than programs, as in a padded graph.
     """
@@ -264,8 +264,8 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
 def test_rows_of_programs_that_work_side_by_side_are_merged_right(
     kv_len: list[int], num_programs: int, rounds: int, is_by_row: bool, merge_group: int, kernel_device: torch.device
 ) -> None:
-    """Four rows a sequence: parts that are alike and that are not, whole rows, with programs left over and of several
-    rounds, of which there may be more than rows or fewer, and fewer than a sequence has rows.
+    """Four rows per sequence: equal parts and different ones, whole rows, idle programs, and several rounds. There may
+    be more programs than rows or fewer, and fewer than a sequence's rows.
     """
     case = Case(kv_len=kv_len, q_len=[1] * len(kv_len), heads=(8, 4), dims=(16, 16))
     tensors = build(case, kernel_device)
@@ -282,7 +282,7 @@ def test_rows_of_programs_that_work_side_by_side_are_merged_right(
 def test_rows_without_keys_get_zeros_where_only_their_end_costs(
     kv_len: list[int], window_left: int, kernel_device: torch.device
 ) -> None:
-    """Of a window each row has a program of its own."""
+    """With a window, each row has a program of its own."""
     case = Case(kv_len=kv_len, q_len=[1] * len(kv_len), heads=(2, 1), dims=(16, 16), window_left=window_left)
     tensors = build(case, kernel_device)
     assert (tensors.out == UNTOUCHED).all()
@@ -381,7 +381,7 @@ def test_pages_beyond_two_to_the_31_elements_are_read(
     first = pool_shape[0] - tensors.k_pages.shape[0]
     pools = []
     for pages in (tensors.k_pages, tensors.v_pages):
-        # NumPy's zeros take memory only where they are written; torch's are filled with NaN by the test session.
+        # NumPy's zeros take memory only where they are written; the test session fills torch's with NaN.
         pool = torch.from_numpy(np.zeros(pool_shape, np.float16)).to(kernel_device)
         pool[first:] = pages
         pools.append(pool)
@@ -438,6 +438,6 @@ def test_what_no_kernel_serves_is_refused_with_the_reason(case: Case, reason: st
 
 
 def test_heads_in_pairs_are_used_where_they_fit(kernel_device: torch.device) -> None:
-    """gpt-oss: 8 query heads a KV head of 64; a q tile of 16 rows holds two KV heads."""
+    """gpt-oss has 8 query heads per KV head of 64; a q tile of 16 rows holds two KV heads."""
     tensors = build(Case(kv_len=[3], q_len=[1], heads=(16, 2), dtype=torch.float16), kernel_device)
     assert tiles_for(tensors)[0].heads_per_row == 2

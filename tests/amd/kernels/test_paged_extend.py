@@ -1,4 +1,4 @@
-"""Paged extend and its torch twin against a float64 answer, with NaN in everything that may not be read."""
+"""Paged extend and its torch twin against a float64 reference, with NaN in everything that may not be read."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ run_either = pytest.mark.parametrize("run", RUN_EITHER)
 def test_extend_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
-    """The padded tail included: output 0 and LSE -inf."""
+    """This includes the padded tail: output 0 and LSE -inf."""
     tensors = build(replace(case, dtype=dtype), kernel_device)
     run(tensors)
     assert_served(tensors)
@@ -119,7 +119,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
 )
 @pytest.mark.parametrize("heads", [pytest.param((1, 1), marks=pytest.mark.long), (5, 1), (20, 1)])
 def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], kernel_device: torch.device) -> None:
-    """Five heads leave rows of a tile empty; twenty are more than 16 rows hold."""
+    """Five heads leave rows of a tile empty; twenty exceed 16 rows."""
     tensors = build(replace(RAGGED, heads=heads, dims=(32, 32), page_size=3), kernel_device)
     run_extend(tensors, tiles=tiles)
     assert_served(tensors)
@@ -143,7 +143,7 @@ def test_kv_heads_are_read_as_one(
     layer: dict[str, Any],
     kernel_device: torch.device,
 ) -> None:
-    """Of any number and dims, whole or shared out among programs, next to each other in memory or not."""
+    """Covers any number of heads and any dims, whole or shared among programs, adjacent in memory or not."""
     tensors = build(replace(RAGGED, heads=heads, dims=dims, **layer), kernel_device)
     run(tensors, tiles=ExtendTiles(16, 16, 1, 1, heads_per_row=heads_per_row))
     assert_served(tensors)
@@ -166,7 +166,7 @@ def test_a_key_that_is_nan_reaches_heads_that_are_read_as_one_and_no_other_seque
 @pytest.mark.each_value
 @pytest.mark.parametrize("page_size", [2, 3, 16, 64])
 def test_page_numbers_may_be_loaded_once_for_each_page(page_size: int, kernel_device: torch.device) -> None:
-    """Of blocks of several pages, of a whole one and of a part of one; pages of three lie in two blocks."""
+    """Blocks have several pages, a whole one, or a part of one; pages of three are in two blocks."""
     tensors = build(replace(RAGGED, dims=(16, 16), page_size=page_size), kernel_device)
     run_extend(tensors, tiles=ExtendTiles(16, 16, 4, 2, by_number=True))
     assert_served(tensors)
@@ -208,7 +208,7 @@ def test_rows_may_be_cut_alike(
 def test_parts_that_are_alike_may_be_smaller_than_what_a_row_costs_to_begin(
     layer: dict[str, Any], one_launch: bool, kernel_device: torch.device
 ) -> None:
-    """Then the first part, which has that beside its keys, counts as several of them."""
+    """The first part includes that cost in addition to its keys, and then counts as several parts."""
     case = Case(kv_len=[130, 8], q_len=[3, 5], tail=3, heads=(2, 2), dims=(16, 16), **layer)
     tensors = build(case, kernel_device)
     tiles = ExtendTiles(16, 16, 4, 1, one_launch=one_launch)
@@ -228,7 +228,7 @@ def test_parts_that_are_alike_may_be_smaller_than_what_a_row_costs_to_begin(
 def test_one_launch_may_take_shares_and_whole_rows(
     split_keys: int, some_are_shared: bool, layer: dict[str, Any], kernel_device: torch.device
 ) -> None:
-    """Where no row is shared, and where the longest are but not the others."""
+    """Either no row is shared, or only the longest ones are."""
     case = Case(kv_len=[90, 0, 17, 33, 1], q_len=[9, 0, 17, 2, 1], tail=3, heads=(6, 2), dims=(16, 16), **layer)
     tensors = build(case, kernel_device)
     tiles = ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1, one_launch=True)
@@ -244,7 +244,7 @@ def test_one_launch_may_take_shares_and_whole_rows(
 @pytest.mark.parametrize(
     ("programs", "parts", "layer"),
     [
-        # Many programs in every run for one kind of layer: each of them is interpreted.
+        # Every run has many programs for one kind of layer only: each of them is interpreted.
         pytest.param(programs, parts, layer, marks=[pytest.mark.long] * ((programs > 50) != (not layer)))
         for programs, parts in ((50, 8), (150, 32))
         for layer in ({}, {"masked": True}, {"sinks": True}, {"window_left": 40})
@@ -254,7 +254,7 @@ def test_one_launch_may_take_shares_and_whole_rows(
 def test_few_rows_of_many_parts_are_merged_by_row(
     programs: int, parts: int, layer: dict[str, Any], kernel_device: torch.device
 ) -> None:
-    """Two heads of a sequence's six tokens, whose keys many programs share; in more than one step, and in one."""
+    """Two heads of a sequence's six tokens have keys shared by many programs; the merge takes several steps, or one."""
     case = Case(kv_len=[170, 0], q_len=[6, 0], tail=2, heads=(6, 2), dims=(24, 40), **layer)
     tensors = build(case, kernel_device)
     tiles = ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1)
@@ -344,7 +344,7 @@ def test_pages_beyond_two_to_the_31_elements_are_read(
     first = pool_shape[0] - tensors.k_pages.shape[0]
     pools = []
     for pages in (tensors.k_pages, tensors.v_pages):
-        # NumPy's zeros take memory only where they are written; torch's are filled with NaN by the test session.
+        # NumPy's zeros take memory only where they are written; the test session fills torch's with NaN.
         pool = torch.from_numpy(np.zeros(pool_shape, np.float16)).to(kernel_device)
         pool[first:] = pages
         pools.append(pool)
@@ -360,7 +360,7 @@ def test_the_twin_cuts_large_steps_into_groups(kernel_device: torch.device, monk
 
 
 def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
-    """words in which shares without work say nothing but their size and the cut, as the twin has them."""
+    """Returns words in which idle shares hold only their size and the cut, as in the twin."""
     for first in range(len(words) - 3 - cut.sharing.programs * SHARE_WORDS, len(words) - 3, SHARE_WORDS):
         if words[first + 3] == 0:
             words[first : first + 6] = [0] * 6
@@ -413,8 +413,8 @@ def test_the_device_lists_the_tiles_of_the_host_twin(
     kernel_device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Longest first, then the padded tail, then nothing; equal extents in the order of their sequences."""
-    # Seventy sequences are then looked at in three steps.
+    """Order: longest first, then the padded tail, then nothing; equal extents in the order of their sequences."""
+    # Seventy sequences are then read in three steps.
     monkeypatch.setattr("rocm_attn.kernels.attention.extend_schedule._SEQS_AT_ONCE", 32)
     draw = random.Random(num_seqs)
     q_len = [draw.randrange(longest_q + 1) for _ in range(num_seqs)]
@@ -429,7 +429,7 @@ def test_the_device_lists_the_tiles_of_the_host_twin(
 
 
 def test_the_list_holds_any_split_of_the_padded_tokens() -> None:
-    """Every token of every split is in exactly one tile, the tail's included."""
+    """Every token of every split is in exactly one tile, including the tail's."""
     tiles = ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1)
     draw = random.Random(0)
     for _ in range(300):

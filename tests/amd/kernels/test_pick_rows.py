@@ -26,7 +26,7 @@ NOT_WRITTEN = -77
 def picked(
     pick: Pick, logits: Tensor, terms: list[tuple[float, float, float]], device: torch.device
 ) -> tuple[list[int], list[int], list[float]]:
-    """The tokens as the next step reads them, as the host reads them, and the largest logits."""
+    """Returns the tokens in the next step's form, in the host's form, and the largest logits."""
     rows = logits.shape[0]
     tokens = torch.full((rows + 1,), NOT_WRITTEN, dtype=torch.int32, device=device)
     found = torch.full((rows + 1, 2), NOT_WRITTEN, dtype=torch.int32, device=device)
@@ -39,7 +39,7 @@ def picked(
 
 
 def kept_weights(logits: Tensor, temperature: float, top_p: float) -> Float64Array:
-    """The weight of each token that may be drawn, 0 of the others."""
+    """Returns the weight of each token that may be drawn, and 0 for the others."""
     values = logits.double().numpy()
     weights = np.exp((values - values.max()) / temperature)
     order = np.argsort(-weights, kind="stable")
@@ -57,7 +57,7 @@ def kept_weights(logits: Tensor, temperature: float, top_p: float) -> Float64Arr
 def test_the_first_of_the_likeliest_is_taken(
     pick: Pick, dtype: torch.dtype, vocab: int, kernel_device: torch.device
 ) -> None:
-    """Rows that lie apart, one whose best logit stands twice, one that is all but ruled out."""
+    """Rows are apart, one has its best logit twice, and one is almost ruled out."""
     wide = torch.randn(4, vocab + 5, generator=torch.Generator().manual_seed(vocab)).to(dtype)
     logits = wide[:, :vocab]
     logits[1, [vocab // 2, vocab - 1]] = 9.0
@@ -77,9 +77,10 @@ def test_the_first_of_the_likeliest_is_taken(
 def test_a_token_is_drawn_by_the_weights_of_those_that_are_kept(
     pick: Pick, dtype: torch.dtype, temperature: float, top_p: float, kernel_device: torch.device
 ) -> None:
-    """Uniform numbers in the middle of a token's share: of the first one, the last one, and some likely ones between.
+    """Uniform numbers are in the middle of a token's share: the first token, the last one, and some likely ones
+    between.
 
-    Many logits are equal, and blocks of tokens are more than one.
+    Many logits are equal, and there is more than one block of tokens.
     """
     vocab, generator = 4100, torch.Generator().manual_seed(3)
     logits = torch.randn(vocab, generator=generator).mul(4).round().div(2).to(dtype)

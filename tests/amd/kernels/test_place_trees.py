@@ -1,4 +1,4 @@
-"""Masks and positions of draft trees that the device works out, against walks from each node to its root."""
+"""Masks and positions of draft trees that the device computes, against walks from each node to its root."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Place = Callable[[torch.Tensor, int, int, int, StepTensors], None]
 
 both = pytest.mark.parametrize("place", [launch_place_trees, place_trees], ids=["kernel", "twin"])
 Tree = Sequence[int]
-# Keys before its own that a node sees: fewer than some branches have nodes.
+# Number of keys before its own that a node sees: fewer than some branches have nodes.
 WINDOW = 2
 
 
 def step_of(older: Sequence[int], q_len: Sequence[int], pads: tuple[int, int], device: torch.device) -> StepTensors:
-    """Lengths of a step, and garbage where its mask goes. older: tokens before the new ones; pads: sequences, tokens"""
+    """Returns a step's lengths, with garbage as its mask. older: tokens before the new ones; pads: sequences, tokens"""
 
     def ints(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -48,7 +48,7 @@ def step_of(older: Sequence[int], q_len: Sequence[int], pads: tuple[int, int], d
 def walked(
     trees: Sequence[Tree], older: Sequence[int], nodes_before: int, window_left: int
 ) -> tuple[list[bool], list[int], list[int]]:
-    """The cells, positions and windows' first keys of trees, token by token."""
+    """Returns the cells, positions and windows' first keys of trees, token by token."""
     cells, positions, window_start = [], [], []
     for parents, before in zip(trees, older, strict=True):
         for node in range(nodes_before, len(parents)):
@@ -63,7 +63,7 @@ def walked(
 
 
 def check(place: Place, trees: Sequence[Tree], older: Sequence[int], nodes_before: int, device: torch.device) -> None:
-    """Place trees, twice, and compare all of it; parents have a stride, and rows garbage after their nodes."""
+    """Places trees, twice, and compares all of it; parents have a stride, and rows have garbage after their nodes."""
     most = max(map(len, trees), default=0)
     wide = torch.full((len(trees), most + 3), GARBAGE, dtype=torch.int32)
     for line, tree in zip(wide, trees, strict=True):
@@ -86,7 +86,7 @@ def check(place: Place, trees: Sequence[Tree], older: Sequence[int], nodes_befor
 
 
 def trees_of(nodes_before: int) -> st.SearchStrategy[list[tuple[int, ...]]]:
-    """Up to five trees; parents that do not come before their child count as none."""
+    """Draws up to five trees; parents that do not come before their child count as none."""
     return st.lists(
         st.integers(nodes_before, 9).flatmap(lambda n: st.tuples(*(st.integers(-2, node + 1) for node in range(n)))),
         max_size=5,
@@ -125,7 +125,7 @@ def test_more_sequences_than_a_program_looks_at_in_one_step(place: Place, kernel
 def test_lengths_that_leave_no_room_for_older_nodes_stay_within_the_row(
     place: Place, kernel_device: torch.device
 ) -> None:
-    """Of the keys before the new ones there are fewer than nodes: those that there are have cells."""
+    """There are fewer keys before the new ones than nodes. The existing keys have cells."""
     step = step_of([1], [2], (0, 0), kernel_device)
     parents = torch.tensor([[-1, 0, 1, 2, 3]], dtype=torch.int32, device=kernel_device)
     place(parents, 3, 0, WINDOW, step)
@@ -138,21 +138,21 @@ def test_lengths_that_leave_no_room_for_older_nodes_stay_within_the_row(
 @pytest.mark.parametrize(
     ("parents", "cells", "is_wrong"),
     [
-        # The cells of each draft: four nodes before, then the new ones, the lowest bit first.
+        # The cells of each draft: four older nodes, then the new ones, the lowest bit first.
         ((-1, -1, 0, 1, 3, 2), (0b011010, 0b100101), False),
         ((-1, -1, 0, 0, 2, 2), (0b010101, 0b100101), False),
         ((-1, -1, 0, 1, 4, 2), (0b010000, 0b100101), True),  # itself
         ((-1, -1, 0, 1, 3, 4), (0b011010, 0b100000), True),  # another one of its own step
         ((-1, -1, 0, 1, 1, 2), (0b010000, 0b100101), True),  # two steps before
-        ((-1, -1, 0, 1, -1, 2), (0b010000, 0b100101), True),  # none, which the first step's alone have
+        ((-1, -1, 0, 1, -1, 2), (0b010000, 0b100101), True),  # none, which only the first step has
         ((-1, -1, 0, 1, 3, 2**31 - 1), (0b011010, 0b100000), True),
-        ((7, -1, 0, 1, 3, 2), (0b011010, 0b100101), False),  # of a step that told of it itself
+        ((7, -1, 0, 1, 3, 2), (0b011010, 0b100101), False),  # of a step that reported it itself
     ],
 )
 def test_a_drafts_parent_is_one_of_the_step_before(
     place: Place, parents: Sequence[int], cells: tuple[int, int], is_wrong: bool, kernel_device: torch.device
 ) -> None:
-    """The third step of two branches, of two sequences that are alike, and a pad, whose parents are not looked at."""
+    """The third step of two branches has two equal sequences, and a pad, whose parents are not read."""
     step = step_of([9, 9], [2, 2], (1, 0), kernel_device)
     step.kv_len[2], step.q_len[2] = 6, 2
     lines = torch.tensor([parents, parents, [99] * 6], dtype=torch.int32, device=kernel_device)

@@ -1,7 +1,7 @@
-"""Processes that share a GPU take turns on it amid their kernels: what is replayed keeps its bits, and nothing fails.
+"""Processes that share a GPU take turns on it amid their kernels: replays keep their bits, and nothing fails.
 
-Hopper's extend over gathered keys once had a barrier that nothing used, whose memory Triton gave to something else. One
-process alone was always right. Of three at a time each failed within seconds.
+Hopper's extend over gathered keys once had an unused barrier, whose memory Triton reused. One process alone was always
+right. With three at a time each failed within seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def shape(heads: tuple[int, int], dim: int, page_size: int, work: Work, kv_len: 
     return Shape(*heads, dim, page_size, UNLIMITED_WINDOW, work, tuple(kv_len), (new,) * len(kv_len))
 
 
-# Keys gathered and by TMA, rows drawn and dealt out, prompts alone, drafts to verify, decode.
+# Keys gathered and by TMA, rows drawn and assigned, prompts only, drafts to verify, decode.
 SHAPES = {
     "gathered, drawn": shape((70, 10), 72, 1, Work.EXTEND, [30] * 3, 20),
     "gathered, drawn, long": shape((12, 4), 80, 4, Work.EXTEND, [2200] * 8, 600),
@@ -47,7 +47,7 @@ SHAPES = {
 
 
 def replay(barrier: Barrier, failures: SimpleQueue[str]) -> None:
-    """Replay a graph of each shape, at the same time as others do."""
+    """Replays a graph of each shape at the same time as other processes."""
     clock = GraphClock(torch.device("cuda", 0), ROUND_US)
     try:
         for name, each in SHAPES.items():

@@ -1,4 +1,4 @@
-"""What tests have Triton's interpreter remember: numbers that are equal and not the same, types, and shapes."""
+"""Results that tests make Triton's interpreter remember: numbers that are equal but not the same, types, and shapes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _numbers_kernel(floats_ptr, ints_ptr, out_ptr, n: tl.constexpr):  # type: ig
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_numbers_beside_tensors_keep_their_type_and_their_sign(dtype: torch.dtype, kernel_device: torch.device) -> None:
-    for n in (16, 32, 16):  # what the first has left is there for the third
+    for n in (16, 32, 16):  # results of the first run are there for the third
         floats = torch.linspace(0.5, 3.5, n, dtype=dtype, device=kernel_device)
         ints = torch.arange(n, dtype=torch.int32, device=kernel_device)
         out = torch.full((8, n), float("nan"), device=kernel_device)

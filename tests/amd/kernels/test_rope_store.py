@@ -22,19 +22,19 @@ from tests.amd.kernels.attention_cases import UNTOUCHED, dtypes
 from tests.amd.kernels.rope_cases import assert_rounded, normalised, random_norm, random_rope, turned
 
 Launch = Callable[..., None]
-# Numpy says that it computes with infinities and beyond a dtype's end, under the interpreter.
+# Numpy warns of infinities and overflows under the interpreter.
 not_finite = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 either = pytest.mark.parametrize("store", [launch_rope_store, twins.rope_store], ids=["kernel", "twin"])
 
 PAGE_SIZE, NUM_PAGES, NUM_POSITIONS = 4, 9, 50
-# Token 3 aims at page 0, as one without a page would; tokens 5 and 6 are pads.
+# Token 3 points to page 0, as one without a page would; tokens 5 and 6 are pads.
 POSITIONS, SLOTS, NUM_TOKENS = [3, 49, 7, 20, 0, 0, 0], [4, 15, 9, 3, 22, 0, 17], 5
 STORED = [0, 1, 2, 4]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer. turned: elements that turn, 0: none; normed: of q and k, 0: none"""
+    """A layer. turned: number of rotated elements, 0: none; normed: of q and k, 0: none"""
 
     heads: tuple[int, int] = (6, 2)
     dims: tuple[int, int] = (24, 40)
@@ -58,7 +58,7 @@ class Case:
         return QkvWork(rope, norm, norm, random_norm(self.dims[1], 0.0, torch.float32, device))
 
     def given(self, device: torch.device) -> Projected:
-        """Rows between others, of which pads hold NaN."""
+        """Returns rows between others; those of pads are NaN."""
         generator = torch.Generator().manual_seed(0)
 
         def rows(heads: int, dim: int) -> Tensor:
@@ -185,7 +185,7 @@ def test_what_is_no_number_is_stored_as_zero_and_reported(
 
 @not_finite
 def test_a_number_that_overflows_its_dtype_is_no_number(kernel_device: torch.device) -> None:
-    """60000 turned by 45 degrees with itself is 0, but for rounding, and 84853; float16 ends at 65504."""
+    """60000 rotated by 45 degrees with itself is 0, up to rounding, and 84853; float16 ends at 65504."""
     case = Case(normed=0, dtype=torch.float16, turned=24, dims=(24, 24))
     half = torch.full((NUM_POSITIONS, 24), 0.5**0.5, device=kernel_device)
     for store in (launch_rope_store, twins.rope_store):
@@ -201,7 +201,7 @@ def test_a_number_that_overflows_its_dtype_is_no_number(kernel_device: torch.dev
 def eight_bit_pages(
     encoding: Encoding, scales: Scales, kind: PoolKind, dims: tuple[int, int], device: torch.device
 ) -> LayerPages:
-    """Pages for one head of a latent layer, or two."""
+    """Returns pages for one head of a latent layer, or for two heads."""
     heads = 1 if kind is PoolKind.LATENT else 2
     form = PageFormat(encoding, kind, PAGE_SIZE, heads, *dims, scales=scales)
     k = torch.zeros(NUM_PAGES, PAGE_SIZE, heads, dims[0], dtype=torch.uint8, device=device).view(encoding.dtype)
@@ -235,7 +235,7 @@ def eight_bit_pages(
 def test_eight_bit_pages_get_the_codes_of_a_store_of_the_same_rows(
     encoding: Encoding, kind: PoolKind, scales: Scales, kernel_device: torch.device
 ) -> None:
-    """What is beyond the largest code becomes the largest, and a token's factor is that of its largest element."""
+    """Values beyond the largest code become the largest, and a token's scale is that of its largest element."""
     case = Case(dtype=torch.float16)
     if kind is PoolKind.LATENT:
         case = replace(CASES["latent"], dtype=torch.float16)

@@ -1,7 +1,7 @@
-"""Windows, soft caps, ALiBi slopes, sinks and attention that is not causal.
+"""Windows, soft caps, ALiBi slopes, sinks and non-causal attention.
 
-Decode, extend and their torch twins against a float64 answer that goes key by key. K and V that no token of a step sees
-are NaN, as evicted pages may be.
+Decode, extend and their torch twins are compared with a float64 reference that goes key by key. K and V that no token
+of a step sees are NaN, as evicted pages may be.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_every_window_around_tiles_is_right_at_every_length(window_left: int, ke
 
 @pytest.mark.parametrize("num_programs", [1, 3, 40])
 def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.device) -> None:
-    """Whether one program finishes a row or the merge does."""
+    """Either one program finishes a row, or the merge does."""
     case = replace(DECODES, kv_len=[150, 3, 50, 0, 20], q_len=[1] * 5, sinks=True, window_left=100, soft_cap=2.0)
     tensors = build(case, kernel_device)
     run_shared_decode(tensors, num_programs=num_programs)
@@ -119,7 +119,7 @@ def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.dev
 def test_every_form_of_the_decode_loop_has_every_feature(
     tiles: DecodeTiles, run: Callable[..., None], kernel_device: torch.device
 ) -> None:
-    """Five query heads a KV head are cut unevenly by 3 blocks."""
+    """Five query heads per KV head are cut unevenly by 3 blocks."""
     case = replace(DECODES, heads=(10, 2), window_left=20, soft_cap=1.5, sinks=True, slopes=True)
     tensors = build(case, kernel_device)
     run(tensors, num_programs=4, tiles=tiles)
@@ -144,7 +144,7 @@ def test_every_extend_tile_has_every_feature(
 def test_queries_may_outnumber_the_keys_they_look_at(
     run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
-    """Cross-attention: the KV is an encoder's, and as long as that is."""
+    """Cross-attention has an encoder's KV, with its length."""
     case = Case(kv_len=[5, 40, 1], q_len=[30, 3, 2], dims=(32, 32), page_size=4, causal=False)
     tensors = build(case, kernel_device)
     run(tensors)
@@ -171,7 +171,7 @@ def test_every_argument_has_its_effect(
     second: dict[str, object],
     kernel_device: torch.device,
 ) -> None:
-    """The same q, K and V; the outputs differ as far as the references do."""
+    """q, K and V are the same, and the outputs differ as much as the references do."""
     one, other = (build(replace(case, **feature), kernel_device) for feature in (first, second))  # type: ignore[arg-type]
     for tensors in (one, other):
         run(tensors)
@@ -184,7 +184,7 @@ def test_every_argument_has_its_effect(
     [(-1, 264, False), (127, 1, True), (255, 700, True), (256, 1, False), (1023, 256, True), (1023, 265, False)],
 )
 def test_a_row_is_whole_where_there_is_nothing_to_balance(window_left: int, num_rows: int, is_whole: bool) -> None:
-    """With 264 programs at a time."""
+    """There are 264 programs at a time."""
     for head_dim in (64, 256):
         whole = has_whole_rows(num_rows, num_programs=264, window_left=window_left, head_dim=head_dim)
         assert whole == (is_whole and head_dim == 64)

@@ -1,4 +1,4 @@
-"""The deterministic kernels: right by the reference, and decode's bits are extend's, however the work is shared out."""
+"""The deterministic kernels: they equal the reference, and decode's bits are extend's with any sharing of the work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tiles_at(device: torch.device, case: Case) -> SegmentTiles:
-    """The device's own tiles, with segments so short that the cases have several."""
+    """Returns the device's own tiles, with segments short enough for the cases to have several."""
     arch = "interpreter"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -127,7 +127,7 @@ def test_how_programs_share_rows_of_an_extend_changes_no_bit(
 
 
 def test_a_schedule_that_may_leave_gaps_between_rows_is_refused(kernel_device: torch.device) -> None:
-    """Slots of partial results follow rows without a gap: the merge would add up what no program wrote."""
+    """Slots of partial results follow rows without a gap: otherwise the merge would add up unwritten parts."""
     tensors = build(Case([300, 300], [1, 1]), kernel_device)
     tiles = tiles_at(kernel_device, tensors.case)
     decode = tiles.decode(tensors.gqa_ratio)
@@ -170,7 +170,7 @@ def test_masked_steps_are_right(case: Case, run: Callable[..., object], kernel_d
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("mask_keys", [0, 20, 200])
 def test_a_mask_of_a_chain_changes_no_bit(mask_keys: int, dtype: torch.dtype, kernel_device: torch.device) -> None:
-    """Whatever of its keys has bits: a token gets what it gets as the last of a causal step, and from decode."""
+    """For any keys with bits, a token's result equals that of the last token of a causal step, and decode's."""
     lengths, new = [130, 70], [5, 66]
     plain = build(Case(lengths, new, dims=(32, 32), dtype=dtype), kernel_device)
     tiles = tiles_at(kernel_device, plain.case)
@@ -198,7 +198,7 @@ def test_a_mask_of_a_chain_changes_no_bit(mask_keys: int, dtype: torch.dtype, ke
 
 
 def words_of(bits: list[bool]) -> torch.Tensor:
-    """int32, the lowest bit of each word first."""
+    """Returns int32 words, the lowest bit of each word first."""
     words = [sum(bit << place for place, bit in enumerate(bits[at : at + 32])) for at in range(0, len(bits), 32)]
     return torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32)
 
@@ -215,7 +215,7 @@ def test_the_twins_are_right(case: Case, twin: Callable[[Tensors], None], kernel
 
 
 def test_decode_and_extend_of_a_row_share_what_decides_bits() -> None:
-    """Where a compiler may order a sum by the shape of a tile, both have one shape."""
+    """If a compiler may order a sum by the shape of a tile, both use one shape."""
     for row in SEGMENT_ROWS:
         tiles = row.tiles
         by_rows_alone = row.item_bytes == 2 and (row.arch.startswith("gfx") or tiles.decode_rows >= 64)

@@ -1,4 +1,4 @@
-"""Rows of logits that ask for more than a plain pick: kernels and twins against the definition in float64."""
+"""Rows of logits with more requests than a plain pick: kernels and twins against the definition in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def bits(number: float) -> int:
-    """A float32 as the int32 that has its bits."""
+    """Returns the int32 with the bits of a float32."""
     return int(np.array(number, np.float32).view(np.int32))
 
 
@@ -44,12 +44,12 @@ def asked_of(
     top_k: int = 0,
     depth: float = -INF,
 ) -> list[int]:
-    """A row of asked.py. penalties: repetition, presence, frequency"""
+    """Returns a row of asked.py. penalties: repetition, presence, frequency"""
     return [row, counts, mask, *map(bits, penalties), top_k, bits(depth)]
 
 
 def amid(values: Tensor, poison: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room with poison around, and the values in the middle of it."""
+    """Returns a room with poison around, and the values in the middle of it."""
     room = torch.full((values.numel() + 128,), poison, dtype=values.dtype, device=device)
     middle = room[64:-64].view(values.shape)
     middle.copy_(values)
@@ -78,7 +78,7 @@ def shaped_by_definition(
 def test_rows_are_shaped_by_their_own_counts_and_masks(
     shape: Launch, dtype: torch.dtype, vocab: int, kernel_device: torch.device
 ) -> None:
-    """Rows in another order than that of the logits, with both, one, or none; a row that does not ask is not read."""
+    """Rows are in another order than the logits, with both, one, or none. A row without requests is not read."""
     random = torch.Generator().manual_seed(vocab)
     wide = torch.randn(5, vocab + 3, generator=random).mul(8).to(dtype).to(kernel_device)
     logits = wide[:, :vocab]
@@ -129,7 +129,7 @@ def test_rows_are_shaped_by_their_own_counts_and_masks(
 def test_only_the_likeliest_are_kept_and_of_equal_ones_the_first(
     cut: Launch, vocab: int, kernel_device: torch.device
 ) -> None:
-    """Many logits are equal; a row that asks for nothing is left as it is, and so is one of which all are kept."""
+    """Many logits are equal. A row without requests is unchanged, and so is one that keeps all logits."""
     values = torch.randn(6, vocab, generator=torch.Generator().manual_seed(5)).mul(4).round()
     values[:, ::5] = -INF
     wanted = [(0, -INF), (7, -INF), (0, -2.0), (11, -1.5), (1, 0.0), (vocab, -1e30)]
@@ -152,7 +152,7 @@ def test_only_the_likeliest_are_kept_and_of_equal_ones_the_first(
 def test_logprobs_of_the_picked_and_of_the_likeliest_tokens_are_those_of_float64(
     find: Launch, dtype: torch.dtype, vocab: int, kernel_device: torch.device
 ) -> None:
-    """Of equal logits the first count. Rows that do not ask are not looked at, and nothing more is written."""
+    """Among equal logits the first ones count. Rows without requests are not read, and nothing more is written."""
     random = torch.Generator().manual_seed(vocab)
     logits = torch.randn(5, vocab, generator=random).mul(6).mul(4).round().div(4).to(dtype)
     logits[0, ::3] = -INF

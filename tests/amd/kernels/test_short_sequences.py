@@ -1,4 +1,4 @@
-"""Extend takes tiles of few rows where a step's shape says that its sequences have few new tokens."""
+"""Extend takes tiles of few rows if a step's shape shows that its sequences have few new tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.runtime.stepping import World, small_problem
 
 BF16 = torch.bfloat16
-# Three sequences, one of which has many more new tokens than their mean, which the tiles are chosen by.
+# Three sequences, one with many more new tokens than the mean, by which the tiles are chosen.
 ONE_LONG = [2, 11, 2]
 
 
@@ -59,7 +59,7 @@ def test_a_sequence_with_more_tokens_than_its_steps_shape_says_is_served_right(
 
 @pytest.mark.long
 def test_a_graph_of_short_sequences_serves_a_long_one(kernel_device: torch.device) -> None:
-    """A replay has the tiles of its shape, whatever lengths it brings: bitwise the eager run, and of one graph."""
+    """A replay has the tiles of its shape, for any lengths: it is bitwise the eager run, and from one graph."""
     tiny = Tiny.build(kernel_device, "triton", (4,), (16,))
     runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(kernel_device))
     requests = Requests(tiny.runtime)
@@ -91,7 +91,7 @@ def test_a_shape_tells_how_many_new_tokens_a_sequence_is_likely_to_have(shape: P
 @pytest.mark.parametrize("arch", sorted({row.arch for row in EXTEND_ROWS if row.max_rows < ANY_ROWS}))
 @pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MASKED])
 def test_memory_for_the_largest_shape_holds_every_smaller_one(arch: str, kind: StepKind) -> None:
-    """Buffers are made for the largest shapes, where other tiles serve than in smaller ones."""
+    """Buffers are made for the largest shapes, which have other tiles than smaller ones."""
     target = known_target(arch) if arch.startswith("sm") else known_target("gfx942")
     target = replace(target, arch=arch)
     for heads in ((12, 4), (32, 32), (16, 1), (40, 4)):

@@ -48,7 +48,7 @@ def test_the_twin_is_right(case: SelectedCase, kernel_device: torch.device) -> N
 def test_the_twin_is_right_however_little_memory_it_may_hold(
     case: SelectedCase, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of a selection at a time, of one token; but one key at least."""
+    """The twin takes a part of one token's selection at a time, but at least one key."""
     problem = build_selected(case, kernel_device)
     words = 8 * 3 * sum(case.dims) * case.heads[0]
     for most in ("_MOST_WORDS", "_MOST_WORDS_ON_GPU"):
@@ -56,12 +56,12 @@ def test_the_twin_is_right_however_little_memory_it_may_hold(
     with MeteredMemory(0) as memory:
         selected_attention(problem.args, scale=problem.scale)
     problem.assert_served()
-    of_a_token = 4 * 8 * case.heads[0] * sum(case.dims)  # q and what is put together
+    of_a_token = 4 * 8 * case.heads[0] * sum(case.dims)  # q and the merged output
     assert memory.most_held() <= 4 * words + of_a_token
 
 
 def attended(problem: SelectedProblem, programs: int) -> None:
-    """launch_selected_attention with the device's tiles."""
+    """Runs launch_selected_attention with the device's tiles."""
     args, case = problem.args, problem.case
     tiles = selected_tiles(
         arch_of(args.q.device),
@@ -115,7 +115,7 @@ def test_a_selection_of_everything_gives_the_bits_of_deterministic_attention(
 
 
 def selected_everything(dense: Tensors, unit_tokens: int) -> SelectedArgs:
-    """A step of dense attention as one over selections; out and LSE are its own."""
+    """Returns a step of dense attention as one over selections, with out and LSE of its own."""
     seq_of_token, is_token = seq_of_tokens(dense.q_indptr, len(dense.q))
     position = (
         dense.kv_len[seq_of_token]

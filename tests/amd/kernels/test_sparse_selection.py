@@ -1,4 +1,4 @@
-"""Index scores and top-k: every token gets the units that a plain reading of Indexing gives it."""
+"""Index scores and top-k: every token gets the units of a plain reading of Indexing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_twin_selects_what_the_words_say(indexing: Indexing, kernel_device: 
 
 
 def most_held(call: Callable[[], object]) -> int:
-    """Bytes of the tensors that a call makes, at a time."""
+    """Returns the most bytes that tensors of a call hold at a time."""
     memory = MeteredMemory(0)
     with memory:
         call()
@@ -76,7 +76,7 @@ def most_held(call: Callable[[], object]) -> int:
 def test_the_twin_holds_no_more_memory_than_it_may(
     name: str, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many keys there are; and what it selects is the same."""
+    """This holds for any number of keys; the selection is the same."""
     indexing, words = INDEXINGS[name], 1 << 14
     case = IndexCase(Step([700, 300], [3, 1]), indexing, heads=8, dim=64, scales=Scales.TOKEN)
     problem = build_index(case, kernel_device)
@@ -91,7 +91,7 @@ def test_the_twin_holds_no_more_memory_than_it_may(
 
 
 def lines_of(scores: Tensor, indexing: Indexing, *, longest_part: int = 8192) -> list[list[list[int]]]:
-    """What launch_top_k chooses of scores [tokens, sets, units], of which each token has all; the words' answer."""
+    """Returns launch_top_k's choice for scores [tokens, sets, units], all visible, checked against best_units."""
     num_tokens, _, max_units = scores.shape
     cut = top_k_cut(max_units, indexing, longest_part=longest_part)
     lines = torch.full((num_tokens, indexing.sets, cut.stride), float("nan"), device=scores.device)
@@ -107,7 +107,7 @@ def lines_of(scores: Tensor, indexing: Indexing, *, longest_part: int = 8192) ->
 
 
 def tokens_at(positions: list[int], device: torch.device) -> TokenPlaces:
-    """Tokens of one row each."""
+    """Returns tokens of one row each."""
     numbers = torch.tensor(positions, dtype=torch.int32, device=device)
     rows = torch.arange(len(positions), dtype=torch.int32, device=device)
     return TokenPlaces(
@@ -135,7 +135,7 @@ LINES = {
 def test_the_largest_scores_are_chosen_and_of_equal_ones_the_first(
     scores: list[float], longest_part: int, kernel_device: torch.device
 ) -> None:
-    """In lines that one program searches, and in lines that are cut down first."""
+    """One program searches some lines, and others are cut down first."""
     given = torch.tensor([[scores]], device=kernel_device)
     lines_of(given, Indexing(1.0, 20), longest_part=longest_part)
     if scores is RANDOM:
@@ -149,7 +149,7 @@ def test_a_forced_unit_is_chosen_whatever_its_score(kernel_device: torch.device)
 
 
 def test_units_that_no_token_may_have_are_not_even_counted(kernel_device: torch.device) -> None:
-    """Of 5 scores a token at position 2 has 3; a token of no sequence has none."""
+    """A token at position 2 has 3 of 5 scores; a token of no sequence has none."""
     lines = torch.full((2, 1, 8), NAN, device=kernel_device)
     lines[0, 0, :5] = torch.tensor([1.0, 2.0, 3.0, 9.0, 9.0])
     indexing = Indexing(1.0, 2)
@@ -163,7 +163,7 @@ def test_units_that_no_token_may_have_are_not_even_counted(kernel_device: torch.
 
 
 def selected(problem: IndexProblem, programs: int = 5) -> None:
-    """launch_select, with the tiles of the device."""
+    """Runs launch_select, with the tiles of the device."""
     args, indexing = problem.args, problem.case.indexing
     heads, dim = args.q.shape[1:]
     key_dtype, coded_q = args.pages.keys.dtype, args.q.dtype.itemsize == 1
@@ -228,7 +228,7 @@ def test_a_key_that_is_nan_is_never_chosen(kernel_device: torch.device) -> None:
 def test_a_selection_that_leaves_its_sequence_is_reported(
     change: tuple[int, list[int]] | None, fault: int, kernel_device: torch.device
 ) -> None:
-    """Three tokens of units of 4: positions 13 and 15, of four units, and one that belongs to no sequence."""
+    """Three tokens with units of 4: positions 13 and 15, of four units, and one that belongs to no sequence."""
     units = torch.tensor([[[0, 1, 3]], [[0, 2, -1]], [[-1, -1, -1]]], dtype=torch.int32)
     counts = torch.tensor([[3], [2], [0]], dtype=torch.int32)
     if change is not None:

@@ -71,7 +71,7 @@ def test_publish_writes_every_entry_pads_included(
 def test_publish_says_how_the_step_before_went(
     publish: Launch, same: bool, error_word: int, number: int, kernel_device: torch.device
 ) -> None:
-    """And only then overwrites its counts. 700 sequences: one program of three does it."""
+    """Only then does it overwrite its counts. With 700 sequences, one program of three does it."""
     words = [1, 1, 41, 0, 40, NO_ECHO, GARBAGE, GARBAGE, 3, 7, 1]
     slot = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     before = device_ints([GARBAGE, GARBAGE, number, error_word], kernel_device)
@@ -87,7 +87,7 @@ def test_publish_says_how_the_step_before_went(
 
 
 def _due(step: int, runs_before: int, mark: int = TAKEN_BY_GRAPH) -> list[int]:
-    """A slot of three sequences with six tokens, and their prefixes."""
+    """Returns a slot of three sequences with six tokens, and their prefixes."""
     header = [3, 6, step, 1, step - 1, mark, GARBAGE, runs_before]
     return [*header, 4, 2, 9 + step, 7, 1, 300, 2, 1, 3, *range(11, 17), 16, 16, 0, 2, 2, 3, *[GARBAGE] * 7]
 
@@ -102,7 +102,7 @@ def _due(step: int, runs_before: int, mark: int = TAKEN_BY_GRAPH) -> list[int]:
 def test_a_run_takes_the_slot_that_is_due_in_it(
     take: Launch, at: int, with_prefixes: bool, other: tuple[int, int, int], kernel_device: torch.device
 ) -> None:
-    """And leaves the other one as it is."""
+    """It leaves the other slot unchanged."""
     words = [_due(*other), _due(*other)]
     words[at] = _due(41, 7)
     slots = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
@@ -135,7 +135,7 @@ def test_a_step_of_more_than_one_program_is_taken_by_none(
 def test_a_run_for_which_no_slot_is_due_changes_nothing_but_the_count(
     take: Launch, kernel_device: torch.device
 ) -> None:
-    """The last number of runs comes before 0."""
+    """The largest number of runs is followed by 0."""
     words = [_due(41, 7), _due(42, 2**31 - 1, NO_ECHO)]
     slots = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     runs = device_ints([2**31 - 1], kernel_device)
@@ -148,11 +148,11 @@ def test_a_run_for_which_no_slot_is_due_changes_nothing_but_the_count(
 
 @dataclass(frozen=True)
 class Given:
-    """Lengths on the device, each with its bound, and how much is padded.
+    """Lengths on the device, each with its bound, and the amount of padding.
 
     seqs:     (kv_len, bound, q_len, bound, floor, stored) of each sequence
-    with_ids: whether there are token ids
-    ahead:    what the lengths on the device leave out
+    with_ids: true if there are token ids
+    ahead:    number of tokens that the lengths on the device leave out
     """
 
     seqs: list[tuple[int, int, int, int, int, int]]
@@ -174,7 +174,7 @@ def given_lengths(draw: st.DrawFn) -> Given:
 
 
 def _wrapped(value: int) -> int:
-    """As int32 holds it."""
+    """Returns the value as int32 holds it."""
     return (value + 2**31) % 2**32 - 2**31
 
 
@@ -219,7 +219,7 @@ def test_device_inputs_are_placed_within_their_bounds(place: Launch, kernel_devi
 
 @pytest.mark.parametrize("place", [launch_device_inputs, refs.device_inputs])
 def test_device_inputs_of_many_sequences_are_placed_whole(place: Launch, kernel_device: torch.device) -> None:
-    """More sequences than a program looks at in one step, and more tokens than one writes."""
+    """There are more sequences than a program reads in one step, and more tokens than one writes."""
     n = 1100
     kv_len, q_len = torch.arange(n) % 7 + 2, torch.arange(n) % 3
     words = torch.cat([torch.tensor([n, 2 * n, 41, 0, 40, 0, 40, 0]), torch.arange(n), kv_len + 1, torch.full((n,), 2)])
@@ -278,7 +278,7 @@ def test_the_store_writes_live_tokens_and_drops_all_others(
     k_pages, v_pages, k, v = pages(k_dim), pages(v_dim), rows(k_dim), rows(v_dim)
     for storage in (k_pages, v_pages):
         storage[0] = 0.0
-    # Token 3 aims at page 0, as a sequence without a page would; tokens 5 and 6 are pads.
+    # Token 3 points to page 0, as a sequence without a page would; tokens 5 and 6 are pads.
     slots = [page_size, 3 * page_size + page_size - 1, 2 * page_size, page_size - 1, 5 * page_size, 0, 4 * page_size]
     want_k, want_v = k_pages.clone(), v_pages.clone()
     for token in (0, 1, 2, 4):
@@ -299,7 +299,7 @@ def test_the_store_writes_live_tokens_and_drops_all_others(
 def test_what_is_no_number_is_stored_as_zero_and_reported(
     store: Launch, side: str, value: float, dtype: torch.dtype, token: int, kernel_device: torch.device
 ) -> None:
-    """Token 2 aims at page 0 and token 3 is a pad: what they hold is dropped, and no fault."""
+    """Token 2 points to page 0 and token 3 is a pad: their values are dropped, and no fault."""
     rows = {name: torch.full((4, 3, 24), 2.0, dtype=dtype, device=kernel_device) for name in ("k", "v")}
     rows["k"][1, 0, 0] = torch.finfo(dtype).max
     pages = [torch.zeros(3, 4, 3, 24, dtype=dtype, device=kernel_device) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Decode that stores the new tokens' K and V itself gives, bit by bit, what the store and then decode give."""
+"""Decode that stores the new tokens' K and V itself equals the store followed by decode, bit by bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TILES = [
 
 
 class _Stored(NamedTuple):
-    """What either way leaves."""
+    """The results of either way."""
 
     out: Tensor
     lse: Tensor
@@ -54,7 +54,7 @@ class _Stored(NamedTuple):
 
 
 def _new_rows(tensors: Tensors) -> NewRows:
-    """The last key of each sequence, taken out of its page, where NaN is left."""
+    """Returns the last key of each sequence, taken out of its page, which is then NaN."""
     case, page_size = tensors.case, tensors.case.page_size
     first = case.first_page or [0] * len(case.kv_len)
     slots = []
@@ -73,7 +73,7 @@ def _new_rows(tensors: Tensors) -> NewRows:
 
 
 def _run(tensors: Tensors, new: NewRows, tiles: DecodeTiles | None, *, stores: bool, programs: int) -> _Stored:
-    """Of copies of what is written."""
+    """Runs decode on copies of everything that it writes."""
     case, tiles = tensors.case, tiles or tiles_for(tensors)[0]
     k_pages, v_pages, counts = tensors.k_pages.clone(), tensors.v_pages.clone(), new.counts.clone()
     mine = replace(tensors, k_pages=k_pages, v_pages=v_pages, out=tensors.out.clone(), lse=tensors.lse.clone())
@@ -123,7 +123,7 @@ def test_in_every_cut(tiles: DecodeTiles, programs: int, kernel_device: torch.de
 
 
 def test_tokens_and_slots_of_no_one_are_dropped(kernel_device: torch.device) -> None:
-    """The last two tokens are pads; the slot of another is in page 0, which belongs to no one."""
+    """The last two tokens are pads; another token's slot is in page 0, which belongs to no sequence."""
     tensors = build(replace(RAGGED, heads=(4, 2)), kernel_device)
     new = _new_rows(tensors)
     new.slot_of_token[3] = 7

@@ -1,4 +1,4 @@
-"""The tuning table: which problems have a row, what says that there is none, and what a row may not ask for."""
+"""The tuning table: problems with a row, errors for those without, and limits of a row."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def decode_for(arch: str, heads: tuple[int, int], dims: tuple[int, int], dtype: 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whatever_the_kernels_serve_has_a_row(arch: str, dtype: torch.dtype) -> None:
-    # In float32, which no model is served in, rows of 512 spill on AMD.
+    # In float32, in which no model is served, rows of 512 spill on AMD.
     has_wide = dtype != torch.float32 or arch in ("sm_90", "interpreter", "cpu")
     largest = MAX_HEAD_DIM if has_wide else 256
     dims = (1, 64, 80, 96, 128, 192, 256, largest)
@@ -89,7 +89,7 @@ def test_heads_of_64_are_paired_where_two_fit_a_tile(arch: str) -> None:
 
 
 def test_small_kv_heads_are_decoded_as_one_where_they_were_faster_so() -> None:
-    """By how many query heads a row then has."""
+    """It depends on the number of query heads that a row then has."""
     cases = (32, 8), (16, 8), (32, 4), (120, 12), (32, 2)
     joined = {heads: decode_for("sm_90", heads, (16, 16)).heads_per_row for heads in cases}
     assert joined == {(32, 8): 4, (16, 8): 4, (32, 4): 2, (120, 12): 4, (32, 2): 2}
@@ -103,7 +103,7 @@ def test_large_groups_of_query_heads_are_cut_evenly() -> None:
 
 
 def test_small_kv_heads_are_extended_as_one_where_their_rows_fit_a_block() -> None:
-    """By as many as divide them; rows of more of a KV head fill a block by themselves."""
+    """The number of joined heads divides them. Rows with more query heads per KV head fill a block by themselves."""
 
     def joined(num_kv_heads: int, gqa_ratio: int, dim: int) -> list[tuple[int, int]]:
         heads: dict[str, Any] = {"gqa_ratio": gqa_ratio, "num_kv_heads": num_kv_heads}
@@ -165,7 +165,7 @@ def test_every_row_starts_with_whole_tiles() -> None:
 @pytest.mark.parametrize("page_size", [2, 16])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_deterministic_extend_on_hopper_walks_keys_as_decode_does(dim: int, page_size: int) -> None:
-    """And as masked steps do, which read bits of two words a row at most."""
+    """Masked steps, which read bits of at most two words per row, do too."""
     for dtype in (torch.bfloat16, torch.float16):
         ours = hopper_segment_tiles(dim, page_size)
         theirs = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=dtype)
@@ -175,7 +175,7 @@ def test_deterministic_extend_on_hopper_walks_keys_as_decode_does(dim: int, page
 
 
 def test_deterministic_masked_steps_on_nvidia_have_no_fewer_rows_than_decode() -> None:
-    """Fewer would be multiplied by other instructions, and drafts would not get the bits of decode."""
+    """Fewer rows would be multiplied by other instructions, and drafts would not get the bits of decode."""
     rows = [row.tiles for row in SEGMENT_ROWS if row.arch.startswith("sm_")]
     masked = [tiles.of_masked_steps() for tiles in rows]
     assert all(some.extend.query_rows >= some.decode_rows for some in masked)
@@ -186,7 +186,7 @@ def test_deterministic_masked_steps_on_nvidia_have_no_fewer_rows_than_decode() -
 
 @pytest.mark.parametrize("head_dim", [128, 192])
 def test_a_ring_of_v_holds_no_more_steps_than_that_of_k(head_dim: int) -> None:
-    """Of tiles of whole key blocks, and of halves."""
+    """Tiles are of whole key blocks, or of halves."""
     tiles = hopper_tiles(head_dim, 16, coded=False)
     most = tiles.extend.num_stages * tiles.extend.key_block // tiles.value_block
     assert replace(tiles, value_tiles=most).value_stages == most

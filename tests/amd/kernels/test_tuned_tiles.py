@@ -1,6 +1,6 @@
-"""Candidates of `rocm-attn tune` run under Triton's interpreter as they do on a GPU: judged by the oracle, then timed.
+"""Candidates of `rocm-attn tune` run under Triton's interpreter as on a GPU: judged by the reference, then timed.
 
-Times are a fake timer's, which knows tiles by the description of the kernel that it is given.
+Times are from a fake timer, which recognises tiles by the description of its kernel.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ CPU = torch.device("cpu")
 
 
 class FakeTimer:
-    """A sample is what the work's tiles cost: a row of 16 keys a block 10 us, others 8."""
+    """A timer whose samples are the cost of the tiles: 10 us for blocks of 16 keys, otherwise 8."""
 
     def __init__(self) -> None:
         self.seen: list[Work] = []
 
     def ready(self, work: Work) -> Sample:
-        """As Timer; the work is run, as a graph would run it."""
+        """Like Timer.ready; it runs the work, as a graph would."""
         work.launch()
         self.seen.append(work)
         return lambda: 10.0 if "key_block=16" in work.what else 8.0
@@ -57,7 +57,7 @@ def job_of(problem: Problem, table: Table, shapes: tuple[Shape, ...] = SHAPES) -
 
 
 def few_edges(job: Job) -> list[Lengths]:
-    """A step with sequences that end in a page and with it, and one of every kind; a GPU has more of them."""
+    """Returns a step with sequences that end in a page and with it, and one of every kind; a GPU has more of them."""
     return [Lengths((5, 16), (1, 1)) if job.kind.decodes else Lengths((5, 16), (2, 3)), Lengths((17, 4), (1, 3))]
 
 
@@ -90,7 +90,7 @@ def test_other_tiles_are_right_and_are_the_ones_that_run(bench: LayerBench, prob
 
 
 def test_a_kernel_that_is_wrong_with_its_tiles_is_seen(bench: LayerBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one KV head's results in the other's place, as tiles that mix up heads would give."""
+    """One KV head's results are in the other's place, as with tiles that mix up heads."""
     job = job_of(layer(), Table.DECODE)
     assert isinstance(job.in_use, DecodeTiles)
     launch = triton_launches.launch_paged_decode

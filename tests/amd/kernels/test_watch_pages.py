@@ -1,4 +1,4 @@
-"""What is kept of rows and pages between steps, and what is told: kernel and torch twin against plain Python."""
+"""The state of rows and pages between steps, and the reports: kernel and torch twin against plain Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ GARBAGE = 0x7F7F7F7F
 
 @dataclass
 class ByHand:
-    """One entry after the other. named, written: cell or page -> step and page or cell; rows: since, begin, end."""
+    """The watch in plain Python, one entry after the other.
+
+    named, written: cell or page -> step and page or cell; rows: since, begin, end
+    """
 
     page_size: int
     first_page: int
@@ -34,7 +37,7 @@ class ByHand:
     rows: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     def step(self, now: int, table: list[list[int]], seqs: list[tuple[int, int, int]], dropped: set[int]) -> bool:
-        """Whether a page was taken. seqs: row, kv_len, new tokens; dropped: tokens that are not stored"""
+        """Runs a step. True if a page was taken. seqs: row, kv_len, new tokens; dropped: tokens that are not stored"""
         told, size, writes = False, self.page_size, []
         first = 0
         for row, length, new in seqs:
@@ -73,7 +76,7 @@ Table = list[list[int]]
 
 
 class Both:
-    """A launch beside plain Python. Padded entries hold garbage."""
+    """A launch next to plain Python. Padded entries hold garbage."""
 
     def __init__(self, watch_pages: Launch, page_size: int, null_page: bool, device: torch.device) -> None:
         self.watch_pages, self.device, self.page_size = watch_pages, device, page_size
@@ -85,7 +88,7 @@ class Both:
         return torch.tensor([*values, *[GARBAGE] * pads], dtype=torch.int32, device=self.device)
 
     def step(self, table: Table, seqs: Seqs, dropped: set[int]) -> bool:
-        """The next step, launched twice; whether it tells."""
+        """Launches the next step twice. True if it reports a page."""
         self.number += 1
         wanted = self.hand.step(self.number, table, seqs, dropped)
         places = [(seq, row, at) for seq, (row, kv, new) in enumerate(seqs) for at in range(kv - new, kv)]
@@ -115,7 +118,7 @@ class Both:
 
 
 def meet(table: Table, seqs: Seqs, size: int) -> bool:
-    """Whether a page that is written in a step is an entry of another cell that the step has: told now or later."""
+    """True if a page written in a step is also an entry of another cell of the step: reported now or later."""
     cells = {(row, page_no) for row, kv, _ in seqs for page_no in range(-(-kv // size))}
     written = {(row, at // size) for row, kv, new in seqs for at in range(kv - new, kv)}
     return any(a != b and table[a[0]][a[1]] == table[b[0]][b[1]] for a in written for b in cells)
@@ -128,7 +131,7 @@ def meet(table: Table, seqs: Seqs, size: int) -> bool:
 def test_each_step_tells_what_plain_python_tells(
     watch_pages: Launch, page_size: int, null_page: bool, kernel_device: torch.device
 ) -> None:
-    """Rows that go on, go back or are others, with new tokens or none, over a table whose entries change."""
+    """Rows continue, go back or are replaced, with new tokens or none, over a table whose entries change."""
     choice, told = random.Random(page_size), []
     for _ in range(20):
         both = Both(watch_pages, page_size, null_page, kernel_device)
@@ -161,7 +164,7 @@ def test_a_page_that_two_entries_write_in_one_step_is_told(watch_pages: Launch, 
 
 @watches
 def test_a_long_row_is_looked_at_to_its_end(watch_pages: Launch, kernel_device: torch.device) -> None:
-    """More pages than a program looks at in one step."""
+    """The row has more pages than a program reads in one step."""
     width = 5000
     watch = PageWatch.of(2, width, 2 * width, kernel_device)
     table = torch.arange(2 * width, dtype=torch.int32, device=kernel_device).view(2, width)

@@ -187,7 +187,7 @@ def test_no_value_on_the_device_leads_out_of_what_was_reserved(
 
 @both_ways
 def test_token_ids_come_from_the_device(provider: str, graphs: bool, device: torch.device) -> None:
-    """As in overlapped scheduling, the ids of a step are those that the last one sampled, in a tensor that stays."""
+    """Overlapped scheduling does this: a step's ids are those that the last one sampled, in a tensor that stays."""
     outs = []
     for on_device in (False, True):
         tiny = Tiny.build(device, provider, [4])

@@ -206,7 +206,7 @@ class Cluster:
         clock = Clock()
         decode = [Engine(clock, self.kind) for _ in range(self.num_decode)]
         entry = [Engine(clock, self.kind) for _ in range(self.num_whole)]
-        for _ in range(self.num_prefill):  # a link for each: the NICs of its own GPUs
+        for _ in range(self.num_prefill):  # a link for each: the NICs of its GPUs
             entry.append(PrefillEngine(clock, self.prefill, Link(clock, self.transfer, decode)))
         for job in jobs:
             clock.after(job.arrival, lambda job=job: give_to_least(entry, job))  # type: ignore[misc]

@@ -58,7 +58,7 @@ from tests.amd.tolerances import LOGITS
 PAGE_SIZE = 16
 DECODES = ((1, 1024), (8, 1024), (64, 1024), (256, 1024))  # sequences, tokens of each
 ALLOWED_REST_US = 40.0  # per layer
-ROUNDS, STEPS = 7, 10  # medians of rounds of so many steps in a row
+ROUNDS, STEPS = 7, 10  # medians of rounds of STEPS steps in a row
 
 
 def model_of(

@@ -138,7 +138,7 @@ class RecordGuard:
 
 
 class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that does not ask torch.compile to skip it."""
+    """A mode that does not make torch.compile skip it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -164,7 +164,7 @@ def _chart(panel: dict[str, Any], prometheus: Prometheus, span: Span) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where values are in a picture."""
+    """The positions of values in a picture."""
 
     span: Span
     width: int

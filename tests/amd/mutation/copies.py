@@ -42,7 +42,7 @@ class Trial:
     is_backwards: bool
 
 
-# The second is for what the first does not notice.
+# The second is for faults that the first does not notice.
 TRIALS = (Trial(Poisoned, False), Trial(Fenced, True))
 
 

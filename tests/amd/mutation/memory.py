@@ -1,4 +1,4 @@
-"""Where a check puts its tensors: amid poison, or right before memory that ends the process when it is touched."""
+"""The places of a check's tensors: amid poison, or right before memory that ends the process when it is touched."""
 
 from __future__ import annotations
 

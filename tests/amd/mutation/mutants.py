@@ -36,7 +36,7 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    """Every masked access without its mask, or without half of it; every masked load of V with NaN where masked."""
+    """Every masked access without its mask, or without half of it; every masked load of V with NaN for masked lanes."""
     found: list[Mutant] = []
     for path in sorted(KERNELS.rglob("*.py")):
         source = path.read_text()

@@ -31,7 +31,7 @@ JUDGES_BY_DAY = {CHECKS[path] for path in FILES_BY_DAY}
 BY_DAY = {mutant.path: mutant for mutant in reversed(MUTANTS) if mutant.path in FILES_BY_DAY}
 
 
-# Masks that change neither a value nor what is touched, and why they stay.
+# Masks that change neither a value nor an access, and why they stay.
 HARMLESS = {
     "metadata/fill_roles.py: load without live in the mask of "
     "tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)": (

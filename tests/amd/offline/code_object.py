@@ -35,7 +35,7 @@ class AmdCode:
     buffer_loads:    loads with a 32-bit offset from a resource descriptor
     global_loads:    loads with a 64-bit address
     waves_per_simd:  waves that a SIMD has room for, by registers and LDS
-    has_dot:         whether the source asks for a matrix product
+    has_dot:         true if the source has a matrix product
     """
 
     vgprs: int
@@ -62,8 +62,8 @@ class NvidiaCode:
     local_bytes:   other thread-local memory
     shared_bytes:  shared memory of a program
     matrix_ops:    wgmma and mma instructions
-    has_dot:       whether the source asks for a matrix product
-    touched:       instructions that touch what a running wgmma reads or writes (warpgroup_products.py)
+    has_dot:       true if the source has a matrix product
+    touched:       instructions that touch registers of a running wgmma (warpgroup_products.py)
     """
 
     registers: int

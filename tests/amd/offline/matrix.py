@@ -200,7 +200,7 @@ ROWS = (
     # Heads with tiles for decode or for short sequences, of fewer query heads a KV head than those above, or of more.
     *(Row("sm_90", (heads, 4), (dim, dim), BF16, 16) for heads, dim in ((16, 24), (16, 96), (32, 192))),
     *(Row("sm_90", (heads, 1), (dim, dim), BF16, 16) for heads, dim in ((32, 64), (32, 80), (64, 128), (64, 256))),
-    # More blocks of columns than in heads of 256, and rows beside which others are no whole block.
+    # More blocks of columns than in heads of 256, and rows of K whose V is no whole block.
     *(Row("sm_90", (16, 2), dims, BF16, 16) for dims in ((320, 320), (384, 384), (512, 32))),
     *(Row("sm_90", heads, (16, 16), BF16, 16) for heads in ((12, 3), (8, 4))),
     # Small heads that are read as one, and those that are not.

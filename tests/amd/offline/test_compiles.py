@@ -39,7 +39,7 @@ from tests.amd.offline.offline_driver import compiled_by
 from tests.amd.offline.test_offline_driver import gather_product
 
 MAX_ROWS = 136
-# Where the rows of an arch without rows of its own stand in tuning/decode_tiles.py.
+# An arch without its own rows -> the key of its rows in tuning/decode_tiles.py.
 FAMILIES = {"sm_80": "sm_"}
 
 # A wave of gfx942 and gfx950 addresses 512 vector registers, accumulation registers included.
@@ -70,7 +70,7 @@ SPILLED_YET_FASTEST = {
     ("sm_90", 64, False, "_extend_kernel"): 16,
     ("sm_90", 128, False, "_extend_kernel"): 32,
     ("sm_90", 192, False, "_extend_kernel"): 80,
-    # With a cap; where masks spill, fewer rows would give drafts other bits than decode.
+    # With a cap; if masks spill, fewer rows would give drafts other bits than decode.
     ("sm_90", 192, False, "_segment_extend_kernel"): 176,
     ("sm_90", 192, True, "_segment_extend_kernel"): 32,
     ("sm_90", 256, False, "_extend_kernel"): 48,
@@ -150,7 +150,7 @@ SCALARS_IN_LANES = {"_extend_kernel": 18, "_segment_extend_kernel": 21}
 # the newest Triton: one of 128 x 1 heads of 128 on gfx942; on gfx950 two of heads of 80 and 96, to other registers.
 SPILLED_BY_SHARES = {"gfx942": (1, 8), "gfx950": (2, 0)}
 
-# Where kernels over latent pages are, which have rows of the matrix of their own.
+# The package of kernels over latent pages, which have separate rows of the matrix.
 LATENT = "rocm_attn.kernels.latent"
 
 # In Gluon for archs of one vendor: test_hopper_compiles.py and test_cdna_compiles.py have them.

@@ -52,7 +52,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "codes": {"kv": Encoding.E4M3FN, "scales": Scales.HEAD},
     "codes_by_token": {"kv": Encoding.E5M2, "scales": Scales.TOKEN},
 }
-# In every run. The second one gathers keys and draws rows: no warp group asks another one to draw, and none has a
+# In every run. The second one gathers keys and draws rows: no warp group makes another one draw, and none has a
 # barrier for it.
 SHORT = ((128, "plain"), (96, "gathered"))
 # Bytes on the stack, by head dim and layer: outside of the loops, or still measured as the fastest.

@@ -85,7 +85,7 @@ def warm(first_prewarm: Warm, cache: Path) -> PrewarmReport:
 
 
 def prewarmed(problem: Problem = PROBLEM, sizes: RuntimeOptions = SIZES, target: str = ARCH) -> PrewarmReport:
-    """One prewarm for a GPU that is not there, as in a process of its own."""
+    """Runs one prewarm for a GPU that is not present, as in a separate process."""
     return prewarm([problem, problem], known_target(target), sizes, device=torch.device("cpu"))
 
 

@@ -56,7 +56,7 @@ def test_all_threads_have_read_the_parts_of_a_group_before_their_sum_takes_the_p
     kernel = kernels("sm_90", early=True, merge_group=16)["_decode_kernel"]
     source, code = kernel.asm["ttir"], kernel.asm["ptx"]
     merge = source[source.index("tt.atomic_rmw") :]
-    # The parts are float32; what the row's output takes is not.
+    # The parts are float32; the row's output is not.
     loads, stores = (
         [found.start() for found in re.finditer(rf"tt\.{name} .*tensor<\S+x!tt\.ptr<f32>>", merge)]
         for name in ("load", "store")

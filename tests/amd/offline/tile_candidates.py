@@ -33,7 +33,7 @@ MAX_PROGRAMS_PER_CU = {1: 8, 2: 4, 4: 4}
 # Rows of a query block, and the waves that share them. Blocks of 256 rows, which save up to 13 % here, are left out: a
 # step with few new tokens pays for rows that it does not have.
 _QUERY_ROWS = ((64, 4), (128, 4), (128, 8))
-# Candidates of a layer that are compiled as a whole and kept, besides the row that serves.
+# Candidates of a layer that are compiled as a whole and kept, in addition to the row that serves.
 KEPT = 6
 
 # For each decode row of 2-byte elements a layer of the widest heads that it serves; some meet every extend row too.

@@ -92,7 +92,7 @@ class DenseAttention:
 
 @dataclass(frozen=True)
 class WholeSequence:
-    """A step with one sequence, all of whose tokens ask for logits."""
+    """A step with one sequence, with logits for all of its tokens."""
 
     token_ids: Tensor
     positions: Tensor

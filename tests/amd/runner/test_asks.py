@@ -257,7 +257,7 @@ def test_rows_that_ask_for_nothing_are_picked_from_as_ever(
 
 
 def test_a_row_of_counts_has_room_for_the_longest_text() -> None:
-    assert IN_PROMPT > 2**29  # no text has so many tokens
+    assert IN_PROMPT > 2**29  # no text has that many tokens
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_texts_match_their_constraints_and_end_where_they_may(alone: list[Comple
     assert value["a"] >= 3
     assert value["b"] in ("x", "yes")
     assert re.fullmatch("[a-f]{4,9}[0-9]", regex.text)
-    assert choice.text in ("yes", "no")  # although min_tokens asks for more
+    assert choice.text in ("yes", "no")  # although min_tokens is larger
     assert all(done.finish_reason == "stop" and done.token_ids[-1] == END for done in alone[1:])
     assert [told.token_id for told in schema.logprobs] == list(schema.token_ids)
 

@@ -291,7 +291,7 @@ def until_done(engine: Engine) -> list[Event]:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_an_aborted_request_comes_to_what_it_has_so_far(steps: int, loaded: LoadedModel) -> None:
-    """One that runs, after so many tokens, and one that still waits."""
+    """Aborts one that runs, after `steps` steps, and one that still waits."""
     engine = Engine(loaded, replace(BASE, max_batch_size=2))
     runs, beside, waits, last = (engine.submit(Request((3, 4, n), 6)) for n in range(4))
     events = [event for _ in range(steps) for event in engine.step()]

@@ -27,8 +27,8 @@ from tests.amd.runner.asking import character_model
 from tests.amd.runner.round_texts import round_model
 from tests.amd.runner.test_rounds import BASE, KINDS, at_pace, rounds_of
 
-# Rounds of 3 tokens in circles of 16: as many of them as there are memories do not end where they began, so that a text
-# in which some are lost, or have changed their places, differs.
+# Rounds of 3 tokens in circles of 16: as many of them as there are memories do not end where they began, so that losing
+# or swapping some changes the text.
 OPTIONS = replace(BASE, page_size=4, max_batch_size=4, draft_tokens=2)
 a_request = KINDS["greedy"].request
 

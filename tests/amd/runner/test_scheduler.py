@@ -216,7 +216,7 @@ class World:
                     path = accepted(tokens, drafts) if drafts is not None else []
                     right = [drafts.token_ids[draft] for draft in path] if drafts is not None else []
                     outputs.append([*right, next_token([*tokens, *right])])
-                for place, draft in enumerate(path):  # what an engine does on the device
+                for place, draft in enumerate(path):  # an engine does so on the device
                     self.slots[slots[known + place]] = self.slots[slots[known + draft]]
         return outputs
 
@@ -348,7 +348,7 @@ def test_decodes_run_even_where_they_exceed_the_chunk_and_a_prompt_still_moves()
 def test_requests_are_admitted_in_the_order_they_came() -> None:
     served = world(num_pages=9, chunk=64, max_kv_len=32)
     served.add(0, request(16))
-    served.add(1, request(20))  # does not fit beside the first
+    served.add(1, request(20))  # does not fit with the first
     served.add(2, request(1))  # would, but came later
     served.step()
     assert running(served) == [0]
@@ -471,7 +471,7 @@ def test_none_gives_way_to_one_that_would_have_to_wait_all_the_same() -> None:
     served.add(1, Request((7, 7, 7), 2, priority=1))
     served.step()
     assert running(served) == [0, 1]
-    served.add(2, Request((*range(20), 1), 2))  # does not fit beside the first, whatever becomes of the second
+    served.add(2, Request((*range(20), 1), 2))  # does not fit with the first, with or without the second
     served.step()
     assert running(served) == [0, 1]
     served_in_turn(served)
@@ -619,7 +619,7 @@ def test_pages_that_were_taken_ahead_are_given_back_to_one_that_waits_for_them(g
     row = served.sequences[0].row
     held = served.table.num_held(row)
     assert held > 16
-    served.add(1, Request(tuple(range(50)) * 2, 20))  # 25 pages now, which are not left beside those
+    served.add(1, Request(tuple(range(50)) * 2, 20))  # 25 pages now, which are not free
     served.step()
     assert running(served) == [0, 1]
     assert served.table.num_held(row) < held

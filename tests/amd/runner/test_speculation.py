@@ -39,7 +39,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def windowed() -> LoadedModel:
-    """Every other layer has a window, as in Gemma, and lies in a pool of its own."""
+    """Every other layer has a window, as in Gemma, and lies in a separate pool."""
     return tiny_model(base=with_windows(CONFIG, 9, -1))
 
 

@@ -495,7 +495,7 @@ def test_ranks_that_agree_and_unusual_steps_are_right(ran: list[bool]) -> None:
     masked = StepBatch(served.rows, served.batch().kv_len, ones, mask=tree)
     with pytest.raises(BadBatch, match="no layer looks at it"):
         run(masked)
-    chunk = StepBatch(served.rows, served.kv_len + 2, 2 * ones)  # no graph has so many tokens of a sequence
+    chunk = StepBatch(served.rows, served.kv_len + 2, 2 * ones)  # no graph has that many tokens of a sequence
     served.runtime.table.reserve_all(served.rows, chunk.kv_len)
     run(chunk)
     served.kv_len = chunk.kv_len

@@ -45,7 +45,7 @@ POISON: tuple[dict[str, Any], ...] = (
 
 
 async def poison(server: Served, asked: list[dict[str, Any]], times: int) -> list[int]:
-    """Mallory sends Alice's conversations, poisoned, and leaves every third; the statuses of the others."""
+    """Mallory sends Alice's conversations, poisoned, and leaves every third; returns the statuses of the others."""
     found = []
     async with client_of(server.url, MALLORY) as client:
 
@@ -55,7 +55,7 @@ async def poison(server: Served, asked: list[dict[str, Any]], times: int) -> lis
             try:
                 answer = await client.chat.completions.create(**fields, extra_body=extra)
                 if number % 3 == 0:
-                    await answer.close()  # what was begun is given up
+                    await answer.close()  # the request is abandoned
                 found.append(200)
             except openai.APIStatusError as error:
                 found.append(error.status_code)

@@ -110,6 +110,6 @@ class FakeRecorder:
         return InTurn(recordings)
 
     def release_memory(self) -> None:
-        """Does the same as `Recorder.release_memory`, but nothing while a recording lives."""
+        """Like `Recorder.release_memory`, but does nothing while a recording lives."""
         if not self._live:
             self._pool = HostPool()

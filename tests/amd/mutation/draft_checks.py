@@ -53,7 +53,7 @@ def draft_steps(memory: Memory) -> None:
 def place_trees(memory: Memory) -> None:
     """Checks trees of three sequences and a pad, of new nodes alone and of nodes before them, and shared words.
 
-    There is room for all of their tokens and for fewer. There is no window. Some parents are not allowed to new nodes.
+    There is room for all of their tokens or for fewer; one case has no window; some parents are invalid for new nodes.
     """
     right, wrong = [0, 0, 1, 2, 9, 9, 0, 0, 1, 9, 9, 9, 0, 0, 1, 2, 9, 9], [-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7]
     lines = [[-1, *right[1:6], -1, *right[7:12], -1, *right[13:]], [*wrong, -1, -1, 1, 2, 3, 0]]

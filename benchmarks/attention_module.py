@@ -1,9 +1,9 @@
-"""This library as a module of a benchmark harness that measures it beside its peers.
+"""This library as a module of a benchmark harness that compares it with its peers.
 
-The harness hands over a case with data (`d`): q [T, Hq, D], k_cache and v_cache [pages, page, Hkv, D], block_table
-int32 [B, W], seq_lens int32 [B], cu_q int32 [B + 1], and out [T, Hq, Dv]. plan() is the work of a step, done once for
-all layers; run() is one layer's launches. With ROCM_ATTN_BENCH_SCHEDULE=layer the schedule is built in run() instead.
-ROCM_ATTN_BENCH_WITHOUT names kernels, parted by commas, that are left out: without triton.hopper_extend the plain
+The harness passes a case with data (`d`): q [T, Hq, D], k_cache and v_cache [pages, page, Hkv, D], block_table int32
+[B, W], seq_lens int32 [B], cu_q int32 [B + 1], and out [T, Hq, Dv]. plan() is the work of a step, done once for all
+layers; run() is one layer's launches. With ROCM_ATTN_BENCH_SCHEDULE=layer run() builds the schedule instead.
+ROCM_ATTN_BENCH_WITHOUT lists kernels, separated by commas, that are left out: without triton.hopper_extend the plain
 Triton kernel extends on Hopper.
 """
 

@@ -1,8 +1,8 @@
-"""What deterministic mode costs: every case of the suites of `rocm-attn bench kernels`, in both modes, in turn.
+"""The cost of deterministic mode: every case of the suites of `rocm-attn bench kernels`, in both modes, in turn.
 
     python -m benchmarks.deterministic_cost [--suites decode,verify] [--out FILE]
 
-One layer's launches in a CUDA graph over pages past the L2; both modes are judged first, and take turns. Exits with 1,
+One layer's launches in a CUDA graph over pages past the L2; both modes are checked first, and take turns. Exits with 1,
 after writing the file, if a result is wrong or a step takes longer than TIMES_ALLOWED of the normal mode.
 """
 
@@ -33,7 +33,7 @@ _MODES = {"normal": Own("triton"), "deterministic": Own("triton", deterministic=
 
 
 def main() -> None:
-    """Measure, print, and write the result."""
+    """Measures, prints, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/deterministic_cost_h200.json"))
     parser.add_argument("--suites", default=",".join(SUITES), help="names, with commas between them")
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _measured(cases: Sequence[Case], device: torch.device) -> Iterator[dict[str, Any]]:
-    """A row for each case; times where both modes are right."""
+    """Yields a row for each case; it has times if both modes are right."""
     ceilings = measured_ceilings(device, torch.bfloat16, clock_of(device, _OPTIONS.round_us))
     race = Race(_MODES, device, ceilings, _OPTIONS, meter_of(device))
     for normal, deterministic in race.rows(cases):

@@ -1,4 +1,4 @@
-"""Speculative rounds of a model of attention alone: host time of drafts and verify, GPU time beside the bytes to read.
+"""Speculative rounds of a model of attention alone: host time of drafts and verify, GPU time and the bytes to read.
 
 python -m benchmarks.draft_rounds --out benchmarks/results/draft_rounds_h200.json
 
@@ -118,7 +118,7 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Any]:
     prefix = np.full(shape.num_seqs, shape.prefix, np.int32)
     bound = prefix + max(drafts.tokens, shape.verified)
     runtime.table.reserve_all(rows, bound)
-    runtime.table.mark_stored(rows, prefix)  # whatever the pages hold will do
+    runtime.table.mark_stored(rows, prefix)  # any content of the pages will do
     runtime.pool.layer(0).k[1:].normal_()
     runtime.pool.layer(0).v[1:].normal_()
     on_device = torch.from_numpy(prefix).to(device)

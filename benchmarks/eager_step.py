@@ -2,8 +2,8 @@
 
 python -m benchmarks.eager_step --out benchmarks/results/eager_step.json
 
-What a graph saves. The device is idle at each start, so that no wait for it is counted; the first decile of many steps
-is what the host needs when nothing disturbs it.
+This is the time that a graph saves. The device is idle at each start, so that no wait for it is counted; the first
+decile of many steps is the host's time without disturbance.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rocm_attn.step.options import RuntimeOptions
 
 NUM_LAYERS = 32
 WARM_UP, ROUNDS = 30, 200
-# As a server's: where no sequence may be long, the launches of a layer are fewer.
+# A server's length: if no sequence may be long, the launches of a layer are fewer.
 MAX_KV_LEN, PAGE_SIZE = 1 << 17, 16
-# What a sequence has at most here.
+# The most tokens of a sequence here.
 MOST_TOKENS = 512
 
 
 def main() -> None:
-    """Measure batches of three sizes."""
+    """Measures batches of three sizes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:
-    """Steps of num_seqs sequences, which grow by one token each time."""
+    """Measures steps of num_seqs sequences, which grow by one token each time."""
     problem = Problem(32, 8, 128, torch.bfloat16, PAGE_SIZE, v_head_dim=128, scale=128**-0.5)
     options = RuntimeOptions(
         num_pages=num_seqs * (MOST_TOKENS // PAGE_SIZE) + 1,

@@ -1,8 +1,8 @@
-"""What eight-bit K and V cost and gain: one layer of attention, and its store, beside those of bfloat16 pages.
+"""The cost and gain of eight-bit K and V: one layer of attention, and its store, compared with bfloat16 pages.
 
     python -m benchmarks.eight_bit_cost --out benchmarks/results/eight_bit_cost_h200.json
 
-Exits with 1, after writing the file, if a step or a store takes longer than it may.
+Exits with 1, after writing the file, if a step or a store takes longer than allowed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STORED_TOKENS = 64, 2048
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step, and the time over eight-bit pages that it may take, as a part of that over bfloat16 ones."""
+    """A step, and the time over eight-bit pages that it may take, relative to bfloat16 ones."""
 
     name: str
     problem: Problem
@@ -61,9 +61,9 @@ STORE_ALLOWED = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Microseconds over bfloat16 pages, and over eight-bit ones with each kind of factor.
+    """Microseconds over bfloat16 pages, and over eight-bit ones with each kind of scale.
 
-    times_allowed: how much the slowest of those may take, as a part of the first
+    times_allowed: the largest allowed ratio of the slowest of those to the first
     """
 
     name: str
@@ -73,12 +73,12 @@ class Row:
 
     @property
     def times(self) -> float:
-        """What the slowest takes."""
+        """The time of the slowest kind, relative to bfloat16."""
         return max(self.eight_bit.values()) / self.bfloat16
 
 
 def main() -> None:
-    """Measure, print, and write the result."""
+    """Measures, prints, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def _problems(problem: Problem) -> list[Problem]:
-    """Over bfloat16 pages, then over eight-bit ones with each kind of factor."""
+    """The layer over bfloat16 pages, then over eight-bit ones with each kind of scale."""
     return [problem, *(replace(problem, kv_encoding=KVEncoding.E4M3FN, kv_scales=scales) for scales in SCALES)]
 
 
@@ -116,7 +116,7 @@ def _store_row(num_tokens: int) -> Row:
 
 
 def _store(problem: Problem, num_tokens: int) -> Callable[[], float]:
-    """Microseconds of a store of so many tokens to random slots."""
+    """Returns a function: microseconds of a store of num_tokens tokens to random slots."""
     generator = torch.Generator("cuda").manual_seed(0)
     num_pages, heads = 1 << 16, problem.num_kv_heads
     pages, ops = random_pages(problem, num_pages, generator), TRITON.ops()
@@ -132,7 +132,7 @@ def _store(problem: Problem, num_tokens: int) -> Callable[[], float]:
             ops.store_kv(k, v, slots, counts, pages, null_page=True)
 
     def microseconds(kept: object = (pages, slots, counts, k, v)) -> float:
-        """kept: what the graph reads"""
+        """kept: the tensors that the graph reads"""
         return microseconds_of(graph.replay, REPLAYS) / repeats
 
     return microseconds

@@ -1,9 +1,9 @@
-"""Host time of a step over an engine's storage, with every launch replaced by nothing: what the adapter itself costs.
+"""Host time of a step over an engine's storage, with every launch replaced by nothing: the cost of the adapter itself.
 
 python benchmarks/external_host_time.py --out benchmarks/results/external_host_time.json
 
-Needs no GPU. Of each call the median over rounds of many, per step for begin and fill, per layer for store and attend;
-CPU time, so that other processes do not count.
+Needs no GPU. Reports for each call the median over rounds of many, per step for begin and fill, per layer for store and
+attend. It is CPU time, so that other processes do not count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rocm_attn.step.publisher import PublishingGuards
 
 NUM_SEQS, MAX_KV_LEN = 64, 1024
 ROUNDS, CALLS = 21, 500
-# Microseconds that a call may cost on the project's machines; here for the reader, no test reads a clock.
+# Microseconds that a call may cost on the project's machines; only for the reader, since no test reads a clock.
 ALLOWED_US = {"begin": 6.0, "fill": 4.0, "store": 3.0, "attend": 3.0}
 
 
@@ -78,7 +78,7 @@ def engines() -> Mapping[str, tuple[int, Mapping[Space, Source]]]:
 
 
 def measure(page_size: int, tables: Mapping[Space, Source]) -> dict[str, float]:
-    """Medians of each call of a captured decode step, in microseconds."""
+    """Returns medians of each call of a captured decode step, in microseconds."""
     problem = Problem(32, 8, 128, torch.bfloat16, page_size, v_head_dim=128, scale=128**-0.5)
     layers = [
         LayerSource(replace(problem, window_left=-1 if at == 0 else 127), space) for at, space in enumerate(tables)

@@ -70,7 +70,7 @@ class Engine:
 
 
 def measure(num_seqs: int, windows: Sequence[int]) -> dict[str, object]:
-    """Times of steps of so many sequences; windows: of two layers, -1 for none."""
+    """Returns times of steps of num_seqs sequences; windows: of two layers, -1 for none."""
     engine = Engine.of(num_seqs, windows, watches_pages=False)
     attention, step, slots = engine.attention, engine.step, engine.slots
     recorded = attention.record_fill(recorder_for(_DEVICE), slots)

@@ -1,10 +1,10 @@
-"""Device time of fill: the index tensors of a decode step over 32k tokens, for the forms that kernels may ask for.
+"""Device time of fill: the index tensors of a decode step over 32k tokens, for the forms that kernels may need.
 
 python -m benchmarks.fill_time --out benchmarks/results/fill_time_h200.json
 
 Each fill is compared with its torch twin first. A CUDA graph holds FILLS of them, one after the other; the time of one
-is the median of ROUNDS replays over FILLS, so it includes the gap between two launches of a graph. Everything that
-fits stays in the L2, as the last step's table does when a server runs.
+is the median of ROUNDS replays over FILLS, so it includes the gap between two launches of a graph. Everything that fits
+stays in the L2, like the last step's table when a server runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROUNDS = 200
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is filled beside the index tensors that every step has."""
+    """The tensors that are filled in addition to the index tensors of every step."""
 
     name: str
     page_size: int
@@ -58,7 +58,7 @@ FORMS = (
 
 
 def decode_step(form: Form, num_seqs: int, device: torch.device) -> StepTensors:
-    """A decode step of num_seqs sequences of KV_LEN tokens, whose pages lie anywhere."""
+    """Returns a decode step of num_seqs sequences of KV_LEN tokens, whose pages lie anywhere."""
     width = KV_LEN // form.page_size
     pages = 1 + torch.randperm(num_seqs * width, device=device).to(torch.int32)
 
@@ -109,7 +109,7 @@ def schedule_launch(step: StepTensors, device: torch.device) -> Callable[[], Non
 
 
 def require_equal_to_twin(step: StepTensors, page_size: int) -> None:
-    """Raises when the kernel and its torch twin disagree."""
+    """Raises if the kernel and its torch twin differ."""
     launch_fill(step, page_size=page_size)
     filled = {name: getattr(step, name).clone() for name in FIELDS}
     refs.fill(step, page_size=page_size)
@@ -119,7 +119,7 @@ def require_equal_to_twin(step: StepTensors, page_size: int) -> None:
 
 
 def us_in_graph(launch: Callable[[], object]) -> float:
-    """Microseconds of one launch among FILLS in a graph."""
+    """Returns microseconds of one launch among FILLS in a graph."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         launch()

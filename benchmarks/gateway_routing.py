@@ -1,10 +1,10 @@
-"""What a gateway's routing is worth to the prefix caches of two servers, counted; see docs/scale.md.
+"""The value of a gateway's routing for the prefix caches of two servers, counted; see docs/scale.md.
 
 python -m benchmarks.gateway_routing            two servers of the tests' tiny model, both policies; writes the result
 python -m benchmarks.gateway_routing --page     writes the table of docs/scale.md from the result file
 
-Requests of GROUPS conversations, each with a beginning of its own, in a random order. All beginnings together do not
-fit the pages of one server, and do fit those of two. Counts do not depend on how fast the machine is.
+Requests of GROUPS conversations, each with its own beginning, in a random order. All beginnings together do not fit the
+pages of one server, but do fit those of two. Counts do not depend on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AT_ONCE = 2
 
 
 def prompts() -> list[str]:
-    """Of all conversations, in a random order that is the same each time."""
+    """Returns the prompts of all conversations, in a random order that is the same each time."""
     chance = random.Random(17)
 
     def words(number: int) -> str:
@@ -64,7 +64,7 @@ def hit_share(policy: str) -> float:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """What docs/scale.md has of a result, between its two comments."""
+    """Returns the table of a result in docs/scale.md, between its two comments."""
     names = {"cache_aware": "`cache_aware`", "round_robin": "`round_robin`"}
     lines = ["| policy | prompts' tokens that were cached |", "|---|---|"]
     lines += [f"| {names[policy]} | {share:.1%} |" for policy, share in result["hit_share"].items()]
@@ -80,7 +80,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def with_table(page: str, result: Mapping[str, Any]) -> str:
-    """The page with the table of a result."""
+    """Returns the page with the table of a result."""
     before, begins, rest = page.partition(BEGINS)
     _, ends, after = rest.partition(ENDS)
     assert begins, f"the page has no line {BEGINS}"
@@ -89,7 +89,7 @@ def with_table(page: str, result: Mapping[str, Any]) -> str:
 
 
 def count() -> dict[str, Any]:
-    """Both policies."""
+    """Counts both policies."""
     return {
         "commit": commit(),
         "groups": GROUPS,
@@ -102,7 +102,7 @@ def count() -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="write the table; count nothing")
     if not parser.parse_args().page:

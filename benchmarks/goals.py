@@ -1,8 +1,8 @@
-"""What attention shall reach on one H200, row by row, and what each row is read from: data, and how it is compared.
+"""The goals of attention on one H200, row by row, with the results that each row is read from and compared by.
 
-A row is met where each of its checks is. A miss has a next idea in words, and launches of which
-profile_misses.py reads the counters. Numbers that the tables have beside a goal come from benchmarks/results alone.
-Those in next ideas are trials, in words, of the H200 on 22 and 23 November 2026: no result file has them.
+A row is met if each of its checks is. A miss has a next idea in words, and launches whose counters profile_misses.py
+reads. Numbers that the tables show with a goal come from benchmarks/results alone. Those in next ideas are trials, in
+words, of the H200 on 22 and 23 November 2026: no result file has them.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class Results:
         self._kept: dict[str, Any] = {}
 
     def of(self, name: str) -> Any:
-        """The file of a script."""
+        """Returns the result file of a script."""
         if name not in self._kept:
             self._kept[name] = json.loads(self._path(name).read_text())
         return self._kept[name]
 
     def has(self, name: str) -> bool:
-        """Whether the script was run."""
+        """True if the script was run."""
         return name in self._kept or self._path(name).exists()
 
     def commits(self, name: str) -> tuple[str, ...]:
-        """What its numbers are of, the commit of most rows first."""
+        """Returns the commits of its numbers, the commit of most rows first."""
         found = self.of(name)
         rows = found["rows"].values() if isinstance(found["rows"], dict) else ()
         counted = Counter(row["commit"][:COMMIT_LETTERS] for row in rows if "commit" in row)
@@ -69,13 +69,13 @@ class Peer(NamedTuple):
     value: float
 
 
-# Case -> what is compared with the goal, and the fastest peer's.
+# Case -> the number that is compared with the goal, and the fastest peer's.
 Values = Callable[[Results], Mapping[str, float]]
 Peers = Callable[[Results], Mapping[str, Peer]]
 
 
 def of_no_peer(results: Results) -> Mapping[str, Peer]:
-    """Of goals whose numbers no peer has, or are by a peer's already."""
+    """The peers of goals whose numbers no peer has, or that are relative to a peer already."""
     return {}
 
 
@@ -84,11 +84,11 @@ class Check:
     """Part of a goal.
 
     what:   the number in words
-    most:   that is allowed
-    cases:  how many there are; with fewer a miss could drop out
+    most:   the largest that is allowed
+    cases:  their number; with fewer a miss could drop out
     values: of each case; the largest counts
     mean:   their geometric mean counts instead
-    peers:  what the fastest peer reached, where peers have the number too
+    peers:  the fastest peer's results, if peers have the number too
     """
 
     what: str
@@ -99,7 +99,7 @@ class Check:
     peers: Peers = of_no_peer
 
     def found(self, results: Results) -> Mapping[str, float]:
-        """Of each case. Raises ValueError where a case, its time or its peer's is missing, or one is new."""
+        """The value of each case. Raises ValueError if a case, its time or its peer's is missing, or if one is new."""
         found = self.values(results)
         if len(found) != self.cases:
             raise ValueError(
@@ -109,12 +109,12 @@ class Check:
         return found
 
     def reached(self, results: Results) -> float:
-        """What counts. Raises ValueError as found()."""
+        """Returns the value that counts. Raises ValueError like `found`."""
         found = self.found(results).values()
         return geometric_mean(found) if self.mean else max(found)
 
     def where(self, results: Results) -> str:
-        """The case that counts, and how many there are."""
+        """Returns the case that counts, and the number of cases."""
         found = self.found(results)
         counts = "mean" if self.mean else max(found, key=lambda case: found[case])
         return f"{counts}, of {len(found)}" if len(found) > 1 else counts
@@ -127,7 +127,7 @@ class Check:
 
 
 def _few(cases: tuple[str, ...]) -> str:
-    """The first of them, in words."""
+    """Names the first of them."""
     if len(cases) > MOST_NAMED:
         return f"{', '.join(cases[:MOST_NAMED])} and {len(cases) - MOST_NAMED} more"
     return ", ".join(cases) or "none"
@@ -141,7 +141,7 @@ class Goal:
     sources:   scripts whose result files it is read from
     checks:    all of them must be met
     profiled:  launches whose counters explain a miss
-    next_idea: what would be tried next, where it is missed
+    next_idea: the next attempt if it is missed
     """
 
     work: str
@@ -151,11 +151,11 @@ class Goal:
     next_idea: str = ""
 
     def is_measured(self, results: Results) -> bool:
-        """Whether its result files are there."""
+        """True if its result files are there."""
         return all(results.has(name) for name in self.sources)
 
     def is_missed(self, results: Results) -> bool:
-        """Whether it was measured, and a check is not met."""
+        """True if it was measured, and a check is not met."""
         return self.is_measured(results) and any(check.reached(results) > check.most for check in self.checks)
 
 
@@ -163,9 +163,9 @@ class Goal:
 class Older:
     """A result file that is older than the code.
 
-    source:  whose file
-    commit:  it is of; said as long as it is
-    changed: what has changed since, in words that go on after "since then"; the page adds the full stop
+    source:  the script whose file it is
+    commit:  of the file; the page mentions it as long as it is the file's
+    changed: the changes since, in words that follow "since then"; the page adds the full stop
     """
 
     source: str
@@ -173,16 +173,16 @@ class Older:
     changed: str
 
     def is_so(self, results: Results) -> bool:
-        """Whether the file is still the one of that commit."""
+        """True if the file is still the one of that commit."""
         return results.has(self.source) and self.commit in results.commits(self.source)
 
 
-# A line for a file, to be taken out when a newer file comes: a test says which.
+# A line per file, to be removed when a newer file comes: a test names it.
 OLDER: tuple[Older, ...] = ()
 
 
 def beside(suite: str, peer: str, ours: str = OWN, layer: str = "", but: str = "\n") -> Values:
-    """Times of ours by a peer's, of the suite's cases of a layer; not of those with `but` in their name."""
+    """Our times relative to a peer's, in the suite's cases of a layer, except those with `but` in their name."""
 
     def values(results: Results) -> Mapping[str, float]:
         rows = [row for row in results.of("kernels")["rows"] if row["suite"] == suite and "us" in row]
@@ -197,7 +197,7 @@ def beside(suite: str, peer: str, ours: str = OWN, layer: str = "", but: str = "
 
 
 def harness(field: str, *parts: str, source: str = "attention") -> Values:
-    """A field of the harness's rows whose case is one of these, but for the pages' size at its end."""
+    """A field of the harness's rows whose case is one of these, up to the page size at its end."""
 
     def values(results: Results) -> Mapping[str, float]:
         rows = results.of(source)["rows"]
@@ -207,13 +207,13 @@ def harness(field: str, *parts: str, source: str = "attention") -> Values:
 
 
 def decode_between(results: Results, least: float, most: float) -> list[Any]:
-    """The harness's decode cases, without windows, that read between so many bytes."""
+    """The harness's decode cases, without windows, that read between `least` and `most` bytes."""
     rows = results.of("attention")["rows"]
     return [row for row in rows if row["case"].startswith("dec/") and least <= row["bytes"] <= most]
 
 
 def decode_by_floor(least: float, most: float) -> Values:
-    """x floor of decode cases that read between so many bytes."""
+    """x floor of decode cases that read between `least` and `most` bytes."""
     return lambda results: {row["case"]: row["times_floor"] for row in decode_between(results, least, most)}
 
 
@@ -231,7 +231,7 @@ def peers_by_floor(least: float, most: float) -> Peers:
 
 
 def by_peer(peer: str, *parts: str) -> Values:
-    """Times of ours by a peer's in the harness, of cases as in harness()."""
+    """Our times relative to a peer's in the harness, of cases as in harness()."""
 
     def values(results: Results) -> Mapping[str, float]:
         rows = results.of("attention")["rows"]
@@ -245,21 +245,21 @@ def by_peer(peer: str, *parts: str) -> Values:
 
 
 def caps(results: Results) -> Mapping[str, float]:
-    """Of layers with a soft cap, their times by those of the same without."""
+    """Times of layers with a soft cap, relative to those of the same without."""
     rows = [row for row in results.of("kernels")["rows"] if row["suite"] == "soft-cap" and row["provider"] == OWN]
     of = {row["case"]: row["us"] for row in rows}
     return {case: us / of[case.replace(", cap 50", "")] for case, us in of.items() if "cap" in case}
 
 
 def pages_of_8(results: Results) -> Mapping[str, float]:
-    """Times with pages of 8 by those with pages of 32."""
+    """Times with pages of 8 relative to those with pages of 32."""
     rows = [row for row in results.of("kernels")["rows"] if row["suite"] == "page-sizes" and row["provider"] == OWN]
     of = {row["case"]: row["us"] for row in rows}
     return {case: us / of[case.replace("pages of 8", "pages of 32")] for case, us in of.items() if "pages of 8" in case}
 
 
 def deterministic(results: Results) -> Mapping[str, float]:
-    """Times of the deterministic mode by the normal one's."""
+    """Times of the deterministic mode relative to the normal one's."""
     return {f"{row['suite']}, {row['case']}": row["times"] for row in results.of("deterministic_cost")["rows"]}
 
 
@@ -276,12 +276,12 @@ def graphed_step(results: Results) -> Mapping[str, float]:
 
 
 def sequences(row: Mapping[str, Any]) -> str:
-    """How many sequences a row is of, in words."""
+    """Names the number of sequences of a row."""
     return f"{row['num_seqs']} {'sequence' if row['num_seqs'] == 1 else 'sequences'}"
 
 
 def random_shapes(results: Results) -> Mapping[str, float]:
-    """How many times further from its limit a shape is than its neighbour, or its time by its peer's."""
+    """A shape's distance from its limit relative to its neighbour's, or its time relative to its peer's."""
     names = {field.name for field in fields(Timed)}
     rows = [
         Timed(**{name: value for name, value in row.items() if name in names})

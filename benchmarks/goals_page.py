@@ -1,4 +1,4 @@
-"""Write docs/performance_goals.md from the goals (goals.py) and the result files: python -m benchmarks.goals_page"""
+"""Writes docs/performance_goals.md from the goals (goals.py) and the result files: python -m benchmarks.goals_page"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.make_tables import divider, machine_line
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance_goals.md"
 PROFILES = "profile_misses"
-# Of cases above a goal, so many are listed.
+# The page lists this number of cases above a goal.
 MOST_CASES = 8
 
 INTRODUCTION = """# Goals of speed
@@ -33,7 +33,7 @@ that its time is longer than in a graph. DRAM, tensor units and issue slots: per
 the warps that fit; waits: what a warp waits for, of all its cycles.
 """
 
-# Of what the goals ask for, and no row has.
+# Goals that have no row.
 ELSEWHERE = (
     "The error of a soft cap's tanh: [soft caps](extend.md#soft-caps).",
     "AMD's GPUs, on which nothing was measured: [static figures](amd_tuning.md), [predicted times](cost.md).",
@@ -41,7 +41,7 @@ ELSEWHERE = (
 
 
 def page(results: Results) -> str:
-    """The text."""
+    """Returns the text."""
     missed = [goal for goal in GOALS if goal.is_missed(results)]
     parts = [INTRODUCTION, _table(results), _older(results), _not_here(results)]
     if missed:
@@ -66,7 +66,7 @@ def _table(results: Results) -> str:
 
 
 def _older(results: Results) -> str:
-    """What has changed since a result."""
+    """Lists the changes since each result."""
     older = [each for each in OLDER if each.is_so(results)]
     if not older:
         return ""
@@ -78,7 +78,7 @@ def _older(results: Results) -> str:
 
 
 def _not_here(results: Results) -> str:
-    """Goals without a row."""
+    """Lists goals without a row."""
     lines = ["Not on this page:\n"]
     for goal in (each for each in GOALS if not each.is_measured(results)):
         files = " and ".join(f"`{name}_h200.json`" for name in goal.sources)
@@ -91,7 +91,7 @@ def _not_here(results: Results) -> str:
 
 
 def _wrapped(text: str, begin: str = "") -> str:
-    """Lines of prose of a page's width. begin: of the first one; the others are indented as far"""
+    """Wraps prose at a page's width. begin: of the first line; the others are indented as far"""
     indent = " " * len(begin)
     return textwrap.fill(
         text, 120, initial_indent=begin, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
@@ -119,14 +119,14 @@ def _miss(goal: Goal, results: Results) -> str:
 
 
 def peers_in_words(check: Check, cases: Sequence[str], results: Results) -> list[str]:
-    """What the fastest peer of the same run reached, of cases above the goal."""
+    """Returns the results of the fastest peer of the same run, for cases above the goal."""
     peers = check.peers(results)
     said = "; ".join(f"{case}: {peers[case].name} {peers[case].value:.2f}" for case in cases if case in peers)
     return [_wrapped(f"The fastest peer of the same run, {check.what}: {said}.") + "\n"] if said else []
 
 
 def _profile(each: Profiled, results: Results) -> Iterator[str]:
-    """A line for each kernel of a launch."""
+    """Yields a line for each kernel of a launch."""
     rows = results.of(PROFILES)["rows"]
     mine = next((row for row in rows if Profiled(row["case"], row["provider"]) == each), None)
     for at, kernel in enumerate(mine["kernels"] if mine else ()):
@@ -153,7 +153,7 @@ def _sources(results: Results) -> str:
 
 
 def main() -> None:
-    """Write the page."""
+    """Writes the page."""
     PAGE.write_text(page(Results()))
 
 

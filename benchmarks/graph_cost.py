@@ -1,4 +1,4 @@
-"""What graphs cost: seconds and bytes of capturing every decode size, GPU time of a captured step beside an eager one.
+"""The cost of graphs: seconds and bytes of capturing every decode size, GPU time of captured and eager steps.
 
 python -m benchmarks.graph_cost --out benchmarks/results/graph_cost_h200.json
 
@@ -39,7 +39,7 @@ NUM_LAYERS = 32
 LARGEST_BATCH = 256
 CONTEXT = 4096
 VOCABULARY = 512
-# Of the KV pool; batches whose context does not fit into it are measured with fewer layers.
+# Limit of the KV pool; batches whose context does not fit into it are measured with fewer layers.
 MOST_POOL_BYTES = 64 << 30
 ROUNDS = 40
 # Longer than the host needs to launch an eager step; the GPU has all of the step's launches when it wakes up.
@@ -50,7 +50,7 @@ CAPTURE_SECONDS, SLOWER = 20.0, 1.02
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Layers of attention, each of which reads what the one before has written."""
+    """Layers of attention, each of which reads the output of the previous one."""
 
     runtime: AttentionRuntime
     embedding: Tensor
@@ -60,7 +60,7 @@ class Model:
     def build(
         cls, device: torch.device, num_layers: int, *, num_seqs: int, kv_len: int, capture_sizes: Sequence[int]
     ) -> Model:
-        """With pages for num_seqs requests of kv_len tokens, all of them random."""
+        """Returns a model with pages for num_seqs requests of kv_len tokens, all of them random."""
         runtime = build_runtime(
             [LAYER] * num_layers,
             RuntimeOptions(
@@ -89,11 +89,11 @@ class Model:
         return hidden
 
     def decode_step(self, num_seqs: int, kv_len: int) -> StepBatch:
-        """A step of fresh requests."""
+        """Returns a step of fresh requests."""
         rows = np.array([self.runtime.table.admit() for _ in range(num_seqs)], np.int32)
         lengths = np.full(num_seqs, kv_len, np.int32)
         self.runtime.table.reserve_all(rows, lengths)
-        self.runtime.table.mark_stored(rows, lengths)  # random since the pages were made
+        self.runtime.table.mark_stored(rows, lengths)  # the pages have random content from the start
         ids = 1 + np.arange(num_seqs, dtype=np.int32) % (VOCABULARY - 1)
         return StepBatch(rows, lengths, np.ones(num_seqs, np.int32), ids)
 
@@ -101,7 +101,7 @@ class Model:
 def capture_row(
     name: str, device: torch.device, *, num_layers: int = NUM_LAYERS, largest: int = LARGEST_BATCH
 ) -> dict[str, Any]:
-    """Graphs of every decode size up to largest, with pages for 1,024 tokens a sequence; recording and checks apart."""
+    """Captures all decode sizes up to largest, with pages for 1,024 tokens per sequence; recording and checks apart."""
     sizes = default_ladder(largest).sizes
     model = Model.build(device, num_layers, num_seqs=largest, kv_len=1024, capture_sizes=sizes)
     started = time.perf_counter()
@@ -130,7 +130,7 @@ def capture_row(
 
 
 def gpu_us(run: Callable[[], object]) -> float:
-    """GPU time of what run launches, from its first to its last kernel, none of which waits for the host."""
+    """Returns the GPU time of run's launches, from the first to the last kernel, none of which waits for the host."""
     asleep, started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     asleep.record()
@@ -177,7 +177,7 @@ def step_row(num_seqs: int, device: torch.device) -> dict[str, Any]:
 
 
 def give_memory_back() -> None:
-    """Of the model before, whose graphs and their functions hold each other."""
+    """Frees the memory of the previous model, whose graphs and their functions refer to each other."""
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -24,13 +24,13 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 
 NUM_LAYERS = 32
-# As many as max_kv_len has room for.
+# max_kv_len has room for this number.
 ROUNDS = 900
 MAX_KV_LEN = 1024
 
 
 def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:
-    """Medians over ROUNDS steps of num_seqs sequences, lengths growing by one token a step as in serving."""
+    """Returns medians over ROUNDS steps of num_seqs sequences, lengths growing by one token per step as in serving."""
     problem = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     runtime = build_runtime(
         [problem] * NUM_LAYERS,
@@ -53,11 +53,11 @@ def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:
         return out
 
     runner = StepRunner(runtime, forward, recorder_for(device))
-    runner.capture_all()  # before rows and pages are taken, for its probe requests need some
+    runner.capture_all()  # before rows and pages are taken, since its probe requests need some
     rows = np.array([runtime.table.admit() for _ in range(num_seqs)], np.int32)
     kv_len = np.full(num_seqs, 64, np.int32)
     runtime.table.reserve_all(rows, kv_len)
-    runtime.table.mark_stored(rows, kv_len)  # whatever the pages hold will do
+    runtime.table.mark_stored(rows, kv_len)  # any content of the pages will do
     ones, ids = np.ones(num_seqs, np.int32), np.arange(num_seqs, dtype=np.int32)
     host_us, batch_us, table_us = [], [], []
     for round_ in range(ROUNDS + 50):

@@ -1,10 +1,10 @@
-"""Two checkouts in turn: the same benchmark scripts of each, so that what a change costs is seen on one machine.
+"""Two checkouts in turn: runs the same benchmark scripts of each, to measure the cost of a change on one machine.
 
 python -m benchmarks.in_turn --before FOLDER --out benchmarks/results/in_turn.json host_time fill_time
 
 FOLDER is a checkout of the commit to compare with; the other one is the folder where this runs. Every script runs
-ROUNDS times in each, in turn. Of each number in its result file the smallest over the rounds counts: other processes
-only ever add to a time.
+ROUNDS times in each, in turn. For each number in its result file the smallest over the rounds counts: other processes
+can only increase a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUNDS = 4
 
 
 def main() -> None:
-    """Run the scripts, and write the smallest numbers of both checkouts."""
+    """Runs the scripts, and writes the smallest numbers of both checkouts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", required=True, type=Path)
     parser.add_argument("--before-commit", required=True)
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _run(script: str, folder: Path) -> Any:
-    """The result file of a script of a checkout."""
+    """Returns the result file of a script of a checkout."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "result.json"
         command = [sys.executable, "-m", f"benchmarks.{script}", "--out", str(out)]
@@ -60,7 +60,7 @@ def _run(script: str, folder: Path) -> Any:
 
 
 def _times(result: Any) -> Iterator[tuple[str, float]]:
-    """Numbers in microseconds of a result's rows, each with what tells its row from others."""
+    """Yields numbers in microseconds of a result's rows, each with the fields that distinguish its row from others."""
     for row in result["rows"]:
         label = ", ".join(f"{key} {value}" for key, value in row.items() if "us" not in key.split("_"))
         for key, value in row.items():

@@ -1,10 +1,10 @@
-"""How fast a request's tokens leave pages for a buffer, and come back: whole models, and one layer at a time.
+"""Times of moving a request's tokens from pages to a buffer and back: whole models, and one layer at a time.
 
     python -m benchmarks.kv_transfer --out benchmarks/results/kv_transfer_h200.json
 
-"copy" is a copy of as many bytes on the same device, "torch" what torch's own indexing takes for it, layer by layer.
-Times are medians of device time, in us; host time is what an export keeps the host for. Before a time is taken, every
-token that came back is compared with what left. Exits with 1 if one differs.
+"copy" is a copy of as many bytes on the same device, "torch" the time of torch's own indexing for it, layer by layer.
+Times are medians of device time, in us; host time is the time for which an export occupies the host. Before a time is
+taken, every token that came back is compared with the original. Exits with 1 if one differs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CASES = (
 
 
 def main() -> None:
-    """Measure, print, and write the result."""
+    """Measures, prints, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measured(name: str, num_layers: int, problem: Problem, kv_len: int) -> dict[str, object]:
-    """One case."""
+    """Measures one case."""
     runtime = runtime_of(num_layers, problem, kv_len)
     exporter = KVExporter(runtime)
     importer = KVImporter(runtime, exporter.passport)
@@ -89,7 +89,7 @@ def measured(name: str, num_layers: int, problem: Problem, kv_len: int) -> dict[
 
 
 def runtime_of(num_layers: int, problem: Problem, kv_len: int) -> AttentionRuntime:
-    """With pages for two requests, of random content."""
+    """Returns a runtime with pages for two requests, of random content."""
     options = RuntimeOptions(num_pages=2 * kv_len // problem.page_size + 2, max_num_seqs=2, max_kv_len=kv_len)
     runtime = build_runtime([problem] * num_layers, options, device=CUDA)
     for layer in range(num_layers):
@@ -102,7 +102,7 @@ def runtime_of(num_layers: int, problem: Problem, kv_len: int) -> AttentionRunti
 
 
 def two_rows(runtime: AttentionRuntime, kv_len: int) -> tuple[int, int]:
-    """Two rows of kv_len tokens whose pages lie among each other."""
+    """Returns two rows of kv_len tokens whose pages lie among each other."""
     table, page_size = runtime.table, runtime.table.page_size
     rows, lengths = [table.admit(), table.admit()], [0, 0]
     for at in (torch.randperm(2 * kv_len // page_size) % 2).tolist():
@@ -112,20 +112,20 @@ def two_rows(runtime: AttentionRuntime, kv_len: int) -> tuple[int, int]:
 
 
 def moved_right(runtime: AttentionRuntime, layer: int, ids: Tensor, to: Tensor) -> bool:
-    """Whether the target's pages hold what the source's do."""
+    """True if the target's pages hold the same data as the source's."""
     tensors = runtime.pool.layer(layer).tensors().values()
     return all(torch.equal(tensor[ids], tensor[to]) for tensor in tensors if len(tensor) > len(ids))
 
 
 def by_torch(runtime: AttentionRuntime, ids: Tensor) -> list[Tensor]:
-    """The same pages by torch's indexing."""
+    """Reads the same pages by torch's indexing."""
     layers = range(len(runtime.kinds.of_layer))
     sides = [pages for layer in layers for pages in runtime.pool.layer(layer).tensors().values()]
     return [side.index_select(0, ids) for side in sides if len(side) > len(ids)]
 
 
 def device_us(call: Callable[[], object]) -> float:
-    """The median of the time between events around a call that the device has not caught up with."""
+    """Returns the median of the time between events around a call that the device has not caught up with."""
     call()
     pairs = [_events() for _ in range(ROUNDS)]
     for start, end in pairs:
@@ -143,7 +143,7 @@ def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def host_us(call: Callable[[], object]) -> float:
-    """The median of what a call keeps the host for."""
+    """Returns the median time for which a call occupies the host."""
     times = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()

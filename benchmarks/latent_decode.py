@@ -1,12 +1,12 @@
-"""What absorbed latent attention costs in a decode step, beside a plain read of the latents and beside its products.
+"""The cost of absorbed latent attention in a decode step, compared with a plain read of the latents and its products.
 
     python -m benchmarks.latent_decode --out benchmarks/results/latent_decode_h200.json [--candidates] [--cases N]
 
 Times are of one layer in a graph, its schedule built in it. floor: a streaming read of the latents; products: their
 time at the rate of a large matrix product; limit: the larger of both. Each is timed after a pause; sustained is the
-time after half a second of the same work, when the GPU's power limit has taken the clock down, which is beside it.
+time after half a second of the same work, when the GPU's power limit has lowered the clock, which is reported with it.
 With --candidates other tiles are timed too.
-Exits with 1, after writing the file, if a result is wrong or a case takes longer than it may.
+Exits with 1, after writing the file, if a result is wrong or a case takes longer than allowed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rocm_attn.providers.triton_latent import LatentDecode
 
 # |result - reference| / |reference| in bfloat16.
 _MOST_ERROR = 5e-3
-# In the names of kernels that are of Hopper alone, beside which the plain ones are timed.
+# Part of the names of Hopper's own kernels, next to which the plain ones are timed.
 _OF_HOPPER = "triton.hopper_"
 _DEVICE = torch.device("cuda", 0)
 _MATRIX = 8192
@@ -51,7 +51,7 @@ _PAUSE_SECONDS, _LOAD_SECONDS = 1.0, 0.5
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """So many sequences of one length with q_len new tokens each; times_allowed: of the limit, 0: any."""
+    """num_seqs sequences of one length with q_len new tokens each; times_allowed: of the limit, 0: any."""
 
     heads: int
     num_seqs: int
@@ -119,7 +119,7 @@ CANDIDATES = {
 
 
 def prepared(case: Case) -> Prepared:
-    """Random latents in pages in random order, and the kernel that the triton provider binds."""
+    """Returns random latents in pages in random order, and the kernel that the triton provider binds."""
     generator = torch.Generator(_DEVICE).manual_seed(0)
     problem, num_tokens = case.problem, case.num_seqs * case.q_len
     pages_of_seq = -(-case.kv_len // case.page_size)
@@ -148,14 +148,14 @@ def prepared(case: Case) -> Prepared:
 
 
 def with_tiles(made: Prepared, case: Case, tiles: LatentTiles) -> Prepared:
-    """The same step by the kernel that is no arch's own, in these tiles."""
+    """Returns the same step by the kernel that is specific to no arch, in these tiles."""
     cut = cut_of_latents(tiles, case.problem, detect_target(_DEVICE), most=case.q_len)
     kernel = LatentDecode(case.problem, scores_of(case.problem), cut, tiles)
     return Prepared.of(kernel, made.step, made.bounds, (made.args.q, made.args.out), made.args.pages)
 
 
 def time_of(made: Prepared) -> float:
-    """Microseconds of schedule and layer."""
+    """Returns microseconds of schedule and layer."""
 
     def run() -> None:
         made.build_schedule()
@@ -165,7 +165,7 @@ def time_of(made: Prepared) -> float:
 
 
 def sustained(made: Prepared) -> tuple[float, int]:
-    """Microseconds of schedule and layer after a while of nothing else, and the clock in MHz then."""
+    """Returns microseconds of schedule and layer after a while of the same work, and the clock in MHz then."""
     end = time.perf_counter() + _LOAD_SECONDS
     us = time_of(made)
     while time.perf_counter() < end:
@@ -175,7 +175,7 @@ def sustained(made: Prepared) -> tuple[float, int]:
 
 
 def error_of(made: Prepared, case: Case) -> float:
-    """Of the first and the last sequence, against float32."""
+    """Returns the largest error of the first and the last sequence, against float32."""
     made.build_schedule()
     made.attend()
     worst = 0.0
@@ -192,7 +192,7 @@ def error_of(made: Prepared, case: Case) -> float:
 
 
 def products_us(operations: int) -> float:
-    """Of so many operations at the rate of a large product in bfloat16."""
+    """Returns microseconds of that many operations at the rate of a large product in bfloat16."""
     a, b = (torch.randn(_MATRIX, _MATRIX, device=_DEVICE, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -203,7 +203,7 @@ def products_us(operations: int) -> float:
 
 
 def rows_of(case: Case, *, candidates: bool) -> Iterator[dict[str, Any]]:
-    """Times of a case: with the tiles of the table, then with candidates."""
+    """Yields times of a case: with the tiles of the table, then with candidates."""
     made = prepared(case)
     error = error_of(made, case)
     torch.cuda.synchronize()
@@ -235,7 +235,7 @@ def rows_of(case: Case, *, candidates: bool) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print, and write the result."""
+    """Measures, prints, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--candidates", action="store_true", help="of the first three cases, other tiles too")

@@ -1,10 +1,10 @@
-"""Time of one layer over layouts and steps that models have, beside FlashAttention-3 where one is there.
+"""Time of one layer over layouts and steps of real models, compared with FlashAttention-3 if one is given.
 
     python -m benchmarks.named_shapes --out benchmarks/results/named_shapes_h200.json [--fa3 LIBRARY]
 
-Steps of few query blocks, verification of drafts, decodes beside new prompts, large chunks, and decodes over pages of
-several sizes. Kernels are chosen, compared and timed as benchmarks/random_shapes.py does it. Exits with 1, after
-writing the file, if a result is wrong.
+Steps of few query blocks, verification of drafts, decodes with new prompts, large chunks, and decodes over pages of
+several sizes. Kernels are chosen, compared and timed as in benchmarks/random_shapes.py. Exits with 1, after writing the
+file, if a result is wrong.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _ragged() -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(new + chooser.randrange(100, 6000) for new in q_len), tuple(q_len)
 
 
-# What a step does, and the kv_len and q_len of its sequences.
+# The work of a step, and the kv_len and q_len of its sequences.
 STEPS = {
     "one chunk of 777 after 5,001": (Work.EXTEND, ((5778,), (777,))),
     "12 ragged chunks": (Work.EXTEND, _ragged()),
@@ -80,7 +80,7 @@ def named_shapes() -> list[tuple[str, str, Shape]]:
 
 
 def main() -> None:
-    """Measure all of them."""
+    """Measures all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--fa3", default="", help="a shared library of FlashAttention-3, as vLLM ships it")

@@ -1,11 +1,11 @@
-"""How much faster SmolLM2 edits code when what was there before is guessed to come again.
+"""The speedup of SmolLM2 on code edits when earlier text is drafted again.
 
 python -m benchmarks.ngram_speculation --out benchmarks/results/ngram_speculation_h200.json
 
-An engine continues prompts that hold code and the beginning of its changed copy: greedily, as many tokens of each,
-once plainly and once with each number of drafts. The first run of an engine makes its graphs, the second is measured.
-Texts are compared with those of plain decoding: in float32 they must be equal; in a 16-bit dtype verify and decode
-steps round differently, and the file says how many are equal.
+An engine continues prompts that hold code and the beginning of its changed copy: greedily, the same number of tokens of
+each, once plainly and once with each number of drafts. The first run of an engine makes its graphs, the second is
+measured. Texts are compared with those of plain decoding: in float32 they must be equal; in a 16-bit dtype verify and
+decode steps round differently, and the file contains the number of equal ones.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LayerGraph:
-    """A captured layer. out: what it gives for the last set."""
+    """A captured layer. out: its output for the last set."""
 
     graph: torch.cuda.CUDAGraph
     out: Tensor
@@ -41,7 +41,7 @@ class LayerGraph:
 
     @classmethod
     def capture(cls, problem: Problem, kernel: BoundKernel, batch: Batch) -> LayerGraph:
-        """The kernel over SETS sets of random pages; the same ones for every kernel of a problem's sizes."""
+        """Captures the kernel over SETS sets of random pages; the same ones for every kernel of a problem's sizes."""
         generator = torch.Generator("cuda").manual_seed(0)
         kept = tuple(_prepared(problem, kernel, batch, generator) for _ in range(SETS))
         for each in kept:
@@ -55,12 +55,12 @@ class LayerGraph:
         return cls(graph, kept[-1].args.out, kept)
 
     def microseconds(self) -> float:
-        """Of the layer, over REPLAYS of the graph."""
+        """Returns the time of the layer, over REPLAYS of the graph."""
         return microseconds_of(self.graph.replay, REPLAYS) / SETS
 
 
 def medians_in_turn(graphs: Sequence[LayerGraph]) -> list[float]:
-    """Microseconds of each, medians of ROUNDS in which they take turns."""
+    """Returns microseconds of each, medians of ROUNDS in which they take turns."""
     rounds = [[graph.microseconds() for graph in graphs] for _ in range(ROUNDS)]
     return [median(times) for times in zip(*rounds, strict=True)]
 

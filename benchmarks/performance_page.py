@@ -58,7 +58,7 @@ TITLES = {
 
 
 def page(kept: Kept, file: str) -> str:
-    """The text. file: the name of the result file"""
+    """Returns the text. file: the name of the result file"""
     machine, ceilings = kept.machine, kept.rest["ceilings"]
     words = f"Commit {machine['commit']}, torch {machine['torch']}, Triton {machine['triton']}, {machine['runtime']}"
     parts = [
@@ -80,7 +80,7 @@ def page(kept: Kept, file: str) -> str:
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Our kernels beside each other provider, suite by suite."""
+    """Compares our kernels with each other provider, suite by suite."""
     lines = ["## At a glance\n", "Times of ours by those of others: below 1 ours is faster.\n"]
     lines += ["| suite | ours, % of the floor's speed | beside | geometric mean | worst |", f"|{' --- |' * 5}"]
     for suite in SUITES:
@@ -102,7 +102,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
 def _ratios(
     suite: str, mine: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Of each other provider: case -> our time by its."""
+    """Yields for each other provider: case -> our time relative to its time."""
     others = dict.fromkeys(row["provider"] for row in rows if row["provider"] != OWN)
     for other in others:
         found = {
@@ -137,7 +137,7 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 
 
 def energy(kept: Kept) -> str:
-    """What a launch takes, where it was counted."""
+    """Returns the section on the energy of a launch, for rows that counted it."""
     rows: Iterable[Mapping[str, Any]] = (row for row in kept.rows if "joules_a_token" in row)
     lines = [
         "## Energy\n",
@@ -153,7 +153,7 @@ def energy(kept: Kept) -> str:
 
 
 def whole_page(path: Path) -> str:
-    """The page of a result file, with the worst of the sweep, and with energy, where they were measured."""
+    """Returns the page of a result file, with the worst of the sweep and with energy, if they were measured."""
     parts = [page(read_result(path), path.name)]
     if SWEEP.exists():
         parts.append(random_shapes(json.loads(SWEEP.read_text())))
@@ -163,7 +163,7 @@ def whole_page(path: Path) -> str:
 
 
 def main() -> None:
-    """Write the page and the pictures."""
+    """Writes the page and the pictures."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULT
     PAGE.write_text(whole_page(path))
     draw(read_result(path), DOCS, PREFIX)

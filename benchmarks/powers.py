@@ -1,4 +1,4 @@
-"""A kernel that does nothing but powers of two, to measure how many a GPU computes in a second."""
+"""A kernel that computes only powers of two, to measure the rate of a GPU for them."""
 
 import triton
 import triton.language as tl

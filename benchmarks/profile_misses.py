@@ -1,9 +1,9 @@
-"""What bounds the kernels of missed goals (goals.py), read by Nsight Compute:
+"""The bounds of the kernels of missed goals (goals.py), read by Nsight Compute:
 
 python -m benchmarks.profile_misses --fa3 fa3.so --out benchmarks/results/profile_misses_h200.json
 
 Each case of `rocm-attn bench kernels` that a missed goal names is launched once under ncu with each of its providers,
-L2 cold and clocks as they are. Processes side by side compile first. ncu launches a kernel again for each group of
+with a cold L2 and unchanged clocks. Processes in parallel compile first. ncu launches a kernel again for each group of
 counters, and lets kernels wait for each other: times are of kernels alone, not of the layer.
 """
 
@@ -42,7 +42,7 @@ SECTIONS = (
     "MemoryWorkloadAnalysis",
     "ComputeWorkloadAnalysis",
 )
-# Parts kernels of one case from those of the next in ncu's list.
+# Separates kernels of one case from those of the next in ncu's list.
 _BETWEEN = "erfinv"
 _STALL = re.compile(r"issue_stalled_(\w+?)_per_warp_active|warps_issue_stalled_(\w+?)_per_issue_active")
 _BUSY = ".avg.pct_of_peak_sustained_elapsed"
@@ -51,7 +51,7 @@ _NAME_LENGTH = 60
 
 
 def main() -> None:
-    """Compile, profile, write."""
+    """Compiles, profiles and writes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fa3", default="", help="shared library of FlashAttention-3")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def profiled() -> list[Profiled]:
-    """Every case that a goal names, once."""
+    """Returns every case that a goal names, once."""
     return list(dict.fromkeys(each for goal in GOALS for each in goal.profiled))
 
 
@@ -95,7 +95,7 @@ def _prepared(each: Profiled, fa3: str) -> Launch:
 
 
 def _compiled(each: Profiled, fa3: str) -> str:
-    """Launch once, so that kernels are compiled. What is wrong, or nothing."""
+    """Launches once, so that kernels are compiled. Returns the error, or an empty text."""
     try:
         _prepared(each, fa3).run()
         torch.cuda.synchronize()
@@ -105,7 +105,7 @@ def _compiled(each: Profiled, fa3: str) -> str:
 
 
 def _launch(cases: Sequence[Profiled], fa3: str) -> None:
-    """What ncu sees: the launches of each case, after one that it does not see."""
+    """Makes the launches of each case that ncu sees, after one that it does not see."""
     between = torch.zeros(1, device="cuda")
     between.erfinv()
     for each in cases:
@@ -122,7 +122,7 @@ def _launch(cases: Sequence[Profiled], fa3: str) -> None:
 
 
 def _counters(cases: Sequence[Profiled], fa3: str) -> str:
-    """ncu's table of a process that launches them. Raises SystemExit where there is no ncu."""
+    """Returns ncu's table of a process that launches them. Raises SystemExit if there is no ncu."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise SystemExit("ncu (Nsight Compute) is not installed")
@@ -141,7 +141,7 @@ def _counters(cases: Sequence[Profiled], fa3: str) -> str:
 
 
 def kernels_of(table: str) -> Iterator[list[dict[str, Any]]]:
-    """The kernels of each case, in order. table: ncu's, as CSV in base units, with a kernel after those of each case"""
+    """Yields the kernels of each case. table: ncu's, as CSV in base units, with a kernel after those of each case"""
     lines = [line for line in table.splitlines() if line.startswith('"')]
     rows = csv.DictReader(lines)
     mine: list[dict[str, Any]] = []
@@ -156,7 +156,7 @@ def kernels_of(table: str) -> Iterator[list[dict[str, Any]]]:
 
 
 def kernel_of(row: Mapping[str, str]) -> dict[str, Any]:
-    """What a row of ncu's table says of a launch; percents are of the peak.
+    """Returns the counters of a launch from a row of ncu's table; percents are of the peak.
 
     issue: cycles of a scheduler in which it issued; stalls: of the cycles between two instructions of a warp
     """
@@ -182,7 +182,7 @@ def kernel_of(row: Mapping[str, str]) -> dict[str, Any]:
 
 
 def stalls_of(number: Mapping[str, float]) -> dict[str, float]:
-    """The largest reasons for which warps wait, as parts of all in percent; "selected" is no wait."""
+    """Returns the largest reasons for which warps wait, in percent of all; "selected" is no wait."""
     found: dict[str, float] = {}
     for name, value in number.items():
         match = _STALL.search(name)

@@ -1,8 +1,8 @@
-"""Several passes of a benchmark of host times as one result: of each number the smallest, and what the passes were.
+"""Several passes of a benchmark of host times as one result: the smallest of each number, and a list of the passes.
 
 python -m benchmarks.quietest host_1.json host_2.json host_3.json --out benchmarks/results/host_time_h200.json
 
-Other processes of a machine only ever add to a time.
+Other processes of a machine can only increase a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Write the result of some passes."""
+    """Writes the result of some passes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("passes", nargs="+", type=Path)
     parser.add_argument("--out", required=True, type=Path)
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def quietest(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One result of passes on one machine, of the same rows; each row keeps the medians of all.
+    """Returns one result of passes on one machine, of the same rows; each row keeps the medians of all.
 
     Raises ValueError for passes of other machines, commits or rows.
     """
@@ -39,7 +39,7 @@ def quietest(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _what(result: dict[str, Any]) -> object:
-    """What a pass is of: its machine and commit, and what its rows are of and hold."""
+    """Identifies a pass: its machine and commit, and the fields of its rows."""
     rows = [({name: value for name, value in row.items() if "_us" not in name}, row.keys()) for row in result["rows"]]
     return result["machine"], rows
 

@@ -1,13 +1,13 @@
-"""Time of one layer over random shapes, beside the nearest tuned layout and, where one is there, FlashAttention-3.
+"""Time of one layer over random shapes, compared with the nearest tuned layout and, if given, FlashAttention-3.
 
 python -m benchmarks.random_shapes --seconds 140 --out benchmarks/results/random_shapes_h200.json
 
-Kernels are chosen by select(), as a user gets them. Processes side by side compile what a shape and its neighbour
-need. One at a time has the GPU, makes data, compares a few rows with float32, times both in CUDA graphs over pages past
-the L2, and compares again what the last replay left; what is wrong gets no time. The others launch no more meanwhile
-than a kernel that they have just compiled, once, and a time is the median of rounds. The result file keeps what other
-parts, and runs whose time was up, have measured; what is left is measured by another run. A process in which the device
-fails says at which shape, and ends; the others go on. Exits with 1 if a result is wrong.
+Kernels are chosen by select(), as for a user. Processes in parallel compile the kernels of a shape and its neighbour.
+One process at a time has the GPU, makes data, compares a few rows with float32, times both in CUDA graphs over pages
+past the L2, and compares again after the last replay; a wrong result gets no time. Meanwhile the others launch at most
+a kernel that they have just compiled, once, and a time is the median of rounds. The result file keeps the results of
+other parts, and of runs that ran out of time; another run measures the rest. A process in which the device fails
+reports the shape and ends; the others continue. Exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.select import select
 
 COUNT, SEED = 300, 14
-# Of K and V that lie between two uses of a page: more than the L2 holds.
+# Bytes of K and V that lie between two uses of a page: more than the L2 holds.
 PAST_L2 = 160 << 20
 MOST_SETS = 8
 ROUNDS, ROUND_US = 7, 3000.0
-# Relative, of rows of bfloat16 beside float32.
+# Relative error of rows of bfloat16 against float32.
 MOST_ERROR = 1e-2
 SAMPLED = 4
-# Of a process, before it gives memory back: to do so waits for all of them.
+# Bytes of a process, before it frees memory: freeing waits for all of them.
 MOST_RESERVED = 4 << 30
 
 
@@ -63,7 +63,7 @@ class Case:
 
 
 def cases_of(shape: Shape, count: int) -> list[Case]:
-    """With pages of their own, which lie anywhere in a pool of all."""
+    """Returns cases with separate pages, which lie anywhere in a pool of all."""
     device = torch.device("cuda", 0)
     generator = torch.Generator(device).manual_seed(1)
     problem = Problem(
@@ -108,7 +108,7 @@ def cases_of(shape: Shape, count: int) -> list[Case]:
 
 
 def error_of(shape: Shape, case: Case) -> float:
-    """Of a few tokens, relative to float32: |out - wanted| / |wanted|, the largest of all."""
+    """Returns the error of a few tokens, relative to float32: |out - wanted| / |wanted|, the largest of all."""
     args = case.prepared.args
     num_seqs = len(shape.q_len)
     worst = 0.0
@@ -130,7 +130,7 @@ def error_of(shape: Shape, case: Case) -> float:
 
 
 def checked(shape: Shape) -> tuple[Shape, float, str]:
-    """Compile what a shape needs, and compare: its error, and what went wrong."""
+    """Compiles the kernels of a shape and compares: returns its error, and the failure."""
     try:
         (case,) = cases_of(shape, 1)
         case.prepared.attend()
@@ -142,7 +142,7 @@ def checked(shape: Shape) -> tuple[Shape, float, str]:
 
 
 def _compared(shape: Shape, case: Case) -> tuple[float, str]:
-    """The error of a case that has run, and what went wrong."""
+    """Returns the error of a case that has run, and the failure."""
     try:
         return error_of(shape, case), ""
     except Exception as failure:
@@ -154,22 +154,22 @@ def _said(failure: Exception) -> str:
 
 
 def _what_is_wrong(error: float, failure: str) -> str:
-    """Empty: nothing."""
+    """Returns the fault; empty if there is none."""
     return failure or ("" if error <= MOST_ERROR else f"error {error:.2e}")
 
 
 def num_sets(shape: Shape) -> int:
-    """Of a shape's data, that together are past the L2."""
+    """Returns the number of sets of a shape's data that together are past the L2."""
     return min(MOST_SETS, max(1, -(-PAST_L2 // max(shape.num_bytes, 1))))
 
 
 def microseconds(shape: Shape, new_run: Callable[[Case], Callable[[], object]]) -> float:
-    """Of one layer. new_run: what launches a case's layer"""
+    """Returns the time of one layer. new_run: makes the launches of a case's layer"""
     return _microseconds(cases_of(shape, num_sets(shape)), new_run)
 
 
 def _microseconds(cases: Sequence[Case], new_run: Callable[[Case], Callable[[], object]]) -> float:
-    """Of one layer. What the cases hold then is of the last replay."""
+    """Returns the time of one layer. Afterwards the cases hold the results of the last replay."""
     runs = [new_run(case) for case in cases]
 
     def all_runs() -> None:
@@ -189,7 +189,7 @@ def _graph_of(work: Callable[[], object]) -> Timed:
 
 
 def own_run(case: Case) -> Callable[[], object]:
-    """This library's."""
+    """This library's run."""
     return case.prepared.attend
 
 
@@ -201,11 +201,11 @@ class FlashAttention3:
         self._ops: Any = torch.ops._vllm_fa3_C
 
     def serves(self, shape: Shape) -> bool:
-        """Whether it has a kernel for such heads."""
+        """True if it has a kernel for such heads."""
         return shape.head_dim % 8 == 0 and shape.head_dim <= 256
 
     def run_of(self, shape: Shape) -> Callable[[Case], Callable[[], object]]:
-        """What makes its run of a case, metadata made before."""
+        """Returns a function that makes its run of a case, with metadata made before."""
 
         def new_run(case: Case) -> Callable[[], object]:
             args, step = case.prepared.args, case.prepared.step
@@ -225,7 +225,7 @@ class FlashAttention3:
 
 
 def ceilings() -> dict[str, float]:
-    """What this GPU copies and multiplies in a second."""
+    """Returns the bytes that this GPU copies, and the operations of products that it does, per second."""
     source = torch.ones(256 << 20, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -236,7 +236,7 @@ def ceilings() -> dict[str, float]:
 
 
 def powers_per_s() -> float:
-    """Powers of two that this GPU computes in a second, as softmax does: in float32."""
+    """Returns the powers of two that this GPU computes per second, as softmax does: in float32."""
     programs = 32 * torch.cuda.get_device_properties(0).multi_processor_count
     out = torch.empty(programs * LANES, dtype=torch.float32, device="cuda")
     timed = _graph_of(lambda: powers_kernel[(programs,)](out, LANES=LANES, POWERS=POWERS))
@@ -246,9 +246,9 @@ def powers_per_s() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a process found of a shape and of its neighbour.
+    """A process's results for a shape and its neighbour.
 
-    wrong: name -> what is wrong; then there are no times
+    wrong: name -> fault; then there are no times
     times: fields of a row of the result file
     """
 
@@ -270,7 +270,7 @@ class Worker:
         self._has_failed = False
 
     def measured(self, number: int, shape: Shape) -> Measured | None:
-        """None where the time is up, and after a fault of the device: nothing works in this process then."""
+        """Returns None if the time is up, and after a fault of the device: nothing works in this process then."""
         if self._has_failed or time.monotonic() > self._until:
             return None
         wrong: dict[str, str] = {}
@@ -280,7 +280,7 @@ class Worker:
                 with self._gpu:
                     cases[each] = cases_of(each, num_sets(each))
                     torch.cuda.synchronize()
-                # This compiles. What follows in it is one launch, which may run beside what another process times.
+                # This compiles. It also makes one launch, which may run while another process times.
                 cases[each][0].prepared.attend()
             except Exception as failure:
                 wrong[str(each)] = _said(failure)
@@ -293,12 +293,12 @@ class Worker:
                     torch.cuda.empty_cache()
             except RuntimeError as failure:
                 self._has_failed = True
-                # Where nothing else is noted it is the peer's.
+                # If there is no other fault, it is the peer's.
                 wrong = wrong or {f"{shape}, of the peer": _said(failure)}
         return Measured(number, wrong, times)
 
     def _times(self, shape: Shape, cases: Mapping[Shape, list[Case]], wrong: dict[str, str]) -> dict[str, Any]:
-        """Nothing where an output is wrong, which is added to wrong. The caller has the GPU."""
+        """Returns no times if an output is wrong, which is added to wrong. The caller has the GPU."""
         found = {each: _compared(each, mine[0]) for each, mine in cases.items()}
         wrong |= {str(each): what for each, result in found.items() if (what := _what_is_wrong(*result))}
         if wrong:
@@ -323,7 +323,7 @@ class Worker:
         return times | {"error": found[shape][0]}
 
 
-# Of a process of a pool; made by _begin.
+# The worker of a process of a pool; made by _begin.
 _workers: list[Worker] = []
 
 
@@ -336,7 +336,7 @@ def _measured(numbered: tuple[int, Shape]) -> Measured | None:
 
 
 def row_of(shape: Shape, found: Measured, limits: dict[str, float], powers: float) -> dict[str, Any]:
-    """A row of the result file. powers: of a second"""
+    """Returns a row of the result file. powers: per second"""
     neighbour = shape.neighbour()
     return {
         "name": str(shape),
@@ -351,7 +351,7 @@ def row_of(shape: Shape, found: Measured, limits: dict[str, float], powers: floa
 
 
 def main() -> None:
-    """Measure a part of the shapes."""
+    """Measures a part of the shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--part", default="1/1", help="which part of the shapes, as 1/4 (default: all)")
@@ -380,7 +380,7 @@ def main() -> None:
             else:
                 kept["wrong"].pop(number, None)
                 kept["rows"][number] = row_of(left[found.number], found, limits, powers)
-            # Each time: what ends this process early loses no row.
+            # After each shape: an early end of this process loses no row.
             args.out.write_text(json.dumps(kept, indent=1) + "\n")
     done = [number for number in numbered if str(number) in kept["rows"] or str(number) in kept["wrong"]]
     print(f"{len(done)} of {len(numbered)} shapes; wrong: {kept['wrong'] or 'none'}")
@@ -388,7 +388,7 @@ def main() -> None:
 
 
 def check_all(shapes: Sequence[Shape], processes: int, until: float) -> dict[Shape, float | str]:
-    """Errors of shapes, or what is wrong with them; of as many as are compiled in time.
+    """Returns errors of shapes, or their faults, for those that are compiled in time.
 
     until: of time.monotonic()
     """

@@ -1,18 +1,18 @@
-"""Host time of an engine's steps, plain ones and rounds of guesses, and how long the GPU waits for it.
+"""Host time of an engine's steps, plain ones and rounds of drafts, and the GPU's waits for the host.
 
 python -m benchmarks.round_time --out benchmarks/results/round_time_h200.json
 
-An engine serves a Llama, greedily, graphs on. Its layers add nothing, and its output matrix makes each text go round in
-a circle, so that all drafts are accepted and a round hands out as many tokens as it can; but hardly any of a head,
-whose weights are random. A small model that drafts has one layer of the model's. Three figures a step, medians of the
-steps after the first ones:
+An engine serves a Llama, greedily, graphs on. Its layers add nothing, and its output matrix makes each text repeat in a
+circle, so that all drafts are accepted and a round brings as many tokens as possible; but hardly any drafts of a head,
+whose weights are random. A small model that drafts has one layer of the model's. Each step has three figures, medians
+of the steps after the first ones:
 
-launch: the host's time from the beginning of Engine.step() to the last launch, less the waits for the device: what the
-        GPU would wait for if it had nothing else to do. A step that reads tokens first reads them in it. Rounds are
-        read several at a time, so the median is of a step that reads none; the mean has those that read
-whole:  all time in Engine.step() less the waits for the device: what is read, booked and handed out too. Of means of
-        eight steps, while no text has ended; events are put together where somebody goes through them, outside of it
-idle:   the GPU's, by events around the launches of each step, in a run of its own: the events cost the host time
+launch: the host's time from the beginning of Engine.step() to the last launch, less the waits for the device: the wait
+        of a GPU that has nothing else to do. A step that reads tokens first reads them in it. Rounds are
+        read several at a time, so the median is of a step that reads none; the mean includes those that read
+whole:  all time in Engine.step() less the waits for the device, including reading, booking and handing out tokens.
+        Means of eight steps, while no text has ended; events are built outside of it, on iteration
+idle:   the GPU's, by events around the launches of each step, in a separate run: the events cost the host time
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.runner.weights import load_weights
 from rocm_attn.step.host_ring import Fence
 
-# model -> numbers of sequences, and of drafts. The first one's steps are shorter than those of models that are served.
+# model -> numbers of sequences, and of drafts. The first one's steps are shorter than those of real models.
 MEASURED = {BOUND_BY_THE_HOST: ((1, 8, 64), (0, 4, 8)), "Llama-3.2-1B's sizes": ((1, 8, 64), (8,))}
 SMALL, HEAD = "draft:one layer", "eagle:seeded"
-# What drafts, and how many branches: beside n-grams, with 4 drafts of the first model.
+# Drafters and numbers of branches in addition to n-grams, with 4 drafts of the first model.
 DRAFTERS = ((SMALL, 1), (SMALL, 2), (HEAD, 1), (HEAD, 2))
 WITH_MODELS = 4
 PROMPT, STEPS = 100, 200
 KV_BYTES = 8 << 30
 CIRCLE = 16  # tokens
 TOGETHER = 8
-SKIPPED = 30  # the first steps: prompts, captures, and texts that do not go round yet
+SKIPPED = 30  # the first steps: prompts, captures, and texts that do not repeat yet
 
 
 class GoingRound(RandomOnDevice):
-    """Weights of a model whose next token follows from the last one alone, in circles of so many tokens."""
+    """Weights of a model whose next token depends on the last one alone, in circles of CIRCLE tokens."""
 
     def read(self, name: str, *where: slice) -> torch.Tensor:
-        """As TensorSource.read."""
+        """Does the same as `TensorSource.read`."""
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             return torch.zeros_like(super().read(name))[where]
         if name != "lm_head.weight":
@@ -83,24 +83,24 @@ class Waits:
     last: list[float] = field(default_factory=lambda: [0.0])
 
     def record(self) -> None:
-        """As Fence.record."""
+        """Does the same as `Fence.record`."""
         self.fence.record()
         self.last[0] = time.perf_counter()
 
     def synchronize(self) -> None:
-        """As Fence.synchronize."""
+        """Does the same as `Fence.synchronize`."""
         before = time.perf_counter()
         self.fence.synchronize()
         after = time.perf_counter()
         self.us.append(((after - before) * 1e6, after))
 
     def query(self) -> bool:
-        """As Fence.query."""
+        """Does the same as `Fence.query`."""
         return self.fence.query()
 
 
 def engine_of(loaded: LoadedModel, num_seqs: int, num_drafts: int, drafter: str = "ngram", topk: int = 1) -> Engine:
-    """An engine that has been given its requests."""
+    """Returns an engine that has its requests."""
     options = EngineOptions(
         max_batch_size=num_seqs,
         max_kv_len=PROMPT + STEPS * (1 + num_drafts) + 2 * num_drafts,
@@ -122,14 +122,14 @@ def engine_of(loaded: LoadedModel, num_seqs: int, num_drafts: int, drafter: str 
 
 
 def going_round(config: ModelConfig, num_layers: int) -> LoadedModel:
-    """The model of these sizes, with as many layers."""
+    """Returns the model of these sizes, with num_layers layers."""
     config, device = replace(config, layers=config.layers[:num_layers]), torch.device("cuda")
     weights = load_weights(GoingRound(config, device), config, dtype=torch.bfloat16, device=device)
     return LoadedModel(config, weights, None, ONE_RANK)
 
 
 def watch(engine: Engine) -> tuple[list[tuple[float, float]], list[float]]:
-    """Waits.us of all fences of an engine, and Waits.last of its last launch."""
+    """Returns Waits.us of all fences of an engine, and Waits.last of its last launch."""
     waits: list[tuple[float, float]] = []
     launched = [0.0]
     for memory in engine._picker.plain._host:
@@ -141,7 +141,7 @@ def watch(engine: Engine) -> tuple[list[tuple[float, float]], list[float]]:
         guess = guesses.guess
 
         def and_mark(*arguments: Any) -> bool:
-            """What a model drafts is launched after the fence."""
+            """A model's drafts are launched after the fence."""
             is_made = guess(*arguments)
             launched[0] = time.perf_counter()
             return is_made
@@ -151,7 +151,7 @@ def watch(engine: Engine) -> tuple[list[tuple[float, float]], list[float]]:
 
 
 def measure(engine: Engine, num_seqs: int) -> dict[str, float | int]:
-    """Figures of the steps of one engine."""
+    """Returns the figures of the steps of one engine."""
     waits, launched = watch(engine)
     all_us, launch_us, num_steady = list[float](), list[float](), 0
     while engine.has_work:
@@ -184,12 +184,12 @@ def by_step(us: list[float]) -> list[float]:
 
 
 def median(values: list[float]) -> float:
-    """Of the steps after the first ones and before the last."""
+    """Returns the median of the steps after the first ones and before the last."""
     return round(statistics.median(values[SKIPPED:-5]), 1)
 
 
 def idle(engine: Engine) -> dict[str, float]:
-    """How long the GPU takes for a step, and how long it waits for the next one."""
+    """Returns the GPU's time per step, and its wait for the next one."""
     begun, ended = list[torch.Event](), list[torch.Event]()
 
     def marked(owner: object, name: str) -> None:
@@ -219,7 +219,7 @@ def idle(engine: Engine) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure every number of sequences and of drafts."""
+    """Measures every number of sequences and of drafts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True)
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Tokens per second on a CPU: the runner beside transformers' own generate, same weights, dtype and batch.
+"""Tokens per second on a CPU: the runner and transformers' own generate, with the same weights, dtype and batch.
 
 python -m benchmarks.runner_vs_transformers --out benchmarks/results/runner_cpu.json
 
-The contestants take turns, so that a change of the machine's speed hits all of them; a round before the first is for
-warming up and making graphs. A speed is only written down when all of them generate the same tokens.
+The contestants take turns, so that a change of the machine's speed affects all of them; a round before the first warms
+up and makes graphs. A speed is only recorded if all of them generate the same tokens.
 """
 
 from __future__ import annotations

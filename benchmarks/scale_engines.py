@@ -1,8 +1,8 @@
 """Engines that serve requests, as events in time: queues, steps, KV that runs out, KV that moves to other GPUs.
 
-Each engine runs one step after the other, as the project's own does: all sequences that decode, and chunks of the
-oldest prompts, as far as its tokens go. A request is admitted when its prompt and all of its answer fit the KV that is
-free, first come first served. A request goes to the engine that has the fewest tokens to do.
+Each engine runs one step after the other, like the project's own: all sequences that decode, and chunks of the oldest
+prompts, up to its token limit. A request is admitted when its prompt and its whole answer fit the free KV, first come
+first served. A request goes to the engine that has the fewest tokens to do.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Job:
 
     @property
     def kv_len(self) -> int:
-        """Tokens whose K and V are there."""
+        """Tokens whose K and V are stored."""
         return self.prefilled + max(0, len(self.tokens) - 1)
 
     @property
     def is_done(self) -> bool:
-        """Whether it has its answer."""
+        """True if it has its answer."""
         return len(self.tokens) == self.output
 
 
 class Clock:
-    """Events in the order of their times; of equal times the first one that was given comes first."""
+    """Events in the order of their times; events of equal times run in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -50,11 +50,11 @@ class Clock:
         self._number = itertools.count()
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Call event so many seconds from now."""
+        """Calls event after that many seconds."""
         heapq.heappush(self._events, (self.now + seconds, next(self._number), event))
 
     def run(self) -> None:
-        """Until no event is left."""
+        """Runs until no event is left."""
         while self._events:
             self.now, _, event = heapq.heappop(self._events)
             event()
@@ -62,7 +62,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """What an engine is.
+    """The parameters of an engine.
 
     step:      seconds of a Batch
     kv_tokens: tokens of KV that it holds
@@ -79,7 +79,7 @@ class EngineKind:
 
 
 class Engine:
-    """One engine, which serves what it is given to its end."""
+    """One engine, which serves its jobs to their end."""
 
     def __init__(self, clock: Clock, kind: EngineKind) -> None:
         self.kind, self._clock = kind, clock
@@ -96,7 +96,7 @@ class Engine:
         return sum(job.prompt - job.prefilled + job.output - len(job.tokens) for job in jobs)
 
     def give(self, job: Job) -> None:
-        """A job that has come. Raises ValueError for one that can never fit."""
+        """Adds a new job. Raises ValueError for one that can never fit."""
         if job.prompt + job.output > self.kind.kv_tokens:
             raise ValueError(f"a job of {job.prompt} + {job.output} tokens; the engine holds {self.kind.kv_tokens}")
         self.waiting.append(job)
@@ -149,11 +149,11 @@ class Engine:
         return job.is_done
 
     def _let_go(self, job: Job) -> None:
-        """A job has ended here."""
+        """Removes a job that has ended here."""
 
 
 def give_to_least(engines: Sequence[Engine], job: Job) -> None:
-    """To the engine with the fewest tokens to do."""
+    """Gives a job to the engine with the fewest tokens to do."""
     min(engines, key=lambda engine: engine.to_do).give(job)
 
 
@@ -165,13 +165,13 @@ class Link:
         self._free_at = 0.0
 
     def carry(self, job: Job) -> None:
-        """A job that has its first token."""
+        """Carries a job that has its first token."""
         self._free_at = max(self._free_at, self._clock.now) + self._seconds_of(job)
         self._clock.after(self._free_at - self._clock.now, lambda: give_to_least(self._engines, job))
 
 
 class PrefillEngine(Engine):
-    """An engine that computes prompts and their first tokens; a link carries what comes of them."""
+    """An engine that computes prompts and their first tokens; a link carries the resulting KV."""
 
     def __init__(self, clock: Clock, kind: EngineKind, link: Link) -> None:
         super().__init__(clock, kind)
@@ -187,11 +187,11 @@ class PrefillEngine(Engine):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """num_whole engines that serve requests whole, or num_prefill that begin them and num_decode that go on with them.
+    """num_whole engines that serve requests whole, or num_prefill that begin them and num_decode that continue them.
 
     kind:     of engines that decode
     prefill:  of those that only begin requests
-    transfer: seconds that the KV of a job takes from a prefill engine to a decode engine
+    transfer: seconds for the KV of a job from a prefill engine to a decode engine
     """
 
     kind: EngineKind
@@ -202,11 +202,11 @@ class Cluster:
     transfer: Callable[[Job], float] = lambda job: 0.0
 
     def serve(self, jobs: Sequence[Job]) -> list[Engine]:
-        """Run until every job is done; the engines, as they are then."""
+        """Runs until every job is done; returns the engines in their final state."""
         clock = Clock()
         decode = [Engine(clock, self.kind) for _ in range(self.num_decode)]
         entry = [Engine(clock, self.kind) for _ in range(self.num_whole)]
-        for _ in range(self.num_prefill):  # a link for each: the NICs of its own GPUs
+        for _ in range(self.num_prefill):  # a link for each: the NICs of its GPUs
             entry.append(PrefillEngine(clock, self.prefill, Link(clock, self.transfer, decode)))
         for job in jobs:
             clock.after(job.arrival, lambda job=job: give_to_least(entry, job))  # type: ignore[misc]
@@ -215,7 +215,7 @@ class Cluster:
 
 
 def gaps(jobs: Sequence[Job]) -> Iterator[float]:
-    """Seconds between tokens of the same answer."""
+    """Yields the seconds between tokens of the same answer."""
     for job in jobs:
         for before, after in itertools.pairwise(job.tokens):
             yield after - before

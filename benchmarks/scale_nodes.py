@@ -1,23 +1,23 @@
-"""What a step of a model should take on nodes of eight MI300X: a model, never measured; see docs/scale_simulation.md.
+"""Predicted step times of a model on nodes of eight MI300X, never measured; see docs/scale_simulation.md.
 
     step = layers * (attention + products + sums + rest) + output matrix
 
 attention  of the project's Triton kernels, as rocm_attn/cli/cost.py predicts it: a range
 products   max(bytes of weights / stream, operations / matrix_ops), for attention's projections and for the MLP
-sums       two all-reduces a layer: latency + 2 (r - 1) / r * bytes / ((r - 1) * link), over a link to each
+sums       two all-reduces per layer: latency + 2 (r - 1) / r * bytes / ((r - 1) * link), over a link to each
 rest       norms, rotations, gates, residuals
 
 Sources of the numbers, least and most favourable:
 
 stream       3.9 to 4.2 TB/s of reads (rocm_attn/cli/cost.py), of which products over weights reach 0.81 to 0.87:
              measured on an H200 (benchmarks/results/tensor_parallel_h200.json, one sequence, one rank)
-matrix_ops   0.45 of the 1,307 TFLOP/s of the data sheet, what MI300X are reported to reach, to 708 TFLOP/s, AMD's own
+matrix_ops   0.45 of the 1,307 TFLOP/s of the data sheet, the reported rate of MI300X, to 708 TFLOP/s, AMD's own
              measurement (rocm.blogs.amd.com, "Measuring Max-Achievable FLOPs", part 2)
 link         48 GB/s of the 64 GB/s that each of a GPU's seven Infinity Fabric links has in a direction, usable
              (rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI Performance on MI300X"); 44 at worst: assumed
 latency      of a small all-reduce: 6.3 us by kernels made for it (vllm-project/vllm#39080, on an MI355X), to 28 us,
-             what NCCL takes over four H200 (the same result file): assumed to be RCCL's too
-rest         10 to 40 us a layer: the same result file has 2 to 40
+             NCCL's time over four H200 (the same result file): assumed to be RCCL's too
+rest         10 to 40 us per layer: the same result file has 2 to 40
 nic          one NIC of 400 Gbit/s for each GPU, as MI300X nodes have it; 0.80 to 0.95 of it: assumed
 """
 
@@ -37,7 +37,7 @@ ARCH = "gfx942"
 PAGE_SIZE = 16
 WEIGHT_BYTES = 2
 HBM_BYTES = 192e9
-# Of the memory, for weights and KV; the rest is for activations, graphs and libraries.
+# Share of the memory for weights and KV; the rest is for activations, graphs and libraries.
 MEMORY_SHARE = 0.9
 
 End = Literal["low", "middle", "high"]
@@ -45,15 +45,15 @@ End = Literal["low", "middle", "high"]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """An MI300X in a node of eight, at one end of what is assumed.
+    """An MI300X in a node of eight, at one end of the assumptions.
 
-    end:         of a predicted time of attention, which is taken
-    stream:      bytes of weights that products read a second
-    matrix_ops:  operations a second of large products
-    link:        bytes a second from a GPU to one other, in one direction
-    sum_latency: seconds of an all-reduce of nothing
-    rest:        seconds of a layer
-    nic:         bytes a second of a GPU to another node
+    end:         the end of a predicted time of attention that is used
+    stream:      bytes of weights that products read per second
+    matrix_ops:  operations per second of large products
+    link:        bytes per second from a GPU to one other, in one direction
+    sum_latency: seconds of an empty all-reduce
+    rest:        seconds per layer
+    nic:         bytes per second of a GPU to another node
     """
 
     end: End
@@ -65,7 +65,7 @@ class Machine:
     nic: float
 
     def all_reduce(self, num_bytes: float, ranks: int) -> float:
-        """Seconds of a sum over ranks of one node, each of which has num_bytes."""
+        """Returns the seconds of a sum over ranks of one node, each of which has num_bytes."""
         if ranks == 1:
             return 0.0
         return self.sum_latency + 2 * num_bytes / (ranks * self.link)
@@ -74,7 +74,7 @@ class Machine:
 _HBM = GPUS[ARCH].hbm
 BEST = Machine("low", 0.87 * _HBM[1], 708e12, 48e9, 6.3e-6, 10e-6, 0.95 * 50e9)
 WORST = Machine("high", 0.81 * _HBM[0], 0.45 * GPUS[ARCH].matrix_ops, 44e9, 28e-6, 40e-6, 0.80 * 50e9)
-# Geometric means, as the middles of cost.py are.
+# Geometric means, like the middles of cost.py.
 MIDDLE = Machine(
     "middle",
     (BEST.stream * WORST.stream) ** 0.5,
@@ -94,7 +94,7 @@ class Experts:
     top_k: int = 1
 
     def touched(self, tokens: float) -> float:
-        """The share of all experts that a step of so many tokens reads, if routers choose evenly."""
+        """Returns the share of all experts that a step of that many tokens reads, if routers choose evenly."""
         left: float = (1 - self.top_k / self.num) ** tokens
         return 1 - left
 
@@ -113,13 +113,13 @@ class Model:
 
     @property
     def attention_params(self) -> float:
-        """Of a layer's projections."""
+        """Parameters of a layer's projections."""
         of_heads = 2 * self.attention.num_q_heads + 2 * self.attention.num_kv_heads
         return self.hidden * of_heads * self.attention.head_dim
 
     @property
     def params(self) -> float:
-        """All, the embedding and the output matrix included."""
+        """All parameters, including the embedding and the output matrix."""
         return self.num_layers * (self.attention_params + self.mlp_params) + 2 * self.vocab * self.hidden
 
 
@@ -140,20 +140,20 @@ class Layout:
     """How ranks share a model.
 
     ranks:         they share the MLP of each layer, by elements
-    own_attention: each rank has whole attention layers and sequences of its own (DP attention); else heads are shared
+    own_attention: each rank has whole attention layers and its own sequences (DP attention); else heads are shared
     """
 
     ranks: int
     own_attention: bool = False
 
     def of(self, model: Model) -> AttentionLayer:
-        """Attention of a rank."""
+        """Returns the attention of a rank."""
         return model.attention if self.own_attention else model.attention.on_one_of(self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step: num_decodes sequences of kv_len tokens, and chunks of prompts: (new tokens, tokens that are there)."""
+    """A step: num_decodes sequences of kv_len tokens, and chunks of prompts: (new tokens, tokens already stored)."""
 
     num_decodes: int
     kv_len: int
@@ -161,13 +161,13 @@ class Batch:
 
 
 def kv_bytes_of_token(model: Model, layout: Layout) -> float:
-    """On one rank that holds the token."""
+    """Returns the bytes on one rank that holds the token."""
     layer = layout.of(model)
     return model.num_layers * 2 * layer.num_kv_heads * layer.head_dim * WEIGHT_BYTES
 
 
 def kv_tokens(model: Model, layout: Layout) -> int:
-    """How many tokens all ranks of a layout hold. Raises ValueError where the weights leave no room."""
+    """Returns the number of tokens that all ranks of a layout hold. Raises ValueError if the weights leave no room."""
     attention = model.num_layers * model.attention_params
     shared = model.params - attention
     weights = (attention if layout.own_attention else attention / layout.ranks) + shared / layout.ranks
@@ -180,7 +180,7 @@ def kv_tokens(model: Model, layout: Layout) -> int:
 
 @lru_cache(maxsize=200_000)
 def attention_seconds(layer: AttentionLayer, shape: Shape, end: End) -> float:
-    """Of one layer on one rank."""
+    """Returns the attention time of one layer on one rank."""
     problem = layer.problem(dtype=torch.bfloat16, page_size=PAGE_SIZE)
     found = predicted(problem, known_target(ARCH), shape)
     if found is None:
@@ -189,12 +189,12 @@ def attention_seconds(layer: AttentionLayer, shape: Shape, end: End) -> float:
 
 
 def _products(machine: Machine, read: float, used: float, tokens: float) -> float:
-    """Products of tokens with weights. read: elements that are read; used: those that one token is multiplied with"""
+    """Seconds of products of tokens with weights. read: elements read; used: those that one token is multiplied with"""
     return max(read * WEIGHT_BYTES / machine.stream, 2 * used * tokens / machine.matrix_ops)
 
 
 def step_seconds(model: Model, layout: Layout, machine: Machine, batch: Batch) -> float:
-    """Of one step."""
+    """Returns the time of one step."""
     ranks, layer = layout.ranks, layout.of(model)
     tokens = batch.num_decodes + sum(new for new, _ in batch.chunks)
     of_chunks = [attention_seconds(layer, Shape(1, cached + new, new), machine.end) for new, cached in batch.chunks]

@@ -1,4 +1,4 @@
-"""What TP, DP attention and disaggregated prefill should give on nodes of eight MI300X: simulated, never measured.
+"""TP, DP attention and disaggregated prefill on nodes of eight MI300X: expected effects, simulated, never measured.
 
 python -m benchmarks.scale_out                  simulates and writes the result file
 python -m benchmarks.scale_out --page           writes docs/scale_simulation.md and its picture from the result file
@@ -46,7 +46,7 @@ PROMPTS, OUTPUTS = (512, 1024, 2048, 4096, 8192), (64, 128, 256, 512)
 STEP_TOKENS = (256, 512, 1024, 2048)  # an operator's choices for the most tokens of a step
 TYPICAL = (64, 4096)  # sequences that decode, tokens of each
 SPARE = 0.8  # the part of a limit that a typical step may take
-RATES = (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0)  # requests a second
+RATES = (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0)  # requests per second
 # Lengths, and the new tokens of chunks, are rounded up to them, so that few shapes are predicted.
 KV_STEP, CHUNK_STEP = 256, 64
 
@@ -65,15 +65,15 @@ class Setup:
 
     @property
     def num_gpus(self) -> int:
-        """All of them."""
+        """The number of GPUs of all its engines."""
         return self.layout.ranks * (self.num_whole + self.num_prefill + self.num_decode)
 
     def cluster(self, machine: Machine, gap_limit: float) -> Cluster:
-        """Its engines on such machines, for such a limit."""
+        """Returns its engines on such machines, for such a limit."""
         ranks = self.layout.ranks
 
         def transfer(job: Job) -> float:
-            # Each rank sends its heads to the rank that has them there.
+            # Each rank sends its heads to the rank that has them on the other engine.
             link = machine.nic if self.over_nics else machine.link
             return job.prompt * kv_bytes_of_token(self.model, self.layout) / link
 
@@ -88,7 +88,7 @@ class Setup:
 
 
 def tokens_of_steps(model: Model, layout: Layout, machine: Machine, gap_limit: float) -> int:
-    """The most of STEP_TOKENS whose steps keep a limit beside TYPICAL decodes; the least, where none does."""
+    """Returns the most of STEP_TOKENS whose steps keep a limit with TYPICAL decodes; the least, if none does."""
     decodes, kv_len = TYPICAL
 
     def keeps_gap(tokens: int) -> bool:
@@ -100,7 +100,7 @@ def tokens_of_steps(model: Model, layout: Layout, machine: Machine, gap_limit: f
 
 
 def up(number: int, multiple: int) -> int:
-    """The least multiple that is not below a number."""
+    """Returns the least multiple that is not below a number."""
     return -(-number // multiple) * multiple
 
 
@@ -132,7 +132,7 @@ SETUPS = (
 
 
 def jobs_at(rate: float, num_jobs: int = NUM_JOBS) -> list[Job]:
-    """The same requests for every cluster, closer together at a higher rate."""
+    """Returns the same requests for every cluster, closer together at a higher rate."""
     chance, now, jobs = random.Random(SEED), 0.0, []
     for _ in range(num_jobs):
         now += chance.expovariate(1.0) / rate
@@ -141,12 +141,12 @@ def jobs_at(rate: float, num_jobs: int = NUM_JOBS) -> list[Job]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The least value that so large a share of values does not exceed."""
+    """Returns the least value that this share of values does not exceed."""
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def figures(jobs: Sequence[Job]) -> dict[str, float]:
-    """What users see of jobs that are done."""
+    """Returns the times that users see, of jobs that are done."""
     ttft, between = [job.tokens[0] - job.arrival for job in jobs], list(gaps(jobs))
     seconds = max(job.tokens[-1] for job in jobs) - jobs[0].arrival
     return {
@@ -159,12 +159,12 @@ def figures(jobs: Sequence[Job]) -> dict[str, float]:
 
 
 def keeps(found: Mapping[str, float], gap_limit: float) -> bool:
-    """Whether the limits hold."""
+    """True if the limits hold."""
     return found["ttft_p99_s"] <= TTFT_LIMIT and found["gap_p99_s"] <= gap_limit
 
 
 def simulate(setup: Setup, machine: Machine, gap_limit: float) -> list[dict[str, float]]:
-    """A row for each rate, up to the second one at which the limits do not hold."""
+    """Returns a row for each rate, up to the second one at which the limits do not hold."""
     rows: list[dict[str, float]] = []
     for rate in RATES:
         jobs = jobs_at(rate)
@@ -176,13 +176,13 @@ def simulate(setup: Setup, machine: Machine, gap_limit: float) -> list[dict[str,
 
 
 def highest(rows: Sequence[Mapping[str, float]], gap_limit: float) -> float:
-    """The highest rate up to which the limits hold at every one; 0: at none."""
+    """Returns the highest rate up to which the limits hold at every one; 0: at none."""
     kept = itertools.takewhile(lambda row: keeps(row, gap_limit), rows)
     return max((row["rate"] for row in kept), default=0.0)
 
 
 def results() -> dict[str, Any]:
-    """All setups at the three ends of what is assumed."""
+    """Returns the results of all setups at the three ends of the assumptions."""
     found = []
     for setup in SETUPS:
         limits = []
@@ -209,7 +209,7 @@ def results() -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="write the page from the result file; simulate nothing")
     if parser.parse_args().page:

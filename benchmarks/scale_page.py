@@ -127,7 +127,7 @@ def _assumed() -> Iterator[str]:
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """First tokens and gaps of every setup, by rate, at the middle of what is assumed and the first limit."""
+    """First tokens and gaps of every setup, by rate, at the middle of the assumptions and the first limit."""
     setups = result["setups"]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '

@@ -1,8 +1,8 @@
-"""What sinks and a soft cap cost: one layer of attention with and without them, in turn.
+"""The cost of sinks and of a soft cap: one layer of attention with and without them, in turn.
 
     python -m benchmarks.score_cost --out benchmarks/results/score_cost_h200.json
 
-Exits with 1, after writing the file, if one cost more than it may.
+Exits with 1, after writing the file, if one cost more than allowed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CASES = tuple(
 
 
 def main() -> None:
-    """Measure, print, and write the result."""
+    """Measures, prints, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Random shapes of attention, what each of them must cost at least, its nearest tuned layout, and the worst of a sweep.
+"""Random shapes of attention, the least cost of each, its nearest tuned layout, and the worst of a sweep.
 
 Nothing here needs a GPU.
 """
@@ -19,7 +19,7 @@ HEAD_DIMS = (16, 24, 32, 40, 48, 64, 64, 72, 80, 96, 112, 128, 128, 144, 160, 19
 PAGE_SIZES = (1, 2, 4, 8, 16, 16, 32, 64, 128)
 WINDOWS = (127, 511, 1023, 4095)
 MOST_Q_HEADS = 128
-# Of one layer's K and V, and of its products: a case takes some milliseconds at most.
+# Limits of one layer's K and V, and of its products: a case takes some milliseconds at most.
 MOST_BYTES = 400 << 20
 MOST_FLOPS = 4e11
 
@@ -27,20 +27,20 @@ MOST_FLOPS = 4e11
 TUNED_DIMS = (64, 128, 256, 512)
 TUNED_RATIOS = (1, 4, 8, 16)
 # Decode's rows are keyed by the query heads that share a KV head, and those of 32 and of 64 were tuned too: 128 of them
-# beside 16 would have eight times the queries, results and parts of rows of what they are compared with.
+# compared with 16 would have eight times the queries, results and parts of rows.
 TUNED_RATIOS_OF_DECODE = (*TUNED_RATIOS, 32, 64)
 
 BYTES_PER_ELEMENT = 2  # bfloat16
-# What a layer of one key takes on an H200, two launches in a graph: added to limits, or small shapes would all be far
+# The time of a layer of one key on an H200, two launches in a graph: added to limits, or all small shapes would be far
 # from theirs.
 LAUNCHES_US = 4.0
 
-# A shape is a cliff that is so many times further from its limit than its neighbour, or slower than the best peer.
+# A shape is a cliff if it is this many times further from its limit than its neighbour, or slower than the best peer.
 CLIFF = 1.5
 
 
 class Work(enum.Enum):
-    """What a step does."""
+    """The work of a step."""
 
     DECODE = "decode"
     EXTEND = "extend"
@@ -72,7 +72,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """That must be moved: keys that a token sees and their values, queries, results."""
+        """Bytes that must be moved: keys that a token sees and their values, queries, results."""
         rows = sum(
             min(kv_len, q_len + self.window_left) if self.is_windowed else kv_len
             for kv_len, q_len in zip(self.kv_len, self.q_len, strict=True)
@@ -82,30 +82,30 @@ class Shape:
 
     @property
     def powers(self) -> int:
-        """Of softmax: one for each query head of a pair of a token and a key that it sees, whatever the head dim."""
+        """Powers of softmax: one per query head and pair of a token and a key that it sees, for any head dim."""
         pairs = sum(self._pairs(kv_len, q_len) for kv_len, q_len in zip(self.kv_len, self.q_len, strict=True))
         return self.num_q_heads * pairs
 
     @property
     def flops(self) -> int:
-        """Of products with K and with V."""
+        """Operations of products with K and with V."""
         return 4 * self.head_dim * self.powers
 
     @property
     def is_windowed(self) -> bool:
-        """Whether tokens do not see all keys before them."""
+        """True if tokens do not see all keys before them."""
         return self.window_left != UNLIMITED_WINDOW
 
     def limit_us(self, *, bytes_per_s: float, flops_per_s: float) -> float:
-        """Microseconds that the slower one of memory and products takes, and the launches."""
+        """Returns microseconds of the slower one of memory and products, and of the launches."""
         return max(self.num_bytes / bytes_per_s, self.flops / flops_per_s) * 1e6 + LAUNCHES_US
 
     def powers_us(self, powers_per_s: float) -> float:
-        """Microseconds that its powers take by themselves, and the launches."""
+        """Returns microseconds of its powers alone, and of the launches."""
         return self.powers / powers_per_s * 1e6 + LAUNCHES_US
 
     def neighbour(self) -> Shape:
-        """The same step of the nearest tuned layout; the shape itself where that is one."""
+        """Returns the same step of the nearest tuned layout; the shape itself if that is one."""
         ratios = TUNED_RATIOS_OF_DECODE if self.work is Work.DECODE else TUNED_RATIOS
         dim, ratio = nearest(self.head_dim, TUNED_DIMS), nearest(self.gqa_ratio, ratios)
         return replace(self, head_dim=dim, num_q_heads=self.num_kv_heads * ratio)
@@ -126,12 +126,12 @@ class Shape:
 
 
 def nearest(value: int, choices: Iterable[int]) -> int:
-    """The choice that the fewest doublings or halvings are away; of two the larger one."""
+    """Returns the choice that the fewest doublings or halvings are away; the larger one of two."""
     return min(choices, key=lambda choice: (abs(math.log2(choice / value)), -choice))
 
 
 def random_shapes(count: int, seed: int) -> list[Shape]:
-    """The same shapes for a seed, whatever the count: of more there are more."""
+    """Returns the same shapes for a seed: a larger count only adds shapes."""
     return [_random_shape(random.Random(f"{seed}/{number}")) for number in range(count)]
 
 
@@ -154,7 +154,7 @@ def _random_shape(chooser: random.Random) -> Shape:
 
 
 def _cut_to_size(shape: Shape) -> Shape:
-    """Fewer sequences, then shorter ones, until neither the shape nor its neighbour takes too much."""
+    """Takes fewer sequences, then shorter ones, until neither the shape nor its neighbour exceeds the limits."""
     while any(_is_too_large(each) for each in (shape, shape.neighbour())):
         least = 3 if shape.work is Work.MIXED else 1
         if len(shape.kv_len) > least:
@@ -207,12 +207,12 @@ _LENGTHS = {Work.DECODE: _decodes, Work.EXTEND: _extends, Work.VERIFY: _verifies
 
 
 def _between(chooser: random.Random, low: int, high: int) -> int:
-    """As likely in each octave."""
+    """Draws a number with equal probability in each octave."""
     return round(math.exp(chooser.uniform(math.log(low), math.log(high))))
 
 
 def _ragged(chooser: random.Random, count: int, mean: int) -> list[int]:
-    """Lengths about a mean: alike, or up to ten times as short and twice as long."""
+    """Returns lengths about a mean: alike, or up to ten times as short and twice as long."""
     spread = chooser.choice((0.0, 0.0, 0.5, 0.9))
     return [max(2, round(mean * (1 + spread * chooser.uniform(-1, 1)))) for _ in range(count)]
 
@@ -223,13 +223,13 @@ def _span(lengths: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a shape took.
+    """The times of a shape.
 
     limit_us, neighbour_limit_us:   of bytes or of products, the slower one
-    peer_us:                        of the best peer that serves it; 0 where there is none
-    powers_us, neighbour_powers_us: of powers by themselves. Softmax takes one for a query head, a token and a key,
-                                    whatever the head dim: of heads of less than 48 elements they take longer than
-                                    products, and a limit that left them out would be one that no kernel can reach
+    peer_us:                        of the best peer that serves it; 0 if there is none
+    powers_us, neighbour_powers_us: of powers alone. Softmax takes one per query head, token and key, for any head dim:
+                                    with heads of less than 48 elements they take longer than products, and no kernel
+                                    could reach a limit without them
     """
 
     name: str
@@ -245,17 +245,17 @@ class Timed:
 
     @property
     def x_limit(self) -> float:
-        """How many times it takes what bytes, products or powers take, the slowest of them."""
+        """Its time relative to that of bytes, products or powers, the slowest of them."""
         return self.us / max(self.limit_us, self.powers_us)
 
     @property
     def neighbour_x_limit(self) -> float:
-        """The same of its neighbour."""
+        """The same for its neighbour."""
         return self.neighbour_us / max(self.neighbour_limit_us, self.neighbour_powers_us)
 
     @property
     def x_neighbour(self) -> float:
-        """How many times further from its limit it is than its neighbour."""
+        """Its distance from its limit relative to its neighbour's."""
         return self.x_limit / self.neighbour_x_limit
 
     @property
@@ -265,15 +265,15 @@ class Timed:
 
     @property
     def x_peer(self) -> float:
-        """Its time by the best peer's; 0 without one."""
+        """Its time relative to the best peer's; 0 without one."""
         return self.us / self.peer_us if self.peer_us else 0.0
 
     @property
     def is_cliff(self) -> bool:
-        """Whether it is too far from its neighbour, or from the best peer."""
+        """True if it is too far from its neighbour, or from the best peer."""
         return max(self.x_neighbour, self.x_peer) > CLIFF
 
 
 def worst(rows: Iterable[Timed], count: int) -> list[Timed]:
-    """The rows that are furthest from their neighbour or from the best peer, worst first."""
+    """Returns the rows that are furthest from their neighbour or from the best peer, worst first."""
     return sorted(rows, key=lambda row: (-max(row.x_neighbour, row.x_peer), row.name))[:count]

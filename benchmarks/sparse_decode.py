@@ -1,10 +1,10 @@
-"""What sparse attention costs in a decode step: index scores, top-k, attention over the selection, and all of them.
+"""The cost of sparse attention in a decode step: index scores, top-k, attention over the selection, and all of them.
 
     python -m benchmarks.sparse_decode --out benchmarks/results/sparse_decode_h200.json [--candidates]
 
-Each time stands beside its floor, a plain streaming read of the bytes that have to be read once: index keys and their
-factors, and the rows that are selected. With --candidates other tiles are timed too. Exits with 1, after writing the
-file, if a result is wrong or the first case takes longer than it may.
+Each time is reported with its floor, a plain streaming read of the bytes that have to be read once: index keys and
+their scales, and the selected rows. With --candidates other tiles are timed too. Exits with 1, after writing the file,
+if a result is wrong or the first case takes longer than allowed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _DEVICE = torch.device("cuda", 0)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """So many sequences of one length, one new token each. heads: query heads, KV heads; dims: head_dim, v_head_dim."""
+    """num_seqs sequences of one length, one new token each. heads: query, KV heads; dims: head_dim, v_head_dim."""
 
     name: str
     num_seqs: int
@@ -66,17 +66,17 @@ class Case:
 
     @property
     def selected(self) -> int:
-        """Tokens that a sequence's new token attends."""
+        """Tokens that a sequence's new token attends to."""
         return min(self.indexing.top * self.indexing.unit_tokens, self.kv_len)
 
     @property
     def index_bytes(self) -> int:
-        """Index keys of 128 codes, and a factor each."""
+        """Index keys of 128 codes, with a scale each."""
         return self.num_seqs * (self.kv_len // self.indexing.key_tokens) * (128 + 4)
 
     @property
     def row_bytes(self) -> int:
-        """Selected rows; every KV head has a selection of its own, or shares it."""
+        """Selected rows; every KV head has its own selection, or shares it."""
         is_latent = self.heads[1] == 1 and self.dims[0] > self.dims[1]
         elements = self.dims[0] if is_latent else sum(self.dims) * self.heads[1]
         return self.num_seqs * self.selected * elements * 2
@@ -172,7 +172,7 @@ def prepared(case: Case) -> Prepared:
 
 
 def pieces(made: Prepared, tiles: IndexTiles, selected: SelectedTiles) -> dict[str, tuple[Callable[[], None], int]]:
-    """What is timed, and the bytes that it has to read."""
+    """Returns the timed parts, and the bytes that each has to read."""
     case, indexing = made.case, made.case.indexing
     units = torch.cuda.get_device_properties(_DEVICE).multi_processor_count
     cut = top_k_cut(indexing.max_units(case.kv_len), indexing)
@@ -205,7 +205,7 @@ def pieces(made: Prepared, tiles: IndexTiles, selected: SelectedTiles) -> dict[s
 
 
 def microseconds(run: Callable[[], None]) -> float:
-    """The median time of a graph of one run."""
+    """Returns the median time of a graph of one run."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -216,7 +216,7 @@ def microseconds(run: Callable[[], None]) -> float:
 
 
 def floor_us(num_bytes: int) -> float:
-    """A plain read of so many bytes. What fits the L2 lies there, as it does for the kernels of such a case."""
+    """Returns the time of a plain read. Data that fit the L2 lie there, as for the kernels of such a case."""
     if num_bytes == 0:
         return 0.0
     memory, out = torch.zeros(-(-num_bytes // 4), device=_DEVICE), torch.empty((), device=_DEVICE)
@@ -228,7 +228,7 @@ def floor_us(num_bytes: int) -> float:
 
 
 def error_of(made: Prepared, tiles: IndexTiles, selected: SelectedTiles) -> float:
-    """The worst relative error of the first token: scores that were chosen wrongly, and its output."""
+    """Returns the worst relative error of the first token: wrongly chosen scores, and its output."""
     everything, _ = pieces(made, tiles, selected)["all"]
     everything()
     case, args = made.case, made.attention
@@ -252,7 +252,7 @@ def error_of(made: Prepared, tiles: IndexTiles, selected: SelectedTiles) -> floa
 
 
 def rows_of(case: Case, arch: str, *, candidates: bool) -> list[dict[str, Any]]:
-    """Times of a case: with the tiles of the table, then with candidates."""
+    """Returns times of a case: with the tiles of the table, then with candidates."""
     made = prepared(case)
     tiles = index_tiles(arch, heads=case.index_heads, dim=128, key_dtype=torch.float8_e4m3fn, coded_q=case.coded_q)
     selected = selected_tiles(
@@ -281,7 +281,7 @@ def rows_of(case: Case, arch: str, *, candidates: bool) -> list[dict[str, Any]]:
 
 
 def _timed(made: Prepared, piece: str, tiles: IndexTiles, selected: SelectedTiles) -> dict[str, Any]:
-    """A candidate's time, or why it has none."""
+    """Returns a candidate's time, or the reason why it has none."""
     what = asdict(tiles if piece == "scores" else selected)
     try:
         run, _ = pieces(made, tiles, selected)[piece]
@@ -291,7 +291,7 @@ def _timed(made: Prepared, piece: str, tiles: IndexTiles, selected: SelectedTile
 
 
 def main() -> None:
-    """Measure, print, and write the result."""
+    """Measures, prints, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--candidates", action="store_true")

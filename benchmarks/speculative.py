@@ -1,10 +1,10 @@
-"""What attention of verify steps and of draft steps costs by mask, beside the same step without one and a plain read.
+"""The cost of attention in verify and draft steps by mask, compared with unmasked steps and a plain read.
 
     python -m benchmarks.speculative --out benchmarks/results/speculative_h200.json
 
 A verify step has a tree of drafts in each sequence; draft step i of K branches has K new tokens and i * K before them
 in the mask. Times are of one layer in a graph, its schedule built in it. floor: a streaming read of K and V. Exits with
-1, after writing the file, if a result is wrong or a case takes longer than it may.
+1, after writing the file, if a result is wrong or a case takes longer than allowed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Case:
     """A layer of a step of num_seqs sequences with q_len new tokens each, the last of kv_len.
 
     nodes_before: keys before the new ones that the mask covers
-    times_plain:  of the step without a mask that it may take at most; 0: any
-    times_floor:  of the floor, likewise
+    times_plain:  most time allowed, relative to the step without a mask; 0: any
+    times_floor:  the same, relative to the floor
     """
 
     name: str
@@ -92,7 +92,7 @@ class Made:
 
 
 def made(case: Case) -> Made:
-    """Random pages in random order, and random trees."""
+    """Returns random pages in random order, and random trees."""
     generator = torch.Generator(_DEVICE).manual_seed(0)
     problem, num_tokens = case.problem, case.num_seqs * case.q_len
     num_pages = case.num_seqs * (case.kv_len // problem.page_size) + 1
@@ -129,7 +129,7 @@ def made(case: Case) -> Made:
 
 
 def time_of(prepared: Prepared) -> float:
-    """Microseconds of schedule and layer."""
+    """Returns microseconds of schedule and layer."""
 
     def run() -> None:
         prepared.build_schedule()
@@ -139,7 +139,7 @@ def time_of(prepared: Prepared) -> float:
 
 
 def error_of(it: Made) -> float:
-    """Of the first and the last sequence, against float32."""
+    """Returns the largest error of the first and the last sequence, against float32."""
     it.masked.build_schedule()
     it.masked.attend()
     case, args = it.case, it.masked.args
@@ -156,7 +156,7 @@ def error_of(it: Made) -> float:
 
 
 def _read(it: Made, seq: int) -> tuple[Tensor, Tensor]:
-    """K and V of a sequence's pages."""
+    """Returns K and V of a sequence's pages."""
     k, v = it.masked.args.pages.read(it.masked.step.table[seq].long())
     return k, v
 
@@ -175,7 +175,7 @@ def _visible(it: Made, seq: int) -> Tensor:
 
 
 def row_of(case: Case) -> dict[str, Any]:
-    """Times of a case, and how far off its result is."""
+    """Returns times of a case, and the error of its result."""
     it = made(case)
     error, floor = error_of(it), floor_us(case.read_bytes)
     masked, plain = time_of(it.masked), time_of(it.plain)
@@ -194,7 +194,7 @@ def row_of(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write the result."""
+    """Measures, prints, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--case", type=int, action="append", help="the place of a case in the list; not given: all")

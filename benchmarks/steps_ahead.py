@@ -36,7 +36,7 @@ from rocm_attn.step.protocols import Steps
 NUM_SEQS, PROMPT, NEW_TOKENS = 64, 32, 160
 SKIPPED = 20  # the first steps: prompts, and the capture
 MOST_IDLE = 0.01
-# Its steps are shorter than what the host does for one, so its GPU is idle either way: it shows the host's time.
+# Its steps are shorter than the host's work for one, so its GPU is idle either way: it shows the host's time.
 BOUND_BY_THE_HOST = "2 layers of 1024"
 MODELS = {
     "SmolLM2-135M's sizes": model_of((9, 3, 64), 576, 1536, 49152, 30, 1024),
@@ -55,20 +55,20 @@ class Marked:
     ended: list[torch.Event] = field(default_factory=list)
 
     def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> torch.Tensor:
-        """As Steps.run."""
+        """Does the same as `Steps.run`."""
         self.begun.append(event())
         return self.steps.run(batch, pad_to)
 
 
 def event() -> torch.Event:
-    """One on the current stream, now."""
+    """Returns an event that is recorded on the current stream now."""
     made = torch.Event("cuda", enable_timing=True)
     made.record()
     return made
 
 
 def mark(engine: Engine) -> Marked:
-    """Put marks around the steps of an engine."""
+    """Puts marks around the steps of an engine."""
     marked = Marked(engine._steps)
     pick = engine._picker.pick
 
@@ -85,7 +85,7 @@ def mark(engine: Engine) -> Marked:
 def measure(
     loaded: LoadedModel, sampling: tuple[float, float] | None, steps_ahead: int
 ) -> tuple[dict[str, float | int], list[tuple[int, ...]]]:
-    """Figures of the decode steps, and all tokens."""
+    """Returns figures of the decode steps, and all tokens."""
     engine = Engine(
         loaded,
         EngineOptions(
@@ -123,13 +123,13 @@ def measure(
 
 
 def loaded_model(config: ModelConfig, device: torch.device) -> LoadedModel:
-    """Random weights in bfloat16."""
+    """Returns a model with random weights in bfloat16."""
     weights = load_weights(RandomOnDevice(config, device), config, dtype=torch.bfloat16, device=device)
     return LoadedModel(config, weights, None, ONE_RANK)
 
 
 def python_us() -> float:
-    """The time of a fixed loop of Python: how fast this host is."""
+    """Returns the time of a fixed loop of Python: the speed of this host."""
     best = float("inf")
     for _ in range(20):
         before = time.perf_counter()

@@ -24,20 +24,20 @@ from typing import Any
 
 from rocm_attn.bench.machine import commit
 
-# Of the harness's adapters.
+# Names of the harness's adapters.
 OURS, WITHOUT_PAGES = "own", "-contig"
-# Relative to float32; beyond it the harness itself lets no time count.
+# Relative to float32; beyond it the harness itself rejects the time.
 MOST_ERROR = 2e-2
 CEILINGS = ("copy_GBs", "read_GBs", "mma_TFs", "graph_launch_us")
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one raw file holds.
+    """The contents of one raw file.
 
     ceilings: of the GPU, measured in it
-    timed:    (case, adapter) -> what was right and has a time
-    missing:  adapters that could not be loaded, and why; None where the file does not say
+    timed:    (case, adapter) -> the record of a correct result with a time
+    missing:  adapters that could not be loaded, and why; None if the file does not say
     """
 
     ceilings: dict[str, Any]
@@ -46,7 +46,7 @@ class Pass:
 
     @classmethod
     def of(cls, text: str) -> Pass:
-        """Of a file's lines. Raises SystemExit where this library was wrong."""
+        """Reads a file's lines. Raises SystemExit if this library was wrong."""
         records = [json.loads(line) for line in text.splitlines()]
         # A case that an adapter refuses has a result without a time.
         timed = {(each["case"], each["ad"]): each for each in records if each["t"] == "res" and "us" in each}
@@ -59,12 +59,12 @@ class Pass:
 
 
 def is_right(record: dict[str, Any]) -> bool:
-    """Whether a result is near enough to float32, eagerly and as the graph has left it; NaN is not."""
+    """True if a result is near enough to float32, eagerly and after the graph; NaN is not."""
     return bool(record["err"] < MOST_ERROR and record["err_graph_path"] < MOST_ERROR)
 
 
 def main() -> None:
-    """Read, combine, write."""
+    """Reads, combines and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--harness", required=True, type=Path)
     parser.add_argument("--raw", required=True, type=Path, nargs="+")
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def summary(passes: Sequence[Pass], cases: dict[str, Any]) -> dict[str, Any]:
-    """The result file. cases: by name"""
+    """Returns the result file. cases: by name"""
     first = passes[0].ceilings
     ours = [name for name in cases if all((name, OURS) in each.timed for each in passes)]
     return {
@@ -123,13 +123,13 @@ def row(case: Any, passes: Sequence[Pass]) -> dict[str, Any]:
 
 
 def missing_of(passes: Sequence[Pass]) -> list[str] | None:
-    """Adapters that a pass lacked; None where one does not say."""
+    """Returns the adapters that a pass lacked; None if one does not say."""
     found = [each.missing for each in passes if each.missing is not None]
     return sorted({name for each in found for name in each}) if len(found) == len(passes) else None
 
 
 def peers_of(case: str, passes: Sequence[Pass]) -> dict[str, float]:
-    """Microseconds of every other adapter that was right in each pass."""
+    """Returns microseconds of every other adapter that was right in each pass."""
     names = sorted({name for each in passes for timed, name in each.timed if timed == case and name != OURS})
     return {
         name: round(mean(each.timed[case, name]["us"] for each in passes), 1)
@@ -139,7 +139,7 @@ def peers_of(case: str, passes: Sequence[Pass]) -> dict[str, float]:
 
 
 def read_us(num_bytes: int, curve: list[tuple[int, float]]) -> float:
-    """Microseconds of a streaming read, interpolated between measured sizes."""
+    """Returns microseconds of a streaming read, interpolated between measured sizes."""
     if num_bytes <= curve[0][0]:
         return curve[0][1]
     for (small, fast), (large, slow) in pairwise(curve):

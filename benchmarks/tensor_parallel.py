@@ -1,13 +1,13 @@
-"""Tensor parallelism: right first, then the time of a decode step on 1, 2 and 4 ranks, and where it goes.
+"""Tensor parallelism: correctness first, then the time of a decode step on 1, 2 and 4 ranks, and of its parts.
 
 python -m benchmarks.tensor_parallel --out benchmarks/results/tensor_parallel_h200.json
 
-A rank is a process with a GPU of its own. Greedy tokens of a small model in float32 must be those of one rank; logits
-of a model of Llama-3.1-8B's sizes in bfloat16 must stay as near to those in float32 as tests/amd/tolerances.py asks.
-Then, for graphed decode steps of that model: the step, and each of its parts alone in a graph of its own: the matrix
-products over every layer's weights, attention over every layer's pages with the fill before it, and NCCL's sums. What
-is left is the rest: norms, rotations, gates, residuals, the embedding. Exits with 1, after writing the file, if
-something is not right or the rest takes more than 40 us a layer.
+A rank is a process with its own GPU. Greedy tokens of a small model in float32 must be those of one rank; logits of a
+model of Llama-3.1-8B's sizes in bfloat16 must be as near to those in float32 as tests/amd/tolerances.py requires. Then,
+for graphed decode steps of that model: the step, and each of its parts alone in a separate graph: the matrix products
+over every layer's weights, attention over every layer's pages with the fill before it, and NCCL's sums. The remainder
+is the rest: norms, rotations, gates, residuals, the embedding. Exits with 1, after writing the file, if something is
+wrong or the rest takes more than 40 us per layer.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from tests.amd.tolerances import LOGITS
 
 PAGE_SIZE = 16
 DECODES = ((1, 1024), (8, 1024), (64, 1024), (256, 1024))  # sequences, tokens of each
-ALLOWED_REST_US = 40.0  # a layer
-ROUNDS, STEPS = 7, 10  # medians of rounds of so many steps in a row
+ALLOWED_REST_US = 40.0  # per layer
+ROUNDS, STEPS = 7, 10  # medians of rounds of STEPS steps in a row
 
 
 def model_of(
@@ -86,7 +86,7 @@ LLAMA_8B = model_of((32, 8, 128), 4096, 14336, 128256, 32, 4096)
 
 
 class RandomOnDevice:
-    """A TensorSource whose tensors follow from their names, in values that bfloat16 holds."""
+    """A TensorSource whose tensors depend on their names, in values that bfloat16 represents."""
 
     name = "random tensors"
 
@@ -101,7 +101,7 @@ class RandomOnDevice:
         if "norm" in name:
             return torch.ones(shape, device=self._device)[where]
         random = torch.Generator(self._device).manual_seed(crc32(name.encode()))
-        # Products keep the size of what goes in, and the embedding is a unit's size.
+        # Products keep the size of their inputs, and the embedding has size one.
         size = 1.0 if "embed" in name else shape[-1] ** -0.5
         values = torch.randn(shape, generator=random, device=self._device, dtype=torch.float32)
         return (values * size).to(torch.bfloat16)[where]
@@ -131,7 +131,7 @@ class Served:
         self.rows = np.empty(0, np.int32)
 
     def captured(self, forward: Callable[[Part], Tensor]) -> StepRunner[Tensor]:
-        """A runner with its graph, which is checked on pages that no request has yet."""
+        """Returns a runner with its graph, which is checked on pages that no request has yet."""
         runner = StepRunner(self.runtime, forward, recorder_for(self.runtime.device))
         report = runner.capture_all()
         if report.graphs_off or report.skipped:
@@ -139,18 +139,18 @@ class Served:
         return runner
 
     def admit(self) -> None:
-        """As many requests as there is room for."""
+        """Admits as many requests as there is room for."""
         self.rows = np.array([self.runtime.table.admit() for _ in range(self.runtime.table.num_free_rows)], np.int32)
 
     def run(self, kv_len: int, tokens: Tensor) -> Tensor:
-        """Logits of a step: tokens [num_seqs, new], the last ones of kv_len each."""
+        """Returns logits of a step: tokens [num_seqs, new], the last ones of kv_len each."""
         lengths = np.full(len(self.rows), kv_len, np.int32)
         self.runtime.table.reserve_all(self.rows, lengths)
         q_len = np.full(len(self.rows), tokens.shape[1], np.int32)
         return self.runner.run(StepBatch(self.rows, lengths, q_len, tokens.flatten().int().numpy()))
 
     def filled_step(self, kv_len: int) -> StepBatch:
-        """A decode step over K and V that are random."""
+        """Returns a decode step over random K and V."""
         for layer in range(self.config.num_layers):
             pages = self.runtime.pool.layer(layer)
             pages.k[1:].normal_()
@@ -163,7 +163,7 @@ class Served:
 
 
 def greedy_tokens(config: ModelConfig, ranks: Ranks, device: torch.device, provider: str) -> list[list[int]]:
-    """Of 8 prompts, in float32."""
+    """Returns the greedy tokens of 8 prompts, in float32."""
     weights = load_weights(
         RandomOnDevice(config, device), config, dtype=torch.float32, device=device, shard=ranks.shard
     )
@@ -199,13 +199,13 @@ def _prompts(config: ModelConfig, num_tokens: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Times what runs on a device."""
+    """Times runs on a device."""
 
     device: torch.device
     meet: Callable[[], object]
 
     def us(self, run: Callable[[], object], times: int = STEPS) -> float:
-        """Microseconds of one run: the median of rounds of so many in a row, which all ranks begin together."""
+        """Returns microseconds of one run: the median of rounds of `times` runs, which all ranks begin together."""
         for _ in range(3):
             run()
         rounds = []
@@ -227,7 +227,7 @@ class Clock:
 
 
 def decode_row(served: Served, ranks: Ranks, clock: Clock, num_seqs: int, kv_len: int) -> dict[str, Any]:
-    """Microseconds of a decode step and of its parts."""
+    """Returns microseconds of a decode step and of its parts."""
     attention = served.captured(attention_alone(served, num_seqs))
     served.admit()
     batch, weights, num_layers = served.filled_step(kv_len), served.model.weights, served.config.num_layers
@@ -256,7 +256,7 @@ def _graph(body: Callable[[], Tensor], device: torch.device) -> Callable[[], obj
 
 
 def attention_alone(served: Served, num_seqs: int) -> Callable[[Part], Tensor]:
-    """A forward of attention alone, of q, k and v that are always the same."""
+    """Returns a forward of attention alone, with constant q, k and v."""
     heads = served.config.layers[0].attention
     parts = [heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads]
     device, dtype = served.runtime.device, served.model.weights.dtype
@@ -289,7 +289,7 @@ def products(weights: ModelWeights, num_seqs: int) -> Callable[[], Tensor]:
 
 
 def _matrices(layer: LayerWeights) -> tuple[Tensor, ...]:
-    """Of a layer with heads and a dense MLP."""
+    """The matrices of a layer with heads and a dense MLP."""
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(attention, HeadWeights)
     assert isinstance(mlp, DenseWeights)
@@ -316,7 +316,7 @@ def gather(weights: ModelWeights, ranks: Ranks, num_seqs: int) -> Callable[[], T
 
 
 def on_rank(rank: int, num_ranks: int, folder: Path, is_tiny: bool, device_type: str) -> dict[str, Any]:
-    """Everything that one number of ranks shows; the same on each of them, but for times."""
+    """Returns all results of one number of ranks; the same on each of them, except times."""
     device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", rank)
     ranks, meet = _joined(rank, num_ranks, folder, device)
     big = model_of((9, 3, 16), 96, 128, 517, 2, 128) if is_tiny else LLAMA_8B
@@ -348,7 +348,7 @@ def on_rank(rank: int, num_ranks: int, folder: Path, is_tiny: bool, device_type:
 
 
 def give_memory_back(device: torch.device) -> None:
-    """Of models before, whose graphs and functions hold each other."""
+    """Frees the memory of previous models, whose graphs and functions refer to each other."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -375,7 +375,7 @@ def _send(pipe: Any, *arguments: Any) -> None:
 
 
 def of_ranks(num_ranks: int, folder: Path, is_tiny: bool, device_type: str) -> dict[str, Any]:
-    """What rank 0 gives. Raises RuntimeError where a rank ends without an answer, or tokens differ between ranks."""
+    """Returns rank 0's result. Raises RuntimeError if a rank ends without an answer, or tokens differ between ranks."""
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
     for rank in range(num_ranks):
@@ -439,7 +439,7 @@ def main() -> None:
 
 
 def _wrong(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is not as it should be, in sentences."""
+    """Returns the faults, in sentences."""
     bound, wrong = LOGITS[torch.bfloat16], []
     for result in results:
         ranks = f"{result['ranks']} ranks"

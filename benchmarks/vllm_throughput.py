@@ -1,21 +1,21 @@
-"""vLLM with our attention backend and with another one: tokens a second, and whether the text is the same.
+"""vLLM with our attention backend and with another one: tokens per second, and whether the text is the same.
 
 python -m benchmarks.vllm_throughput --model smollm2 --dtype float32 --out benchmarks/results/vllm_h200.json
 
-Each backend runs in a process of its own, once for each cudagraph mode: vLLM keeps one engine a process. --at-once of
+Each backend runs in a separate process, once for each cudagraph mode: vLLM keeps one engine per process. --at-once of
 them are made ready together, and then generate in turn, --turns times, so that nothing else runs on the device. All of
 them hold their weights and --kv-gib of KV cache meanwhile.
 
 In a turn a process generates the workloads named below, each of them first with a part of its requests and a few new
 tokens, to warm up. tokens_per_s counts new tokens from the first prompt to the last token. decode_tokens_per_s counts
 those that came after each request had its first one. Both are medians of the turns. Float32 text must be the same token
-for token; of two-byte dtypes the share of equal requests is written beside the speed, and is no verdict. A process that
-fails costs its own mode alone: what it said is printed in full.
+for token; for two-byte dtypes the share of equal requests is reported with the speed, without a verdict. A process that
+fails affects only its own mode: its output is printed in full.
 
-Triton multiplies float32 numbers in TF32 where a kernel does not say otherwise, as TRITON_ATTN's does not. Text of such
+Triton multiplies float32 numbers in TF32 unless a kernel specifies otherwise, and TRITON_ATTN's does not. Text of such
 a model is compared with TRITON_F32_DEFAULT=ieee.
 
-Where --model names a folder with config.json alone, --dummy gives it random weights.
+If --model names a folder with config.json alone, --dummy gives it random weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rocm_attn.bench.machine import describe_machine, version_of
 
 OURS = "CUSTOM"
 MODES = ("eager", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-# What a process writes when its engine is ready, and after each turn.
+# A process writes this when its engine is ready, and after each turn.
 _READY = "ready"
 _WARM_UP_TOKENS, _WARM_UP_PART = 8, 4
 
@@ -71,7 +71,7 @@ class EngineProcess:
     def __init__(self, backend: str, mode: str, arguments: Sequence[str]) -> None:
         self.backend, self.mode = backend, mode
         own, its = os.pipe()
-        # A file holds answers of any length; what is written to a full pipe waits for a reader.
+        # A file holds answers of any length; a write to a full pipe would wait for a reader.
         self._folder = tempfile.TemporaryDirectory()
         self._answer = Path(self._folder.name) / "answer.json"
         command = [sys.executable, "-m", "benchmarks.vllm_throughput", *arguments]
@@ -85,7 +85,7 @@ class EngineProcess:
             "HF_HUB_OFFLINE": "1",
             "TRITON_F32_DEFAULT": "ieee",
         }
-        # Not a pipe: nothing is read of it before the end, and a full one would stop the process.
+        # Not a pipe: it is not read before the end, and a full pipe would stop the process.
         self._log = (Path(self._folder.name) / "log").open("w+")
         self._process = subprocess.Popen(
             command,
@@ -100,11 +100,11 @@ class EngineProcess:
         self._ready = os.fdopen(own)
 
     def is_ready(self) -> bool:
-        """Wait until its engine is made, or until its turn is over. False: the process has failed."""
+        """Waits until its engine is made, or until its turn is over. False: the process has failed."""
         return self._ready.readline().strip() == _READY
 
     def take_turn(self) -> None:
-        """Let it generate once, and wait. A process that has failed does nothing."""
+        """Lets it generate once, and waits. A process that has failed does nothing."""
         assert self._process.stdin is not None
         try:
             print("go", file=self._process.stdin, flush=True)
@@ -113,7 +113,7 @@ class EngineProcess:
         self.is_ready()
 
     def generated(self) -> dict[str, Any]:
-        """Wait for its end. Of each workload: what timed() says, of all turns
+        """Waits for its end. Returns the results of timed() for each workload, over all turns.
 
         Empty if the process has failed.
         """
@@ -123,13 +123,13 @@ class EngineProcess:
         return found
 
     def said(self) -> str:
-        """All that it has logged, after it has ended."""
+        """Returns its whole log, after it has ended."""
         self._log.seek(0)
         return self._log.read()
 
 
 def main() -> None:
-    """Run every backend and mode, compare, and write the result."""
+    """Runs every backend and mode, compares, and writes the result."""
     args = parse_args()
     if args.run:
         generate(args)
@@ -158,11 +158,11 @@ def main() -> None:
 
 
 def in_turn(runs: Sequence[tuple[str, str]], turns: int) -> dict[tuple[str, str], dict[str, Any]]:
-    """What each backend and mode generates: all engines are made at once, and generate one after the other."""
+    """Returns each backend's and mode's results: all engines are made at once, and generate one after the other."""
     processes = [EngineProcess(*run, sys.argv[1:]) for run in runs]
     ready = [process.is_ready() for process in processes]
     for turn in range(turns):
-        # Who is first in one turn is last in the next.
+        # The first in one turn is the last in the next.
         for process in processes if turn % 2 == 0 else processes[::-1]:
             process.take_turn()
     found = {}
@@ -177,7 +177,7 @@ def in_turn(runs: Sequence[tuple[str, str]], turns: int) -> dict[tuple[str, str]
 
 
 def compared(found: Mapping[tuple[str, str], Mapping[str, Any]], mode: str, against: str) -> list[dict[str, Any]]:
-    """A row for each workload of a mode that both backends have generated."""
+    """Returns a row for each workload of a mode that both backends have generated."""
     ours, theirs = found.get((OURS, mode)), found.get((against, mode))
     if not ours or not theirs:
         return []
@@ -194,7 +194,7 @@ def compared(found: Mapping[tuple[str, str], Mapping[str, Any]], mode: str, agai
 
 
 def generate(args: argparse.Namespace) -> None:
-    """In a process of its own: make an engine, wait for the turn, and answer what the workloads gave."""
+    """Runs in a separate process: makes an engine, waits for the turn, and returns the results of the workloads."""
     from vllm import LLM
 
     from rocm_attn.integrations.vllm import register
@@ -230,7 +230,7 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def one_turn(engine: Any, asked: Sequence[Workload], vocabulary: int) -> dict[str, dict[str, Any]]:
-    """What timed() says of each workload."""
+    """Returns the results of timed() for each workload."""
     found = {}
     for workload in asked:
         prompts = prompts_of(workload, vocabulary)
@@ -241,7 +241,7 @@ def one_turn(engine: Any, asked: Sequence[Workload], vocabulary: int) -> dict[st
 
 
 def of_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A workload's medians, its slowest and fastest turn, and the tokens of the first one."""
+    """Returns a workload's medians, its slowest and fastest turn, and the tokens of the first one."""
     speeds = {name: [turn[name] for turn in turns] for name in ("tokens_per_s", "decode_tokens_per_s")}
     spread = {f"{name}_of_turns": [min(each), max(each)] for name, each in speeds.items()}
     medians = {name: round(statistics.median(each), 1) for name, each in speeds.items()}
@@ -249,7 +249,7 @@ def of_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def timed(engine: Any, prompts: Sequence[dict[str, list[int]]], new: Sequence[int]) -> dict[str, Any]:
-    """Generate new[i] tokens after prompt i, all at once: tokens_per_s, decode_tokens_per_s and tokens."""
+    """Generates new[i] tokens after prompt i, all at once: tokens_per_s, decode_tokens_per_s and tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -279,7 +279,7 @@ def timed(engine: Any, prompts: Sequence[dict[str, list[int]]], new: Sequence[in
 
 
 def prompts_of(workload: Workload, vocabulary: int) -> list[dict[str, list[int]]]:
-    """Random tokens, the same in every process."""
+    """Returns random tokens, the same in every process."""
     draw = random.Random(0)
     return [{"prompt_token_ids": [draw.randrange(3, vocabulary) for _ in range(n)]} for n in workload.prompts]
 

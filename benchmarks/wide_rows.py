@@ -1,11 +1,11 @@
-"""Rows of up to 512 elements, and what a layer does to its rows around attention: right on this GPU, and how fast.
+"""Rows of up to 512 elements, and a layer's work on its rows around attention: correctness on this GPU, and speed.
 
     python -m benchmarks.wide_rows --out benchmarks/results/wide_rows_h200.json [--tiles]
 
-Processes side by side compile the kernels and compare; then one measures. Errors are against torch's kernels in float32
-over the same pages. "limit" is the time to copy half of the bytes that
-must be read, or that of the products at the speed of a large one, whichever is longer. --tiles also times other tiles
-for rows of 512 than those in use. Exits with 1, after writing the file, if something is wrong or slower than it may be.
+Processes in parallel compile the kernels and compare; then one measures. Errors are against torch's kernels in float32
+over the same pages. "limit" is the time to copy half of the bytes that must be read, or that of the products at the
+speed of a large one, whichever is longer. --tiles also times other tiles for rows of 512 than those in use. Exits with
+1, after writing the file, if something is wrong or slower than allowed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rocm_attn.providers.triton import TRITON, TritonDecode, TritonExtend
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda", 0)
-# Of bfloat16 results against float32 ones of the same bfloat16 inputs, as a part of the largest.
+# Error of bfloat16 results against float32 ones of the same bfloat16 inputs, relative to the largest.
 LARGEST_ERROR = 1e-2
 # Query heads for each of two KV heads, and dims.
 SHAPES = (
@@ -74,7 +74,7 @@ TIMED = (
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a layer does around its attention, of models as published. turned: elements; normed: whether q and k are"""
+    """A published model's work around attention in a layer. turned: elements; normed: whether q and k are"""
 
     name: str
     problem: Problem
@@ -89,12 +89,12 @@ LAYERS = (
     Layer("gemma 4, rows of 512", GEMMA_4, 512, True),
 )
 TOKENS = 64, 2048
-# How much longer the fused store may take into eight-bit pages than into bfloat16 ones.
+# The fused store may take this much longer into eight-bit pages than into bfloat16 ones.
 CODED_ALLOWED = 1.1
 
 
 def main() -> None:
-    """Measure, print, and write the result."""
+    """Measures, prints, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiles", action="store_true", help="time other tiles for rows of 512 too")
@@ -102,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     work = list(itertools.product(LAYERS, TOKENS))
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        # What the first two give is measured again below, by a process alone.
+        # The results of the first two are measured again below, by one process alone.
         steps_made, rows_made = pool.starmap_async(_step_us, TIMED, 1), pool.starmap_async(_row_work, work, 1)
         errors = dict(pool.starmap(_error, itertools.product(SHAPES, CHECKED), 1))
         steps_made.get()
@@ -135,7 +135,7 @@ def _kernel(problem: Problem, batch: Batch, provider: str) -> BoundKernel:
 
 
 def _error(shape: tuple[int, tuple[int, int]], batch: Batch) -> tuple[str, float]:
-    """A step's name, and its error as a part of the largest number."""
+    """Returns a step's name, and its error relative to the largest number."""
     ratio, dims = shape
     problem = problem_of((2 * ratio, 2), dims)
     found = LayerGraph.capture(problem, _kernel(problem, batch, "triton"), batch)
@@ -149,7 +149,7 @@ def _error(shape: tuple[int, tuple[int, int]], batch: Batch) -> tuple[str, float
 
 
 def _ceilings() -> dict[str, float]:
-    """Bytes and operations a second: of a sum over 4 GiB, and of a product of 8192^3 in bfloat16."""
+    """Bytes and operations per second: of a sum over 4 GiB, and of a product of 8192^3 in bfloat16."""
     source, total = torch.zeros(1 << 30, device=CUDA), torch.empty((), device=CUDA)
     left = torch.randn(8192, 8192, device=CUDA, dtype=BF16)
     read_us, product_us = _times([lambda: torch.sum(source, 0, out=total), lambda: left @ left], repeats=2)
@@ -157,7 +157,7 @@ def _ceilings() -> dict[str, float]:
 
 
 def _step_us(name: str, problem: Problem, batch: Batch) -> float:
-    """Microseconds of a step of TIMED."""
+    """Returns microseconds of a step of TIMED."""
     (us,) = medians_in_turn([LayerGraph.capture(problem, _kernel(problem, batch, "triton"), batch)])
     return us
 
@@ -177,7 +177,7 @@ def _limit(problem: Problem, batch: Batch, ceilings: dict[str, float]) -> float:
 
 
 def _row_work(layer: Layer, num_tokens: int) -> tuple[str, dict[str, float]]:
-    """Its name; microseconds of the fused store, of its parts as own launches, and of a gate after attention."""
+    """Its name; microseconds of the fused store, of its parts as separate launches, and of a gate after attention."""
     problem = layer.problem
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -219,7 +219,7 @@ def _row_work(layer: Layer, num_tokens: int) -> tuple[str, dict[str, float]]:
 
 
 def _row_error(given: Projected, tokens: TokenPlaces, work: QkvWork) -> float:
-    """Of q_out against the twin's, as a part of the largest number."""
+    """Returns the error of q_out against the twin's, relative to the largest number."""
     want = torch.empty_like(given.q)
     TORCH.ops().rope_queries(given.q, want, tokens.positions, work)
     TRITON.ops().rope_queries(given.q, given.q_out, tokens.positions, work)
@@ -231,14 +231,14 @@ def _normed(x: Tensor, norm: RowNorm | None) -> Tensor:
 
 
 def _turned(x: Tensor, positions: Tensor, rope: RopeTable) -> Tensor:
-    """As a model in torch has it."""
+    """Rotates as a model in torch does."""
     cos, sin = rope.cos_sin.index_select(0, positions).to(x.dtype)[:, None].chunk(2, 2)
     near, far = x[..., : rope.dim].chunk(2, 2)
     return torch.cat((near * cos - far * sin, far * cos + near * sin, x[..., rope.dim :]), 2)
 
 
 def _times(calls: list[Callable[[], object]], repeats: int = 32) -> list[float]:
-    """Microseconds of each call in a graph of many, medians of rounds in which they take turns."""
+    """Returns microseconds of each call in a graph of many, medians of rounds in which they take turns."""
     graphs = []
     for call in calls:
         call()
@@ -253,7 +253,7 @@ def _times(calls: list[Callable[[], object]], repeats: int = 32) -> list[float]:
 
 
 def _other_tiles() -> Iterator[dict[str, object]]:
-    """Microseconds of rows of 512 by tiles that compile without spills."""
+    """Yields microseconds of rows of 512 by tiles that compile without spills."""
     decodes = [
         DecodeTiles(key_block, 8, stages, programs, transposed)
         for key_block, stages, programs, transposed in (
@@ -275,7 +275,7 @@ def _other_tiles() -> Iterator[dict[str, object]]:
         for tiles in decodes if isinstance(bound, TritonDecode) else extends:
             try:
                 (us,) = medians_in_turn([LayerGraph.capture(problem, _with_tiles(bound, tiles), batch)])
-            except (RuntimeError, ValueError) as error:  # what does not fit a GPU
+            except (RuntimeError, ValueError) as error:  # it does not fit a GPU
                 yield {"name": name, "tiles": str(tiles), "error": str(error)[:80]}
             else:
                 yield {"name": name, "tiles": str(tiles), "us": us}

@@ -1,8 +1,8 @@
 """Compiles the variants of AITER's batch prefill that the provider calls, into the checkout in the working directory.
 
 AITER compiles them at the first call that needs them, and PREBUILD_KERNELS=1 leaves them out. A variant's name and its
-sources' generator come from AITER's own function, which is run by itself: the module that holds it asks for a GPU when
-it is imported, and a build has none.
+sources' generator come from AITER's own function, which runs alone: the module that contains it needs a GPU when it is
+imported, and a build has none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 def naming_function(source: str, composable_kernel: str) -> Callable[..., dict[str, Any]]:
     """AITER's function from a call's arguments to the variant that serves it, cut out of aiter/ops/mha.py."""
     (body,) = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == _NAMING]
-    # As in this file, annotations stay text: what they name is not imported here.
+    # Annotations stay text, as in this file: the names in them are not imported here.
     code = compile(ast.Module([body], []), "aiter/ops/mha.py", "exec")
     dtypes = SimpleNamespace(fp16=torch.float16, bf16=torch.bfloat16, fp8=torch.float8_e4m3fnuz)
     names: dict[str, Any] = {"torch": torch, "dtypes": dtypes, "CK_DIR": composable_kernel}
@@ -36,7 +36,7 @@ def naming_function(source: str, composable_kernel: str) -> Callable[..., dict[s
 
 
 def variants(naming: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:
-    """What to build for causal attention, without a window, slopes, sinks, a soft cap or an LSE."""
+    """Lists the variants to build for causal attention, without a window, slopes, sinks, a soft cap or an LSE."""
     given = {
         "max_seqlen_q": 2,
         "max_seqlen_k": 2,

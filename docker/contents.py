@@ -1,7 +1,7 @@
-"""What an image holds, by release.
+"""The contents of an image, by release.
 
 python3 contents.py versions       a line "name version" for each part that matters
-python3 contents.py aiter-cache    the folder of /cache for what this AITER compiles; nothing without AITER
+python3 contents.py aiter-cache    the folder of /cache for modules that this AITER compiles; nothing without AITER
 python3 contents.py aiter-modules  the folder of the modules that AITER's wheel brought
 """
 
@@ -28,7 +28,7 @@ def cache_folder(installed: Mapping[str, str], python: str) -> str:
 
 
 def versions(installed: Mapping[str, str], facts: Mapping[str, str]) -> Iterator[str]:
-    """The lines of versions.txt; facts: what is no distribution."""
+    """Yields the lines of versions.txt; facts: versions of parts that are no distribution."""
     for name in _PARTS:
         if name in installed:
             yield f"{name} {installed[name]}"

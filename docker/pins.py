@@ -1,7 +1,7 @@
-"""What an image's Python must keep, and what its tests need besides.
+"""The packages that an image's Python must keep, and those that its tests need in addition.
 
 python3 pins.py constraints             the installed torch and Triton, as pip constraints
-python3 pins.py built WHEEL             these, and what a wheel requires in the releases that it was just built with
+python3 pins.py built WHEEL             these, and a wheel's requirements in the releases that it was just built with
 python3 pins.py requirements EXTRA      an extra of ./pyproject.toml, without them and without this project itself
 """
 

@@ -1,4 +1,4 @@
-"""What must hold of an image, checked while it is built.
+"""The conditions that an image must meet, checked while it is built.
 
 python3 verify.py base BUILT_FOR            torch is built for rocm, cuda or cpu, and its release is pinned
 python3 verify.py image PLATFORM AITER      nothing has displaced it since; AITER (1 or 0) is there or is not
@@ -19,12 +19,12 @@ _KINDS = ("rocm", "cuda", "cpu")
 
 
 def built_for(hip: str | None, cuda: str | None) -> str:
-    """What torch is built for; hip, cuda: torch.version's."""
+    """Returns the platform that torch is built for; hip, cuda: torch.version's."""
     return "rocm" if hip else "cuda" if cuda else "cpu"
 
 
 def faults_of_base(wanted: str, found: str, torch_version: str, constraints: str) -> Iterator[str]:
-    """What is wrong with a base. constraints: text of the file that pins its torch."""
+    """Yields the faults of a base. constraints: text of the file that pins its torch."""
     if wanted not in _KINDS:
         yield f"TORCH_FOR is {wanted!r}; it may be {', '.join(_KINDS)}"
     elif wanted != found:
@@ -45,11 +45,11 @@ def faults_of_image(
     wants_aiter: bool,
     complaints: Iterable[str],
 ) -> Iterator[str]:
-    """What is wrong with an image.
+    """Yields the faults of an image.
 
-    torch_for, torch_now: what the base's torch was built for, and what torch is built for now
+    torch_for, torch_now: the platform that the base's torch was built for, and the one that torch is built for now
     constraints:          lines name==version
-    distributions:        name -> version of what is installed
+    distributions:        name -> version of each installed distribution
     complaints:           of pip check, that the base did not have
     """
     if torch_for != torch_now:
@@ -72,7 +72,7 @@ def faults_of_image(
 
 
 def pip_complaints() -> list[str]:
-    """What pip finds unsatisfied among the installed packages."""
+    """Returns the requirements that pip finds unsatisfied among the installed packages."""
     done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     if done.returncode and not lines:
@@ -91,7 +91,7 @@ def _main(arguments: list[str]) -> None:
     constraints = (FOLDER / "constraints.txt").read_text()
     if arguments[0] == "base":
         faults = list(faults_of_base(arguments[1], found, str(torch.__version__), constraints))
-        # A base may have complaints of its own; only new ones are the image's fault.
+        # A base may have its own complaints; only new ones are the image's fault.
         (FOLDER / "base.json").write_text(json.dumps({"torch_for": found, "complaints": pip_complaints()}))
     else:
         base = json.loads((FOLDER / "base.json").read_text())

@@ -1,4 +1,4 @@
-"""Graphs of the driver's own that are made of captured ones: torch can capture a graph, and cannot put two into one."""
+"""The driver's own graphs, made of captured ones: torch can capture a graph, but cannot join two into one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ctypes import CDLL, POINTER, byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any, NamedTuple
 
-# CUDA's and HIP's functions have the same arguments. A graph of the runtime's is one of the driver's.
+# CUDA's and HIP's functions have the same arguments. A runtime graph is also a driver graph.
 _CUDA, _HIP = "libcuda.so.1", "libamdhip64.so"
 _GRAPH = c_void_p
 # Both call it an invalid context: a thread that has used no device yet has none.
@@ -40,7 +40,7 @@ class GraphCalls(NamedTuple):
 
 
 def graph_calls(*, is_hip: bool) -> GraphCalls:
-    """Those of the library that the process has loaded. Raises DriverRefused where it is not there, or lacks one."""
+    """Returns the loaded library's calls. Raises DriverRefused if the library is not loaded, or lacks a call."""
     prefix = "hip" if is_hip else "cu"
     try:
         library = CDLL(_loaded(_HIP) if is_hip else _CUDA)
@@ -53,9 +53,9 @@ def graph_calls(*, is_hip: bool) -> GraphCalls:
 
 
 def _loaded(name: str, maps: str = "/proc/self/maps") -> str:
-    """The path of a library that the process has loaded; else its name.
+    """Returns the path of a library that the process has loaded, or else its name.
 
-    Raises OSError where it has loaded several copies: which one torch calls, whose graphs these are, is not known.
+    Raises OSError if it has loaded several copies: it is unknown which one torch calls and owns these graphs.
     """
     with open(maps) as lines:
         paths = {line.split(maxsplit=5)[-1].strip() for line in lines if name in line}
@@ -100,6 +100,6 @@ class DriverGraph:
 
 
 def _require(code: int, name: str) -> None:
-    """Raise DriverRefused for what is no success."""
+    """Raises DriverRefused unless the code means success."""
     if code:
         raise DriverRefused(f"{name} gave error {code}")

@@ -1,16 +1,16 @@
-"""What hip_graphs raises.
+"""The exceptions of hip_graphs.
 
-Callers of rocm_attn see errors of rocm_attn.errors alone. Where it uses hip_graphs it turns these into its own words:
-StaleRecording into GraphStale, BadLadder into BadSetting. RecordingRefused switches graphs off with its message as the
-reason. SizeExceeded and KeyTaken would be a mistake of rocm_attn's own: it asks SizeLadder only for sizes that fit, and
-releases a name's pin before it pins another tensor by it.
+Callers of rocm_attn see only errors of rocm_attn.errors. Where it uses hip_graphs it converts these: StaleRecording
+into GraphStale, BadLadder into BadSetting. RecordingRefused switches graphs off with its message as the reason.
+SizeExceeded and KeyTaken would be a bug of rocm_attn itself: it asks SizeLadder only for sizes that fit, and releases a
+name's pin before it pins another tensor by it.
 """
 
 from __future__ import annotations
 
 
 class RecordingRefused(RuntimeError):
-    """fn did something that a replay cannot repeat, or cannot repeat rightly; the message names the place."""
+    """fn did something that a replay cannot repeat, or cannot repeat correctly; the message names the place."""
 
 
 class StaleRecording(RuntimeError):

@@ -1,8 +1,8 @@
-"""FakeRecorder: records and replays on the host what a device would capture and replay. For machines without a GPU.
+"""FakeRecorder records and replays on the host what a device would capture and replay, for machines without a GPU.
 
-It is wrong where a real recording is wrong: scalars, shapes and addresses are frozen, host code does not run again,
-and what fn returned holds garbage until the first replay. It refuses what a real capture refuses. One thing it cannot
-tell: on a CPU a host tensor looks like a device tensor, so a replay sees a change of it that a device would not see.
+It is wrong where a real recording is wrong: scalars, shapes and addresses are frozen, host code does not run again, and
+the results of fn hold garbage until the first replay. It refuses whatever a real capture refuses. It cannot detect one
+case: on a CPU a host tensor looks like a device tensor, so a replay sees a change of it that a device would not see.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class FakeRecording:
         self._kept: object = None
 
     def finish(self, num_bytes: int) -> None:
-        """All is recorded."""
+        """Marks the recording as complete."""
         self.bytes, self._is_whole = num_bytes, True
 
     def keep(self, kept: object) -> None:
-        """Hold what it was recorded from."""
+        """Keeps a reference to the object that it was recorded from."""
         self._kept = kept
 
     def replay(self) -> None:
-        """Does every operation again, in order, into the memory that it was recorded in. Raises StaleRecording."""
+        """Repeats every operation, in order, into the memory that it was recorded in. Raises StaleRecording."""
         if not self._is_whole:
             refuse_unfinished()
         require_unmoved(self._storages)
@@ -58,8 +58,8 @@ class FakeRecording:
 class FakeRecorder:
     """Recorder of functions on CPU tensors.
 
-    observe_launches: a context manager that hands every kernel launch made under it to an observer, as a thunk, instead
-    of running it. A kernel that is launched past it runs while fn is recorded and is missing from the replays.
+    observe_launches: a context manager that passes every kernel launch made under it to an observer, as a thunk,
+    instead of running it. A kernel launched in another way runs while fn is recorded and is missing from the replays.
     """
 
     def __init__(self, observe_launches: ObserveLaunches) -> None:
@@ -68,8 +68,8 @@ class FakeRecorder:
         self._live: weakref.WeakSet[FakeRecording] = weakref.WeakSet()
 
     def record(self, fn: Callable[[], T]) -> tuple[FakeRecording, T]:
-        """As Recorder.record; fn runs twice."""
-        # Lazily made tables and the like must exist before, as for a device, whose first launches load modules.
+        """Does the same as `Recorder.record`; fn runs twice."""
+        # Lazily made tables and the like must exist before, as on a device, whose first launches load modules.
         with torch.no_grad():
             map_tensors(waited_for, fn())
         with self.capture() as recording:
@@ -79,7 +79,7 @@ class FakeRecorder:
 
     @contextmanager
     def capture(self) -> Iterator[FakeRecording]:
-        """As Recorder.capture."""
+        """Does the same as `Recorder.capture`."""
         guard = RecordGuard(torch.device("cpu"))
         tape = Tape(self._pool)
         recording = FakeRecording(tape.operations, tape.storages)
@@ -96,7 +96,7 @@ class FakeRecorder:
         self._live.add(recording)
 
     def record_launches(self, fn: Callable[[], object]) -> FakeRecording:
-        """As Joiner.record_launches."""
+        """Does the same as `Joiner.record_launches`."""
         tape = Tape(self._pool)
         with torch.no_grad(), self._observe_launches(tape.keep_launch):
             fn()
@@ -106,10 +106,10 @@ class FakeRecorder:
         return recording
 
     def join(self, recordings: Sequence[Recording]) -> InTurn:
-        """As Joiner.join."""
+        """Does the same as `Joiner.join`."""
         return InTurn(recordings)
 
     def release_memory(self) -> None:
-        """As Recorder.release_memory; does nothing while a recording lives."""
+        """Like `Recorder.release_memory`, but does nothing while a recording lives."""
         if not self._live:
             self._pool = HostPool()

@@ -1,8 +1,8 @@
-"""Which ATen operations a recording cannot hold, and what to do instead.
+"""The ATen operations that a recording cannot hold, and their replacements.
 
-The rules are those of a device capture: nothing may wait for the device, nothing may depend on values that the host
-would have to read, nothing may copy from pageable host memory. Randomness is refused as well: a replay is a function of
-the tensors that it reads.
+The rules are those of a device capture: no operation may wait for the device, depend on values that the host would have
+to read, or copy from pageable host memory. Random operations are refused as well: a replay is a function of the tensors
+that it reads.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def refusal(
     device: torch.device,
     is_host_number: Callable[[Tensor], bool],
 ) -> tuple[str, str] | None:
-    """(what the operation does, what to do instead) if no recording of work on the device may hold it, else None.
+    """Returns (the operation's effect, its replacement) if no recording of work on the device may hold it, else None.
 
-    device: where the recorded work runs; operations on tensors elsewhere only are the host's own business. A CPU
-    that stands in for a device cannot tell its host tensors from its device tensors, so there all are device tensors,
-    except the single numbers that is_host_number knows.
+    device: where the recorded work runs; operations that only involve tensors elsewhere are allowed. A CPU that stands
+    in for a device cannot tell its host tensors from its device tensors, so all of them count as device tensors, except
+    the single numbers that is_host_number knows.
     """
     tensors = tensors_in((args, kwargs))
     packet = func.overloadpacket
@@ -60,7 +60,7 @@ def refusal(
     if torch.Tag.data_dependent_output in func.tags:
         return READS_ON_HOST, KEEP_ON_DEVICE
     if packet in _PUTS and is_host_number(args[2]):
-        # With a mask this is masked_fill; at indices, the number would have to become a device tensor first.
+        # With a mask this is masked_fill; with indices, the number would have to become a device tensor first.
         return None if _selects_by_mask(args[1]) else (SETS_FROM_HOST, USE_FILL)
     if _has_shape_of_values(func, args, kwargs):
         return "has a result whose shape depends on values", "mask instead of selecting (torch.where, masked_fill)"
@@ -71,9 +71,9 @@ def refusal(
 
 @cache
 def is_composite(func: OpOverload, device_type: str) -> bool:
-    """Whether func is made of other operations on that type of device and has no kernel of its own there.
+    """True if func consists of other operations on that type of device and has no kernel of its own there.
 
-    Under inference mode such calls arrive whole. Taking an operation with a kernel apart would change its rounding.
+    Under inference mode such calls arrive whole. Splitting an operation that has a kernel would change its rounding.
     """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     own_key = torch._C._dispatch_key_for_device(device_type)
@@ -82,7 +82,7 @@ def is_composite(func: OpOverload, device_type: str) -> bool:
 
 
 def _refuse_lift(tensor: Tensor, device: torch.device) -> tuple[str, str] | None:
-    """A tensor made of Python values; a single number on the CPU is a launch argument and needs no copy."""
+    """Handles a tensor made of Python values; a single number on the CPU is a launch argument and needs no copy."""
     if tensor.device.type != device.type or (tensor.dim() == 0 and tensor.device.type == "cpu"):
         return None
     return "makes a tensor of Python values, which copies from pageable host memory", "make it before recording"
@@ -120,7 +120,7 @@ def _refuse_copy(
 
 
 def _creates_random(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Fused kernels are tagged as random for the sake of their dropout; without dropout they are not."""
+    """Fused kernels are tagged as random because of their dropout; without dropout they are not random."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for place, argument in enumerate(func._schema.arguments):

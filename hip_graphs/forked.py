@@ -14,8 +14,8 @@ U = TypeVar("U")
 class ForkedStream:
     """A stream that is forked from the current one and joined to it again, by events, around each use.
 
-    A capture follows such a stream into its graph: the two functions become branches of it. They must not write what
-    the other one reads or writes.
+    A capture follows such a stream into its graph: the two functions become branches of it. Neither may write memory
+    that the other one reads or writes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,10 +25,10 @@ class ForkedStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run_both(self, here: Callable[[], T], aside: Callable[[], U]) -> tuple[T, U]:
-        """What both functions return; here runs on the current stream, aside on the forked one.
+        """Returns the results of both functions; here runs on the current stream, aside on the forked one.
 
-        The current stream goes on when both are done, whatever they raise. A result of aside may be used and forgotten
-        as if it were of the current stream: its memory is taken again on the forked stream only, which waits for the
+        The current stream continues when both are done, even if they raise. A result of aside may be used and dropped
+        as if it belonged to the current stream: its memory is reused only on the forked stream, which waits for the
         current one each time.
         """
         current = torch.cuda.current_stream(self._device)

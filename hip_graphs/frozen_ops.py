@@ -1,6 +1,6 @@
-"""How one recorded operation is done again: a closure over fixed tensors and scalars that writes where it wrote.
+"""The repetition of one recorded operation: a closure over fixed tensors and scalars that writes to the same memory.
 
-Most operations have an out= form in the backend itself, which runs the very kernel of the functional form; the others
+Most operations have an out= form in the backend itself, which runs the same kernel as the functional form; the others
 run functionally and are copied into place. Either way the result is bitwise that of the eager operation.
 """
 
@@ -27,7 +27,7 @@ _COPIES = frozenset({aten.clone, aten._to_copy})
 _ZEROS = frozenset({aten.zeros, aten.zeros_like, aten.new_zeros})
 _ONES = frozenset({aten.ones, aten.ones_like, aten.new_ones})
 
-# The same operation through torch's own argument parser, which costs half of what the generic call does.
+# The same operation through torch's own argument parser, which costs half as much as the generic call.
 _QUICK_CALL: Mapping[OpOverload, Callable[..., object]] = {
     aten.add.out: torch.add,
     aten.addmm.out: torch.addmm,
@@ -46,15 +46,17 @@ _QUICK_CALL: Mapping[OpOverload, Callable[..., object]] = {
 
 @cache
 def writes_into_arguments(func: OpOverload) -> bool:
-    """Whether func writes into a tensor that it is given (in-place and out= operations, collectives)."""
+    """True if func writes into one of its argument tensors (in-place and out= operations, collectives)."""
     return is_collective(func) or any(
         argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments
     )
 
 
 def leaves_values(func: OpOverload) -> bool:
-    """Whether func gives its results values at all: torch.empty() and its like do so only where torch is set to
-    fill memory that was not written, which tests do to find what reads it."""
+    """True if func gives values to its results.
+
+    torch.empty() and its like do so only if torch is set to fill unwritten memory, which tests do to find reads of it.
+    """
     filled = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     return filled or func.overloadpacket not in _UNINITIALISED
 
@@ -62,10 +64,10 @@ def leaves_values(func: OpOverload) -> bool:
 def frozen_op(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], homes: Sequence[Tensor | None]
 ) -> Replayed:
-    """A closure that computes func(*args, **kwargs) again and leaves each result in its home.
+    """Returns a closure that computes func(*args, **kwargs) again and leaves each result in its home.
 
-    homes: for every tensor that func returns, in order, the tensor of the same layout that its value belongs in; None
-    for a result that shares memory with an argument, which is in place already.
+    homes: for every tensor that func returns, in order, the tensor of the same layout that receives its value; None for
+    a result that shares memory with an argument, which is in place already.
     """
     written = [home for home in homes if home is not None]
     if is_collective(func):
@@ -108,9 +110,9 @@ def _copy_home(results: Any, homes: Sequence[Tensor | None]) -> None:
 
 @cache
 def _out_form(func: OpOverload) -> OpOverload | None:
-    """The overload of func that writes into given tensors, if the CPU has a kernel of its own for it.
+    """Returns the overload of func that writes into given tensors, if the CPU has a separate kernel for it.
 
-    Generated out= forms run the functional one and copy, which is what happens without them.
+    Generated out= forms run the functional one and copy, which happens without them too.
     """
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     for name in func.overloadpacket.overloads():

@@ -1,7 +1,7 @@
-"""Operations that are host code around other operations: a recording holds what they run, and not them.
+"""Operations that are host code around other operations: a recording holds the inner operations, and not them.
 
-To torch such an operation is one of its own, so that compiled code calls it as it is. A replay must not: host code does
-not run again. So a guard that meets one runs its body, and looks at what that does.
+To torch such an operation is opaque, so that compiled code calls it unchanged. A replay must not call it: host code
+does not run again. So a guard that meets one runs its body, and inspects the operations of the body.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _bodies: dict[OpOverload, Callable[..., Any]] = {}
 
 
 def is_host_code(func: OpOverload, body: Callable[..., Any]) -> None:
-    """Say of an operation that all it does is to call body with its arguments."""
+    """Registers that an operation does nothing but call body with its arguments."""
     _bodies[func] = body
 
 
 def body_of(func: OpOverload) -> Callable[..., Any] | None:
-    """What was said of an operation; None: it is an operation like others."""
+    """Returns the registered body of an operation; None for an ordinary operation."""
     return _bodies.get(func)

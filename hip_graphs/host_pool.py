@@ -1,4 +1,4 @@
-"""HostPool: one stretch of host memory that recordings without a GPU share, as a device's recordings share a pool.
+"""HostPool: one range of host memory that recordings without a GPU share, as a device's recordings share a pool.
 
 A block is free again when nothing refers to its storage any more, which the storage itself reports. So intermediates of
 a recording reuse each other's memory in the order in which they died, and stay in the caches.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rocm_attn.hip_graphs.size_ladder import round_up
 
-# What torch's own CPU allocator gives; some matrix kernels round differently at other alignments.
+# The alignment of torch's own CPU allocator; some matrix kernels round differently at other alignments.
 ALIGNMENT = 64
 CHUNK_BYTES = 64 << 20
 POISON_BYTE = 0xFF  # NaN in every float type, -1 in every signed integer type
@@ -35,7 +35,7 @@ class _Chunk:
 
     @classmethod
     def of(cls, num_bytes: int) -> _Chunk:
-        # Mapped memory is aligned, and only what is touched is provided, so an unused rest costs nothing.
+        # Mapped memory is aligned, and only touched pages are allocated, so an unused rest costs nothing.
         memory = memoryview(mmap.mmap(-1, num_bytes))
         return cls(memory, torch.frombuffer(memory, dtype=torch.uint8), [(0, num_bytes)])
 
@@ -44,15 +44,15 @@ class _Chunk:
 
 
 class HostPool:
-    """Memory for the tensors that recordings make. Not for two threads at once."""
+    """Memory for the tensors that recordings make. It is not thread-safe."""
 
     def __init__(self) -> None:
         self._chunks: list[_Chunk] = []
         self._returned: deque[tuple[_Chunk, int, int]] = deque()
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], num_bytes > 0; its block is free again when its storage dies."""
-        # A block comes home whenever the last reference to it goes, even inside this function: hence the deque.
+        """Returns uint8 [num_bytes], num_bytes > 0; its block is free again when its storage dies."""
+        # A block returns whenever the last reference to it goes, even inside this function: hence the deque.
         while self._returned:
             _put_back(*self._returned.popleft())
         size = round_up(num_bytes, ALIGNMENT)
@@ -68,7 +68,7 @@ class HostPool:
         return owner
 
     def alias(self, tensor: Tensor) -> Tensor | None:
-        """The same elements without holding their block, or None for a tensor that lies outside of the pool."""
+        """Returns the same elements without holding their block, or None for a tensor that lies outside of the pool."""
         if tensor.numel() == 0:
             return None
         address = tensor.data_ptr()
@@ -80,7 +80,7 @@ class HostPool:
         return None
 
     def poison_taken(self) -> None:
-        """Overwrites all memory handed out since the last time, whatever holds it now."""
+        """Overwrites all memory handed out since the last time, even if it is in use now."""
         for chunk in self._chunks:
             for start, stop in chunk.taken:
                 chunk.whole[start:stop].fill_(POISON_BYTE)

@@ -1,7 +1,7 @@
-"""PinnedTensors: which memory recordings read, by name, and whether it is still where it was.
+"""PinnedTensors: the memory that recordings read, by name, and a check that it has not moved.
 
-"Pinned" is about addresses: a pinned tensor must not move while a recording reads it. It has nothing to do with
-host memory that the system cannot move.
+"Pinned" refers to addresses: a pinned tensor must not move while a recording reads it. It is unrelated to page-locked
+host memory.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class PinnedTensors:
         self._owners: list[Callable[[], Mapping[str, Tensor]]] = []
 
     def pin(self, name: str, tensor: Tensor) -> None:
-        """From now on the tensor of this name must stay where it is.
+        """Requires that the tensor of this name stays at its address from now on.
 
-        The same tensor object is looked at again, which shows set_() and resize_() but not that its owner has taken
+        Later checks look at the same tensor object, which shows set_() and resize_() but not that its owner uses
         another one. Pinning the same memory twice is harmless. Raises KeyTaken if the name is pinned elsewhere.
         """
         self.pin_all(lambda: {name: tensor})
 
     def pin_all(self, current: Callable[[], Mapping[str, Tensor]]) -> None:
-        """pin() every tensor that an owner has. current: asks the owner for all of them, now and at a later time."""
+        """Pins every tensor of an owner. current: returns all of the owner's tensors, now and at a later time."""
         pins = {name: Fingerprint.of(tensor) for name, tensor in current().items()}
         for name, now in pins.items():
             held = self._pins.get(name, now)

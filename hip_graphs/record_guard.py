@@ -1,9 +1,9 @@
-"""RecordGuard: refuses, with the place in the caller's code, what no recording can repeat.
+"""RecordGuard: refuses work that no recording can repeat, and names the place in the caller's code.
 
-A capture that meets such work fails late and without a place; ROCm before 7.14 does not even fail. So the guard looks
-at three roads on which work arrives: ATen operations (a dispatch mode), tensor methods that read memory without an
-operation (a function mode) and the runtime's own waits and queries (wrapped for as long as a guard is active, for the
-guard's thread alone).
+A capture that meets such work fails late and without a place; ROCm before 7.14 does not even fail. So the guard watches
+three ways in which work arrives: ATen operations (a dispatch mode), tensor methods that read memory without an
+operation (a function mode) and the runtime's own waits and queries (wrapped while a guard is active, and only for the
+guard's thread).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RecordGuard:
 
     device:          where the recorded work runs
     still_recording: whether work enqueued now would be part of the recording; a device's recorder asks the device,
-                     which finds work on a stream that was not forked from the recorded one
+                     which detects work on a stream that was not forked from the recorded one
     """
 
     def __init__(self, device: torch.device, still_recording: Callable[[], bool] = lambda: True) -> None:
@@ -99,7 +99,7 @@ class RecordGuard:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Lets everything pass for a while: for work that is recorded as a whole, whatever it does inside."""
+        """Lets everything pass for a while: for work that is recorded as a whole, with any inner operations."""
         before, self.is_lifted = self.is_lifted, True
         try:
             yield
@@ -108,7 +108,7 @@ class RecordGuard:
 
     @contextmanager
     def stepped_out(self) -> Iterator[None]:
-        """Nothing is looked at for a while: for compiled code, which torch runs only where no mode looks on."""
+        """Stops watching for a while: for compiled code, which torch runs only if no mode is active."""
         self.__exit__()
         try:
             yield
@@ -123,22 +123,22 @@ class RecordGuard:
             )
 
     def note_host_number(self, tensor: Tensor) -> None:
-        """Remembers a tensor that was made of one Python number, by its address, which it keeps while remembered."""
+        """Remembers a tensor that was made of one Python number, by its address, and keeps it alive meanwhile."""
         self._host_numbers[tensor.data_ptr()] = tensor
 
     def is_host_number(self, tensor: Tensor) -> bool:
-        """Whether tensor is one number in host memory; on a CPU, one that was made while this guard looked on."""
+        """True if tensor is one number in host memory; on a CPU, one that was made while this guard was active."""
         if tensor.dim() > 0 or tensor.device.type != "cpu":
             return False
         return self.device.type != "cpu" or tensor.data_ptr() in self._host_numbers
 
     def covers(self, value: object) -> bool:
-        """Whether value is a tensor on the device that records."""
+        """True if value is a tensor on the device that records."""
         return isinstance(value, Tensor) and value.device.type == self.device.type
 
 
 class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that does not ask torch.compile to skip it."""
+    """A mode that does not make torch.compile skip it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -146,7 +146,7 @@ class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OperationGuard(LightDispatchMode):
-    """The guard's eyes on ATen operations."""
+    """The guard's view of ATen operations."""
 
     def __init__(self, guard: RecordGuard) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -180,7 +180,7 @@ class _OperationGuard(LightDispatchMode):
 
 
 class _MethodGuard(TorchFunctionMode):
-    """The guard's eyes on tensor methods."""
+    """The guard's view of tensor methods."""
 
     def __init__(self, guard: RecordGuard) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class _Watch:
     """Wraps the runtime's waits and queries while any thread records; other threads pass through the wrapper."""
 
     def __init__(self) -> None:
-        # An interrupt may leave it taken, and the same thread then takes it again.
+        # An interrupt may leave it held, and the same thread then acquires it again.
         self._lock = threading.RLock()
         self._active: list[RecordGuard] = []
         self._wrapped: list[tuple[Any, str, Any]] = []
@@ -218,13 +218,13 @@ class _Watch:
         finally:
             self._here.guard = outer
             with self._lock:
-                if guard in self._active:  # an interrupt may have come before it was
+                if guard in self._active:  # an interrupt may have come before it was added
                     self._active.remove(guard)
                 if not self._active:
                     self._restore_all()
 
     def here(self) -> RecordGuard | None:
-        """The guard of this thread that watches."""
+        """Returns the active guard of this thread that watches."""
         return getattr(self._here, "guard", None)
 
     def _wrap_all(self) -> None:
@@ -250,5 +250,5 @@ _WATCH = _Watch()
 
 
 def guard_here() -> RecordGuard | None:
-    """The guard that is active in this thread."""
+    """Returns the guard that is active in this thread."""
     return _WATCH.here()

@@ -1,4 +1,4 @@
-"""What every recorder promises, whether a device replays the recording or the host does."""
+"""The contract of every recorder, for recordings that a device replays and those that the host replays."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Recording(Protocol):
 
     @property
     def bytes(self) -> int:
-        """By how much the recorder's memory pool grew for this recording."""
+        """The number of bytes by which the recorder's memory pool grew for this recording."""
         ...
 
     def replay(self) -> None:
-        """Does the recorded work once more, reading whatever the recorded addresses hold now."""
+        """Does the recorded work once more, on the current contents of the recorded addresses."""
         ...
 
 
@@ -29,47 +29,47 @@ class Recorder(Protocol):
     """Makes recordings that share one memory pool.
 
     Because the pool is shared, replaying one recording may overwrite the intermediates of another: replay one at a
-    time, in one order. What fn returned stays untouched by other recordings for as long as its recording lives.
+    time, in one order. Other recordings do not touch the results of fn as long as its recording lives.
     """
 
     def record(self, fn: Callable[[], T]) -> tuple[Recording, T]:
         """Runs fn to warm it up, then records it once.
 
         fn: device work under torch.no_grad(). It runs several times, so it must give the same work each time, and
-        whatever it updates in place has advanced by some runs afterwards (by equally many for every recorder).
-        Returns the recording and what fn returned while it was recorded: tensors that live at fixed addresses, hold
-        garbage until the first replay and are rewritten by each one.
-        Raises RecordingRefused where fn asks for what cannot be replayed; the recorder can be used again then.
+        tensors that it updates in place have advanced by some runs afterwards (by equally many for every recorder).
+        Returns the recording and the result of fn in the recorded run: tensors at fixed addresses, which hold garbage
+        until the first replay and are rewritten by each one.
+        Raises RecordingRefused if fn requests work that cannot be replayed; the recorder can be used again then.
         """
         ...
 
     def release_memory(self) -> None:
-        """Gives back the memory of recordings that were dropped. No replay may be in flight."""
+        """Frees the memory of recordings that were dropped. No replay may be in flight."""
         ...
 
 
 class GraphRecorder(Recorder, Protocol):
-    """A recorder for those who keep graphs of their own."""
+    """A recorder for callers that keep their own graphs."""
 
     def capture(self) -> AbstractContextManager[Recording]:
-        """Records what a block does, once, as torch.cuda.graph does; for those who keep graphs of their own.
+        """Records a block, once, as torch.cuda.graph does; for callers that keep their own graphs.
 
             with recorder.capture() as graph:
                 out = forward(x)
             x.copy_(next_x)
             graph.replay()
 
-        Run the same before, to warm up: nothing is here. What the block makes holds garbage until the first replay,
-        which is refused before the block has ended. Keep every tensor that the block reads or makes and that is
-        wanted for as long as the recording is replayed.
-        Raises RecordingRefused out of the block where it asks for what cannot be replayed; the recorder can be used
+        Run the same work before, to warm up: capture does not. Results of the block hold garbage until the first
+        replay, which is refused before the block has ended. Keep every tensor that the block reads or makes, and that
+        is needed, as long as the recording is replayed.
+        Raises RecordingRefused out of the block if it requests work that cannot be replayed; the recorder can be used
         again then, and the recording cannot.
         """
         ...
 
 
 def refuse_unfinished() -> None:
-    """In the place of a replay, before the block of a capture has ended. Raises RecordingRefused."""
+    """Replaces a replay before the block of a capture has ended. Raises RecordingRefused."""
     raise RecordingRefused(
         "the block of this capture has not ended, or was refused; replay a recording after its block, and record anew "
         "after a refusal"
@@ -77,20 +77,20 @@ def refuse_unfinished() -> None:
 
 
 class Joiner(Protocol):
-    """Makes one recording of several, and recordings of what has run before."""
+    """Makes one recording of several, and recordings of work that has run before."""
 
     def record_launches(self, fn: Callable[[], object]) -> Recording:
-        """Records fn without running it, so that nothing of what it writes is written.
+        """Records fn without running it, so that none of its results are written.
 
-        fn: launches of kernels alone, each of which was made before with arguments like these
-        Raises RecordingRefused, as Recorder.record.
+        fn: only launches of kernels, each of which was made before with similar arguments
+        Raises RecordingRefused, like `Recorder.record`.
         """
         ...
 
     def join(self, recordings: Sequence[Recording]) -> Recording:
-        """A recording that does what these do, one after the other: by one launch, where the driver can.
+        """Returns a recording that replays these, one after the other: by one launch, if the driver can.
 
-        recordings: of any recorders of the device, as they are; none of them draws random numbers of torch's
+        recordings: of any recorders of the device, passed unchanged; none of them draws torch's random numbers
         """
         ...
 
@@ -104,15 +104,15 @@ class InTurn:
         self._recordings = tuple(recordings)
 
     def replay(self) -> None:
-        """As Recording.replay."""
+        """Does the same as `Recording.replay`."""
         for recording in self._recordings:
             recording.replay()
 
 
 class CountedRecording:
-    """A recording whose replays somebody counts, those too in which it is a part of another.
+    """A recording with counted replays, including those as a part of another recording.
 
-    run: is given what replays it, and calls that once
+    run: gets the function that replays it, and calls it once
     """
 
     def __init__(self, recording: Recording, run: Callable[[Callable[[], object]], None]) -> None:
@@ -121,21 +121,21 @@ class CountedRecording:
         self.replay = partial(run, recording.replay)
 
     def counts(self, joined: Recording) -> CountedRecording:
-        """A recording of which this one is a part."""
+        """Returns a recording of which this one is a part, with counted replays."""
         return CountedRecording(joined, self._run)
 
 
 def uncounted(recording: Recording) -> Recording:
-    """A recording, without those who count it."""
+    """Returns a recording without its counters."""
     while isinstance(recording, CountedRecording):
         recording = recording.recording
     return recording
 
 
 def counted_as(parts: Sequence[Recording], joined: Recording) -> Recording:
-    """A recording of these parts, whose replays are counted as theirs are.
+    """Returns a recording of these parts, whose replays are counted like those of the parts.
 
-    joined: what replays them past their counts
+    joined: the recording that replays them without their counts
     """
     for part in parts:
         if isinstance(part, CountedRecording):

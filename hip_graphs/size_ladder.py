@@ -16,7 +16,7 @@ STEPS_PER_OCTAVE = 16
 
 @dataclass(frozen=True, slots=True)
 class SizeLadder:
-    """sizes: ascending, unique, each at least 1; in whatever unit the caller counts. Raises BadLadder."""
+    """sizes: ascending, unique, each at least 1; in the caller's unit. Raises BadLadder."""
 
     sizes: tuple[int, ...]
 
@@ -34,7 +34,7 @@ class SizeLadder:
         return self.sizes[-1]
 
     def fit(self, n: int) -> int:
-        """The smallest size >= n; n = 0 takes the smallest size. Raises SizeExceeded above the largest."""
+        """Returns the smallest size >= n; n = 0 takes the smallest size. Raises SizeExceeded above the largest."""
         if n < 0:
             raise SizeExceeded(f"a size of {n} is impossible; sizes count from 0")
         place = bisect_left(self.sizes, n)
@@ -46,7 +46,7 @@ class SizeLadder:
         return self.sizes[place]
 
     def holds(self, n: int) -> bool:
-        """Whether n is itself a size of the ladder, so that nothing is padded."""
+        """True if n is itself a size of the ladder, so that nothing is padded."""
         place = bisect_left(self.sizes, n)
         return place < len(self.sizes) and self.sizes[place] == n
 
@@ -61,10 +61,10 @@ class SizeLadder:
 
 
 def default_ladder(largest: int, alignment: int = 1) -> SizeLadder:
-    """1, 2, 4, 8, 16, 24 ... up to largest, in steps that grow with the size, each rounded up to the alignment.
+    """Returns 1, 2, 4, 8, 16, 24 ... up to largest, in steps that grow with the size, each rounded up to the alignment.
 
-    alignment: what every size must divide by (tensor-parallel ranks, halves of an overlapped step). The last size is
-    largest rounded up, so it may exceed what the caller can fill. Raises BadLadder.
+    alignment: a divisor of every size (tensor-parallel ranks, halves of an overlapped step). The last size is largest
+    rounded up, so it may exceed the sizes that the caller can fill. Raises BadLadder.
     """
     if largest < 1 or alignment < 1:
         raise BadLadder(f"largest size {largest} and alignment {alignment} must both be at least 1")
@@ -82,5 +82,5 @@ def _step_after(size: int) -> int:
 
 
 def round_up(size: int, alignment: int) -> int:
-    """The smallest multiple of alignment that is at least size."""
+    """Returns the smallest multiple of alignment that is at least size."""
     return -(-size // alignment) * alignment

@@ -1,4 +1,4 @@
-"""Tape: notes every operation of a function, with its scalars and addresses frozen, for the host to do again."""
+"""Tape: records every operation of a function, with its scalars and addresses frozen, for the host to repeat."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Thunk = Callable[[], object]
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs what it notes, and gives every result that needs memory a place in the pool.
+    """Runs the operations that it records, and gives every result that needs memory a place in the pool.
 
     operations:   in order, to be called again
-    storages:     of tensors that the recorded work uses and the pool does not own: how to ask for their address, and
-                  what it was
+    storages:     of tensors that the recorded work uses and the pool does not own: a function that returns the address,
+                  and the recorded address
     """
 
     def __init__(self, pool: HostPool) -> None:
@@ -48,7 +48,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Runs without noting anything."""
+        """Runs without recording."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -56,13 +56,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused = before
 
     def note_launch(self, thunk: Thunk) -> None:
-        """Runs a launch once and notes it as one operation, whatever it does inside."""
+        """Runs a launch once and records it as one operation, regardless of its inner operations."""
         self.keep_launch(thunk)
         with self.paused():
             thunk()
 
     def keep_launch(self, thunk: Thunk) -> None:
-        """Notes a launch as one operation without running it."""
+        """Records a launch as one operation without running it."""
         self.operations.append(self._freeze_launch(thunk))
 
     def __torch_dispatch__(
@@ -75,8 +75,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         frozen_args, frozen_kwargs = self._freeze((args, kwargs))
         if is_wait(func):
-            return args[0]  # every collective was waited for when it was noted
-        # A promise is kept before its result moves; a Work is waited for by the code that gets it, and some only once.
+            return args[0]  # every collective was waited for when it was recorded
+        # A pending result is waited for before it moves; the code that gets a Work waits for it, and some only once.
         result = run_and_wait(func, args, kwargs) if gives_promises(func) else func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             return result
@@ -89,7 +89,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return map_tensors(lambda tensor: owned.get(id(tensor), tensor), result)
 
     def _move_into_pool(self, fresh: list[Tensor]) -> dict[int, Tensor]:
-        """id of a tensor -> its twin in the pool, of the same layout and values."""
+        """Returns id of a tensor -> its twin in the pool, of the same layout and values."""
         twins: dict[int, Tensor] = {}
         for tensor in fresh:
             _require_cpu(tensor)
@@ -110,7 +110,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return thunk
 
     def _alias(self, tensor: Tensor) -> Tensor:
-        """Another tensor of the same elements, which keeps its address whatever happens to the tensor object."""
+        """Returns another tensor of the same elements, which keeps its address if the tensor object changes."""
         _require_cpu(tensor)
         if tensor.is_conj() or tensor.is_neg():
             raise RecordingRefused(
@@ -135,7 +135,7 @@ def _require_cpu(tensor: Tensor) -> None:
 
 
 def _is_new(tensor: Tensor, given: set[int]) -> bool:
-    """Whether a result needs a place in the pool: it has elements, and none of the arguments lends their memory."""
+    """True if a result needs a place in the pool: it has elements, and does not share an argument's memory."""
     return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() not in given
 
 

@@ -1,4 +1,4 @@
-"""Trees of tensors, as arguments and results may be: nested lists, tuples, dicts and dataclasses."""
+"""Trees of tensors, as in arguments and results: nested lists, tuples, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Most of what operations are given besides tensors, for the looks that every recorded operation takes.
+# The most frequent arguments of operations other than tensors, which speeds up the check of every recorded operation.
 _LEAVES = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.layout})
 
 
@@ -37,12 +37,12 @@ def _add_tensors(tree: Any, found: list[Tensor]) -> None:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The same tree with every tensor changed; what has no branches_of() is passed on as it is."""
+    """Returns the same tree with every tensor changed; values without branches_of() are passed on unchanged."""
     if isinstance(tree, Tensor):
         return change(tree)
     if tree is None or type(tree) in _LEAVES:
         return tree
-    if type(tree) in (list, tuple):  # arguments of operations are: without the names that branches_of() makes
+    if type(tree) in (list, tuple):  # the case of operations' arguments: without the names that branches_of() makes
         return type(tree)([map_tensors(change, branch) for branch in tree])
     if type(tree) is dict:
         return {name: map_tensors(change, branch) for name, branch in tree.items()}
@@ -52,12 +52,12 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def is_tree(value: Any) -> bool:
-    """Whether a value is a plain list, tuple or dict, a named tuple or a dataclass: what can be made anew of others."""
+    """True if a value is a plain list, tuple or dict, a named tuple or a dataclass, which can be rebuilt."""
     return type(value) in (list, tuple, dict) or _is_named_tuple(value) or _is_dataclass(value)
 
 
 def branches_of(tree: Any) -> Iterable[tuple[str, Any]]:
-    """(what is written after the tree's name to reach it, branch) for each branch, in order. tree: is_tree()"""
+    """Yields (the text after the tree's name that reaches it, branch) for each branch, in order. tree: is_tree()"""
     if type(tree) is dict:
         return [(f"[{name!r}]", branch) for name, branch in tree.items()]
     if type(tree) in (list, tuple):
@@ -67,7 +67,7 @@ def branches_of(tree: Any) -> Iterable[tuple[str, Any]]:
 
 
 def with_branches(tree: Any, branches: Iterable[Any]) -> Any:
-    """A tree of the same kind with these branches, in the order of branches_of()."""
+    """Returns a tree of the same kind with these branches, in the order of branches_of()."""
     if type(tree) is dict:
         return dict(zip(tree, branches, strict=True))
     if type(tree) in (list, tuple):

@@ -20,14 +20,14 @@ from rocm_attn.hip_graphs.recorder import InTurn, Recording, counted_as, refuse_
 
 T = TypeVar("T")
 
-# Whether torch can leave a graph as it was captured beside what is launched of it; from 2.8 on.
+# True if torch can keep a captured graph in addition to its launchable form; from 2.8 on.
 _KEEPS_GRAPHS = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")
-# Whether the driver can be given what torch launches, in the place of torch's replay.
+# True if the driver can launch torch's instantiated graph, instead of torch's replay.
 _GIVES_READY_GRAPHS = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec") and is_known(torch.__version__)
 
 
 class TorchRecording:
-    """A captured graph of a device, with strong references to what it was captured from."""
+    """A captured graph of a device, with strong references to the objects that it was captured from."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self.bytes = 0
@@ -36,17 +36,17 @@ class TorchRecording:
         self._kept: object = None
 
     def finish(self, device: torch.device, num_bytes: int) -> None:
-        """The graph is instantiated."""
+        """Makes the recording ready; its graph is instantiated."""
         self.bytes = num_bytes
         self.replay = _replay_of(self.graph, device)  # on the stream that is current then
 
     def keep(self, kept: object) -> None:
-        """Hold what it was captured from."""
+        """Keeps a reference to the object that it was captured from."""
         self._kept = kept
 
 
 class JoinedRecording:
-    """Recordings as one graph. They are held: their memory is what it works on."""
+    """Recordings as one graph. They are kept alive: it works on their memory."""
 
     bytes = 0
 
@@ -55,7 +55,7 @@ class JoinedRecording:
         self._recordings = tuple(recordings)
 
     def replay(self) -> None:
-        """As Recording.replay, on the stream that is current then."""
+        """Does the same as `Recording.replay`, on the stream that is current then."""
         # torch._C: the public functions cost more than the launch.
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._device):
@@ -67,11 +67,11 @@ class JoinedRecording:
 class TorchRecorder:
     """Recorder of functions on one GPU, which need not be the current one.
 
-    All recordings share one memory pool; they are warmed up and captured on a stream that is the recorder's own, since
-    kernels load their code, and libraries allocate their workspaces, per stream at the first launch.
+    All recordings share one memory pool; they are warmed up and captured on the recorder's own stream, since kernels
+    load their code, and libraries allocate their workspaces, per stream at the first launch.
     """
 
-    # The first run may load, compile and allocate as it likes; the second is watched like the capture, because a
+    # The first run may load, compile and allocate without limits; the second is watched like the capture, because a
     # refusal there leaves nothing to clean up.
     WARM_UPS = 2
 
@@ -84,25 +84,25 @@ class TorchRecorder:
         self._take_new_pool()
 
     def record(self, fn: Callable[[], T]) -> tuple[TorchRecording, T]:
-        """As Recorder.record; fn runs twice on the device and once more for the capture."""
+        """Does the same as `Recorder.record`; fn runs twice on the device and once more for the capture."""
         with self._on_own_stream():
             self._warm_up(fn)
             return self._captured(fn)
 
     @contextmanager
     def capture(self) -> Iterator[TorchRecording]:
-        """As Recorder.capture."""
+        """Does the same as `Recorder.capture`."""
         with self._on_own_stream(), self._capturing() as recording:
             yield recording
 
     def record_launches(self, fn: Callable[[], object]) -> TorchRecording:
-        """As Joiner.record_launches."""
+        """Does the same as `Joiner.record_launches`."""
         with self._on_own_stream():
             return self._captured(fn)[0]
 
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
-        """After what the caller's stream does, and before what it does next."""
+        """Runs after earlier work of the caller's stream, and before its later work."""
         if not self._live:
             # A pool whose last graph is gone cannot be captured into again.
             self._take_new_pool()
@@ -114,7 +114,7 @@ class TorchRecorder:
             callers.wait_stream(self._stream)
 
     def join(self, recordings: Sequence[Recording]) -> Recording:
-        """As Joiner.join. They are replayed in turn where torch keeps no graphs, or the driver cannot join these."""
+        """Does the same as `Joiner.join`, but in turn if torch keeps no graphs or the driver cannot join these."""
         graphs = [each.graph for each in map(uncounted, recordings) if isinstance(each, TorchRecording)]
         if not _KEEPS_GRAPHS or len(graphs) < len(recordings):
             return InTurn(recordings)
@@ -127,12 +127,12 @@ class TorchRecorder:
         return counted_as(recordings, JoinedRecording(graph, self.device, recordings))
 
     def release_memory(self) -> None:
-        """As Recorder.release_memory; memory of warm-ups goes back even while recordings live."""
+        """Does the same as `Recorder.release_memory`; memory of warm-ups is freed even while recordings live."""
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
 
     def _take_new_pool(self) -> None:
-        """Recordings made from now on share another pool; those made so far keep theirs."""
+        """Lets later recordings share another pool; earlier ones keep theirs."""
         self._pool = torch.cuda.graph_pool_handle()
         self._live: weakref.WeakSet[TorchRecording] = weakref.WeakSet()  # of this pool
 
@@ -155,8 +155,8 @@ class TorchRecorder:
         recording = TorchRecording(graph)
         bytes_before = torch.cuda.memory_reserved()
         with _no_garbage_collection():
-            # thread_local: what another thread does meanwhile (loading, allocating) must not break the
-            # capture, and our own thread's illegal calls still must.
+            # thread_local: work of another thread meanwhile (loading, allocating) must not break the capture, but
+            # illegal calls of this thread still must.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 with RecordGuard(self.device, torch.cuda.is_current_stream_capturing):
@@ -166,12 +166,12 @@ class TorchRecorder:
                 raise
             graph.capture_end()
         if _KEEPS_GRAPHS:
-            graph.instantiate()  # which capture_end() does for one that is not kept
+            graph.instantiate()  # capture_end() does so for a graph that is not kept
         recording.finish(self.device, torch.cuda.memory_reserved() - bytes_before)
         self._live.add(recording)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Takes the stream out of capture mode, whatever state the capture is in."""
+        """Takes the stream out of capture mode, in any state of the capture."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an empty graph is expected here
             try:
@@ -180,12 +180,12 @@ class TorchRecorder:
                 self._mend()
 
     def _mend(self) -> None:
-        """Ends what a broken capture leaves begun inside torch.
+        """Ends what a broken capture has left open inside torch.
 
-        The device's allocator still aims at the pool, which can be ended; the host's does too, which cannot, hence
-        another pool; and random numbers cannot be drawn until a capture has ended well, hence an empty one.
+        The device's allocator still targets the pool, which can be ended; the host's does too, which cannot, hence
+        another pool; and random numbers cannot be drawn until a capture has ended normally, hence an empty one.
         """
-        with suppress(RuntimeError):  # not begun any more in versions of torch that clean up themselves
+        with suppress(RuntimeError):  # no longer open in versions of torch that clean up themselves
             torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
         self._take_new_pool()
         empty = torch.cuda.CUDAGraph()
@@ -206,15 +206,15 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _replay_of(graph: torch.cuda.CUDAGraph, device: torch.device) -> Callable[[], None]:
-    """What replays a graph that is instantiated: by the driver, where it can and torch's replay does no more."""
+    """Returns the replay of an instantiated graph: by the driver, if it can and torch's replay does no more."""
     if _GIVES_READY_GRAPHS:
         with suppress(DriverRefused):
-            ready = c_void_p(graph.raw_cuda_graph_exec())  # made once: a number would be made into one at each launch
+            ready = c_void_p(graph.raw_cuda_graph_exec())  # made once: otherwise each launch would convert a number
             return PlainLaunch(graph.replay, _calls().launch, ready, Here.of(device.index)).replay
     return graph.replay
 
 
 @cache
 def _calls() -> GraphCalls:
-    """Those of the driver that torch runs on. Raises DriverRefused."""
+    """Returns the calls of the driver that torch runs on. Raises DriverRefused."""
     return graph_calls(is_hip=torch.version.hip is not None)

@@ -24,7 +24,7 @@ from typing import Any
 DASHBOARD = Path(__file__).parent / "grafana/dashboards/rocm_attn.json"
 COLOURS = ("#2f6fb5", "#d9822b", "#3b9150", "#a5439f", "#b5342f", "#5b6770", "#a08a1c", "#2a9d9d")
 MOST_POINTS = 150
-# Of a chart, in pixels; the text of the axes is outside of the plot.
+# Sizes of a chart, in pixels; the text of the axes is outside of the plot.
 LEFT, TOP, PLOT_HEIGHT, BOTTOM = 52, 8, 150, 22
 
 
@@ -51,18 +51,18 @@ class Curve:
 
 
 class Prometheus:
-    """Its HTTP API. Raises OSError where it cannot be reached, and ValueError for a query that it refuses."""
+    """Its HTTP API. Raises OSError if it cannot be reached, and ValueError for a query that it refuses."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
 
     def at(self, expression: str, moment: float) -> list[Curve]:
-        """One point of each series."""
+        """Returns one point of each series."""
         found = self._ask("query", query=expression, time=moment)
         return [Curve(_all_labels(each["metric"]), (_point(each["value"]),)) for each in found]
 
     def over(self, expression: str, legend: str, span: Span) -> list[Curve]:
-        """Each series over a span. legend: with {{label}} where a label's value goes"""
+        """Returns each series over a span. legend: with {{label}} in place of a label's value"""
         found = self._ask("query_range", query=expression, start=span.start, end=span.end, step=span.step)
         return [
             Curve(_filled(legend, each["metric"]), tuple(_point(value) for value in each["values"])) for each in found
@@ -91,7 +91,7 @@ def expression_of(target: dict[str, Any], span: Span) -> str:
 
 
 def in_unit(value: float, unit: str) -> str:
-    """A value as it is read: unit is Grafana's name of it."""
+    """Formats a value in a unit of Grafana's."""
     if unit == "percentunit":
         return f"{100 * value:.3g} %"
     if unit == "s":
@@ -124,7 +124,7 @@ def page(title: str, panels: Sequence[dict[str, Any]], prometheus: Prometheus, s
 
 
 def _stat(panel: dict[str, Any], prometheus: Prometheus, span: Span) -> str:
-    """The value now, in the colour of the highest threshold that it reaches."""
+    """The current value, in the colour of the highest threshold that it reaches."""
     defaults = panel["fieldConfig"]["defaults"]
     values = [curve.points[0][1] for curve in prometheus.at(expression_of(panel["targets"][0], span), span.end)]
     if not values or math.isnan(values[0]):
@@ -164,7 +164,7 @@ def _chart(panel: dict[str, Any], prometheus: Prometheus, span: Span) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where values are in a picture."""
+    """The positions of values in a picture."""
 
     span: Span
     width: int
@@ -179,7 +179,7 @@ class _Frame:
 
 
 def _stacked(curves: Sequence[Curve]) -> list[tuple[Curve, Curve | None]]:
-    """Each curve on top of those before it, and what it stands on; what has no value counts as 0."""
+    """Each curve on top of those before it, and the curve below it; missing values count as 0."""
     below: dict[float, float] = {moment: 0.0 for curve in curves for moment, _ in curve.points}
     moments, result = sorted(below), list[tuple[Curve, Curve | None]]()
     for curve in curves:
@@ -273,7 +273,7 @@ svg text {{ font: 11px "DejaVu Sans", sans-serif; fill: #5b6770 }}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the page to standard output."""
+    """Writes the page to standard output."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("prometheus", help="its address, such as http://127.0.0.1:9090")
     parser.add_argument("--minutes", type=float, default=30, help="how far back")

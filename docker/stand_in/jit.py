@@ -1,4 +1,4 @@
-"""Run in an image as its user: AITER's own jit/core.py loads what its wheel brought, and what it compiles here.
+"""Runs in an image as its user: AITER's own jit/core.py loads modules of its wheel, and modules that it compiles here.
 
 python3 jit.py < this file          prints which modules were compiled, linked and loaded
 """
@@ -26,7 +26,7 @@ def compile_mha_fwd(number: int) -> int: ...
 
 
 def kind(name: str) -> str:
-    """Whether a module is the wheel's or was compiled here, by where AITER looks for it."""
+    """Returns "linked" for a module of the wheel or "compiled" for one compiled here, by where AITER looks for it."""
     path = Path(core.get_user_jit_dir()) / f"{name}.so"
     assert path.exists(), f"{path} is not there"
     ctypes.CDLL(str(path))  # as torch-free modules are loaded
@@ -35,7 +35,7 @@ def kind(name: str) -> str:
 
 
 def main() -> None:
-    """Raises where a module cannot be loaded or two disagree about a type that they share."""
+    """Raises if a module cannot be loaded or two disagree about a type that they share."""
     assert os.getuid() != 0, "as the image's user, not as root"
     assert int(enum.ActivationType.No) == 0
     was_there = (Path(core.get_user_jit_dir()) / f"{LATE}.so").exists()
@@ -44,7 +44,7 @@ def main() -> None:
     assert not (Path.home() / ".aiter").exists(), "the package's modules were copied"
     tensor = torch_to_aiter_pybind(torch.ones(3))
     for name in (LATE, PREFILL):
-        # A type of module_aiter_core's: refused by a module that another pybind11 made.
+        # A type of module_aiter_core: a module that another pybind11 made refuses it.
         assert core.get_module(name).numel(tensor) == 3, name
     print(f"module_aiter_core {kind('module_aiter_core')}")
     print(f"{PREFILL} {kind(PREFILL)}")

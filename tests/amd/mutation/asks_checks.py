@@ -1,4 +1,4 @@
-"""What rows that ask for more than a plain pick need of their masks."""
+"""Checks of the masks of the kernels for rows that ask for more than a plain pick."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ VOCAB = 4099  # no block of it is full
 
 
 def shape_rows(memory: Memory) -> None:
-    """Rows with counts, with a mask, and with both."""
+    """Checks rows with counts, with a mask, and with both."""
     logits = torch.randn(3, 2 * VOCAB, generator=torch.Generator().manual_seed(2)).bfloat16()[:, :VOCAB]
     *given, shaped = shaping(VOCAB)
     assert_same(memory, launch_shape_rows, sampling.shape_rows, [logits, *given], [shaped])
 
 
 def cut_rows(memory: Memory) -> None:
-    """Rows of which a few tokens are kept, those near the best, and all."""
+    """Checks rows that keep a few tokens, the tokens near the best one, and all tokens."""
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2)).mul(4).round()
     assert_same(memory, launch_cut_rows, sampling.cut_rows, [asked_rows()], [logits])
 
 
 def likeliest(memory: Memory) -> None:
-    """Of one row the best token, of another more than differ."""
+    """Asks for the best token of one row, and for more tokens of another row than have different logits."""
     *given, found = finding(VOCAB)
     assert_same(memory, launch_likeliest, sampling.likeliest, given, [found])
 

@@ -1,4 +1,4 @@
-"""For each kernel file, a small problem that needs all of its masks, in memory that shows what goes wrong without."""
+"""For each kernel file, a small problem that needs all of its masks, in memory that exposes a missing mask."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ SEGMENT_TILES = SegmentTiles(
     programs_per_cu=1,
     extend=EXTEND_TILES,
 )
-# What scores may have, besides nothing: the window hides keys in the middle of a tile.
+# Every option of scores; the window hides keys in the middle of a tile.
 SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "slopes": True}
 
 
 def decode(memory: Memory, like: DecodeTiles = DECODE_TILES) -> None:
-    """Split rows and whole ones, an empty sequence; every program hands a part to another. Codes, two by two."""
+    """Checks split and whole rows, an empty sequence; every program passes a part to another. Codes come in pairs."""
     codes = {"kv": Encoding.E4M3FN, "scales": Scales.LAYER, "dtype": torch.float16}
     for kv_len, num_programs, head_blocks, scores in (
         ([33, 0, 1, 16, 70], 4, 1, {}),
@@ -126,7 +126,7 @@ def decode(memory: Memory, like: DecodeTiles = DECODE_TILES) -> None:
 
 
 def storing_decode(memory: Memory) -> None:
-    """New tokens of two heads of odd dims, of one head's query heads in two blocks, and of three heads a row."""
+    """Checks new tokens of two heads of odd dims, one head with query heads in two blocks, and three heads per row."""
     for heads, dims, tiles in (
         (HEADS, DIMS, replace(DECODE_TILES, head_blocks=2)),
         ((6, 3), (24, 24), replace(DECODE_TILES, heads_per_row=3)),
@@ -152,13 +152,13 @@ def storing_decode(memory: Memory) -> None:
 
 
 def merges(memory: Memory) -> None:
-    """Of rows of one token and of several."""
+    """Checks merges of rows of one token and of several tokens."""
     decode(memory)
     rows_of_several_tokens(memory)
 
 
 def decode_of_two_heads(memory: Memory) -> None:
-    """Two heads a row of codes with a factor for each token, whose last pages are not full."""
+    """Checks two heads per row of codes with a scale per token, whose last pages are not full."""
     case = Case([33, 16], [1, 1], (4, 2), (32, 32), PAGE_SIZE, kv=Encoding.E4M3FN, scales=Scales.TOKEN)
     tiles = replace(DECODE_TILES, heads_per_row=2)
     tensors = attention(memory, case)
@@ -173,7 +173,7 @@ def decode_of_two_heads(memory: Memory) -> None:
 
 
 def extend(memory: Memory) -> None:
-    """A prefix, a prompt, a tail; dims that fill tiles, or do not; whole rows, shared ones, of two KV heads as one."""
+    """Checks a prefix, a prompt, a tail; dims that fill tiles or do not; whole and shared rows; two KV heads as one."""
     joined = replace(EXTEND_TILES, heads_per_row=2)
     for heads, dims, prefix, programs, scores in (
         (HEADS, DIMS, 19, 0, {}),
@@ -202,7 +202,7 @@ def extend(memory: Memory) -> None:
 
 
 def segments(memory: Memory) -> None:
-    """Deterministic extend, then decode: cuts and diagonals within tiles, windows, sequences of nothing."""
+    """Checks deterministic extend, then decode: cuts and diagonals within tiles, windows, empty sequences."""
     for dims, case in (
         (DIMS, {"kv_len": [70, 18, 0], "q_len": [2, 18, 0], "tail": 3}),
         ((16, 16), {"kv_len": [67, 40], "q_len": [3, 5], **SCORES}),
@@ -222,7 +222,7 @@ def segments(memory: Memory) -> None:
 
 
 def segments_left_in_memory(memory: Memory) -> None:
-    """Deterministic extend that keeps what lies left of a segment in its workspace; rows that see no key."""
+    """Checks deterministic extend that keeps the parts left of a segment in its workspace, and rows that see no key."""
     for case in ({"kv_len": [70, 18, 0], "q_len": [2, 18, 0], "tail": 3}, {"kv_len": [67], "q_len": [3], **SCORES}):
         tensors = attention(memory, Case(heads=HEADS, dims=DIMS, page_size=PAGE_SIZE, spread=True, **case))
         segment_extend(memory, tensors, replace(SEGMENT_TILES, left_in_memory=True))
@@ -231,7 +231,7 @@ def segments_left_in_memory(memory: Memory) -> None:
 
 
 def segment_extend(memory: Memory, tensors: Tensors, tiles: SegmentTiles) -> None:
-    """launch_segment_extend in memory, with a workspace that is no longer than it must be."""
+    """Runs launch_segment_extend in memory, with the shortest workspace that it allows."""
     case, num_tokens = tensors.case, tensors.q.shape[0]
     cut = ExtendCut.of(tiles.extend, gqa_ratio=tensors.gqa_ratio)
     schedule = memory.put(garbage(cut.words(num_tokens, tensors.num_seqs)))
@@ -249,7 +249,7 @@ def segment_extend(memory: Memory, tensors: Tensors, tiles: SegmentTiles) -> Non
 
 
 def segment_decode(memory: Memory, tensors: Tensors) -> None:
-    """launch_segment_decode in memory, with a workspace that is no longer than it must be."""
+    """Runs launch_segment_decode in memory, with the shortest workspace that it allows."""
     case, ratio, tiles = tensors.case, tensors.gqa_ratio, SEGMENT_TILES
     cut = DecodeCut.of(
         tiles.decode(ratio), num_kv_heads=case.heads[1], programs=3, window_left=case.window_left, has_slots=True
@@ -266,7 +266,7 @@ def segment_decode(memory: Memory, tensors: Tensors) -> None:
 
 
 def decode_schedule(memory: Memory) -> None:
-    """The words of the host twin, and a decode that walks them."""
+    """Checks the words against those of the host twin, and a decode that walks them."""
     kv_len, q_len = [33, 0, 1, 50, 70], [1, 1, 1, 2, 1]
     cut = DecodeCut.of(DECODE_TILES, num_kv_heads=2, programs=4, window_left=-1)
     schedule = memory.put(garbage(cut.words(5)))
@@ -277,7 +277,7 @@ def decode_schedule(memory: Memory) -> None:
 
 
 def extend_schedule(memory: Memory) -> None:
-    """The words of the host twin; every program has a share, but of a step without a sequence, whose kv_len is null."""
+    """Checks the words of the host twin. Every program has a share, except in a step with no sequence (null kv_len)."""
     some, num_tokens = ([20, 40, 3], [2, 17, 3]), 25
     none: tuple[list[int], list[int]] = [], []
     steps = (some, 0, True, -1), (some, 7, True, -1), (some, 7, True, 9), (some, 5, False, -1), (none, 0, True, -1)
@@ -291,13 +291,13 @@ def extend_schedule(memory: Memory) -> None:
 
 
 def placed_queries(memory: Memory, kv_len: Sequence[int], q_len: Sequence[int], num_tokens: int) -> Queries:
-    """Sequences for a schedule, in memory."""
+    """Puts sequences for a schedule into memory."""
     queries = queries_of(kv_len, q_len, num_tokens, CPU)
     return replace(queries, kv_len=memory.put(queries.kv_len), q_indptr=memory.put(queries.q_indptr))
 
 
 def store(memory: Memory) -> None:
-    """Three heads of odd dims; the last token is live, one before it is not."""
+    """Checks three heads of odd dims; the last token is live, one before it is not."""
     k, v = gapped(4, 3, 24), gapped(4, 3, 40)
     pages = [gapped(5, 3, PAGE_SIZE, dim).transpose(1, 2) for dim in (24, 40)]
     for side in pages:
@@ -313,9 +313,9 @@ def store(memory: Memory) -> None:
 
 
 def rope_store(memory: Memory) -> None:
-    """Five query heads over three, of odd dims: rows that turn in front or at the end, whose norms cover a part or all.
+    """Checks five query heads over three, of odd dims. Rotary dims are first or last; norms cover a part or all.
 
-    The last token is live, and at the table's last position; one before it is not; one is beyond the table.
+    The last token is live, and at the table's last position. One token before it is not live; one is beyond the table.
     """
     plain = Encoding.FP32, Scales.NONE
     for turned, normed, at_end, (encoding, scales) in (
@@ -340,7 +340,7 @@ def rope_store(memory: Memory) -> None:
 
 
 def finish(memory: Memory) -> None:
-    """Five heads of an odd dim, with two pads and without; one token is at the table's end, one beyond it."""
+    """Checks five heads of an odd dim, with two pads and without; one token is at the table's end, one beyond it."""
     of_elements, of_heads = gapped(5, 5, 24), torch.rand(5, 5).t()
     for turned, gate, num_tokens in (
         (10, of_elements, 5),
@@ -359,12 +359,12 @@ def finish(memory: Memory) -> None:
 
 
 def placed_rope(memory: Memory, rope: RopeTable | None) -> RopeTable | None:
-    """A table in memory."""
+    """Puts a table into memory."""
     return None if rope is None else replace(rope, cos_sin=memory.put(rope.cos_sin))
 
 
 def placed_norm(memory: Memory, norm: RowNorm | None) -> RowNorm | None:
-    """A norm's weights in memory."""
+    """Puts a norm's weights into memory."""
     return None if norm is None else replace(norm, weight=memory.put(norm.weight))
 
 
@@ -383,19 +383,19 @@ def paged_rows(form: PageFormat) -> LayerPages:
 
 
 def copied(pages: LayerPages, copy: Callable[[Tensor], Tensor]) -> LayerPages:
-    """Pages whose memory is copied by a function that need not know dtypes of eight bits."""
+    """Copies the memory of pages by a function that need not support eight-bit dtypes."""
     k, v = (copy(raw).view(pages.format.encoding.dtype) for raw in (pages.raw_k, pages.raw_v))
     return LayerPages(k, v, pages.format, *(s if s is None else copy(s) for s in (pages.k_scale, pages.v_scale)))
 
 
 def assert_alike(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    """Up to the order of a norm's sum, by which an eight-bit code may be the next one."""
+    """Checks equality up to the order of a norm's sum, which can change an eight-bit code to the next one."""
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=0.26 if got is not found[0] else 1e-5, atol=1e-5, equal_nan=True)
 
 
 def tails(memory: Memory) -> None:
-    """Three heads of odd dims; a sequence without new tokens, a full page, and a length beyond its row."""
+    """Checks three heads of odd dims; a sequence without new tokens, a full page, and a length beyond its row."""
     pages = [gapped(7, 3, PAGE_SIZE, dim).transpose(1, 2) for dim in (24, 40)]
     for side in pages:
         side[0] = 0.0
@@ -419,15 +419,16 @@ def vectorised_pages(num_pages: int) -> list[Tensor]:
 
 
 def pads(memory: Memory) -> None:
-    """Three heads of an odd dim; two tokens are real and three are not."""
+    """Checks three heads of an odd dim; two tokens are real and three are not."""
     outputs = [gapped(5, 3, 24), torch.randn(3, 5).t()]
     assert_same(memory, launch_clear_pads, clear_pads, [ints([4, 2, 1, 0])], outputs)
 
 
 def fill(memory: Memory) -> None:
-    """Five sequences and padded tokens, at first with a page for every token.
+    """Checks five sequences and padded tokens, first with a page for every token.
 
-    Then what only a device may say: a length past its row, more new tokens than tokens, a list too short for its pages.
+    Then checks values that only a device can give: a length past its row, more new tokens than tokens, a list too short
+    for its pages.
     """
     table = ints(range(1, 13)).view(4, 3)
     right, wrong = ([4, 7, 0, 9, 2], [4, 0, 0, 3, 2]), ([4, 7, 0, 11, 2], [4, 0, 0, 3, 4])
@@ -453,7 +454,7 @@ def fill(memory: Memory) -> None:
 
 
 def publish(memory: Memory) -> None:
-    """Two sequences of three tokens at five and seven, with token ids and without; the slot is written too."""
+    """Checks two sequences of three tokens at five and seven, with token ids and without; the slot is written too."""
     for has_ids in (1, 0):
         slot = ints([2, 3, 9, has_ids, 8, -1, -1, 0, 4, 5, 30, 40, 1, 2, *[11, 12, 13] * has_ids, 16, 32, 1, 2])
         outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 5, 5, 7))]
@@ -461,7 +462,7 @@ def publish(memory: Memory) -> None:
 
 
 def place_mask(memory: Memory) -> None:
-    """Seven bytes for words that hold more, and positions of three tokens at five; three sequences, one a pad."""
+    """Checks seven bytes for words that hold more, positions of three tokens at five; three sequences, one a pad."""
     inputs = [torch.arange(1, 8, dtype=torch.uint8), ints([4, 5, 6, 7]), ints([2, 3, 1, 0])]
     inputs += [ints([9, 2, 0]), ints([2, 1, 0])]
     for keys_before in (0, 3, ALL_KEYS):
@@ -473,7 +474,7 @@ def place_mask(memory: Memory) -> None:
 
 
 def merge_sides(memory: Memory) -> None:
-    """Rows of an odd dim; each side is empty and NaN somewhere, and both are."""
+    """Checks rows of an odd dim; each side is empty and NaN somewhere, and in one place both are."""
     sides = []
     for empty in (0, 1):
         out, lse = gapped(3, 3, 20), torch.randn(3, 3)
@@ -492,13 +493,13 @@ def merge_sides(memory: Memory) -> None:
 
 
 def table_update(memory: Memory) -> None:
-    """Three cells, one of them in the reserved row."""
+    """Checks three cells, one of them in the reserved row."""
     updates, table = ints([1, 0, 7, 0, 1, 8, 2, 3, 9]), [garbage(12).view(3, 4)]
     assert_same(memory, launch_table_update, twins.table_update, [updates], table, num_updates=3)
 
 
 def publish_engine(memory: Memory) -> None:
-    """Three entries at five, in rows of lists; the slot is written too. Then none at all."""
+    """Checks three entries at five, in rows of lists; the slot is written too. Then checks no entries at all."""
     for num_seqs, q_form, new in ((3, Q_LENGTHS, [2, 3, 1]), (3, Q_BOUNDARIES, [0, 2, 5, 6]), (0, Q_BOUNDARIES, [7])):
         slot = ints([num_seqs, 3, 9, 0, 8, -1, -1, 0])
         outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 5, 3))]
@@ -511,7 +512,7 @@ def publish_engine(memory: Memory) -> None:
 
 
 def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]:
-    """publish as a function of the tensors, with bounds and pads of its own."""
+    """publish as a function of the tensors, with its own bounds and pads."""
     sizes = {"kv_len": 30, "min_q_len": 0, "max_q_len": 9, "num_tokens": 7, "page_size": 3}
     return lambda kv_len, rows, q, csr, slot, before, counts, engine_row, row_of_seq, kept, taken, named: publish(
         slot,
@@ -523,7 +524,7 @@ def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]
 
 
 def gather(memory: Memory) -> None:
-    """A table of pages and one of slots with a map, in rows that end before the sequences' pages; lists of pages."""
+    """Checks page and slot tables with a map, in rows that end before the sequences' pages, and lists of pages."""
     rows, kv_len = ints([2, 0, 1]), ints([7, 14, 0])
     pages, slots = ints(range(1, 13)).view(3, 4), ints([*range(14), -1, *range(15, 24)]).view(3, 8)
     sources: tuple[list[Any], ...] = (
@@ -550,7 +551,7 @@ def _from_source(gather: Callable[..., None], source: Sequence[object]) -> Calla
 
 
 def slots(memory: Memory) -> None:
-    """Four given slots for five padded tokens, three of which are live: right ones, and one that is not."""
+    """Checks four given slots for five padded tokens, three of which are live: correct slots, and an invalid one."""
     cases: tuple[tuple[list[int], list[int] | None], ...] = (
         ([9, 4, 7, 8], None),
         ([9, 5, 7, 8], None),
@@ -571,8 +572,9 @@ def _with_map(take: Callable[..., None], without: bool) -> Callable[..., None]:
 
 
 def pack_mask(memory: Memory) -> None:
-    """Thirty-nine cells for words that hold more, and positions of three tokens at five: of more that are given, and of
-    fewer.
+    """Checks thirty-nine cells for words that hold more, and positions of three tokens at five.
+
+    More tokens are given, and then fewer.
     """
     kernel, twin = (
         partial(of_pack_mask(pack), window_left=4) for pack in (launch_pack_mask, engine_metadata.pack_mask)
@@ -585,7 +587,7 @@ def pack_mask(memory: Memory) -> None:
 
 
 def experts(memory: Memory) -> None:
-    """Experts with more pairs than a tile has rows and with none; sizes that leave parts of tiles empty."""
+    """Checks experts with more pairs than a tile has rows and with none; sizes that leave parts of tiles empty."""
     tiles = ExpertTiles(rows=16, columns=16, step=16, num_warps=1, num_stages=1)
     problem = random_problem(25, 5, 2, (19, 21), has_bias=True)
     # the first expert has no token, and the last one, whose matrix ends the memory, has some

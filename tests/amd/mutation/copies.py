@@ -1,6 +1,6 @@
-"""Runs a check on a copy of the kernels, in a process of its own that has to import little.
+"""Runs a check on a copy of the kernels, in a separate process that has little to import.
 
-Torch and Triton are imported once, by a server that forks for each check.
+A server imports Torch and Triton once and forks for each check.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from unittest.mock import patch
 from tests.amd.mutation.memory import Fenced, Memory, Poisoned
 from tests.amd.mutation.mutants import KERNELS
 
-# Operations on two operands in Triton's interpreter. A check does fewer than 130,000 on the kernels as they are; what
-# does three times as many never ends.
+# Operations on two operands in Triton's interpreter. A check does fewer than 130,000 on the unchanged kernels. A kernel
+# that does three times as many is taken for endless.
 MOST_OPERATIONS = 400_000
-# Only for what hangs outside of the interpreter: no machine is so busy that a check takes it.
+# Only for a hang outside of the interpreter: even on a busy machine no check takes this long.
 _SECONDS = 3600.0
 
 
@@ -34,23 +34,23 @@ class Trial:
     """How a check is run.
 
     memory:       where its tensors lie
-    is_backwards: whether the last program of a launch runs first. A GPU promises no order, the interpreter has one:
-                  what a program writes over a later one's words is gone when the later one has run
+    is_backwards: true if the last program of a launch runs first. A GPU promises no order, but the interpreter has one.
+                  A word that a program wrongly writes over a later program's is overwritten when the later one runs
     """
 
     memory: type[Memory]
     is_backwards: bool
 
 
-# The second is for what the first does not notice.
+# The second is for faults that the first does not notice.
 TRIALS = (Trial(Poisoned, False), Trial(Fenced, True))
 
 
 def copy_of_kernels(folder: Path, path: str = "", source: str = "") -> Path:
-    """A folder with a copy of kernels/ in which the file of that path has another source.
+    """Returns a folder with a copy of kernels/ in which the file at path has the given source.
 
-    What is compiled comes with it, which Python takes for a file of the same time and size: each process would compile
-    a hundred files again.
+    The compiled files are copied too; otherwise each process would compile a hundred files again. Those of the changed
+    file go, since Python would take them for files of the same time and size.
     """
     shutil.copytree(KERNELS, folder / "kernels")
     if path:
@@ -64,19 +64,19 @@ def copy_of_kernels(folder: Path, path: str = "", source: str = "") -> Path:
 def start_server() -> None:
     """The server that processes are forked from; it runs kernels under Triton's interpreter."""
     context = multiprocessing.get_context("forkserver")
-    # Nothing of this: rocm_attn.kernels is another one in each process.
+    # rocm_attn is not preloaded: each process has another rocm_attn.kernels.
     context.set_forkserver_preload(["torch", "triton", "triton.language", "triton.runtime.interpreter", "pytest"])
     with patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
 
 
 def verdict(folder: Path, check: str, trial: Trial, *, most_operations: int = MOST_OPERATIONS) -> str:
-    """What comes of a check on the copy of the kernels in folder.
+    """Returns the result of a check on the copy of the kernels in folder.
 
     check:           a name in checks.py
-    most_operations: of the interpreter; a kernel that does more is taken for one that never ends
-    Returns "right"; what the check found wrong; "endless"; or "SIGSEGV". Raises RuntimeError if the check could not be
-    done.
+    most_operations: limit on the interpreter's operations; a kernel that does more is taken for endless
+    Returns "right"; the fault that the check found; "endless"; or "SIGSEGV". Raises RuntimeError if the check could not
+    be done.
     """
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
@@ -102,7 +102,7 @@ def verdict(folder: Path, check: str, trial: Trial, *, most_operations: int = MO
 
 
 def _report(folder: Path, check: str, trial: Trial, most_operations: int, sender: Connection) -> None:
-    """In the forked process: rocm_attn.kernels is the copy in folder."""
+    """Runs in the forked process, in which rocm_attn.kernels is the copy in folder."""
     import rocm_attn
     from tests.amd.interpreted import quicken
 
@@ -129,7 +129,7 @@ class _Endless(BaseException):
 
 
 def _count_operations(most: int) -> None:
-    """Raise _Endless in the operation after so many. Every loop of a kernel computes an offset or compares a bound."""
+    """Raises _Endless after `most` operations. Every loop of a kernel computes an offset or compares a bound."""
     from triton.runtime.interpreter import interpreter_builder
 
     operate, left = interpreter_builder.binary_op, itertools.count(most, -1)

@@ -1,4 +1,4 @@
-"""What the launches that take lengths from the device, and those of a round of drafts, need of their masks."""
+"""Checks of the masks of the launches that take lengths from the device, and of those of a round of drafts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def _ints(*values: int) -> Tensor:
 
 
 def device_inputs(memory: Memory) -> None:
-    """Two sequences of up to five tokens, within their bounds and not, before what is shared and after what is stored
-    too, at five and seven.
+    """Checks two sequences of up to five tokens, at five and seven, within their bounds and not.
+
+    Lengths also lie below the shared length and above the stored one.
     """
     slot = _ints(*[2, 5, 9, 0, 8, 0, 8, 0, 4, 5, 30, 40, 3, 2])
     for kv_len, q_len, floor, stored in (
@@ -39,7 +40,7 @@ def device_inputs(memory: Memory) -> None:
 
 
 def draft_steps(memory: Memory) -> None:
-    """Three steps of two branches; two sequences and two pads, and a gap after each step's part."""
+    """Checks three steps of two branches; two sequences and two pads, and a gap after each step's part."""
     kv_len, token_ids, mask_start, parents = (_ints(*[-77] * size) for size in (15, 27, 15, 24))
     kv_len[:2] = _ints(9, 30)
     launch, twin = (
@@ -50,8 +51,9 @@ def draft_steps(memory: Memory) -> None:
 
 
 def place_trees(memory: Memory) -> None:
-    """Trees of three sequences and a pad, of new nodes alone and of nodes before them; words that are shared. With
-    room for all their tokens and for fewer, without a window, and with parents that none of the new nodes may have.
+    """Checks trees of three sequences and a pad, of new nodes alone and of nodes before them, and shared words.
+
+    There is room for all of their tokens or for fewer; one case has no window; some parents are invalid for new nodes.
     """
     right, wrong = [0, 0, 1, 2, 9, 9, 0, 0, 1, 9, 9, 9, 0, 0, 1, 2, 9, 9], [-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7]
     lines = [[-1, *right[1:6], -1, *right[7:12], -1, *right[13:]], [*wrong, -1, -1, 1, 2, 3, 0]]

@@ -1,4 +1,4 @@
-"""What latent attention needs of its masks, and the merge of rows of several tokens, which it alone has."""
+"""Checks of the masks of latent attention, and of the merge of rows of several tokens, which only it has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.amd.mutation.coded_pages import PAGE_SIZE
 from tests.amd.mutation.memory import Memory
 from tests.amd.mutation.placed_attention import attention
 
-# Dims of which both halves of V and what comes after it end within their columns.
+# With these dims both halves of V and the columns after V end within their blocks of columns.
 LATENT_DIMS = (31, 20)
 LATENT_TILES = LatentTiles(query_rows=16, key_block=16, num_warps=1, num_stages=1)
 LATENT_SEGMENT_TILES = LatentSegmentTiles(segment_len=32, block=LATENT_TILES)
@@ -28,7 +28,7 @@ LATENT_SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": Tr
 
 
 def latents(memory: Memory) -> None:
-    """Latent decode of one token and of several, extend and masks; in codes too, of which dead ones are NaN."""
+    """Checks latent decode of one token and of several, extend and masks, also in codes; dead codes are NaN."""
     few = {"kv_len": [33, 9, 70, 5, 0], "q_len": [3, 1, 5, 2, 0]}
     codes = {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN}
     for run, heads, dims, case in (
@@ -47,7 +47,7 @@ def latents(memory: Memory) -> None:
 
 
 def latent_segments(memory: Memory) -> None:
-    """Deterministic latent extend and decode: cuts and diagonals within tiles, a window, sequences of nothing."""
+    """Checks deterministic latent extend and decode: cuts and diagonals within tiles, a window, empty sequences."""
     for run, case in (
         (run_latent_segment_extend, {"kv_len": [70, 18, 0], "q_len": [2, 18, 0], "tail": 3}),
         (run_latent_segment_extend, {"kv_len": [40, 33], "q_len": [2, 1], "causal": False, "tail": 3}),
@@ -59,7 +59,7 @@ def latent_segments(memory: Memory) -> None:
 
 
 def rows_of_several_tokens(memory: Memory) -> None:
-    """A row that programs share, and more sequences of no token than programs, some of which have no work."""
+    """Checks a row that programs share, and more empty sequences than programs, some of which have no work."""
     run = partial(run_latent_decode, most=5, compute_units=8, tiles=LATENT_TILES)
     serve_latents(memory, run, 3, LATENT_DIMS, {"kv_len": [60] + [0] * 9, "q_len": [4] + [0] * 9})
 
@@ -67,7 +67,7 @@ def rows_of_several_tokens(memory: Memory) -> None:
 def serve_latents(
     memory: Memory, run: Callable[..., None], heads: int, dims: tuple[int, int], case: dict[str, Any]
 ) -> None:
-    """A step over latent pages, whose V is in their K, in memory."""
+    """Runs a step over latent pages, whose V is in their K, in memory."""
     tensors = attention(memory, Case(heads=(heads, 1), dims=dims, page_size=PAGE_SIZE, latent=True, **case))
     tensors = replace(tensors, v_pages=tensors.k_pages[..., : dims[1]], v_scale=tensors.k_scale)
     run(tensors, put=memory.put)

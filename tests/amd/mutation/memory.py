@@ -1,4 +1,4 @@
-"""Where a check puts its tensors: amid poison, or right before memory that ends the process when it is touched."""
+"""The places of a check's tensors: amid poison, or right before memory that ends the process when it is touched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROT_NONE = 0
 
 @dataclass
 class Memory(ABC):
-    """Tensors, and what lies around them, which no one may write: NaN around floats, POISON around integers."""
+    """Tensors and their surroundings, which no kernel may write: NaN around floats, POISON around integers."""
 
     POISON: ClassVar[int]
     _placed: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
@@ -59,9 +59,9 @@ class Poisoned(Memory):
 
 
 class Fenced(Memory):
-    """A read past a tensor's end ends the process, also one whose value would not have mattered.
+    """A read past a tensor's end ends the process, even if its value would not have mattered.
 
-    What is read before its start, if taken for an index, leads to where no memory is.
+    A value read before a tensor's start leads to unmapped memory if it is used as an index.
     """
 
     POISON = 0x7F7F7F7F
@@ -86,7 +86,7 @@ def assert_same(
     outputs: Sequence[Tensor],
     **options: int,
 ) -> None:
-    """A launcher, in memory, writes what its torch twin writes, and nothing else."""
+    """Checks that a launcher, in memory, writes the same as its torch twin, and nothing else."""
     wanted = [output.clone() for output in outputs]
     placed = [memory.put(output) for output in outputs]
     launch(*map(memory.put, inputs), *placed, **options)

@@ -1,4 +1,4 @@
-"""What a move of tokens between pages and rows needs of its masks."""
+"""Checks of the masks of a move of tokens between pages and rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.amd.mutation.memory import Memory, assert_same
 
 
 def moves(memory: Memory) -> None:
-    """Tokens from within a page on, and into pages also from a later page on, with the tail of the last one."""
+    """Moves tokens from the middle of a page on, and into pages also from a later page on, with the last one's tail."""
     for launch, twin, span in (
         (launch_export_rows, cache_twins.export_rows, (4, 6, 16, 16)),
         (launch_import_rows, cache_twins.import_rows, (4, 6, 15, 15)),

@@ -17,9 +17,9 @@ class Mutant:
     """One edit of one kernel file.
 
     path:    of the file, inside kernels/
-    what:    what was done to the call
+    what:    how the call was changed
     line:    where the call starts
-    call:    the call as it is, on one line
+    call:    the original call, on one line
     source:  the file with the call changed
     """
 
@@ -36,7 +36,7 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    """Every masked access without its mask, or without half of it; every masked load of V with NaN where masked."""
+    """Every masked access without its mask, or without half of it; every masked load of V with NaN for masked lanes."""
     found: list[Mutant] = []
     for path in sorted(KERNELS.rglob("*.py")):
         source = path.read_text()
@@ -75,7 +75,7 @@ def _touches_memory(function: str) -> bool:
 
 
 def _loads_of_v(tree: ast.Module) -> list[ast.expr]:
-    """What is assigned to a variable that is called v: the rows that attention weights are multiplied with."""
+    """Returns the values assigned to a variable named v: the rows that attention weights are multiplied with."""
     return [
         node.value
         for node in ast.walk(tree)

@@ -1,4 +1,4 @@
-"""The launch that looks for pages which do not exist, and what it needs of its masks."""
+"""Checks of the masks of the launch that looks for pages that do not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What picking tokens from logits needs of its masks."""
+"""Checks of the masks of the kernel that picks tokens from logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEVER_WRITTEN = -0x7F7F7F7F
 
 
 def pick_rows(memory: Memory) -> None:
-    """Rows that end in a block that is not full, one that draws among some of its tokens, and one of zeros."""
+    """Checks rows that end in a block that is not full, one that draws among some of its tokens, and one of zeros."""
     logits = torch.randn(3, 2 * 4099, generator=torch.Generator().manual_seed(2))[:, :4099]
     logits[2] = 0.0
     logits[0, 4098] = 9.0

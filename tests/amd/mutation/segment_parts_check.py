@@ -1,4 +1,4 @@
-"""What the merge of rows that programs of deterministic extend have shared needs of its masks."""
+"""Checks of the masks of the merge of rows that programs of deterministic extend have shared."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ class Parts(NamedTuple):
 
 
 def segment_parts(memory: Memory) -> None:
-    """Rows of many programs, of which some have no segment; a block that is not full at the end; sinks, a window; heads
-    that fill no block of columns.
+    """Checks rows of many programs, some of which have no segment, and a last block that is not full.
+
+    There are sinks, a window, and heads that fill no block of columns.
     """
     layers: tuple[tuple[int, int, dict[str, Any]], ...] = ((7, 64, {}), (10, 72, {"sinks": True, "window_left": 70}))
     for programs, dim, more in layers:
@@ -74,7 +75,7 @@ def segment_parts(memory: Memory) -> None:
 
 
 def _parts_of(tensors: Tensors, words: list[int], programs: int, row_keys: int) -> Parts:
-    """What programs leave of the rows that they share. Of the others the results are written."""
+    """Returns the parts that programs leave of shared rows, and writes the results of the other rows."""
     size, shared = (words[at.value - SHARE_WORDS] for at in (SHARE_SIZE, SHARE_CUT))
     parts = Parts(
         torch.full((programs * SLOTS, QUERY_ROWS, tensors.case.dims[1]), float("nan")),
@@ -132,7 +133,7 @@ def _segments(row: Row, program: int, size: int, row_keys: int) -> range:
 
 
 def _keep(tensors: Tensors, parts: Parts, row: Row, slot: int, keys: range) -> None:
-    """The softmax of some keys, in base 2."""
+    """Stores the softmax of some keys, in base 2."""
     lines, end = len(row.token), min(keys.stop, row.end_key)
     pages = tensors.table[int(tensors.row_of_seq[row.seq])].long()
     key = torch.arange(keys.start, max(end, keys.start))
@@ -147,7 +148,7 @@ def _keep(tensors: Tensors, parts: Parts, row: Row, slot: int, keys: range) -> N
     scores = scores.masked_fill(~seen, -math.inf)
     maximum = scores.amax(1) if len(key) else torch.full((lines,), -math.inf, dtype=torch.float64)
     weights = torch.exp2(scores - maximum.clamp_min(-1e30)[:, None])
-    # What no line sees may be NaN.
+    # V may be NaN in rows that no line sees.
     parts.acc[slot, :lines] = (weights @ v.where(seen.any(0)[:, None], 0.0)).float()
     parts.sums[slot] = torch.tensor([-math.inf, 0.0])
     parts.sums[slot, :lines] = torch.stack([maximum, weights.sum(1)], 1).float()

@@ -40,7 +40,7 @@ SELECTED_TILES = SelectedTiles(query_rows=16, key_block=16, num_warps=1, num_sta
 
 
 def index_scores(memory: Memory) -> None:
-    """Odd numbers of heads, of sets and of elements; a score for each candidate, and nothing else is written."""
+    """Checks odd numbers of heads, of sets and of elements; a score for each candidate, and nothing else is written."""
     for indexing, heads in (
         (Indexing(0.25, 3), 3),
         (Indexing(0.25, 3, sets=3, unit_keys=4, rectified=False), 3),
@@ -62,7 +62,7 @@ def placed_index(memory: Memory, problem: IndexProblem) -> IndexProblem:
     args = problem.args
     assert args.weights is not None
     assert args.pages.scale is not None
-    # The last page belongs to no one, and so does what the table says where nothing is to be read.
+    # The last page belongs to no sequence, and so do table entries that must not be read.
     keys, scale = args.pages.keys[:-1].contiguous(), args.pages.scale[:-1].contiguous()
     placed = args._replace(
         q=memory.put(args.q),

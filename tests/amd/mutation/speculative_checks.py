@@ -1,4 +1,4 @@
-"""What the kernels that accept drafts need of their masks."""
+"""Checks of the masks of the kernels that accept drafts."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ _GARBAGE = 0x5A5A5A5A
 
 
 def accept_drawn(memory: Memory) -> None:
-    """Trees of five nodes, of three, of none, and one without a line of parents."""
+    """Checks trees of five nodes, of three, of none, and one without a line of parents."""
     launch, twin = of_accept_drawn(launch_accept_drawn), of_accept_drawn(twins.accept_drawn)
     assert_same(memory, launch, twin, [drawn(), *trees()], room(_GARBAGE))
 
 
 def accept_sampled(memory: Memory) -> None:
-    """The same trees, and rows of a few tokens with gaps after them."""
+    """Checks the same trees, and rows of a few tokens with gaps after them."""
     launch, twin = of_accept_sampled(launch_accept_sampled), of_accept_sampled(twins.accept_sampled)
     assert_same(memory, launch, twin, [*probabilities(), *trees()], room(_GARBAGE))
 
 
 def move_paths(memory: Memory) -> None:
-    """Paths within rows of the table, at a page that is none, and past a row's end."""
+    """Checks paths within rows of the table, at an invalid page, and past a row's end."""
     for no_page in (0, -1):
         launch, twin = of_move_paths(launch_move_paths, no_page), of_move_paths(twins.move_paths, no_page)
         assert_same(memory, launch, twin, paths(), [layers_of_pages()])
 
 
 def next_round(memory: Memory) -> None:
-    """Texts of one token, of more than a block, some of which repeat themselves; a length that is cut or kept."""
+    """Checks texts of one token and of more than a block, some with repetitions, and a length that is cut or kept."""
     launch, twin = of_next_round(launch_next_round, 3), of_next_round(twins.next_round, 3)
-    # Programs run in any order: what one of them reports is there before, or nothing is.
+    # Programs run in any order: the reports of a program are there before, or none are.
     for last_limit, error in ((8, 64 | LENGTH_BEYOND_BOUND), (9, 64)):
         assert_same(memory, launch, twin, rounds(last_limit), of_rounds(_GARBAGE, error))
 

@@ -1,4 +1,4 @@
-"""What a graph that takes its inputs needs of its masks."""
+"""Checks of the masks of a graph that takes its inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _ints(values: Sequence[int]) -> Tensor:
 
 
 def take_inputs(memory: Memory) -> None:
-    """As publish, of the second slot, which is due, and of none."""
+    """Takes the inputs of `checks.publish` from the second slot, which is due; then neither slot is due."""
     for run in (5, 7):
         inputs = 4, 5, 30, 40, 1, 2, 11, 12, 13, 16, 32, 1, 2
         slots = [[2, 3, 9, 1, 8, TAKEN_BY_GRAPH, -1, runs_before, *inputs] for runs_before in (6, 5)]

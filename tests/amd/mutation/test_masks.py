@@ -1,4 +1,4 @@
-"""Without any one of its masks a kernel is caught: by a wrong value, or by touching what is not its own."""
+"""Without any one of its masks a kernel is caught: by a wrong value, or by an access to memory that is not its own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.amd.mutation.copies import TRIALS, Trial, copy_of_kernels, start_serv
 from tests.amd.mutation.mutants import KERNELS, Mutant, mutants
 
 MUTANTS = mutants()
-# The first file of each check: on the kernels as they are, a check does the same for all of its files.
+# The first file of each check: on unchanged kernels, a check does the same for all of its files.
 FILES = {CHECKS[path]: path for path in sorted(CHECKS, reverse=True)}.values()
-# Of these files, of every folder at least one, the first mask is removed in every run, the others at night.
+# The first mask of these files, at least one per folder, is removed in every run; the other masks at night.
 FILES_BY_DAY = (
     "attention/decode.py",
     "attention/key_loop.py",
@@ -31,7 +31,7 @@ JUDGES_BY_DAY = {CHECKS[path] for path in FILES_BY_DAY}
 BY_DAY = {mutant.path: mutant for mutant in reversed(MUTANTS) if mutant.path in FILES_BY_DAY}
 
 
-# Masks that change neither a value nor what is touched, and why they stay.
+# Masks that change neither a value nor an access, and why they stay.
 HARMLESS = {
     "metadata/fill_roles.py: load without live in the mask of "
     "tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)": (
@@ -70,7 +70,7 @@ def server() -> None:
 @pytest.mark.parametrize(
     ("path", "trial"),
     [
-        # By day those that judge a mutant, of every folder at least one.
+        # The checks by day are those that judge a mutant, at least one per folder.
         pytest.param(
             path,
             trial,

@@ -1,4 +1,4 @@
-"""Kernels whose offsets into pages are of 32 bits are noticed by the truth test, over pages beyond 2 GiB."""
+"""The truth test over pages beyond 2 GiB notices kernels whose offsets into pages have 32 bits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _DENSE, _SELECTS = "dense", "selects"
 
 
 def what_comes_of(folder: Path, layers: str) -> str:
-    """Of the truth test on the copy in folder: passed, missed, or that the process ended."""
+    """Returns the outcome of the truth test on the copy in folder: passed, missed, or that the process ended."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.amd.mutation.truth_of_copy", str(folder), layers]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    # A negative one is the signal that has ended it: what wraps leads to no memory.
+    # A negative code is the signal that ended it: a wrapped offset leads to unmapped memory.
     return run.stdout.strip() if run.returncode == 0 else "ended" if run.returncode < 0 else run.stderr
 
 

@@ -1,4 +1,4 @@
-"""What the launch that watches pages needs of its masks."""
+"""Checks of the masks of the launch that watches pages."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _named(since: int, pages: Sequence[int]) -> list[int]:
 
 
 def watch_pages(memory: Memory) -> None:
-    """Rows that go on and one that does not, one that is not watched, pads, dropped tokens, pages that are not there.
+    """Checks rows that continue and one that does not, one that is not watched, pads, dropped tokens and missing pages.
 
-    Of the first row's pages one was written by another entry since; in the second case none was.
+    In the first case another entry has since written one of the first row's pages; in the second case none was written.
     """
     table = torch.tensor([[7, 7, 7], [3, 4, 5], [6, 99, -1], [1, 2, 7], [2, 2, 2]], dtype=torch.int32)
     entries = torch.tensor([_named(31, [3, 4, 0]), _named(35, [6, 0, 0]), _named(35, [1, 2, 7])])

@@ -1,8 +1,8 @@
 """Memory of barriers in PTX: nothing else may lie there, not even after their last use.
 
 PTX, mbarrier: any operation on memory that holds an mbarrier, other than the mbarrier's own, has undefined behaviour
-until mbarrier.inval. Triton gives the memory of a barrier that nothing uses any more to something else. On an H200 that
-processes shared, the first value of such a barrier then came after what was stored in its place.
+until mbarrier.inval. Triton reuses the memory of a barrier that is no longer used. On an H200 that processes shared,
+the first value of such a barrier then arrived after the data that were stored in its place.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ACCESS = re.compile(
 
 
 def misused_barriers(ptx: str) -> list[str]:
-    """Accesses to memory at which a barrier is begun.
+    """Returns accesses to memory at which a barrier is begun.
 
-    Looked at are ld, st, atom and red whose address is written in the instruction; tiles, whose places threads compute,
-    and what copies them, are not. Raises ValueError where PTX begins no barrier, or one whose address it does not tell.
+    It checks ld, st, atom and red whose address is written in the instruction, but not tiles, whose places threads
+    compute, nor the copies of tiles. Raises ValueError if PTX begins no barrier, or one whose address it does not show.
     """
     places = {_BASE: 0}
     barriers = []

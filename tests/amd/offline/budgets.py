@@ -1,10 +1,11 @@
-"""What each kernel may cost on AMD, by Triton version: the costs that were accepted, and a tenth more.
+"""The limits of each kernel's cost on AMD, by Triton version: the accepted costs plus a tenth.
 
     python -m tests.amd.offline.budgets [NAME...]
 
-accepts the costs of the Triton at hand: it writes budgets/<Triton>/<arch>/<kernel>.csv anew, a line for each variant
-that a row of the matrix, or of that of sparse attention, launches. With names only rows that have one of them in their
-own are compiled, and the others' lines stay. The oldest supported Triton has the rows that it compiles in the gate.
+accepts the costs of the installed Triton: it rewrites budgets/<Triton>/<arch>/<kernel>.csv, one line per variant that a
+row of the matrix, or of the sparse attention matrix, launches. With NAMEs it compiles only rows whose own name contains
+one of them, and the lines of the other rows stay. The oldest supported Triton has the rows that it compiles in the
+gate.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.amd.offline.sparse_matrix import SparseRow, compiled_sparse_kernels
 AnyRow = Row | SparseRow
 FOLDER = Path(__file__).parent / "budgets"
 
-# How much of what was accepted may come on top.
+# A cost may exceed the accepted one by this part of it.
 MARGIN = 0.1
 _MUST_NOT_GROW = ("vgprs", "agprs", "lds_bytes", "code_bytes", "matrix_ops")
 _MUST_NOT_SHRINK = ("waves_per_simd", "buffer_loads")
@@ -41,7 +42,7 @@ _MUST_NOT_SHRINK = ("waves_per_simd", "buffer_loads")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a variant of a kernel costs; see AmdCode."""
+    """The cost of a variant of a kernel; see AmdCode."""
 
     vgprs: int
     agprs: int
@@ -65,13 +66,13 @@ Costs = dict[Variant, Cost]
 
 
 def rows_with_budgets(version: str) -> list[AnyRow]:
-    """The rows whose costs are accepted with a Triton."""
+    """The rows whose costs are accepted with a Triton version."""
     rows: tuple[AnyRow, ...] = (*ROWS, *SPARSE_ROWS)
     return [row for row in rows if row.arch in AMD_ARCHS and (row.on_oldest or version != OLDEST_TRITON)]
 
 
 def costs_of(row: AnyRow, kernels: Iterable[CompiledKernel]) -> Costs:
-    """The costs of what a row launches."""
+    """The costs of the kernels that a row launches."""
     seen: Counter[str] = Counter()
     costs = {}
     for compiled in kernels:
@@ -83,7 +84,7 @@ def costs_of(row: AnyRow, kernels: Iterable[CompiledKernel]) -> Costs:
 
 
 def read(version: str, row: AnyRow) -> Costs:
-    """What was accepted for a row; empty where nothing was."""
+    """Returns the accepted costs of a row; empty if there are none."""
     return {variant: cost for variant, cost in _accepted(version, row.arch).items() if variant.row == str(row)}
 
 
@@ -99,7 +100,7 @@ def _accepted(version: str, arch: str) -> Costs:
 
 
 def complaints(accepted: Costs, found: Costs) -> Iterator[str]:
-    """What does not fit its budget, a clause each."""
+    """Yields the costs that do not fit their budget, a clause each."""
     for variant in sorted(set(accepted) | set(found), key=lambda v: (v.kernel, v.number)):
         name = f"{variant.kernel} variant {variant.number}"
         if variant not in found:
@@ -123,7 +124,7 @@ def _measure(row: AnyRow) -> Costs:
 
 
 def write(names: Sequence[str] = ()) -> None:
-    """Accept what the Triton at hand makes of the matrix, or of its rows with one of these names in their own."""
+    """Accepts the installed Triton's costs of the matrix, or of its rows whose own name contains one of these."""
     version = triton.__version__
     rows = rows_with_budgets(version)
     renewed = [row for row in rows if not names or any(name in str(row) for name in names)]

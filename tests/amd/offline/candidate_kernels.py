@@ -1,4 +1,4 @@
-"""Compile a candidate's decode or extend kernel, as the runtime would launch it, whatever the tuning rows say."""
+"""Compiles a candidate's decode or extend kernel as the runtime would launch it, independent of the tuning rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plain_kernel(row: Row, tiles: DecodeTiles | ExtendTiles) -> CompiledKernel:
 
 
 def other_kernels(row: Row, tiles: DecodeTiles | ExtendTiles) -> Iterator[CompiledKernel]:
-    """What else the tiles would be compiled for: the row's other layers, pools above 2 GiB, packed masks."""
+    """Compiles the other kernels of the tiles: the row's other layers, pools above 2 GiB, packed masks."""
     for sized in (row, replace(row, is_large=True)):
         for problem in sized.problems if sized.is_large else sized.problems[1:]:
             yield _compile(sized, problem, tiles)
@@ -111,7 +111,7 @@ def _launch_extend(row: Row, problem: Problem, tiles: ExtendTiles) -> None:
 
 
 def _args(row: Row, problem: Problem, num_tokens: int, schedule_words: int, workspace_words: int) -> AttendArgs:
-    """One layer's attention of _SEQS sequences, as launch_all of the matrix has its pages."""
+    """Arguments of one layer's attention of _SEQS sequences, over pages as launch_all of the matrix has them."""
     page_bytes = row.page_size * row.heads[1] * min(row.dims) * row.dtype.itemsize
     shape = ((LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES) // page_bytes + 1, row.page_size, row.heads[1])
     row_of_seq, kv_len, q_indptr = (torch.empty(size, dtype=torch.int32) for size in (_SEQS, _SEQS, _SEQS + 1))

@@ -1,4 +1,4 @@
-"""Decode for CDNA, compiled for an arch, and what the compiler and the model of tile_cost.py say of it."""
+"""Decode for CDNA, compiled for an arch, with the figures of the compiler and of the model of tile_cost.py."""
 
 from __future__ import annotations
 

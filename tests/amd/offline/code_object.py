@@ -1,7 +1,7 @@
-"""What a compiled kernel costs, read without any vendor's tool chain but the one inside Triton's wheel.
+"""The cost of a compiled kernel, read without any vendor's tool chain except the one inside Triton's wheel.
 
 AMD: the assembly that Triton's own assembler turns into the hsaco; it ends with the metadata block that the loader
-reads. NVIDIA: cuobjdump, which Triton's wheel brings, prints what a cubin was given.
+reads. NVIDIA: cuobjdump, which Triton's wheel brings, prints the resources of a cubin.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AmdCode:
     buffer_loads:    loads with a 32-bit offset from a resource descriptor
     global_loads:    loads with a 64-bit address
     waves_per_simd:  waves that a SIMD has room for, by registers and LDS
-    has_dot:         whether the source asks for a matrix product
+    has_dot:         true if the source has a matrix product
     """
 
     vgprs: int
@@ -62,8 +62,8 @@ class NvidiaCode:
     local_bytes:   other thread-local memory
     shared_bytes:  shared memory of a program
     matrix_ops:    wgmma and mma instructions
-    has_dot:       whether the source asks for a matrix product
-    touched:       instructions that touch what a running wgmma reads or writes (warpgroup_products.py)
+    has_dot:       true if the source has a matrix product
+    touched:       instructions that touch registers of a running wgmma (warpgroup_products.py)
     """
 
     registers: int
@@ -76,7 +76,7 @@ class NvidiaCode:
 
 
 def read_amd_code(compiled: CompiledKernel) -> AmdCode:
-    """The resources of a kernel compiled for hip. Raises ValueError where the assembly does not state one."""
+    """Returns the resources of a kernel compiled for hip. Raises ValueError if the assembly does not state one."""
     assembly: str = compiled.asm["amdgcn"]
     metadata = _only(r"(?s)\.amdgpu_metadata\n(.*?)\.end_amdgpu_metadata", assembly)
     opcodes = re.findall(r"(?m)^\s+([a-z]+_[a-z0-9_]+)", assembly)
@@ -94,7 +94,7 @@ def read_amd_code(compiled: CompiledKernel) -> AmdCode:
         vgpr_spills=entry("vgpr_spill_count"),
         sgpr_spills=entry("sgpr_spill_count"),
         scratch_bytes=entry("private_segment_fixed_size"),
-        # The assembly says 0: Triton asks for its LDS at launch.
+        # The assembly says 0: Triton requests its LDS at launch.
         lds_bytes=compiled.metadata.shared,
         code_bytes=int(_only(r"; codeLenInByte = (\d+)", assembly)),
         matrix_ops=count("v_mfma_", "v_smfmac_"),
@@ -106,7 +106,7 @@ def read_amd_code(compiled: CompiledKernel) -> AmdCode:
 
 
 def read_nvidia_code(compiled: CompiledKernel) -> NvidiaCode:
-    """The resources of a kernel compiled for cuda. Raises ValueError where cuobjdump does not state one."""
+    """Returns the resources of a kernel compiled for cuda. Raises ValueError if cuobjdump does not state one."""
     report = _cuobjdump(compiled, "-res-usage")
     has_warpgroup_products = "wgmma.mma_async" in compiled.asm["ptx"]
     return NvidiaCode(
@@ -121,7 +121,7 @@ def read_nvidia_code(compiled: CompiledKernel) -> NvidiaCode:
 
 
 def _touched(code: list[Instruction]) -> tuple[str, ...]:
-    """What touches running products, of code that has some. Raises ValueError where none is found in it."""
+    """Returns accesses to running products, of code that has products. Raises ValueError if no product is found."""
     opcodes = {each.opcode for each in code}
     if not any(opcode.startswith("HGMMA") for opcode in opcodes) or "WARPGROUP.DEPBAR.LE" not in opcodes:
         raise ValueError(
@@ -145,7 +145,7 @@ def _cuobjdump(compiled: CompiledKernel, what: str) -> str:
 
 
 def _waves_per_simd(compiled: CompiledKernel, by_registers: int) -> int:
-    """by_registers, as LLVM states it, or fewer where LDS has no room for so many programs on a CU."""
+    """Returns by_registers, as LLVM states it, or fewer if the LDS of a CU has no room for that many programs."""
     metadata = compiled.metadata
     if not metadata.shared:
         return by_registers

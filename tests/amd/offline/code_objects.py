@@ -1,4 +1,4 @@
-"""AITER's hand-written forward kernels, read from its code objects: what the hot loop asks of each unit.
+"""AITER's hand-written forward kernels, read from its code objects: the load of the hot loop on each unit.
 
 They are the kernels whose speeds AMD has published; the cost model (rocm_attn/cli/cost.py) is calibrated on them.
 llvm-objdump of the LLVM that brings llvm-mca disassembles them.
@@ -14,7 +14,7 @@ from rocm_attn.cli.static_figures import Busy
 from tests.amd.offline.mca import SLOW, SLOW_CYCLES, find_llvm_mca
 from tests.amd.offline.tile_cost import CYCLES_OF_MATRIX_OPS
 
-# Of AITER's folder hsa/: arch -> the kernel of 128-element heads in bfloat16, rounding to nearest even, without a mask.
+# arch -> file in AITER's folder hsa/: the kernel of 128-element bfloat16 heads, rounding to nearest even, unmasked.
 FORWARD = {
     "gfx942": "gfx942/fmha_v3_fwd/MI300/fwd_hd128_bf16_rtne.co",
     "gfx950": "gfx950/fmha_v3_fwd/fwd_hd128_bf16.co",
@@ -34,7 +34,7 @@ def forward_loop(aiter: Path, arch: str) -> Busy:
 
 
 def hot_loop_of(disassembly: str, arch: str) -> Busy:
-    """The range from a backward branch's target to the branch that holds most products of those without another."""
+    """Returns the innermost loop with most products: from a backward branch's target to the branch."""
     lines = [
         (found[1], int(found[2], 16), int(found[3], 16))
         for found in map(_LINE.match, disassembly.splitlines())

@@ -1,4 +1,4 @@
-"""Compile rows of the matrix, or see what they launch, and choose those that a test runs with."""
+"""Compiles rows of the matrix, or records what they launch, and chooses the rows that a test runs with."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ AMD_ARCHS = ("gfx942", "gfx950")
 NVIDIA_ARCHS = ("sm_80", "sm_90")
 
 
-# Of these rows every run compiles the first variant of each kernel (test_first_variants.py): on CDNA 3 heads of 128 and
+# Every run compiles the first variant of each kernel of these rows (test_first_variants.py): on CDNA 3 heads of 128 and
 # latent pages, on Hopper latent pages, on CDNA 3 and 4 codes too; the simulator executes plain and latent pages on CDNA
-# 4. All variants, and all other rows, are long. A whole row takes a core for a minute or two, mostly inside LLVM, and a
-# layer's window, cap or mask rarely makes it spill where the layer without does not; the simulator compiles those, too.
+# 4. All variants, and all other rows, are long. A whole row takes a core for a minute or two, mostly inside LLVM. A
+# layer's window, cap or mask rarely makes it spill if the layer without does not; the simulator compiles those too.
 IN_EVERY_RUN = frozenset(
     {
         "gfx942-32x8-128-128-bfloat16-page16-below_2gib",
@@ -68,7 +68,7 @@ def first_kernels(row: Row) -> dict[str, CompiledKernel]:
     return first_compiled_by(lambda: launch_all(row), row.arch)
 
 
-# What is launched with tiles of decode, of extend and of segments.
+# The launchers that take tiles of decode, of extend or of segments.
 _WITH_TILES = (
     "launch_paged_decode",
     "launch_storing_decode",
@@ -79,11 +79,11 @@ _WITH_TILES = (
 
 
 class LaunchedTiles(NamedTuple):
-    """What a launch is compiled with.
+    """The parameters that a launch is compiled with.
 
     tiles:         those of a tuning row, the very object
-    has_window:    whether tokens see only so many keys
-    merges_within: whether decode adds up parts in its own launch
+    has_window:    true if tokens see a limited number of keys
+    merges_within: true if decode adds up parts in its own launch
     """
 
     tiles: Any
@@ -93,7 +93,7 @@ class LaunchedTiles(NamedTuple):
 
 @functools.cache
 def launched_tiles(row: Row) -> tuple[LaunchedTiles, ...]:
-    """What a row's kernels over pages are compiled with, launch by launch. Nothing is compiled for it."""
+    """Returns the parameters of a row's kernels over pages, launch by launch, without compiling them."""
     found: list[LaunchedTiles] = []
 
     def noting(launcher: Callable[..., None]) -> Callable[..., None]:

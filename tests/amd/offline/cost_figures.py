@@ -1,10 +1,10 @@
-"""Write the static figures of the rows that serve, with AITER's kernels beside them, and the pages that show them.
+"""Writes the static figures of the rows that serve and of AITER's kernels, and the pages that show them.
 
     AITER_SOURCE=CHECKOUT python -m tests.amd.offline.cost_figures docs
 
-compiles both with the Triton at hand, which must be the newest supported, and counts them with llvm-mca (see mca.py).
-What comes of it is rocm_attn/cli/static_figures.json, from which `rocm-attn explain --cost` predicts times, and, from
-that file alone, the pages. Candidates stay beside the row that serves as long as it is the one that they were ranked
+compiles both with the installed Triton, which must be the newest supported, and counts them with llvm-mca (see mca.py).
+The result is rocm_attn/cli/static_figures.json. `rocm-attn explain --cost` predicts times from it, and the pages are
+made from that file alone. A layer keeps its candidates as long as the row that serves is the one that they were ranked
 with: tuning_table ranks. Prints a line for each layer.
 """
 
@@ -31,7 +31,7 @@ from tests.amd.offline.tuning_page import title
 
 
 def main(docs: Path) -> None:
-    """Compile, print, write."""
+    """Compiles, prints and writes."""
     known, checkout = StaticFigures.read(), Checkout.named()
     old = {layer.key: layer for layer in known.layers}
     found = []

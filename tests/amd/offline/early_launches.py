@@ -1,4 +1,4 @@
-"""What an early launch needs to be right, in PTX: it waits for the end of the launch before it."""
+"""Conditions in PTX for an early launch to be right: it waits for the end of the launch before it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from triton.compiler import CompiledKernel
 
 
 def assert_waits(kernel: CompiledKernel, *, reads_before: bool) -> None:
-    """In every program: no branch leads past the wait, since what comes after shall find the launch before ended too.
+    """Checks that every program waits: no branch leads past the wait, since later launches rely on that end too.
 
-    Other groups of warps, where there are some, begin at a barrier: they are let go by the first one, which has waited.
+    Other groups of warps, if there are any, begin at a barrier: the first group, which has waited, lets them go.
 
-    reads_before: whether it may read, before it waits, what the launch before that one has written: as a merge does,
-                  which begins when all programs before it are past their own wait
+    reads_before: true if it may read, before it waits, data that the launch before the previous one has written: a
+                  merge may, since it begins when all programs before it are past their own wait
     """
     assert kernel.metadata.launch_pdl
     ptx = kernel.asm["ptx"]
@@ -30,7 +30,7 @@ def assert_waits(kernel: CompiledKernel, *, reads_before: bool) -> None:
 
 
 def _first_of_others(ptx: str, label: str) -> str:
-    """What comes first from a label on: a barrier, an access to the GPU's memory, or the end of the code."""
+    """Returns the first event from a label on: a barrier, an access to the GPU's memory, or the end of the code."""
     code = ptx[ptx.index(f"{label}:") :]
     first = re.search(r"barrier\.sync|(?:ld|st|atom)\.global|cp\.async|bra\.uni\s+(\$\w+)|$", code)
     assert first is not None

@@ -1,11 +1,11 @@
-"""Make every static figure anew, and the pages that show them: the one command after a kernel or a row has changed.
+"""Makes every static figure anew, and the pages that show them: the one command after a kernel or a row has changed.
 
     AITER_SOURCE=CHECKOUT python -m tests.amd.offline.every_figure docs [TITLE...]
 
-cost_figures compiles and counts the rows that serve, decode for CDNA, what was tried beside them and AITER's kernels;
-tuning_table ranks the candidates of the rows, which takes an hour or more. With titles only the layers are ranked in
-whose title one of them stands; "none" ranks none. Candidates stay beside a row that is as it was. Compiled kernels are
-in Triton's cache, so that the same command goes on where it was ended. Exits as tuning_table does.
+cost_figures compiles and counts the rows that serve, decode for CDNA, other tried kernels and AITER's kernels;
+tuning_table ranks the candidates of the rows, which takes an hour or more. With TITLEs only layers whose title contains
+one of them are ranked; "none" ranks none. Candidates of an unchanged row stay. Compiled kernels are in Triton's cache,
+so that the same command continues where it was stopped. Exits like tuning_table.
 """
 
 from __future__ import annotations

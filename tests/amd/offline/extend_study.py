@@ -1,4 +1,4 @@
-"""What the compiler and the model of tile_cost.py say of extend in Gluon for CDNA (gluon_extend.py)."""
+"""Figures of the compiler and of the model of tile_cost.py for extend in Gluon for CDNA (gluon_extend.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KEYS = 32
 _SKIP = re.compile(r"\s+s_cbranch_execz\s+(\.LBB\w+)")
 
 
-# Heads of 128, in bfloat16, four query heads on a KV head, on both archs: row, rows of q, whether lazily.
+# Heads of 128, in bfloat16, four query heads per KV head, on both archs: row, rows of q, lazy or not.
 STUDIES = tuple(
     (row, rows, lazy) for row in EXTEND_LAYERS if row.dims == (128, 128) for rows in _ROWS for lazy in (False, True)
 )
@@ -62,7 +62,7 @@ def _compiled(row: Row, geometry: StudyGeometry) -> CompiledKernel:
 
 
 def skipping_loop(assembly: str) -> HotLoop:
-    """The hot loop of a wave that never rescales: up to the branch back that passes over it."""
+    """The hot loop of a wave that never rescales: up to the backward branch that skips the rescaling."""
     lines = assembly.splitlines()
     for place, line in enumerate(lines):
         if found := _SKIP.match(line):

@@ -1,4 +1,4 @@
-"""What the compiler and the model of tile_cost.py say of one kernel, as values of static_figures.json."""
+"""Figures of the compiler and of the model of tile_cost.py for one kernel, as values of static_figures.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.amd.offline.tile_cost import TileCost
 
 
 def kernel_figures(code: AmdCode, waves: int, cost: TileCost) -> KernelFigures:
-    """Of one kernel. waves: that a SIMD has room for"""
+    """Returns the figures of one kernel. waves: the number that a SIMD has room for"""
     return KernelFigures(
         vgprs=code.vgprs,
         spilled=code.vgpr_spills,
@@ -27,5 +27,5 @@ def kernel_figures(code: AmdCode, waves: int, cost: TileCost) -> KernelFigures:
 
 
 def busy_of(cycles: LoopCycles) -> Busy:
-    """Of a loop."""
+    """Returns the cycles of the matrix and the vector unit in a loop, rounded."""
     return Busy(round(cycles.matrix, 1), round(cycles.vector, 1))

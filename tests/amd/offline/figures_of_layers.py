@@ -1,4 +1,4 @@
-"""What the compiler and the model of tile_cost.py say of a layer's kernels, as values of static_figures.json."""
+"""Figures of the compiler and of the model of tile_cost.py for a layer's kernels, as values of static_figures.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.amd.offline.tile_cost import floor_clocks
 
 
 def serving_layer(checkout: Checkout, row: Row, kind: Kind) -> LayerFigures:
-    """Figures of the row that serves a layer, which must have a cost, and of kernels beside it; nothing is ranked."""
+    """Returns figures of a layer's serving row, which must have a cost, and of other kernels; nothing is ranked."""
     # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     found = estimate(row, chosen_tiles(row, kind), whole=False, given_programs=True)
@@ -43,7 +43,7 @@ def serving_layer(checkout: Checkout, row: Row, kind: Kind) -> LayerFigures:
 
 
 def among(layer: LayerFigures, old: LayerFigures) -> LayerFigures:
-    """A layer with the candidates that its serving row was ranked with, as long as that row is the same."""
+    """Returns the layer with the candidates that its serving row was ranked with, if that row is unchanged."""
     if not old.ranked or old.serving.tiles != layer.serving.tiles:
         return layer
     candidates = (layer.serving if each.serves else each for each in old.candidates)
@@ -51,7 +51,7 @@ def among(layer: LayerFigures, old: LayerFigures) -> LayerFigures:
 
 
 def layer_key(row: Row, kind: Kind) -> tuple[str, str, tuple[int, int], int, str]:
-    """LayerFigures.key of what is ranked."""
+    """Returns LayerFigures.key of a ranked layer."""
     head_dim, v_head_dim = row.dims
     assert head_dim == v_head_dim, "the model's layers have one head dim"
     step = "decode" if kind is DecodeTiles else "extend"
@@ -59,7 +59,7 @@ def layer_key(row: Row, kind: Kind) -> tuple[str, str, tuple[int, int], int, str
 
 
 def candidate(found: Estimate, *, serves: bool) -> Candidate:
-    """Of an estimate with a cost."""
+    """Converts an estimate that has a cost."""
     assert found.code
     assert found.cost
     return Candidate(found.tiles, serves, kernel_figures(found.code, found.waves, found.cost))

@@ -1,10 +1,10 @@
-"""A study of extend for CDNA in Gluon: one wave a program, whose K and V go straight into the operands of products.
+"""A study of extend for CDNA in Gluon: one wave per program; K and V go straight into the operands of products.
 
     out[token] = softmax(q[token] . K^T) V        of one sequence: every token sees all keys
 
-Decode for CDNA with more rows of q: 32 or 64, new tokens times the query heads of a KV head. extend_study.py compiles
-it and counts its hot loop beside the rows that serve; it serves nothing. Keys are whole blocks of 32, and the diagonal
-of a prompt is left out: neither is in a hot loop.
+It is decode for CDNA with more rows of q: 32 or 64, new tokens times the query heads of a KV head. extend_study.py
+compiles it and compares its hot loop with the rows that serve; it serves nothing. Keys are whole blocks of 32, and the
+diagonal of a prompt is left out: neither is in a hot loop.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from rocm_attn.kernels.cdna.key_blocks import key_pairs, product_layout, value_p
 from rocm_attn.kernels.launch import launch
 
 CHUNK = gl.constexpr(16)
-# A maximum is left as it is until scores are 2^8 times what they were rescaled to.
+# A maximum is unchanged until scores are 2^8 times those that it was rescaled to.
 LEAST_GROWTH = gl.constexpr(8.0)
-# Below every score, and no infinity: the difference of two is a number.
+# Below every score, and finite: the difference of two is a number.
 NOTHING_SEEN = gl.constexpr(-1e30)
 
 
 class StudyGeometry(NamedTuple):
-    """What the kernel is compiled for.
+    """The constants that the kernel is compiled for.
 
     CDNA:      3 or 4
     COLUMNS:   elements of a head
     ROWS:      rows of q, a multiple of 16
     GQA_RATIO: query heads that share a KV head
     PAGE_SIZE: tokens of a page, a multiple of 16
-    LAZY:      whether results are rescaled only where a maximum has grown
+    LAZY:      true if results are rescaled only where a maximum has grown
     """
 
     CDNA: int
@@ -50,7 +50,7 @@ class StudyGeometry(NamedTuple):
 
 @constexpr_function
 def _query_layout(G: StudyGeometry) -> gl.constexpr:
-    """Of q as it is loaded, [ROWS, COLUMNS], which turned over is an operand."""
+    """Layout of q as it is loaded, [ROWS, COLUMNS]; its transpose is an operand's layout."""
     columns = [[0, 32 << i] for i in range((G.COLUMNS // 32).bit_length() - 1)]
     rows = [[16 << i, 0] for i in range((G.ROWS // 16).bit_length() - 1)]
     lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [0, 8], [0, 16]]
@@ -59,14 +59,14 @@ def _query_layout(G: StudyGeometry) -> gl.constexpr:
 
 @gluon.jit
 def _offsets(token, L: gl.constexpr, G: gl.constexpr):
-    """Of pairs of elements in a chunk."""
+    """Offsets of pairs of elements in a chunk."""
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))[:, None] * (token // 2)
     return row + gl.arange(0, G.COLUMNS // 2, layout=gl.SliceLayout(0, L))[None, :]
 
 
 @gluon.jit
 def _load(at, page_stride, token_stride, offsets, chunk, line, G: gl.constexpr):
-    """Pairs of a chunk."""
+    """Loads pairs of a chunk."""
     A_PAGE: gl.constexpr = G.PAGE_SIZE // CHUNK
     page = gl.load(line + chunk // A_PAGE)
     at = at + page.to(gl.int64) * page_stride + chunk % A_PAGE * CHUNK * token_stride
@@ -82,7 +82,7 @@ def _scores(pairs, query, G: gl.constexpr):
 
 @gluon.jit
 def _add(acc, first, second, v_first, v_second, DTYPE: gl.constexpr, G: gl.constexpr):
-    """Weighted values of two chunks added: at once on CDNA 4, whose products are twice as deep."""
+    """Adds the weighted values of two chunks: in one product on CDNA 4, whose products are twice as deep."""
     P: gl.constexpr = product_layout(G)
     EIGHTHS: gl.constexpr = G.COLUMNS // 8
     V: gl.constexpr = gl.DotOperandLayout(0, P, 4 if G.CDNA == 3 else 8)
@@ -106,7 +106,7 @@ def _add(acc, first, second, v_first, v_second, DTYPE: gl.constexpr, G: gl.const
 
 @gluon.jit
 def _attend(state, query, block, qk_scale, G: gl.constexpr):
-    """A block of two chunks added to accumulator, maximum and sum."""
+    """Adds a block of two chunks to accumulator, maximum and sum."""
     acc, maximum, total = state
     k_first, k_second, v_first, v_second = block
     first, second = _scores(k_first, query, G), _scores(k_second, query, G)
@@ -172,7 +172,7 @@ def _gluon_extend_kernel(
         _load(v_pages, kv_page, kv_token, v_offsets, 1, line, G),
     )
     for chunk in range(0, kv_len // CHUNK, 2):
-        # The last block is loaded once more, and not looked at.
+        # The last block is loaded once more, and ignored.
         one, other = gl.minimum(chunk + 2, last), gl.minimum(chunk + 3, last)
         state = _attend(state, query, block, qk_scale, G)
         block = (

@@ -1,9 +1,9 @@
 """The loop in which a compiled AMD kernel spends its time, cut out of its assembly.
 
-The loops of a kernel are the ranges of text from a label to a branch back to it. Of those that contain no other loop
-the hot one has the most matrix instructions; among equals it has the most loads, and then the fewest instructions,
-which chooses the loop without masks where a kernel has one with masks beside it. The text is taken as it stands: a
-branch inside the loop counts as not taken.
+The loops of a kernel are the ranges of text from a label to a branch back to it. The hot loop contains no other loop
+and has the most matrix instructions; among equals it has the most loads, and then the fewest instructions, which
+chooses the loop without masks if a kernel also has one with masks. The text is read in order: a branch inside the loop
+counts as not taken.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOADS = ("buffer_load_", "global_load_")
 
 @dataclass(frozen=True, slots=True)
 class HotLoop:
-    """instructions of one iteration, in order, without comments and labels."""
+    """The instructions of one iteration, in order, without comments and labels."""
 
     instructions: tuple[str, ...]
 
@@ -47,7 +47,7 @@ class HotLoop:
 
 
 def hot_loop(assembly: str) -> HotLoop:
-    """The hot loop of a kernel. Raises ValueError where there is no loop."""
+    """Returns the hot loop of a kernel. Raises ValueError if there is no loop."""
     lines = assembly.splitlines()
     labels = {found[1]: place for place, line in enumerate(lines) if (found := _LABEL.match(line))}
     loops = {}
@@ -67,17 +67,17 @@ def hot_loop(assembly: str) -> HotLoop:
 
 
 def is_matrix_op(instruction: str) -> bool:
-    """Whether the matrix unit computes it."""
+    """True if the matrix unit computes it."""
     return instruction.startswith(_MATRIX)
 
 
 def is_load(instruction: str) -> bool:
-    """Whether it loads from memory, into registers or LDS; scalar loads are not counted."""
+    """True if it loads from memory, into registers or LDS; scalar loads are not counted."""
     return instruction.startswith(_LOADS)
 
 
 def instructions(lines: list[str]) -> list[str]:
-    """Those of some lines of assembly, without comments and labels."""
+    """Returns the instructions in some lines of assembly, without comments and labels."""
     texts = [line.partition(";")[0].strip() for line in lines]
     return [text for text in texts if _INSTRUCTION.match(text)]
 
@@ -87,7 +87,7 @@ def _lds_bytes(instruction: str) -> int:
         return _load_bytes(instruction)
     if found := _LDS_ACCESS.match(instruction):
         return int(found[2]) // 8 * (2 if found[1] else 1)
-    # Exchanges between lanes go through LDS, a word each.
+    # Exchanges between lanes go through LDS, one word each.
     return 4 if instruction.startswith(("ds_bpermute", "ds_permute", "ds_swizzle")) else 0
 
 

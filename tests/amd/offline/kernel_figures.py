@@ -1,4 +1,4 @@
-"""Write what the page of AMD tiles says of kernels that are not ranked: registers, LDS and waves of each.
+"""Writes the section on kernels that are not ranked of the page of AMD tiles: registers, LDS and waves of each.
 
     python -m tests.amd.offline.kernel_figures docs/amd_tuning.md
 

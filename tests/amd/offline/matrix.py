@@ -1,7 +1,7 @@
-"""The compiles that a change must pass: layers, on an arch, over a pool of a size; every tuning row is among them.
+"""The compiles that a change must pass: layers on an arch, over a pool of a size. Every tuning row is among them.
 
-A row is driven through the runtime, so what is compiled is what it would launch: the metadata kernels, the store, and
-the attention of a decode, an extend and a mixed step, specialised on the arguments that they would get.
+A row is driven through the runtime, so the compiled kernels are those that it would launch: the metadata kernels, the
+store, and the attention of a decode, an extend and a mixed step, specialised on the arguments that they would get.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class Row:
 
     heads:     query heads, KV heads
     dims:      head_dim, v_head_dim
-    is_large:  whether K and V lie in more than 2 GiB each
-    on_oldest: whether the row also runs with the oldest supported Triton
-    kv:        the encoding of K and V; rows of eight-bit ones launch only what reads and writes pages
-    scales:    what shares a factor
+    is_large:  true if K and V lie in more than 2 GiB each
+    on_oldest: true if the row also runs with the oldest supported Triton
+    kv:        the encoding of K and V; rows of eight-bit ones launch only kernels that read or write pages
+    scales:    the extent of a scale
     pool:      how K and V are kept
     """
 
@@ -117,7 +117,7 @@ class Row:
 
     @property
     def problems(self) -> list[Problem]:
-        """The layer that the row is about: plain, and with what scores have in the models of its head_dim."""
+        """The layers of the row: plain, and with the score options of models of its head_dim."""
         plain = Problem(
             num_q_heads=self.heads[0],
             num_kv_heads=self.heads[1],
@@ -185,7 +185,7 @@ ROWS = (
         for is_large in (False, True)
         for layer in _AMD_LAYERS
     ),
-    # Codes that each target reads by itself, and one that it does not; with factors of rows and of tokens.
+    # Codes that each target reads by itself, and one that it does not; with scales per row and per token.
     *(
         Row(arch, *layer, kv=kv, scales=scales, on_oldest=arch == "gfx942" and layer is _AMD_LAYERS[1])
         for arch, kv in (("gfx942", KVEncoding.E4M3FNUZ), ("gfx950", KVEncoding.E4M3FN), ("sm_90", KVEncoding.E4M3FN))
@@ -200,7 +200,7 @@ ROWS = (
     # Heads with tiles for decode or for short sequences, of fewer query heads a KV head than those above, or of more.
     *(Row("sm_90", (heads, 4), (dim, dim), BF16, 16) for heads, dim in ((16, 24), (16, 96), (32, 192))),
     *(Row("sm_90", (heads, 1), (dim, dim), BF16, 16) for heads, dim in ((32, 64), (32, 80), (64, 128), (64, 256))),
-    # More blocks of columns than in heads of 256, and rows beside which others are no whole block.
+    # More blocks of columns than in heads of 256, and rows of K whose V is no whole block.
     *(Row("sm_90", (16, 2), dims, BF16, 16) for dims in ((320, 320), (384, 384), (512, 32))),
     *(Row("sm_90", heads, (16, 16), BF16, 16) for heads in ((12, 3), (8, 4))),
     # Small heads that are read as one, and those that are not.
@@ -238,12 +238,12 @@ ROWS = (
 
 
 def launch_all(row: Row) -> None:
-    """Every kernel that the runtime launches for the row's layers; under an offline driver they are only compiled.
+    """Launches every kernel that the runtime launches for the row's layers; an offline driver only compiles them.
 
-    Those of eight-bit rows are what reads and writes pages: the rest is that of other rows.
+    Rows of eight-bit codes launch only kernels that read or write pages: the others are those of other rows.
 
     The pool's size changes only kernels that read or write pages, so rows above 2 GiB launch those alone. So do rows
-    for NVIDIA, where the rest is tested by running it.
+    for NVIDIA, where tests run the others.
     """
     if row.pool is PoolKind.LATENT:
         _launch_latent(row)
@@ -278,31 +278,31 @@ def launch_all(row: Row) -> None:
 
 
 def _decodes_by_number(row: Row) -> bool:
-    """Whether decode's tiles, or who adds up parts, hang on how many sequences a step has: one, 16 or MANY_SEQS."""
+    """True if decode's tiles, or where parts are added up, depend on the number of sequences: one, 16 or MANY_SEQS."""
     tiles = decode_tiles_of(row.problems[0], known_target(row.arch))
     return tiles.merge_group > 0 or tiles in ALONE
 
 
 def _segment_tiles(row: Row) -> SegmentTiles:
-    """Of the row's layers. Raises NoTiles."""
+    """Returns the segment tiles of the row's layers. Raises NoTiles."""
     codes = codes_of(row.problems[0])
     return segment_tiles(row.arch, head_dim=row.dims[0], v_head_dim=row.dims[1], dtype=row.dtype, codes=codes)
 
 
 def _has_short_segment_tiles(row: Row) -> bool:
-    """Whether deterministic steps of few new tokens a sequence have tiles of their own, which two tokens take."""
+    """True if deterministic steps of few new tokens per sequence have their own tiles, which two tokens take."""
     tiles = _segment_tiles(row)
     return any(short != tiles.extend and 2 * row.problems[0].gqa_ratio <= short.query_rows for short in tiles.short)
 
 
 def shares_segments(row: Row) -> bool:
-    """Whether programs of the row's deterministic layers share rows: by tiles, and where blocks of heads are equal."""
+    """True if programs of the row's deterministic layers share rows: by tiles, and if blocks of heads are equal."""
     extend = _segment_tiles(row).extend
     return extend.programs_per_cu > 0 and extend.has_equal_blocks(row.problems[0].gqa_ratio)
 
 
 def _has_segments(row: Row) -> bool:
-    """Whether deterministic kernels serve the row's layers."""
+    """True if deterministic kernels serve the row's layers."""
     try:
         _segment_tiles(row)
     except NoTiles:
@@ -311,7 +311,7 @@ def _has_segments(row: Row) -> bool:
 
 
 def _short_q_lens(row: Row) -> list[int]:
-    """New tokens of sequences that the tuning rows for short ones are chosen for; one token is a step of decode."""
+    """New tokens per sequence for which the tuning rows of short sequences are chosen; one token is a decode step."""
     problem = row.problems[0]
     tuned = extend_rows(
         row.arch,
@@ -327,7 +327,7 @@ def _short_q_lens(row: Row) -> list[int]:
 
 
 def launch_rest(row: Row) -> None:
-    """What launch_all leaves out of rows for NVIDIA: fix-ups, and below 2 GiB metadata and what engines need."""
+    """Launches the rest of launch_all for NVIDIA: fix-ups, and below 2 GiB the kernels of metadata and of engines."""
     runtime, rows = _runtime(row, row.problems)
     _launch_fix_ups(runtime)
     if row.dtype.itemsize == 2 and row.page_size % 8 == 0:
@@ -345,7 +345,7 @@ def launch_rest(row: Row) -> None:
 
 
 def _launch_latent(row: Row) -> None:
-    """Every kernel over latent pages."""
+    """Launches every kernel over latent pages."""
     runtime, rows = _runtime(row, row.problems)
     _launch_step(runtime, _batch(rows, [1] * 16))
     _launch_step(runtime, _batch(rows, [32] * 16))
@@ -359,14 +359,14 @@ def _launch_latent(row: Row) -> None:
 
 
 def _launch_shared_step(row: Row) -> None:
-    """A step with a prefix in each sequence; layers that cannot share it decode."""
+    """Launches a step with a prefix in each sequence; layers that cannot share it decode."""
     runtime, rows = _runtime(row, row.problems)
     prefixes = SharedPrefixes([PrefixGroup(1, KV_LEN // 2)] * 16)
     _launch_step(runtime, replace(_batch(rows, [1] * 16), prefixes=prefixes))
 
 
 def _launch_masked_step(row: Row) -> None:
-    """Steps with a mask, in a runtime of its own: with masked layers every fill derives where masks begin."""
+    """Launches steps with a mask, in a separate runtime: with masked layers every fill derives where masks begin."""
     runtime, rows = _runtime(row, [replace(problem, custom_mask=True) for problem in row.problems])
     for q_len in (*_short_q_lens(row), LONG_Q_LEN):
         _launch_step(runtime, _with_random_mask(_batch(rows, [q_len] * 16)))
@@ -376,7 +376,7 @@ def _launch_masked_step(row: Row) -> None:
 
 
 def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) -> tuple[AttentionRuntime, list[int]]:
-    """A runtime of these layers over a pool of the row's size, and rows of 16 requests."""
+    """Returns a runtime of these layers over a pool of the row's size, and rows of 16 requests."""
     page_bytes = row.page_size * row.heads[1] * min(row.dims) * row.dtype.itemsize
     pool_bytes = LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES
     runtime = build_runtime(
@@ -391,7 +391,7 @@ def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) 
         ),
         device=torch.device("cpu"),
         target=known_target(row.arch),
-        guards=Guards().without("echo_check"),  # kernels that are only compiled answer nothing
+        guards=Guards().without("echo_check"),  # kernels that are only compiled compute no answer
     )
     for layer, problem in enumerate(problems):
         runtime.head_weights.set(layer, HeadWeights.random(problem, torch.Generator()))
@@ -403,7 +403,7 @@ def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) 
 
 
 def _batch(rows: list[int], q_lens: list[int]) -> StepBatch:
-    """The first sequences of the table, all KV_LEN tokens long, with so many new tokens each."""
+    """The first sequences of the table, all KV_LEN tokens long, with these numbers of new tokens."""
     return StepBatch(
         rows=np.array(rows, np.int32),
         kv_len=np.full(len(rows), KV_LEN, np.int32),
@@ -412,7 +412,7 @@ def _batch(rows: list[int], q_lens: list[int]) -> StepBatch:
 
 
 def _with_random_mask(batch: StepBatch) -> StepBatch:
-    """The step with a mask of its new keys alone, for which all masked steps have room."""
+    """Returns the step with a mask of its new keys alone, for which all masked steps have room."""
     return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, torch.Generator(), keys_before=0))
 
 
@@ -432,7 +432,7 @@ def _launch_step(
         v = k[..., : problem.v_head_dim] if is_latent else empty(problem.num_kv_heads, problem.v_head_dim)
         q, out = empty(heads, problem.head_dim), empty(heads, problem.v_head_dim)
         lse = torch.empty(num_tokens, heads) if with_lse else None
-        # A kernel that stores itself is another variant of it.
+        # A kernel that stores K and V itself is another variant of it.
         step.layers.store_and_attend(layer, q, k, v, out, lse)
         step.layers.store(layer, k, v)
         step.layers.attend(layer, q, out, lse)
@@ -440,7 +440,7 @@ def _launch_step(
 
 
 def _launch_row_work(runtime: AttentionRuntime, batch: StepBatch) -> None:
-    """What lies between projections and attention, of rows that turn in part or whole, and what follows attention."""
+    """Launches the kernels around attention: rotation of whole and partial rows before it, and the finish after it."""
     step, problem = runtime.step(batch).parts[0], runtime.selections[0].problem
     num_tokens, heads, dim, v_dim = step.token_ids.shape[0], problem.num_q_heads, problem.head_dim, problem.v_head_dim
 
@@ -461,11 +461,11 @@ def _launch_row_work(runtime: AttentionRuntime, batch: StepBatch) -> None:
 
 
 def _launch_fix_ups(runtime: AttentionRuntime) -> None:
-    """What the runtime launches around kernels that leave pads as they are and multiply V after a sequence's end."""
+    """Launches the fix-ups around kernels that do not clear pads and that multiply V after a sequence's end."""
     ops, pages, problem = TRITON.ops(), runtime.pool.layer(0), runtime.selections[0].problem
     seqs, counts = (torch.empty(size, dtype=torch.int32) for size in (16, 4))
     out = torch.empty(16, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
-    # Where page 0 belongs to no one, and, as in some engines, where it is a page like others.
+    # In some engines page 0 is an ordinary page; elsewhere it belongs to no sequence.
     for null_page in (True, False):
         ops.zero_tails(runtime.table.full.entries, seqs, seqs, seqs, pages, null_page=null_page)
     ops.clear_pads(counts, out, None)
@@ -473,7 +473,7 @@ def _launch_fix_ups(runtime: AttentionRuntime) -> None:
 
 
 def _launch_vectorised(row: Row) -> None:
-    """The store, and what zeroes tails after it, over the vectorised pages that AITER's kernels read."""
+    """Launches the store and the zeroing of tails after it, over the vectorised pages that AITER's kernels read."""
     (_, heads), ops, tokens = row.heads, TRITON.ops(), 16
     page_bytes = row.page_size * heads * min(row.dims) * row.dtype.itemsize
     num_pages = (LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES) // page_bytes + 1
@@ -488,7 +488,7 @@ def _launch_vectorised(row: Row) -> None:
 
 
 def _launch_experts(row: Row) -> None:
-    """Few tokens and many, with biases and without."""
+    """Launches experts for few tokens and many, with biases and without."""
     experts, width = 8, 256
     weight = torch.empty(experts, width, width, dtype=row.dtype)
     for rows, bias in ((1, weight[:, 0].contiguous()), (128, None)):
@@ -500,14 +500,14 @@ def _launch_experts(row: Row) -> None:
 
 
 def _launch_merge_states(problem: Problem) -> None:
-    """Sides of a layer's dtype."""
+    """Merges sides of a layer's dtype."""
     out = torch.empty(16, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
     lse = torch.empty(16, problem.num_q_heads)
     launch_merge_states(out, lse, out, lse, out, lse)
 
 
 def _launch_whole_fill(page_size: int) -> None:
-    """A fill with all that kernels of other libraries read; no kernel of this project asks for it."""
+    """Launches a fill with all inputs that kernels of other libraries read; no kernel of this project needs it."""
     num_seqs, width = 16, 64
     nothing, of_seq, of_boundary = (torch.empty(size, dtype=torch.int32) for size in (0, num_seqs, num_seqs + 1))
     step = StepTensors.of(
@@ -536,7 +536,7 @@ def _launch_whole_fill(page_size: int) -> None:
 
 
 def _launch_head_of_graph() -> None:
-    """What takes the inputs of a step that a graph replays, with prefixes and without."""
+    """Launches the kernel that takes the inputs of a step that a graph replays, with prefixes and without."""
     nothing, of_seq, slots = (torch.empty(size, dtype=torch.int32) for size in (0, 16, (2, 512)))
     for prefixes in (nothing, of_seq):
         names = ("counts", "row_of_seq", "kv_len", "q_len", "token_ids")
@@ -545,7 +545,7 @@ def _launch_head_of_graph() -> None:
 
 
 def _launch_of_engines(page_size: int) -> None:
-    """What reads an engine's tensors: a table of slots of both types, and lists of pages."""
+    """Launches the kernels that read an engine's tensors: slot tables of both types, and lists of pages."""
     num_seqs, width = 16, 64
     of_seq, counts, slot = (torch.empty(size, dtype=torch.int32) for size in (num_seqs, 4, 8))
     to = PublishedLengths(counts, of_seq, of_seq, of_seq, of_seq, 0, 0, gathered=True)
@@ -583,7 +583,7 @@ def _launch_of_engines(page_size: int) -> None:
 
 
 def launch_picks(num_seqs: int) -> None:
-    """Tokens of rows of narrow and of wide logits, and what rows may ask for beside."""
+    """Launches picks of tokens of narrow and of wide logits, and the other options of rows."""
     terms, words = torch.empty(num_seqs, 3), torch.empty(num_seqs, 2, dtype=torch.int32)
     tokens, asked = torch.empty(num_seqs, dtype=torch.int32), torch.empty(num_seqs, NUM_COLUMNS, dtype=torch.int32)
     counts, masks = (torch.empty(num_seqs, columns, dtype=torch.int32) for columns in (32000, 1000))
@@ -596,7 +596,7 @@ def launch_picks(num_seqs: int) -> None:
 
 
 def launch_speculative(page_size: int) -> None:
-    """Acceptance of drafts, and moves of what was accepted: whole rows, heads apart, and factors of tokens."""
+    """Launches acceptance of drafts, and moves of accepted tokens: whole rows, separate heads, and scales of tokens."""
     num_seqs, num_nodes, vocab = 16, 8, 4096
     tokens, words = num_seqs * num_nodes, torch.empty(num_seqs + 1, dtype=torch.int32)
     ids, of_seq = torch.empty(tokens, dtype=torch.int32), words[:num_seqs]
@@ -629,14 +629,14 @@ def launch_speculative(page_size: int) -> None:
 
 
 def _sides_that_move(page_size: int) -> tuple[torch.Tensor, ...]:
-    """Whole rows, heads apart, and factors of tokens."""
+    """Whole rows, separate heads, and scales of tokens."""
     pages = torch.empty(64, page_size, 2, 128, dtype=torch.int64)
     factors = torch.empty(64, 2, page_size, dtype=torch.int32).transpose(1, 2)[:, :, None, None]
     return page_words(key_rows(pages)), page_words(key_rows(pages[..., :64])), factors
 
 
 def launch_moves(page_size: int) -> None:
-    """Tokens between pages and rows: whole rows, heads apart, and factors of tokens."""
+    """Launches moves of tokens between pages and rows: whole rows, separate heads, and scales of tokens."""
     for side in _sides_that_move(page_size):
         rows, words = torch.empty(1 << 20, dtype=side.dtype), torch.empty(16, dtype=torch.int64)
         for launch in (launch_export_rows, launch_import_rows):

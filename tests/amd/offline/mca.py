@@ -1,16 +1,16 @@
-"""llvm-mca: how long a wave takes for a loop by LLVM's scheduling models of gfx942 and gfx950.
+"""llvm-mca: the time of a loop for one wave, by LLVM's scheduling models of gfx942 and gfx950.
 
-The models issue the instructions of one wave in order, know latencies and the units that are taken, and follow
-s_waitcnt. They know no other wave, no caches, no bank conflicts and no barrier's wait, and nothing was measured with
-them on hardware. What a load takes is not theirs to know: here it is an unknown that the time of a loop is a line of.
+The models issue the instructions of one wave in order, know latencies and busy units, and follow s_waitcnt. They know
+no other wave, no caches, no bank conflicts and no barrier's wait, and nothing was measured with them on hardware. They
+do not know the latency of a load: here it is an unknown, and the time of a loop is linear in it.
 
-Two things are put right in what the tool reads. It takes a load with a 64-bit address for one of LDS, too, which would
-have the loop wait for it at the next access of LDS: each is read as a buffer load. And it takes exp2, reciprocals and
-products of 32-bit integers for one instruction each, where a SIMD computes them at a quarter of the rate: each is read
+The input of the tool is corrected in two ways. It takes a load with a 64-bit address for one of LDS too, which would
+make the loop wait for it at the next access of LDS: each is read as a buffer load. And it takes exp2, reciprocals and
+products of 32-bit integers for one instruction each, but a SIMD computes them at a quarter of the rate: each is read
 with three more.
 
-The tool is part of LLVM; it must be version 22 or newer, which knows gfx950 and annotated latencies. pip does not bring
-it. Debian has it in the package llvm-22; ROCM_ATTN_LLVM_MCA names one that is not on the path.
+The tool is part of LLVM; it must be version 22 or newer, which knows gfx950 and annotated latencies. pip does not
+install it. Debian has it in the package llvm-22; ROCM_ATTN_LLVM_MCA names one that is not on the path.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _ITERATIONS = 20
 _MATRIX_UNIT, _VECTOR_UNIT = "HWXDL", "HWVALU"
 # Both far above what an iteration takes, so that every wait for a load is seen.
 _LATENCIES = (1000, 2000)
-# Of a processor, which a busy machine does not change. It needs a twentieth of one, or never ends.
+# Processor seconds, which do not depend on how busy the machine is. It needs a twentieth of one, or never ends.
 _MAX_CPU_SECONDS = 10
 # llvm-mca 22 may stall for ever at an instruction of two micro-operations. Each of these becomes two instructions that
 # read the same registers and write one of its two each.
 _SWAP = re.compile(r"v_permlane\d+_swap_b32(?:_e\d+)? (v\d+), (v\d+)")
 _FLAT_LOAD = re.compile(r"global_load_(lds_)?(\w+) (?:([av]\S+), )?(v\[\d+:\d+\]|v\d+), (?:off|s\[\d+:\d+\])")
-# AMD's CDNA3 instruction set says of which a SIMD computes a quarter as many: "transcendental", and 32-bit products.
+# By AMD's CDNA3 instruction set a SIMD computes these at a quarter of the rate: "transcendental", and 32-bit products.
 SLOW = re.compile(r"v_(?:exp|log|rcp|rsq|sqrt|sin|cos)_|v_mul_(?:lo|hi)_[iu]32")
 SLOW_CYCLES = 4
 _MAD_64 = re.compile(r"v_mad_u64_u32 v\[(\d+):(\d+)\], \S+, (\S+), (\S+), (?:([sv])\[(\d+):(\d+)\]|(\S+))")
@@ -49,20 +49,20 @@ _NAMES = ("llvm-mca", *(f"llvm-mca-{version}" for version in range(OLDEST_LLVM, 
 
 
 class NoLlvmMca(RuntimeError):
-    """There is no llvm-mca that knows these archs."""
+    """No llvm-mca that knows these archs is installed."""
 
 
 class Unfinished(RuntimeError):
-    """llvm-mca does not come to an end with a loop."""
+    """llvm-mca does not finish a loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopCycles:
-    """What one iteration takes one wave, in cycles of the model.
+    """The time of one iteration for one wave, in cycles of the model.
 
-    own:       from one iteration to the next, were loads immediate
-    latencies: latencies of a load, one after another, that come on top
-    issue:     cycles that the busiest unit is taken; no number of waves on a SIMD makes it faster
+    own:       from one iteration to the next, if loads were immediate
+    latencies: latencies of a load, one after another, that are added
+    issue:     busy cycles of the busiest unit; no number of waves on a SIMD makes it faster
     matrix:    cycles of the matrix unit
     vector:    cycles of the vector unit
     """
@@ -74,7 +74,7 @@ class LoopCycles:
     vector: float
 
     def alone(self, load_latency: float) -> float:
-        """From one iteration to the next, of loads that take so many cycles."""
+        """Returns the cycles from one iteration to the next, with loads of that latency."""
         return self.own + self.latencies * load_latency
 
 
@@ -94,13 +94,13 @@ def loop_cycles(loop: HotLoop, arch: str) -> LoopCycles:
 
 
 def _cycles(report: Any) -> float:
-    """From one iteration to the next."""
+    """Returns the cycles from one iteration to the next."""
     cycles: int = report["CodeRegions"][0]["SummaryView"]["TotalCycles"]
     return cycles / _ITERATIONS
 
 
 def _units(report: Any) -> dict[str, float]:
-    """Unit -> cycles that it is taken in an iteration."""
+    """Returns unit -> busy cycles per iteration."""
     names = report["TargetInfo"]["Resources"]
     # The line after the last instruction has the sums of an iteration.
     pressure = report["CodeRegions"][0]["ResourcePressureView"]["ResourcePressureInfo"]
@@ -166,7 +166,7 @@ def _as_modelled(text: str, load_latency: int) -> list[str]:
 
 
 def _as_buffer_load(text: str) -> str:
-    """A load with a 64-bit address, read as one with an offset of as many registers; others as they are."""
+    """Returns a load with a 64-bit address as one with an offset of as many registers; others unchanged."""
     found = _FLAT_LOAD.match(text)
     if not found:
         return text

@@ -1,4 +1,4 @@
-"""Compiling for a GPU that is not there, and looking at what came of it."""
+"""Compiles for a GPU that is not present, and returns the compiled kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rocm_attn.machine.target import Target, known_target
 
 
 def absent_gpu(target: Target) -> AbsentGpu:
-    """What Triton asks about a target."""
+    """Returns the properties of a target that Triton asks for."""
     return AbsentGpu(target.arch, target.compute_units, target.wave_size, target.lds_bytes)
 
 
@@ -62,7 +62,7 @@ def first_compiled_by(call: Callable[[], object], arch: str) -> dict[str, Compil
 
 
 def last_compiled_by(call: Callable[[], object], arch: str, names: Collection[str]) -> dict[str, CompiledKernel]:
-    """What call launches last of each of these kernels, by name, compiled for arch; nothing else is compiled."""
+    """Returns call's last launch of each of these kernels, by name, compiled for arch; nothing else is compiled."""
     last: dict[str, Callable[[], Any]] = {}
     run = JITFunction.run
 

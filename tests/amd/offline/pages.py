@@ -1,4 +1,4 @@
-"""The pages that are made from static_figures.json, and from nothing else but the budgets."""
+"""The pages that are made only from static_figures.json and the budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels of sparse attention are compiled for: the indexers and the layers of published models, on an arch.
+"""The compiles of sparse attention: the indexers and the layers of published models, on an arch.
 
 Index keys and rows lie in pools below 2 GiB, or above.
 """
@@ -42,8 +42,8 @@ MAX_KV_LEN, NUM_TOKENS = 65536, 64
 class IndexRow:
     """An indexer.
 
-    dtype:     of q, and of keys that are not coded
-    coded:     keys, and q, in the arch's eight-bit encoding
+    dtype:     of q, and of keys without codes
+    coded:     true if keys and q are in the arch's eight-bit encoding
     on_oldest: as in Row
     """
 
@@ -62,7 +62,7 @@ class IndexRow:
         return f"{self.arch}-{self.name}{'-above_2gib' * self.is_large}"
 
     def launch(self) -> None:
-        """Scores, top-k, and the check of a selection."""
+        """Launches scores, top-k, and the check of a selection."""
         indexing, page_size, dim = self.indexing, 64, 128
         key_dtype = encoding_of(self.arch).dtype if self.coded_keys else self.dtype
         page_keys = page_size // indexing.key_tokens
@@ -96,7 +96,7 @@ class LayerRow:
     """A layer that attends over a selection.
 
     heads:     query heads, KV heads
-    exact:     deterministic
+    exact:     true if it is deterministic
     on_oldest: as in Row
     """
 
@@ -118,7 +118,7 @@ class LayerRow:
         return f"{self.arch}-{self.name}{'-above_2gib' * self.is_large}"
 
     def launch(self) -> None:
-        """Attention in several parts, with sinks and LSE."""
+        """Launches attention in several parts, with sinks and LSE."""
         (num_heads, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
         ratio = num_heads // num_kv_heads
         args = SelectedArgs(

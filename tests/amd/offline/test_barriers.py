@@ -1,4 +1,4 @@
-"""The check of barriers' memory sees what it is for, in PTX made by hand."""
+"""The check of barriers' memory detects its faults, in PTX made by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_lies_where_a_barrier_is_is_found(line: str) -> None:
         "@%p2 mbarrier.arrive.shared::cta.b64 _, [%r11];",
         "st.global.b32 \t[%r11], %r1;",
         "cp.async.mbarrier.arrive.noinc.shared.b64 [%r12];",
-        # Tiles, whose places threads compute: nothing tells where.
+        # Tiles, whose places threads compute: PTX does not show them.
         "st.shared.b32 \t[%r15+64], %r1;",
     ],
 )

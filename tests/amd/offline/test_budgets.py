@@ -1,4 +1,4 @@
-"""No kernel costs a tenth more than what was accepted for it, with the oldest supported and the newest Triton."""
+"""No kernel exceeds its accepted cost by more than a tenth, with the oldest supported and the newest Triton."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 # With more a SIMD has room for one wave.
 MOST_VGPRS = 256
-# Of the plain layer, which docs/amd_tuning.md counts, and a tenth more.
+# The plain layer's VGPRs, counted in docs/amd_tuning.md, plus a tenth.
 ACCEPTED_VGPRS = {
     ("gfx942", 64): 268,
     ("gfx942", 128): 268,
@@ -42,7 +42,7 @@ ACCEPTED_VGPRS = {
     ("gfx950", 64): 233,
     ("gfx950", 128): 233,
 }
-# Instructions of an iteration for a key, and a tenth more: the vector unit is what bounds it.
+# Instructions of an iteration per key, plus a tenth: the vector unit bounds it.
 ACCEPTED_INSTRUCTIONS = {
     ("gfx942", 64): 8.4,
     ("gfx942", 128): 8.4,
@@ -50,7 +50,7 @@ ACCEPTED_INSTRUCTIONS = {
     ("gfx950", 64): 6.5,
     ("gfx950", 128): 6.5,
 }
-# K and V of a key pass no LDS. On CDNA 3 the maximum and the sum of scores do: a lane's words of a block.
+# K and V of a key do not pass LDS. On CDNA 3 the maximum and the sum of scores do: a lane's words of a block.
 MOST_LDS_BYTES = {"gfx942": 16, "gfx950": 0}
 
 
@@ -87,7 +87,7 @@ def test_it_spills_nothing_and_keys_pass_no_lds(arch: str, dim: int, layer: str)
     assert code.lds_bytes <= 4096
     assert loop.lds_bytes <= MOST_LDS_BYTES[arch] * tiles.num_stages
     keys = tiles.key_block * tiles.num_stages
-    # Sixteen bytes a lane, K and V once, and nothing else: numbers of pages are scalar loads.
+    # Sixteen bytes per lane, for K and V once, and no other loads: page numbers are scalar loads.
     loads = [text.split()[0] for text in loop.instructions if re.match(r"(buffer|global)_load_", text)]
     assert set(loads) == {"buffer_load_dwordx4"}
     assert len(loads) * 16 * 64 == 2 * keys * dim * tiles.heads_per_row * 2

@@ -1,4 +1,4 @@
-"""The gate reads what a kernel costs, and sees what it is there to see: spills, scratch, missing matrix products."""
+"""The gate reads the cost of a kernel, and detects spills, scratch and missing matrix products."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_small_product_uses_matrix_units_and_spills_nothing(arch: str) -> None
 
 @pytest.mark.parametrize("arch", AMD_ARCHS)
 def test_registers_agree_with_the_kernel_descriptor(arch: str) -> None:
-    """The descriptor is what the hardware allocates from: in units of 8 registers on both archs."""
+    """The hardware allocates by the descriptor: in units of 8 registers on both archs."""
     compiled = gather_product(arch)
     code = read_amd_code(compiled)
     (allocated,) = re.findall(r"\.amdhsa_next_free_vgpr (\d+)", compiled.asm["amdgcn"])

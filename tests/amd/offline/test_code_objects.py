@@ -1,4 +1,4 @@
-"""What is read from a disassembled kernel: the loop with most products, and what it takes each unit."""
+"""The figures read from a disassembled kernel: the loop with most products, and its use of each unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compile gate: what the runtime would launch compiles for every arch, spills nothing and fits."""
+"""The compile gate: the kernels that the runtime would launch compile for every arch, spill nothing and fit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.amd.offline.offline_driver import compiled_by
 from tests.amd.offline.test_offline_driver import gather_product
 
 MAX_ROWS = 136
-# Where the rows of an arch without rows of its own stand in tuning/decode_tiles.py.
+# An arch without its own rows -> the key of its rows in tuning/decode_tiles.py.
 FAMILIES = {"sm_80": "sm_"}
 
 # A wave of gfx942 and gfx950 addresses 512 vector registers, accumulation registers included.
@@ -60,21 +60,21 @@ READS_PAGES = (
 )
 
 # Bytes on the stack of kernels with warpgroup products of 64 rows and 512 columns, whose accumulators take half of all
-# registers. What is spilled are addresses and lengths; of 1,300 instructions of a key block 15 read it back. The tiles
-# that spill nothing have no warpgroup products.
+# registers. Addresses and lengths are spilled; of 1,300 instructions of a key block 15 read them back. The tiles that
+# spill nothing have no warpgroup products.
 SPILLED_AROUND_PRODUCTS = {("sm_90", "_latent_decode_kernel"): 768, ("sm_90", "_latent_extend_kernel"): 512}
 
-# Bytes on the stack of tiles that were measured as the fastest all the same (kernels/tuning/ has times): by the
-# larger head dim, whether pages are coded, and the kernel.
+# Bytes on the stack of tiles that were still measured as the fastest (kernels/tuning/ has times): by the larger head
+# dim, whether pages are coded, and the kernel.
 SPILLED_YET_FASTEST = {
     ("sm_90", 64, False, "_extend_kernel"): 16,
     ("sm_90", 128, False, "_extend_kernel"): 32,
     ("sm_90", 192, False, "_extend_kernel"): 80,
-    # With a cap; where masks spill, fewer rows would give drafts other bits than decode.
+    # With a cap; if masks spill, fewer rows would give drafts other bits than decode.
     ("sm_90", 192, False, "_segment_extend_kernel"): 176,
     ("sm_90", 192, True, "_segment_extend_kernel"): 32,
     ("sm_90", 256, False, "_extend_kernel"): 48,
-    # Where it stores new K and V: 25.9 us at 8,192 keys, with a store of its own 26.0 (an H200, Triton 3.6).
+    # If it stores new K and V: 25.9 us at 8,192 keys, with a separate store 26.0 (an H200, Triton 3.6).
     ("sm_90", 256, False, "_decode_kernel"): 8,
     # The accumulators of 64 rows take half of all registers.
     ("sm_90", 256, False, "_segment_decode_kernel"): 152,
@@ -94,24 +94,24 @@ SPILLED_YET_FASTEST = {
 # Bytes on the stack with Triton 3.9 of tiles whose times are of 3.6, or of other head dims. Other tiles were not
 # measured with 3.9. Keys as above.
 SPILLED_UNMEASURED = {
-    # Two KV heads of 40 or of 72 as two blocks of columns, by programs of two warps. Of 72 3.6 spills 40 bytes, of
-    # other decode here nothing.
+    # Two KV heads of 40 or of 72 as two blocks of columns, by programs of two warps. For 72, 3.6 spills 40 bytes; in
+    # other decode here it spills nothing.
     ("sm_90", 40, False, "_decode_kernel"): 56,
     ("sm_90", 72, False, "_decode_kernel"): 88,
-    # One KV head, where it stores new K and V: whole rows of a window, with sinks.
+    # One KV head, if it stores new K and V: whole rows of a window, with sinks.
     ("sm_90", 64, False, "_decode_kernel"): 24,
     # Two blocks of columns, by programs of two warps.
     ("sm_90", 160, False, "_decode_kernel"): 8,
     # Five blocks of columns, with a window and a cap.
     ("sm_90", 320, False, "_decode_kernel"): 8,
-    # In the tiles of 64: programs with shares. Of 40 3.6 spills 40 bytes.
+    # In the tiles of 64: programs with shares. For 40, 3.6 spills 40 bytes.
     ("sm_90", 40, False, "_extend_kernel"): 64,
     ("sm_90", 48, False, "_extend_kernel"): 24,
     # In the tiles of 128, with slopes or masks.
     ("sm_90", 80, False, "_extend_kernel"): 16,
     # Programs with shares, in three blocks of columns.
     ("sm_90", 160, False, "_extend_kernel"): 88,
-    # With a window and a cap. 3.6 spills 360 bytes of 40, and 224 of 72.
+    # With a window and a cap. 3.6 spills 360 bytes for 40, and 224 for 72.
     ("sm_90", 40, False, "_segment_extend_kernel"): 352,
     ("sm_90", 72, False, "_segment_extend_kernel"): 232,
     # With slopes.
@@ -129,7 +129,7 @@ SPILLED_UNMEASURED = {
     # 16 and 136 bytes more than is allowed above: of two KV heads of 512, and of 64 query heads on one of 256.
     ("sm_90", 512, False, "_extend_kernel"): 432,
     ("sm_90", 256, False, "_segment_extend_kernel"): 456,
-    # Of four KV heads of 192.
+    # Four KV heads of 192.
     ("sm_90", 192, False, "_segment_decode_kernel"): 80,
     # Heads of 512 in float32; 8 bytes of keys of 512 and values of 32.
     ("sm_90", 512, False, "_decode_kernel"): 32,
@@ -137,26 +137,26 @@ SPILLED_UNMEASURED = {
     # 128 heads over latents of 576; of 32 heads 32 bytes, 16 more than is allowed above.
     ("sm_90", 576, False, "_latent_segment_decode_kernel"): 104,
     ("sm_90", 576, False, "_merge_kernel"): 24,
-    # A byte that is set aside, and that no instruction reads or writes.
+    # A reserved byte that no instruction reads or writes.
     ("sm_90", 40, False, "_store_kernel"): 8,
 }
 
-# Scalar registers that programs with shares of rows keep in lanes of vector registers, and read back once a row: their
-# pointers and strides are more than there are. None of them goes to memory. The most have, on gfx942, masks and slopes;
-# of deterministic attention, factors of tokens.
+# Scalar registers that programs with shares of rows keep in lanes of vector registers and read back once per row: their
+# pointers and strides do not all fit. None of them goes to memory. On gfx942 the variants with masks and slopes have
+# the most; in deterministic attention those with scales of tokens.
 SCALARS_IN_LANES = {"_extend_kernel": 18, "_segment_extend_kernel": 21}
 
 # Vector registers, and bytes of memory for them, that programs with shares of rows of deterministic attention spill by
 # the newest Triton: one of 128 x 1 heads of 128 on gfx942; on gfx950 two of heads of 80 and 96, to other registers.
 SPILLED_BY_SHARES = {"gfx942": (1, 8), "gfx950": (2, 0)}
 
-# Where kernels over latent pages are, which have rows of the matrix of their own.
+# The package of kernels over latent pages, which have separate rows of the matrix.
 LATENT = "rocm_attn.kernels.latent"
 
 # In Gluon for archs of one vendor: test_hopper_compiles.py and test_cdna_compiles.py have them.
 HOPPER, CDNA = "rocm_attn.kernels.hopper", "rocm_attn.kernels.cdna"
 
-# It merges what programs with shares of deterministic attention keep.
+# It merges the parts that programs with shares of deterministic attention keep.
 PARTS_OF_SEGMENTS = "_segment_parts_kernel"
 
 # Kernels that write and read single words only: those are scalar loads.
@@ -192,13 +192,13 @@ def test_nvidia_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
 
 @pytest.mark.long
 def test_every_kernel_fits_sm_90() -> None:
-    """Kernels of metadata and of engines too, which rows for NVIDIA leave to the tests that run them."""
+    """Includes kernels of metadata and of engines, which rows for NVIDIA leave to the tests that run them."""
     rows = [row for row in ROWS if row.arch == "sm_90"]
     row = next(row for row in rows if row.dims == (128, 128) and row.kv is KVEncoding.LIKE_Q)
     latent = next(row for row in rows if row.pool is PoolKind.LATENT)
     rest = compiled_by(lambda: launch_rest(row), row.arch)
     kernels = [*compiled_kernels(row), *compiled_kernels(latent), *rest]
-    # Hopper's own kernel alone shares segments there: test_hopper_compiles.py has their merge.
+    # Only Hopper's own kernel shares segments there: test_hopper_compiles.py has their merge.
     elsewhere = names_of_sparse_kernels() | {PARTS_OF_SEGMENTS}
     assert {kernel.name for kernel in kernels} == names_of_all_kernels() - elsewhere
     found = [
@@ -211,7 +211,7 @@ def test_every_kernel_fits_sm_90() -> None:
 
 
 def names_of_sparse_kernels() -> set[str]:
-    """Those of kernels/sparse/, whose rows are in sparse_matrix.py."""
+    """Names of the kernels of kernels/sparse/, whose rows are in sparse_matrix.py."""
     return names_of_all_kernels("rocm_attn.kernels.sparse")
 
 
@@ -229,7 +229,7 @@ def names_of_all_kernels(package: str = "rocm_attn.kernels") -> set[str]:
 
 
 def amd_complaints(row: Row, name: str, code: AmdCode) -> Iterator[str]:
-    """What is wrong with a kernel's machine code, a clause each."""
+    """Yields the faults of a kernel's machine code, a clause each."""
     vectors, scratch = SPILLED_BY_SHARES.get(row.arch, (0, 0)) if name == "_segment_extend_kernel" else (0, 0)
     scalars = SCALARS_IN_LANES.get(name, 0)
     if code.vgpr_spills > vectors or code.sgpr_spills > scalars or code.scratch_bytes > scratch:
@@ -251,7 +251,7 @@ def amd_complaints(row: Row, name: str, code: AmdCode) -> Iterator[str]:
 
 
 def nvidia_complaints(row: Row, name: str, code: NvidiaCode) -> Iterator[str]:
-    """What is wrong with a kernel's machine code, a clause each. Exact float32 products have no matrix instructions."""
+    """Yields faults of a kernel's machine code, a clause each. Exact float32 products have no matrix instructions."""
     tiles = row.arch, max(row.dims), row.kv is not KVEncoding.LIKE_Q, name
     of_tiles = max(SPILLED_YET_FASTEST.get(tiles, 0), SPILLED_UNMEASURED.get(tiles, 0))
     allowed = SPILLED_AROUND_PRODUCTS.get((row.arch, name), 0) + of_tiles
@@ -266,12 +266,12 @@ def nvidia_complaints(row: Row, name: str, code: NvidiaCode) -> Iterator[str]:
 
 
 def launched_in_the_matrix(arch: str, *, is_large: bool) -> list[LaunchedTiles]:
-    """By every row of pages of a size. That size changes no tiles, and a large pool takes seconds to make."""
+    """Returns the launches of all rows of a size. Size changes no tiles, and a large pool takes seconds to make."""
     here = [row for row in ROWS if (row.arch, row.is_large) == (arch, is_large) and row.pool is not PoolKind.LATENT]
     return [launched for row in here for launched in launched_tiles(replace(row, is_large=False))]
 
 
-# What an arch launches is seen once, by one worker.
+# One worker collects the launches of an arch, once.
 LAUNCHED = pytest.mark.parametrize(
     "arch",
     [pytest.param(arch, marks=pytest.mark.xdist_group(f"launched by {arch}")) for arch in (*AMD_ARCHS, *NVIDIA_ARCHS)],
@@ -285,7 +285,7 @@ def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
         compiled = {id(launched.tiles) for launched in launched_in_the_matrix(arch, is_large=is_large)}
         own_name = FAMILIES.get(arch, arch)
         tuned = [row for row in (*DECODE_ROWS, *EXTEND_ROWS, *SEGMENT_ROWS) if row.arch == own_name]
-        if is_large:  # which changes loads of pages alone, of codes as of elements
+        if is_large:  # it changes only loads of pages, coded or not
             tuned = [row for row in tuned if Codes.NONE in row.codes]
         assert tuned, f"no tuning row for {arch}"
         missing = [row for row in tuned if id(row.tiles) not in compiled]
@@ -294,7 +294,7 @@ def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
 
 @LAUNCHED
 def test_every_way_that_decode_adds_up_parts_is_in_the_matrix_without_a_window(arch: str) -> None:
-    """Within its launch too, if the tiles say so; those of steps with a program for each row have no other way then."""
+    """Within its launch too, if the tiles say so; steps with a program per row have no other way then."""
     tuned = [row.tiles for row in DECODE_ROWS if row.arch == FAMILIES.get(arch, arch)]
     ways = [(tiles, within) for tiles in tuned for within in (False, True) if tiles.merge_group or not within]
     ways += [(ALONE[tiles].tiles, ALONE[tiles].tiles.merge_group > 0) for tiles in tuned if tiles in ALONE]

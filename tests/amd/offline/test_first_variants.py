@@ -1,8 +1,8 @@
-"""What every run asks of the compiler: the first variant of each kernel fits, spills nothing and keeps to its budget.
+"""The compiler test of every run: the first variant of each kernel fits, spills nothing and keeps to its budget.
 
-So does, on gfx942, the last one of decode and of extend, for a layer with a window and a cap.
+So does, on gfx942, the last variant of decode and of extend, for a layer with a window and a cap.
 
-With the Triton at hand, and of some rows with the oldest that is supported, whose budgets the night compares.
+The tests use the installed Triton, and for some rows the oldest supported one, whose budgets the night compares.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROWS_OF_EVERY_RUN = [row for row in ROWS if str(row) in IN_EVERY_RUN]
 # Those of one arch, without codes: both kinds of pages.
 ON_OLDEST = [row for row in ROWS_OF_EVERY_RUN if row.on_oldest and row.kv is KVEncoding.LIKE_Q]
 
-# What this row launches last of each of these kernels, as a number among its variants: a layer with a window and a cap,
+# The last launch of each of these kernels by this row, as a number among its variants: a layer with a window and a cap,
 # whose extend shares a prefix.
 SCORED_ROW = "gfx942-32x8-128-128-bfloat16-page16-below_2gib"
 LAST_VARIANTS = {"_decode_kernel": 1, "_extend_kernel": 13}

@@ -52,12 +52,12 @@ LAYERS: dict[str, dict[str, Any]] = {
     "codes": {"kv": Encoding.E4M3FN, "scales": Scales.HEAD},
     "codes_by_token": {"kv": Encoding.E5M2, "scales": Scales.TOKEN},
 }
-# In every run. The second one gathers keys and draws rows: no warp group asks another one to draw, and none has a
+# In every run. The second one gathers keys and draws rows: no warp group makes another one draw, and none has a
 # barrier for it.
 SHORT = ((128, "plain"), (96, "gathered"))
-# Bytes on the stack, by head dim and layer: outside of the loops, or measured as the fastest all the same.
+# Bytes on the stack, by head dim and layer: outside of the loops, or still measured as the fastest.
 SPILLED = {
-    # Of the warps that gather, which draw rows too.
+    # Spilled by the warps that gather, which also draw rows.
     (96, "float16"): 24,
     (96, "gathered"): 24,
     (128, "codes_by_token"): 24,
@@ -66,16 +66,16 @@ SPILLED = {
     # The next row's queries, which arrive while results are written.
     **{(256, layer): 256 for layer in LAYERS},
 }
-# Of heads that fill no tile, with their masks.
+# Heads that fill no tile, with their masks.
 SPILLED_OF_PADDED = {40: 0, 72: 24, 144: 24, 224: 256}
-# And of deterministic attention, around the merge of segments.
+# Deterministic attention, around the merge of segments.
 SPILLED_AROUND_MERGES = {64: 16, 96: 32, 128: 80, 192: 40, 256: 272}
-# Of groups that walk latents: what they know of the program and its row, over their loops.
+# Groups that walk latents spill values of the program and its row over their loops.
 SPILLED_OF_LATENTS = 96
 
 
 def compiled(case: Case, tiles: HopperTiles, *, early: bool = True) -> dict[str, CompiledKernel]:
-    """What serves a step in which nothing runs beside it, by name; not early: of a mixed step."""
+    """Returns the kernels of a step in which nothing else runs, by name. early=False: those of a mixed step."""
     tiles = replace(tiles, extend=replace(tiles.extend, early=early))
     tensors = build(case, torch.device("cpu"))
     sharing = Sharing(programs=known_target("sm_90").compute_units)
@@ -107,7 +107,7 @@ def compiled(case: Case, tiles: HopperTiles, *, early: bool = True) -> dict[str,
 def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dim: int, layer: str) -> None:
     case = replace(CASE, dims=(dim, dim), **LAYERS[layer])
     tiles = hopper_tiles(dim, case.page_size, coded=case.kv is not None)
-    # Where a cap bounds what is added up there is no running maximum, and nothing to scale.
+    # If a cap bounds the sums there is no running maximum, and nothing to scale.
     asks = tiles.scales_seldom and layer != "capped"
     assert_fast(compiled(case, tiles), SPILLED.get((dim, layer), 0), asks_to_scale=asks)
 
@@ -162,9 +162,9 @@ def test_decode_of_latents_does_too(heads: int, layer: str) -> None:
 def assert_fast(
     kernels: dict[str, CompiledKernel], spilled: int, *, asks_to_scale: bool, name: str = "_hopper_extend_kernel"
 ) -> None:
-    """It fits, spills so many bytes at most, and waits where the source does.
+    """Asserts that the kernel fits, spills at most `spilled` bytes, and waits where the source does.
 
-    asks_to_scale: whether warps with no row to scale leave it out
+    asks_to_scale: true if warps with no row to scale skip scaling
     """
     kernel, merge = kernels.pop(name), kernels.popitem()[1]
     assert not kernels
@@ -178,7 +178,7 @@ def assert_fast(
 
 
 def assert_sound(kernel: CompiledKernel, spilled: int) -> None:
-    """It fits, spills so many bytes at most, and keeps off running products and the memory of barriers."""
+    """Asserts that it fits, spills at most `spilled` bytes, and keeps off running products and barriers' memory."""
     code = read_nvidia_code(kernel)
     assert not code.touched
     assert not misused_barriers(kernel.asm["ptx"])

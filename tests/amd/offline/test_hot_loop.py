@@ -85,7 +85,7 @@ def test_the_hot_loop_of_decode_loads_a_tile_of_k_and_v(arch: str) -> None:
     assert isinstance(tiles, DecodeTiles)
     loop = hot_loop(plain_kernel(row, tiles).asm["amdgcn"])
     tile_bytes = tiles.key_block * sum(row.dims) * row.dtype.itemsize
-    # Page ids are loaded beside it, a word or two for each lane that loads.
+    # Page ids are loaded too, a word or two for each lane that loads.
     loaded = loop.loaded_bytes * tiles.num_warps * 64
     assert tile_bytes <= loaded <= 1.5 * tile_bytes
     assert loop.matrix_ops > 0

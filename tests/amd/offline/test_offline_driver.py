@@ -1,4 +1,4 @@
-"""The stand-in driver compiles for the GPU it is told, executes nothing and leaves Triton as it was."""
+"""The stand-in driver compiles for the given GPU, executes nothing and leaves Triton unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prewarming compiles what serving will need, once, and says what it did."""
+"""Prewarming compiles the kernels that serving will need, once, and reports it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from tests.amd.offline.offline_driver import offline
 
-# One worker's, because of what is prewarmed once for all of them.
+# One worker runs them, because the first prewarm is done once for all of them.
 pytestmark = pytest.mark.xdist_group("prewarm")
 
 ARCH = "gfx942"
@@ -53,7 +53,7 @@ _FRESH_DEVICE_IDS = itertools.count(5_000_000)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache on disk for Triton. What a process has loaded it keeps by device: here each driver has another."""
+    """Returns an empty Triton cache on disk. A process keeps loaded kernels by device; each driver gets another."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_only, "_device_id", lambda gpu: next(_FRESH_DEVICE_IDS))
     return tmp_path
@@ -85,19 +85,19 @@ def warm(first_prewarm: Warm, cache: Path) -> PrewarmReport:
 
 
 def prewarmed(problem: Problem = PROBLEM, sizes: RuntimeOptions = SIZES, target: str = ARCH) -> PrewarmReport:
-    """One prewarm for a GPU that is not there, as in a process of its own."""
+    """Runs one prewarm for a GPU that is not present, as in a separate process."""
     return prewarm([problem, problem], known_target(target), sizes, device=torch.device("cpu"))
 
 
 def serve(problem: Problem, sizes: RuntimeOptions, num_steps: int = 40) -> list[CompileEvent]:
-    """Random steps of the sizes that were announced; what Triton compiled or found for them."""
+    """Serves random steps of the announced sizes. Returns what Triton compiled or found for them."""
     random, events = np.random.default_rng(3), list[CompileEvent]()
     runtime = build_runtime(
         [problem, problem],
         sizes,
         device=torch.device("cpu"),
         target=known_target(ARCH),
-        guards=Guards().without("echo_check"),  # kernels that are only compiled answer nothing
+        guards=Guards().without("echo_check"),  # kernels that are only compiled compute no answer
     )
     rows = np.array([runtime.table.admit() for _ in range(sizes.max_num_seqs)], np.int32)
 
@@ -150,7 +150,7 @@ def test_a_process_that_serves_finds_everything_that_it_needs(warm: PrewarmRepor
     ids=["segments", "shared_prefixes"],
 )
 def test_so_does_one_of_other_kernels(sizes: RuntimeOptions, kernel: str) -> None:
-    """From an empty cache: nothing that it needs was compiled for another process."""
+    """From an empty cache: none of the kernels that it needs was compiled for another process."""
     assert kernel in prewarmed(sizes=sizes).compiled
     assert_everything_was_cached(serve(PROBLEM, sizes))
 
@@ -160,7 +160,7 @@ WITH_MASKS = replace(PROBLEM, custom_mask=True)
 
 
 def serve_drafts(sizes: RuntimeOptions) -> list[CompileEvent]:
-    """Rounds of drafts, steps that verify trees, and what was accepted of them, at every number of sequences."""
+    """Serves rounds of drafts, steps that verify trees, and accepted tokens, at every number of sequences."""
     events = list[CompileEvent]()
     runtime = build_runtime(
         [WITH_MASKS], sizes, device=CPU, target=known_target(ARCH), guards=Guards().without("echo_check")
@@ -270,7 +270,7 @@ def test_the_interpreter_compiles_nothing_and_says_so(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("warm")
 def test_the_command_prints_what_it_compiled(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of one kernel: the others are where another process has left them."""
+    """It compiles one kernel; the others are in the cache that another process has filled."""
     for compiled in {path.parent for path in cache.glob("*/_store_kernel.*")}:
         shutil.rmtree(compiled)
     config = tmp_path / "config.json"

@@ -1,6 +1,6 @@
-"""Prewarming compiles what steps without a graph need at every number of sequences, and nothing beside it.
+"""Prewarming compiles the kernels of steps without a graph at every number of sequences, and no others.
 
-What Triton would compile is noted in place of being compiled, by the key that it keeps a variant by.
+Compiles are recorded instead of done, by the key under which Triton keeps a variant.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ MASKED = replace(LLAMA, custom_mask=True)
 # With the Triton that Hopper's own kernels run with.
 HOPPER = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
 
-# Steps of 16 sequences have tiles of their own on sm_90, and those of 11 or more are merged within their launch.
+# Steps of 16 sequences have their own tiles on sm_90, and those of 11 or more are merged within their launch.
 SIZES = RuntimeOptions(num_pages=64, max_num_seqs=20, max_kv_len=2048, provider="triton", capture_sizes=(1, 2, 4, 8))
 
-# A kernel and what Triton tells its variants apart by.
+# A kernel and the key by which Triton tells its variants apart.
 Variant = tuple[str, str]
 
 
 @contextmanager
 def noted_variants(found: set[Variant]) -> Iterator[None]:
-    """While active, Triton compiles nothing and notes what it would, had this process compiled nothing before."""
+    """While active, Triton records instead of compiling, as if this process had compiled nothing before."""
     run = triton.JITFunction.run
     caches: dict[int, Any] = {}
 
@@ -86,7 +86,7 @@ def target_of(arch: str | Target) -> Target:
 
 
 def prewarmed(problem: Problem, sizes: RuntimeOptions, arch: str | Target) -> set[Variant]:
-    """What prewarming compiles."""
+    """Returns the variants that prewarming compiles."""
     found = set[Variant]()
     with noted_variants(found):
         prewarm([problem], target_of(arch), sizes, device=CPU)
@@ -94,15 +94,15 @@ def prewarmed(problem: Problem, sizes: RuntimeOptions, arch: str | Target) -> se
 
 
 class Served:
-    """A runtime whose steps launch nothing; rows that hold requests.
+    """A runtime whose steps launch nothing, and rows that hold requests.
 
-    found: what Triton would compile for its steps
+    found: the variants that Triton would compile for its steps
     """
 
     def __init__(self, problem: Problem, sizes: RuntimeOptions, arch: str | Target) -> None:
         target = target_of(arch)
         self.problem, self.arch, self.found = problem, target.arch, set[Variant]()
-        # Kernels that are only compiled answer nothing.
+        # Kernels that are only compiled compute no answer.
         guards = Guards().without("echo_check")
         large = replace(sizes, num_pages=2 + sizes.max_num_seqs * 64)
         self.runtime: AttentionRuntime = build_runtime([problem], large, device=CPU, target=target, guards=guards)
@@ -113,7 +113,7 @@ class Served:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """While active, launches are noted."""
+        """While active, launches are recorded."""
 
         def run(launch: Thunk) -> None:
             launch()
@@ -127,7 +127,7 @@ class Served:
         return StepBatch(self.rows[: len(tokens)], tokens, tokens)
 
     def step_after(self, cached: int, q_len: Sequence[int]) -> None:
-        """A step of requests of which so many tokens each are cached."""
+        """Runs a step of requests that each have `cached` tokens in the cache."""
         rows, tokens = self.rows[: len(q_len)], np.array(q_len, np.int32)
         self.runtime.table.mark_stored(rows, np.full(len(q_len), cached, np.int32))
         self.step(StepBatch(rows, tokens + cached, tokens))
@@ -151,9 +151,9 @@ class Served:
 
 
 def lengths_of(num_seqs: int) -> Iterator[list[int]]:
-    """New tokens of steps with so many sequences: decodes, decodes beside a prompt, drafts that are verified, prompts.
+    """Yields new tokens of steps with num_seqs sequences: decodes, decodes and a prompt, drafts to verify, prompts.
 
-    Of other numbers than those that prewarming has steps of.
+    Prewarming has no steps with these numbers of tokens.
     """
     yield [1] * num_seqs
     if num_seqs > 1:
@@ -164,7 +164,7 @@ def lengths_of(num_seqs: int) -> Iterator[list[int]]:
 
 
 def served_at_all_sizes(problem: Problem, sizes: RuntimeOptions, arch: str | Target) -> set[Variant]:
-    """What steps of every number of sequences need, as they are padded."""
+    """Returns the variants that padded steps of every number of sequences need."""
     served = Served(problem, sizes, arch)
     with served.serving():
         for num_seqs in range(1, sizes.max_num_seqs + 1):
@@ -188,7 +188,7 @@ def variants_of(found: set[Variant], kernel: str) -> int:
         pytest.param(LLAMA, "sm_90", SIZES, id="llama-sm_90"),
         pytest.param(replace(LLAMA, num_q_heads=8, num_kv_heads=2), "gfx942", SIZES, id="llama-gfx942"),
         pytest.param(LATENT, "sm_90", SIZES, id="latent-sm_90"),
-        # Few new tokens by Hopper's own kernel, one by the plain one; and all by it.
+        # Hopper's own kernel serves few new tokens and the plain one serves one; or Hopper's serves all.
         pytest.param(LATENT, HOPPER, SIZES, id="latent-hopper"),
         pytest.param(
             replace(LATENT, num_q_heads=128), HOPPER, SIZES, id="latent-128-hopper", marks=pytest.mark.nightly
@@ -213,7 +213,7 @@ def test_every_number_of_sequences_finds_its_variants(
 @pytest.mark.parametrize("cached", [0, 1], ids=["new prompts", "after a cached token"])
 @pytest.mark.parametrize("dim", [32, 64, 96])
 def test_prompts_find_their_variants_where_those_alone_have_a_kernel_of_their_own(dim: int, cached: int) -> None:
-    """Gluon's kernel is not compiled here: it is left out, and what is compiled beside it is not."""
+    """Gluon's kernel is not compiled here: it is left out, and the kernels compiled next to it are not."""
     layer, sizes = replace(LLAMA, head_dim=dim, v_head_dim=dim), replace(SIZES, max_num_seqs=3, max_kv_len=1024)
     served = Served(layer, sizes, HOPPER)
     with served.serving():
@@ -226,7 +226,7 @@ def test_prompts_find_their_variants_where_those_alone_have_a_kernel_of_their_ow
 
 @pytest.mark.parametrize("dim", [32, 96, 128])
 def test_prompts_as_many_as_the_sequences_can_have_find_theirs(dim: int) -> None:
-    """Their blocks become larger at a number of tokens, with no doubled one between it and all that there can be."""
+    """Their blocks become larger at a number of tokens, with no doubled number between it and the largest possible."""
     layer = replace(LLAMA, num_q_heads=8 if dim == 32 else 32, head_dim=dim, v_head_dim=dim)
     sizes = replace(SIZES, max_num_seqs=3, max_kv_len=450)
     served = Served(layer, sizes, HOPPER)
@@ -237,7 +237,7 @@ def test_prompts_as_many_as_the_sequences_can_have_find_theirs(dim: int) -> None
 
 
 def test_prompts_as_long_as_a_row_of_the_table_find_theirs_too() -> None:
-    """The longest one that prewarming tries has no room for a token beside it."""
+    """The longest one that prewarming tries leaves no room for another token."""
     layer = replace(LLAMA, num_q_heads=8, num_kv_heads=1, head_dim=64, v_head_dim=64)
     sizes = replace(SIZES, num_pages=100, max_num_seqs=1, max_kv_len=512, capture_sizes=(1,))
     served = Served(layer, sizes, HOPPER)
@@ -250,7 +250,7 @@ def test_prompts_as_long_as_a_row_of_the_table_find_theirs_too() -> None:
 
 
 def test_padded_sequences_of_one_kv_head_find_their_merges() -> None:
-    """Which hang on how many programs there are for a row; tiles, on a mean over padded sequences."""
+    """Merges depend on the number of programs per row; tiles depend on a mean over padded sequences."""
     layer = replace(LLAMA, num_q_heads=8, num_kv_heads=1)
     sizes = replace(SIZES, num_pages=2050, max_num_seqs=8, max_kv_len=4096, capture_sizes=(1, 2, 4, 8))
     served = Served(layer, sizes, HOPPER)
@@ -262,8 +262,10 @@ def test_padded_sequences_of_one_kv_head_find_their_merges() -> None:
 
 
 def test_on_hopper_decode_has_three_ways_that_hang_on_the_number_of_sequences() -> None:
-    """What the test above is for: each stores or does not, in tiles of 64 keys merged by a launch of their own or
-    within theirs, or in those of 128."""
+    """The variants that the tests above cover: each of three kinds of tiles, with and without a store.
+
+    Tiles of 64 keys are merged by a separate launch or within their own; the third kind is tiles of 128.
+    """
     assert variants_of(prewarmed(LLAMA, SIZES, "sm_90"), "_decode_kernel") == 6
 
 

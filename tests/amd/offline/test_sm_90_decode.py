@@ -1,4 +1,4 @@
-"""What decode's speed on sm_90 hangs on, and what early launches need to be right, as Triton compiles them."""
+"""Conditions of decode's speed on sm_90, and of correct early launches, as Triton compiles them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_no_other_launch_is_early(arch: str) -> None:
 
 
 def test_a_part_is_there_before_it_counts_and_counts_before_parts_are_read() -> None:
-    """One thread of a program counts for all, and orders what it sees itself with what other programs do."""
+    """One thread of a program counts for all, and orders what it sees itself with the accesses of other programs."""
     found = kernels("sm_90", early=True, merge_group=16)
     assert list(found) == ["_decode_kernel"], "there is no other launch"
     code = found["_decode_kernel"].asm["ptx"]
@@ -46,17 +46,17 @@ def test_a_part_is_there_before_it_counts_and_counts_before_parts_are_read() -> 
     before, after = code[: count.start()], code[count.end() :]
     assert before.rindex("bar.sync") > before.rindex("st.global")
     assert after.index("bar.sync") < after.index("ld.global")
-    # Of the source, not of the compiler's own need: shared memory may need none there.
+    # This is the source's barrier, not one that the compiler adds: shared memory may need none there.
     source = found["_decode_kernel"].asm["ttir"]
     assert re.search(r"\b(gpu|ttg)\.barrier\b(?:(?!tt\.store)[\s\S])*tt\.atomic_rmw add, acq_rel, gpu", source)
 
 
 def test_all_threads_have_read_the_parts_of_a_group_before_their_sum_takes_the_place_of_the_first() -> None:
-    """Who stores an element need not be who read it: layouts of loads and of stores are the compiler's choice."""
+    """Another thread may store an element than the one that read it: layouts are the compiler's choice."""
     kernel = kernels("sm_90", early=True, merge_group=16)["_decode_kernel"]
     source, code = kernel.asm["ttir"], kernel.asm["ptx"]
     merge = source[source.index("tt.atomic_rmw") :]
-    # The parts are float32; what the row's output takes is not.
+    # The parts are float32; the row's output is not.
     loads, stores = (
         [found.start() for found in re.finditer(rf"tt\.{name} .*tensor<\S+x!tt\.ptr<f32>>", merge)]
         for name in ("load", "store")

@@ -1,4 +1,4 @@
-"""What early launches of extend need to be right on sm_90, and how it loads page numbers, as Triton compiles them."""
+"""Conditions of correct early launches of extend on sm_90, and its loads of page numbers, as Triton compiles them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_tiles_of_short_prefills_are_launched_once_and_early_and_spill_hardly_an
         if each.tiles.early:
             assert_waits(found[name], reads_before=False)
         code = read_nvidia_code(found[name])
-        # Large blocks of 128 columns with Triton 3.9; with 3.6, which Hopper's table is of, none.
+        # Large blocks of 128 columns with Triton 3.9; none with 3.6, which Hopper's table is made for.
         assert code.stack_bytes <= (24 if (dim, each.tiles.query_rows) == (128, 128) else 0)
         assert code.local_bytes == 0
         assert code.shared_bytes <= target.lds_bytes

@@ -60,7 +60,7 @@ def test_no_kernel_of_sparse_attention_exceeds_its_budget(row: SparseRow) -> Non
 
 
 def complaints_of(row: SparseRow, kernel: CompiledKernel) -> list[str]:
-    """What is wrong with a kernel's machine code."""
+    """Returns the faults of a kernel's machine code."""
     found = []
     lds_bytes = known_target(row.arch).lds_bytes
     if row.arch.startswith("sm_"):

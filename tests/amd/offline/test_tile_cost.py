@@ -1,4 +1,4 @@
-"""Costs are what their formula says, and the page that shows them is about the rows that serve."""
+"""Costs follow their formula, and the page that shows them is about the rows that serve."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_program_of_eight_waves_takes_two_of_a_simd() -> None:
 
 
 def test_the_page_says_what_the_figures_and_the_budgets_say() -> None:
-    """Where a row has changed: python -m tests.amd.offline.every_figure docs none; a budget: kernel_figures PAGE."""
+    """If a row has changed: python -m tests.amd.offline.every_figure docs none; a budget: kernel_figures PAGE."""
     for place, text in pages(PAGE.parent).items():
         assert place.read_text() == text, place
         assert text.count("<!-- made by") == text.count("<!-- end -->")
@@ -88,7 +88,7 @@ def test_the_page_ends_with_the_budgets_of_what_is_not_ranked() -> None:
 
 
 def test_the_figures_are_of_the_rows_that_serve() -> None:
-    """Where a row has changed: python -m tests.amd.offline.every_figure docs none."""
+    """If a row has changed: python -m tests.amd.offline.every_figure docs none."""
     figures = StaticFigures.read()
     assert [layer.key for layer in figures.layers] == [layer_key(row, kind) for row, kind in layers()]
     assert [layer.serving.tiles for layer in figures.layers] == [chosen_tiles(row, kind) for row, kind in layers()]
@@ -148,7 +148,7 @@ def test_the_page_says_that_nothing_was_measured() -> None:
     assert "**Nothing on this page was measured on hardware.**" in PAGE.read_text()
 
 
-# Every run compiles the layer that most models have; that others spill nothing is what the compile gate sees too.
+# Every run compiles the layer that most models have; the compile gate also checks that others spill nothing.
 SHAPES = [
     pytest.param(
         row,

@@ -60,7 +60,7 @@ def test_slow_instructions_take_four_cycles(slow: str, arch: str) -> None:
     ],
 )
 def test_instructions_of_two_operations_do_not_hang_the_tool(instruction: str) -> None:
-    """Beside a matrix instruction, where llvm-mca 22 stalls at some of them. Products of 32 bits are slow ones."""
+    """llvm-mca 22 stalls at some of them after a matrix instruction. Products of 32 bits are slow ones."""
     matrix_op = "v_mfma_f32_16x16x32_bf16 v[108:111], v[108:111], v[104:107], 0"
     lds = ("ds_read_b128 v[228:231], v138", "s_mov_b32 s61, s60")
     cycles = loop_cycles(HotLoop((*lds, instruction, instruction, matrix_op)), "gfx950")

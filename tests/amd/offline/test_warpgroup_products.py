@@ -1,4 +1,4 @@
-"""The check of running products sees what it is for: in listings made by hand, and where the waits of a kernel go."""
+"""The check of running products finds its faults: in listings made by hand, and where the waits of a kernel go."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def touched(*lines: str) -> list[str]:
         "HMMA.16816.F32.BF16 R178, R2, R4, R8",
         "HMMA.16816.F32.BF16 R64, R2, R4, R54",
         "I2F.F64 R180, R2",
-        # Other sums over its rows; rows that are its sums; sums that are some of its.
+        # Sums over its rows; rows that are its sums; sums that overlap its sums.
         "HGMMA.64x64x16.F32.BF16 R160, gdesc[UR4], R160, gsb0",
         "HGMMA.64x64x16.F32.BF16 R64, R24, gdesc[UR4], R64, gsb0",
         "HGMMA.64x64x16.F32.BF16 R48, gdesc[UR4], R48, gsb0",
@@ -79,7 +79,7 @@ def test_a_wait_may_leave_products_running() -> None:
     left = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
     assert not touched(LAST_PRODUCT, other, left, "MOV R180, R24", WAIT, "EXIT")
     assert len(touched(LAST_PRODUCT, other, left, "MOV R184, RZ", WAIT, "EXIT")) == 1
-    # What is in no commit yet is ended by no wait.
+    # No wait ends a product that is in no commit yet.
     assert len(touched(PRODUCT, WAIT, "MOV R180, RZ", "EXIT")) == 1
 
 

@@ -1,7 +1,7 @@
-"""The tiles that a tuning row for gfx942 or gfx950 is chosen from, and what the compiler and the model say of each.
+"""The tiles that a tuning row for gfx942 or gfx950 is chosen from, with figures of the compiler and the model for each.
 
-Ranked is each row for 2-byte elements, on the widest layer that it serves. float32 and the deterministic rows are held
-to the compile gate alone.
+Each row for 2-byte elements is ranked, on the widest layer that it serves. float32 and the deterministic rows only have
+to pass the compile gate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import Unfinished
 from tests.amd.offline.tile_cost import TileCost, floor_clocks, room_of, tile_cost
 
-# How much more than its cheapest candidate a row may cost: the model is not better than that.
+# A row may cost this much more than its cheapest candidate: the model is not more exact than that.
 TOLERANCE = 0.1
 # More programs than that on a CU make the partial results of split rows a cost of their own; of one wave each they are
 # half as many again as four of four waves would leave.
@@ -33,7 +33,7 @@ MAX_PROGRAMS_PER_CU = {1: 8, 2: 4, 4: 4}
 # Rows of a query block, and the waves that share them. Blocks of 256 rows, which save up to 13 % here, are left out: a
 # step with few new tokens pays for rows that it does not have.
 _QUERY_ROWS = ((64, 4), (128, 4), (128, 8))
-# Candidates of a layer that are compiled as a whole and kept, besides the row that serves.
+# Candidates of a layer that are compiled as a whole and kept, in addition to the row that serves.
 KEPT = 6
 
 # For each decode row of 2-byte elements a layer of the widest heads that it serves; some meet every extend row too.
@@ -49,12 +49,12 @@ Kind = type[DecodeTiles] | type[ExtendTiles]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What became of a candidate.
+    """The result for a candidate.
 
-    code:    the kernel of the plain layer; None where it does not fit the arch
-    waves:   waves a SIMD has room for, with whichever of the candidate's kernels needs most
+    code:    the kernel of the plain layer; None if it does not fit the arch
+    waves:   waves a SIMD has room for, with the most demanding of the candidate's kernels
     spills:  registers spilled in the kernels that were compiled, the last one of which may be the first to spill
-    cost:    None where a register is spilled, or llvm-mca does not come to an end
+    cost:    None if a register is spilled, or llvm-mca does not finish
     """
 
     tiles: Tiles
@@ -65,10 +65,10 @@ class Estimate:
 
     @property
     def order(self) -> float:
-        """What candidates are ordered by, the best first; infinite where there is no cost.
+        """The key that orders candidates, the best first; infinite if there is no cost.
 
-        Clocks of extend. Of decode, which no unit of a CU bounds, how many break-even latencies make a microsecond.
-        Where a SIMD has one wave, nothing fills its waits for LDS and products, of which llvm-mca knows little.
+        Extend: clocks. Decode, which no unit of a CU bounds: break-even latencies per microsecond, or infinite if a
+        SIMD has one wave. Then nothing fills its waits for LDS and products, of which llvm-mca knows little.
         """
         if self.cost is None:
             return float("inf")
@@ -92,30 +92,30 @@ class Ranking:
 
     @property
     def excess(self) -> float:
-        """How much worse the chosen tiles are than the best, as a fraction; infinite where they spill.
+        """The relative excess of the chosen tiles over the best; infinite if they spill.
 
-        Extend that is cheaper than the floor is not better: the matrix units decide there.
+        Extend that is cheaper than the floor is not better: the matrix units bound it there.
         """
         floor = floor_clocks(self.row, self.kind) if self.kind is ExtendTiles else 0.0
         return max(self.chosen.order, floor) / max(self.best.order, floor) - 1
 
 
 def layers() -> Iterator[tuple[Row, Kind]]:
-    """What is ranked, in the order of the page that says so."""
+    """Yields the ranked layers, in the order of the page that shows them."""
     yield from ((row, DecodeTiles) for row in DECODE_LAYERS)
     yield from ((row, ExtendTiles) for row in EXTEND_LAYERS)
 
 
 def rank(row: Row, kind: Kind) -> Ranking:
-    """Compile and cost the candidates for a layer: the plain kernel of each, and all kernels of the best KEPT.
+    """Compiles and costs the candidates for a layer: the plain kernel of each, and all kernels of the best KEPT.
 
-    A candidate's other kernels only take from it: they spill, or leave room for fewer waves. So they are compiled from
-    the best plain kernel on, until no other candidate can be among the best. Raises NoLlvmMca.
+    A candidate's other kernels can only make it worse: they spill, or leave room for fewer waves. So they are compiled
+    from the best plain kernel on, until no other candidate can be among the best. Raises NoLlvmMca.
     """
     chosen = estimate(row, chosen_tiles(row, kind), whole=True, given_programs=True)
     shapes = decode_shapes(row) if kind is DecodeTiles else extend_shapes(row)
     plain = [estimate(row, tiles, whole=False) for tiles in shapes]
-    # Ordered by what is known, then by place; the last value says whether that is all.
+    # Ordered by the known figures, then by place; the last value is true if all kernels were compiled.
     open_ones = [(found.order, place, False) for place, found in enumerate(plain)]
     heapq.heapify(open_ones)
     kept: list[Estimate] = []
@@ -133,7 +133,7 @@ def rank(row: Row, kind: Kind) -> Ranking:
 
 
 def chosen_tiles(row: Row, kind: Kind) -> Tiles:
-    """What the tuning rows give the layer."""
+    """Returns the tiles that the tuning rows give the layer."""
     problem = row.problems[0]
     tiles_for = decode_tiles if kind is DecodeTiles else extend_tiles
     return tiles_for(
@@ -147,7 +147,7 @@ def chosen_tiles(row: Row, kind: Kind) -> Tiles:
 
 
 def decode_shapes(row: Row) -> Iterator[DecodeTiles]:
-    """Decode candidates; programs_per_cu follows from what each leaves room for."""
+    """Yields decode candidates; programs_per_cu follows from the room that each leaves."""
     ratio, (head_dim, v_head_dim) = row.problems[0].gqa_ratio, row.dims
     pairs = (1, 2) if head_dim == v_head_dim == 64 and ratio <= 8 else (1,)
     chosen = chosen_tiles(row, DecodeTiles)
@@ -161,7 +161,7 @@ def decode_shapes(row: Row) -> Iterator[DecodeTiles]:
 
 
 def extend_shapes(row: Row) -> Iterator[ExtendTiles]:
-    """Extend candidates, which share out rows as the row that serves does."""
+    """Yields extend candidates, which share out rows like the row that serves."""
     chosen = chosen_tiles(row, ExtendTiles)
     assert isinstance(chosen, ExtendTiles)
     dim_blocks = (0, 64) if max(row.dims) > 64 else (0,)
@@ -173,7 +173,7 @@ def extend_shapes(row: Row) -> Iterator[ExtendTiles]:
 
 
 def estimate(row: Row, tiles: Tiles, *, whole: bool, given_programs: bool = False) -> Estimate:
-    """Compile and cost one candidate, by its plain kernel alone or as a whole.
+    """Compiles and costs one candidate, by its plain kernel alone or as a whole.
 
     Unless given_programs, decode gets as many programs as fit a CU.
     """
@@ -182,7 +182,7 @@ def estimate(row: Row, tiles: Tiles, *, whole: bool, given_programs: bool = Fals
         codes = [read_amd_code(kernel)]
         for compiled in other_kernels(row, tiles) if whole else ():
             if spilled(codes):
-                break  # It is out, whatever the others are.
+                break  # It is out, regardless of the others.
             codes.append(read_amd_code(compiled))
     except OutOfResources:
         return Estimate(tiles, None, 0, 0, None)

@@ -1,7 +1,7 @@
-"""What tiles cost by a model: clocks of a compute unit for a unit of work, the largest of four bounds.
+"""A cost model of tiles: clocks of a compute unit per unit of work, the largest of four bounds.
 
-A CU has 4 SIMDs. programs run on it at the same time, as many as registers and LDS leave room for (and, for decode, as
-the grid holds), each of num_warps waves. An iteration of the hot loop does `work` units in a program.
+A CU has 4 SIMDs. It runs as many programs at the same time as registers and LDS leave room for (and, for decode, as the
+grid holds), each of num_warps waves. An iteration of the hot loop does `work` units in a program.
 
     issue  4 * issue cycles * num_warps / 4 / work          the busiest unit of a SIMD, by llvm-mca
     lds    bytes of all waves / 128 / work                  LDS moves 128 bytes a clock
@@ -10,13 +10,14 @@ the grid holds), each of num_warps waves. An iteration of the hot loop does `wor
 
 Work is a KV token of one KV head for decode, and 1024 products of a q row and a key for extend.
 
-No unit bounds decode: all of its rows stay below what HBM needs. So decode is compared by its break-even latency, the
-longest that a load may take while all programs of a CU together still ask for as much as HBM delivers:
+No unit bounds decode: all of its rows stay below the time that HBM needs. So decode is compared by its break-even
+latency, the longest that a load may take while all programs of a CU together still request data at the rate that HBM
+delivers:
 
     (programs * work * floor / 4 - own cycles) / latencies in series      cycles of 4 clocks, here in microseconds
 
-The memory latency of extend is an assumption, below. The model is blind to cache misses, bank conflicts, uneven work,
-the clock under load and the price of starting a row or a tile. Nothing here was measured.
+The memory latency of extend is an assumption, below. The model ignores cache misses, bank conflicts, uneven work, the
+clock under load and the cost of starting a row or a tile. Nothing here was measured.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from tests.amd.offline.mca import CLOCKS_PER_CYCLE, LoopCycles, loop_cycles
 DECODE_LATENCY = 400
 EXTEND_LATENCY = 125
 
-# A loop of which no load is waited for would have no break-even latency.
+# A loop that waits for no load would have no break-even latency.
 _LEAST_LATENCIES = 0.1
 
 _SIMDS = 4
 _LANES = 64
-# gfx950 reads twice as much, and writes what gfx942 does; the model takes the smaller number for both.
+# gfx950 reads twice as much, and writes as much as gfx942; the model takes the smaller number for both.
 _LDS_BYTES_A_CLOCK = 128
 _LOAD_BYTES_A_CLOCK = 64
 
@@ -59,11 +60,11 @@ PAIRS = 1024
 
 @dataclass(frozen=True, slots=True)
 class TileCost:
-    """Clocks of a CU for a unit of work, see above.
+    """Clocks of a CU per unit of work, see above.
 
     cycles:     of a wave for an iteration
     programs:   on a CU
-    break_even: the latency in microseconds up to which decode is bound by HBM; 0 where a unit takes longer than HBM
+    break_even: the latency in microseconds up to which HBM bounds decode; 0 if a unit takes longer than HBM
     """
 
     issue: float
@@ -81,7 +82,7 @@ class TileCost:
 
 
 def tile_cost(row: Row, tiles: DecodeTiles | ExtendTiles, kernel: CompiledKernel, waves_per_simd: int) -> TileCost:
-    """The cost of tiles whose kernels leave room for so many waves. Raises NoLlvmMca."""
+    """Returns the cost of tiles whose kernels leave room for that many waves. Raises NoLlvmMca."""
     loop = hot_loop(kernel.asm["amdgcn"])
     return cost_of_loop(row, tiles, loop, loop_cycles(loop, row.arch), waves_per_simd)
 
@@ -89,7 +90,7 @@ def tile_cost(row: Row, tiles: DecodeTiles | ExtendTiles, kernel: CompiledKernel
 def cost_of_loop(
     row: Row, tiles: DecodeTiles | ExtendTiles, loop: HotLoop, cycles: LoopCycles, waves_per_simd: int
 ) -> TileCost:
-    """The bounds from what is known of the loop."""
+    """Returns the bounds from the figures of the loop."""
     programs = programs_on_a_cu(waves_per_simd, tiles.num_warps)
     if isinstance(tiles, DecodeTiles):
         programs = min(programs, tiles.programs_per_cu)
@@ -98,7 +99,7 @@ def cost_of_loop(
 
 
 def programs_on_a_cu(waves_per_simd: int, num_warps: int) -> int:
-    """That registers and LDS leave room for."""
+    """Returns the number of programs that registers and LDS leave room for."""
     return max(1, waves_per_simd * _SIMDS // num_warps)
 
 

@@ -145,14 +145,14 @@ def page(figures: StaticFigures) -> str:
 
 
 def title(layer: LayerFigures) -> str:
-    """Of a layer's section."""
+    """Returns the title of a layer's section."""
     q_heads, kv_heads = layer.heads
     what = f"{q_heads} x {kv_heads} heads of {layer.head_dim}, {layer.dtype}"
     return f"{layer.arch} {layer.step}: {what}, floor {layer.floor:.1f}"
 
 
 def words(tiles: Tiles) -> str:
-    """The tiles as a row of the tuning table says them, without what has its default."""
+    """Describes the tiles like a row of the tuning table, without default values."""
     if isinstance(tiles, DecodeTiles):
         text = f"{tiles.key_block}, {tiles.num_warps}, {tiles.num_stages}, {tiles.programs_per_cu}"
         text += ", transposed=True" if tiles.transposed else ""
@@ -199,7 +199,7 @@ def _line(name: str, figures: KernelFigures, step: str) -> str:
 
 
 def _assembly(figures: StaticFigures) -> str:
-    """Extend beside AITER's kernels in assembly, of which only the two busiest units can be counted."""
+    """Compares extend with AITER's kernels in assembly, of which only the two busiest units can be counted."""
     lines = ["| arch | kernel | matrix | vector | none | full |", "|---|---|---|---|---|---|"]
     for arch, (matrix, vector) in figures.code_objects.items():
         extends = [layer for layer in figures.layers if (layer.arch, layer.step) == (arch, "extend")]
@@ -211,7 +211,7 @@ def _assembly(figures: StaticFigures) -> str:
 
 
 def _gluon(figures: StaticFigures) -> str:
-    """Decode in Gluon, beside the rows of paged decode."""
+    """Compares decode in Gluon with the rows of paged decode."""
     lines = [
         "| layer | VGPRs | LDS | waves | issue | LDS clocks | waits | break-even |",
         "|---|---|---|---|---|---|---|---|",
@@ -224,7 +224,7 @@ def _gluon(figures: StaticFigures) -> str:
 
 
 def _wide(figures: StaticFigures) -> str:
-    """What the best of the tiles for heads of 256 would have on gfx950."""
+    """Describes the occupancy and the break-even latency of the best tiles for heads of 256 on gfx950."""
     of_dim = [layer.cdna for layer in figures.layers if (layer.arch, layer.head_dim) == ("gfx950", 256) and layer.cdna]
     best = max((each.figures for cdna in of_dim for each in cdna), key=lambda found: found.break_even)
     waves = "one wave" if best.waves == 1 else f"{best.waves} waves"
@@ -232,7 +232,7 @@ def _wide(figures: StaticFigures) -> str:
 
 
 def _kinds(figures: StaticFigures) -> str:
-    """What windows and caps cost."""
+    """Lists the clocks to issue a key by kind of layer, which shows the cost of windows and caps."""
     said = []
     for layer in figures.layers:
         if layer.cdna and layer.head_dim == 128:
@@ -243,7 +243,7 @@ def _kinds(figures: StaticFigures) -> str:
 
 
 def _study(figures: StaticFigures) -> str:
-    """Extend in Gluon, beside the rows of heads of 128."""
+    """Compares extend in Gluon with the rows of heads of 128."""
     lines = [
         "| arch | kernel | VGPRs | spilled | LDS | waves | issue | LDS clocks | loads | waits | cost | none |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
@@ -263,7 +263,7 @@ def _study(figures: StaticFigures) -> str:
 
 
 def _cost(found: KernelFigures) -> float:
-    """Of extend."""
+    """Returns the cost of extend: the larger of its units and its waits."""
     return max(found.units, found.waits)
 
 

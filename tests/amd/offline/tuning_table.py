@@ -1,12 +1,12 @@
-"""Rank the tiles of gfx942 and gfx950, and write the candidates into the page that says what rows were chosen from.
+"""Ranks the tiles of gfx942 and gfx950, and writes the candidates of each row into the page.
 
     python -m tests.amd.offline.tuning_table docs [TITLE...]
 
-compiles every candidate with the Triton at hand, which must be the newest supported, and costs it with llvm-mca (see
-mca.py). With titles only sections in whose own one of them stands are ranked anew. The best candidates go into
+compiles every candidate with the installed Triton, which must be the newest supported, and costs it with llvm-mca (see
+mca.py). With TITLEs only sections whose own title contains one of them are ranked anew. The best candidates go into
 rocm_attn/cli/static_figures.json, which cost_figures makes, and from that file into the page. Prints a line for each
-layer; exits with 1, and leaves both files as they are, where a row spills or is worse than its best candidate by more
-than the tolerance.
+layer. Exits with 1, and leaves both files unchanged, if a row spills or is worse than its best candidate by more than
+the tolerance.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Registers of Hopper's matrix products that are still running, in machine code: nothing else may touch them.
 
-wgmma.mma_async returns before it has read its rows, where they are in registers, and before it has written its sums.
-Triton waits (wgmma.wait_group) before it uses the sums. Of the rows nothing says in PTX until when their registers are
-read: ptxas keeps them. That of CUDA 12.9 may write them too early, so that products of valid code are wrong, which CUDA
-13.3 has mended (github.com/triton-lang/triton/pull/11781). Triton 3.6 brings 12.8, and 3.9 has 12.9 for Hopper. So the
-code that came of it is looked at.
+wgmma.mma_async returns before it has read its rows, if they are in registers, and before it has written its sums.
+Triton waits (wgmma.wait_group) before it uses the sums. PTX does not state how long the registers of the rows are read:
+ptxas keeps them. The ptxas of CUDA 12.9 may overwrite them too early, so that products of valid code are wrong, which
+CUDA 13.3 fixes (github.com/triton-lang/triton/pull/11781). Triton 3.6 brings 12.8, and 3.9 has 12.9 for Hopper. So the
+compiled code is checked.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _REGISTER = re.compile(r"(?<![A-Za-z])R(\d+)(\.64)?")
 _PREDICATE = re.compile(r"!?U?P(?:\d+|T)$")
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\d+\.F(16|32)")
 _WAIT = re.compile(r"gsb0, (0x[0-9a-f]+)")
-# What follows them in the listing they do not go on to, unless under a predicate.
+# Execution does not continue after these in the listing, unless they have a predicate.
 _ENDS = {"EXIT", "RET", "BRX", "BRXU"}
-# Their first operand is read: memory is written, or a branch taken.
+# Their first operand is read: they write memory, or branch.
 _WITHOUT_RESULT = {"BAR", "BRA", "LDGSTS", "RED", "ST", "STG", "STL", "STS", "STSM", "UTMALDG"}
-# Where they go on is not followed: nothing may run then.
+# Their targets are not followed: no product may run then.
 _NOT_FOLLOWED = {"BRX", "BRXU", "BSYNC", "CALL", "RET"}
-# As many commits after a product say no more about it: a wait that leaves so many running is not known.
+# Commits after a product are counted up to this number: a wait that leaves that many running is not supported.
 _MOST_COMMITS = 8
 
 
 class Instruction(NamedTuple):
-    """As cuobjdump lists it. opcode: with what is added to it by dots"""
+    """An instruction as cuobjdump lists it. opcode: with its suffixes, separated by dots"""
 
     address: int
     predicate: str
@@ -54,7 +54,7 @@ class _Touched:
 
 
 class _Running(NamedTuple):
-    """A product that no wait has ended: its place in the listing, and commits since; -1: it is in none yet."""
+    """A product that no wait has ended: its place in the listing, and commits since; -1: it is in no commit yet."""
 
     place: int
     commits: int
@@ -62,7 +62,7 @@ class _Running(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """A listing, with what each instruction touches and which ones come next."""
+    """A listing, with the registers that each instruction touches and its successors."""
 
     listing: Sequence[Instruction]
     touched: Sequence[_Touched]
@@ -71,7 +71,7 @@ class _Code:
 
 
 def instructions(listing: str) -> list[Instruction]:
-    """Those that cuobjdump -sass prints of one kernel."""
+    """Returns the instructions that cuobjdump -sass prints of one kernel."""
     return [
         Instruction(int(address, 16), predicate, opcode, tuple(filter(None, map(str.strip, operands.split(",")))))
         for address, predicate, opcode, operands in _LINE.findall(listing)
@@ -79,9 +79,9 @@ def instructions(listing: str) -> list[Instruction]:
 
 
 def touched_while_running(listing: Sequence[Instruction]) -> list[str]:
-    """What reads or writes sums of a running product, or writes its rows: a line each, empty where all is well.
+    """Lists accesses to the sums of a running product and writes to its rows, a line each; empty if there are none.
 
-    A product that adds to the very sums of another one may do so: matrix units take them in turn.
+    A product that adds to the very sums of another one may do so: matrix units process them in order.
     """
     code = _Code(listing, [_touched_by(each) for each in listing], _next_places(listing))
     seen: list[frozenset[_Running] | None] = [None] * len(listing)
@@ -93,7 +93,7 @@ def touched_while_running(listing: Sequence[Instruction]) -> list[str]:
 
 
 def _follow(code: _Code, begin: int, seen: list[frozenset[_Running] | None]) -> None:
-    """Walk every way on from an instruction until no more is running anywhere than was seen there."""
+    """Walks every path from an instruction until nothing more is running anywhere than was seen there."""
     seen[begin] = frozenset()
     places = [begin]
     while places:
@@ -109,7 +109,7 @@ def _follow(code: _Code, begin: int, seen: list[frozenset[_Running] | None]) -> 
 
 
 def _after(code: _Code, place: int, running: frozenset[_Running]) -> frozenset[_Running]:
-    """What is running after an instruction; what it should not have touched is noted."""
+    """Returns the products that run after an instruction, and records the instruction if it disturbs one."""
     this = code.listing[place]
     for each in running:
         if _disturbs(code, place, each.place):
@@ -126,7 +126,7 @@ def _after(code: _Code, place: int, running: frozenset[_Running]) -> frozenset[_
 
 
 def _disturbs(code: _Code, place: int, running: int) -> bool:
-    """Whether an instruction touches what a running product does, or goes where it is not followed."""
+    """True if an instruction touches registers of a running product, or leads where the code is not followed."""
     this, product = code.touched[place], code.touched[running]
     name = code.listing[place].name
     if name in _NOT_FOLLOWED:
@@ -151,7 +151,7 @@ def _next_of(place: int, this: Instruction, place_of: dict[int, int]) -> Iterato
 
 
 def _touched_by(this: Instruction) -> _Touched:
-    """Of a product: the rows that it reads from registers, and its sums."""
+    """Returns an instruction's registers. A product reads its rows, if they are in registers, and writes its sums."""
     if this.name == "HGMMA":
         match = _PRODUCT.match(this.opcode)
         assert match, f"{this} is of a shape that is not known"
@@ -166,13 +166,13 @@ def _touched_by(this: Instruction) -> _Touched:
     width = _width(this.opcode)
     read: set[int] = set()
     for each in sources:
-        # What is stored is as wide as the instruction.
+        # A stored value is as wide as the instruction.
         read |= _registers(each, width if "[" not in each and not result else 1)
     return _Touched(frozenset(read), frozenset[int]().union(*(_registers(each, width) for each in result)))
 
 
 def _rows_of(operand: str) -> frozenset[int]:
-    """Four registers of a thread hold 64 rows of sixteen columns; a descriptor says where others lie."""
+    """Returns the registers of rows: four per thread hold 64 rows of sixteen columns; a descriptor has none."""
     return _registers(operand, 4) if _REGISTER.match(operand) else frozenset()
 
 
@@ -185,7 +185,7 @@ def _registers(operand: str, width: int) -> frozenset[int]:
 
 
 def _width(opcode: str) -> int:
-    """Registers of a result, or of what is stored."""
+    """Returns the number of registers of a result, or of a stored value."""
     name, *parts = opcode.split(".")
     if name == "HMMA":
         return 4

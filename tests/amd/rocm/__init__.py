@@ -1,1 +1,1 @@
-"""What the first owner of an MI300 runs: `bash scripts/test.sh rocm`, with a report to send. See docs/rocm.md."""
+"""Tests for the first owner of an MI300: run `bash scripts/test.sh rocm` and send its report. See docs/rocm.md."""

@@ -1,4 +1,4 @@
-"""What these tests share: numbers that go into the report."""
+"""A fixture that these tests share: numbers that go into the report."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture
 def measured(record_property: Callable[[str, object], None]) -> Callable[[str, object], None]:
-    """measured(name, value) puts a value into the report; report.py writes it. The value must be known to JSON."""
+    """measured(name, value) puts a value into the report, which report.py writes. JSON must support the value."""
     return record_property

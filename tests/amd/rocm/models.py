@@ -1,4 +1,4 @@
-"""The attention layers of models that people serve, by what a kernel sees of them."""
+"""The attention layers of popular models, described by the properties that a kernel depends on."""
 
 from __future__ import annotations
 

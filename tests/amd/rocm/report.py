@@ -1,7 +1,7 @@
 """A pytest plugin that writes one file with everything about a run: `-p tests.amd.rocm.report --gpu-report FILE`.
 
 The file is one JSON object: a summary to read first, versions, devices and variables, the doctor's findings, and every
-test with its outcome, its time, what it measured and, where it failed, the whole message.
+test with its outcome, its time, its measurements and, if it failed, the whole message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Starts the report where one was asked for."""
+    """Starts the report if one was requested."""
     path = config.getoption("--gpu-report")
     if path:
         config.pluginmanager.register(GpuReport(Path(path)))
@@ -70,7 +70,7 @@ class GpuReport:
         self._path.write_text(json.dumps(written, indent=1) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Says where the file is."""
+        """Prints the path of the file."""
         terminalreporter.write_line(f"the report to send is {self._path}")
 
     def _summary(self, facts: dict[str, Any], outcomes: Counter[str], problems: list[str]) -> list[str]:

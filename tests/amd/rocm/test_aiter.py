@@ -1,7 +1,7 @@
-"""What the capability table says of AITER's kernels, on the real ones: every dtype, page size, head_dim and score.
+"""The capability table's entries for AITER's kernels, on the real kernels: every dtype, page size, head_dim and score.
 
-Each kernel is called as in serving, against a float64 reference, eagerly and captured, without the probe before it: a
-case that fails here is one that the probe would have to switch off.
+Each kernel is called as in serving, against a float64 reference, eagerly and captured, without the probe before it: the
+probe would have to reject a case that fails here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(torch.version.hip is None or not torch.cuda.is_available(), reason="needs an AMD GPU"),
 ]
 
-# What the table says of this machine; of an MI300X where there is none, so that the cases can be listed.
+# The table's target is this machine, or an MI300X if this is no AMD machine, so that the cases can be listed.
 ON_AMD = torch.version.hip is not None and torch.cuda.is_available()
 HERE = detect_target(torch.device("cuda")) if ON_AMD else known_target("gfx942")
 CASES = list(cases(HERE))

@@ -1,4 +1,4 @@
-"""How far the kernels are from a float64 reference, at the sizes of real models; the report says by how much."""
+"""Errors of the kernels against a float64 reference, at the sizes of real models, for the report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def case_of(model: str, dtype: torch.dtype, page_size: int) -> Case:
 
 
 def report_error(tensors: Tensors, measured: Measured) -> None:
-    """The largest error of the outputs and of the log-sum-exp, beside what is allowed."""
+    """Reports the largest error of the outputs and of the log-sum-exp, and the allowed ones."""
     bound = BOUNDS[tensors.case.dtype]
     served = tensors.reference_lse.isfinite()
     measured("largest error", float((tensors.out.double() - tensors.reference).abs().max()))

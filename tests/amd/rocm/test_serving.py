@@ -1,4 +1,4 @@
-"""Graphs of a real model's layers, a soak, and what prewarming leaves to be compiled."""
+"""Graphs of a real model's layers, a soak, and the kernels that prewarming leaves to be compiled."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_process_that_serves_compiles_nothing_that_was_prewarmed(
 
 
 def run_python(*arguments: str) -> str:
-    """What a Python of its own prints last."""
+    """Returns the last line that a separate Python process prints."""
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]

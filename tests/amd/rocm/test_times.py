@@ -1,7 +1,7 @@
-"""What one layer of attention takes, replayed as a graph; for the report, on a result that is right.
+"""Times of one layer of attention, replayed as a graph; for the report, on a correct result.
 
-Beside each time stands what `rocm-attn explain --cost` predicts for it, where it does; a time outside of that range
-refutes the model, and fails nothing.
+The prediction of `rocm-attn explain --cost`, if there is one, is reported with each time; a time outside of that range
+refutes the model, and fails no test.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.amd.tolerances import assert_attention_close
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 REPLAYS = 20
-# More than any GPU of today has: a time that says so was not a time of this work.
+# More than any current GPU has: a time that implies more did not measure this work.
 IMPOSSIBLE_BYTES_PER_S, IMPOSSIBLE_FLOP_PER_S = 20e12, 5e15
 
 

@@ -1,4 +1,4 @@
-"""A small model whose tokens are characters, and requests that ask it for everything there is."""
+"""A small model whose tokens are characters, and requests that use every sampling option."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-# Deterministic: what a request comes to must not depend on which step it shares with which others.
+# Deterministic: a request's completion must not depend on the other requests in its steps.
 BASE = EngineOptions(
     provider="torch",
     page_size=4,

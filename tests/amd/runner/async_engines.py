@@ -1,4 +1,4 @@
-"""What the tests of AsyncEngine have in common: a small engine, requests, steps that wait for the test."""
+"""Shared parts of the tests of AsyncEngine: a small engine, requests, steps that wait for the test."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def some_requests(num: int, seed: int = 3) -> list[Request]:
 
 
 def run(main: Callable[[], Awaitable[T]]) -> T:
-    """Run a test's tasks; afterwards no thread of an engine's is left."""
+    """Runs a test's tasks; afterwards no thread of an engine is left."""
 
     async def awaited() -> T:
         return await main()
@@ -54,7 +54,7 @@ def run(main: Callable[[], Awaitable[T]]) -> T:
 
 
 def is_empty(served: Engine) -> bool:
-    """Whether the engine holds nothing of any request, but for cached prefixes, which it forgets here."""
+    """True if the engine holds nothing of any request, except cached prefixes, which it forgets here."""
     if (served.has_work, served._outputs, served._done, served._events) != (False, {}, {}, []):
         return False
     served.forget_prefixes()
@@ -66,7 +66,7 @@ def is_empty(served: Engine) -> bool:
 
 
 async def read(stream: RequestStream) -> Completion:
-    """The pieces put together."""
+    """Joins the pieces of a stream."""
     pieces = [piece async for piece in stream]
     assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     reason = pieces[-1].finish_reason
@@ -76,11 +76,11 @@ async def read(stream: RequestStream) -> Completion:
 
 
 class Broken(Exception):
-    """What a test raises."""
+    """The exception that tests raise."""
 
 
 class Gated:
-    """An engine that waits before each step for the test's word."""
+    """An engine that waits for the test before each step."""
 
     def __init__(self, served: Engine) -> None:
         self._step, self._gate, self._begun = served.step, threading.Semaphore(0), threading.Semaphore(0)
@@ -92,7 +92,7 @@ class Gated:
         return self._step()
 
     async def begun(self) -> None:
-        """Wait until another step has begun."""
+        """Waits until another step has begun."""
         await asyncio.to_thread(self._begun.acquire)
 
     def let(self, steps: int) -> None:

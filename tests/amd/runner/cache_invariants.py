@@ -1,4 +1,4 @@
-"""What must be so of a prefix cache at any moment, whatever it was asked to do."""
+"""Invariants of a prefix cache at any moment, after any calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rocm_attn.runner.prefix_cache import _NOT_KEPT, PrefixCache
 
 
 def check_cache(cache: PrefixCache, table: RequestTable) -> None:
-    """Every page can be reached, is kept, and counts as idle where no row holds it; no other page is kept."""
+    """Checks that every page can be reached, is kept, and counts as idle if no row holds it; no other page is kept."""
     for key, page in cache._pages.items():
         assert page.key == key
         if page.before is not None:
@@ -27,7 +27,7 @@ def check_cache(cache: PrefixCache, table: RequestTable) -> None:
 
 
 def _check_order(cache: PrefixCache) -> None:
-    """In the full space no idle page is given back while an idle one comes after it in its chain."""
+    """Checks that in the full space no idle page is given back while an idle one comes after it in its chain."""
     place = {page: number for number, page in enumerate(cache._idle[0])}
     for page, number in place.items():
         assert all(place.get(after, -1) < number for after in page.after.values())

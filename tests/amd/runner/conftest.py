@@ -1,4 +1,4 @@
-"""What all tests here share."""
+"""The fixtures that all tests here share."""
 
 from __future__ import annotations
 

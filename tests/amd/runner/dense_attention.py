@@ -19,7 +19,7 @@ from tests.amd.kernels.rope_cases import normalised, turned
 
 @dataclass(frozen=True)
 class DenseAttention:
-    """Takes the place of a runtime in a step that holds one sequence from its first token on."""
+    """Replaces a runtime in a step that holds one sequence from its first token on."""
 
     problems: Sequence[Problem]
     head_weights: LayerHeadWeights
@@ -32,7 +32,7 @@ class DenseAttention:
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
         rows = turned(normalised(k, work.k_norm), torch.arange(len(k)), work.rope).to(k.dtype)
-        # V of latent rows is a part of what is kept, not of what was given.
+        # V of latent rows is a part of the stored rows, not of the given ones.
         is_latent = self.problems[layer].pool is PoolKind.LATENT
         self.store(layer, rows, rows[..., : v.shape[2]] if is_latent else normalised(v, work.v_norm).to(v.dtype))
         self.rope_queries(layer, q, q_out, work)
@@ -44,7 +44,7 @@ class DenseAttention:
         self.index_keys[layer] = k
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """What is chosen: bool [sets, tokens, keys]. Of several sets each has one index head."""
+        """Appends the selection to `chosen`: bool [sets, tokens, keys]. Each of several sets has one index head."""
         indexer = self.problems[layer].indexer
         assert isinstance(indexer, Indexer)
         indexing, num_tokens = indexer.indexing, len(q)
@@ -92,7 +92,7 @@ class DenseAttention:
 
 @dataclass(frozen=True)
 class WholeSequence:
-    """A step with one sequence, all of whose tokens ask for logits."""
+    """A step with one sequence, with logits for all of its tokens."""
 
     token_ids: Tensor
     positions: Tensor
@@ -113,7 +113,7 @@ def dense_logits(loaded: LoadedModel, token_ids: Tensor) -> Tensor:
 
 
 def dense_logits_of(model: Model, attention: DenseAttention, token_ids: Tensor) -> Tensor:
-    """As dense_logits, of a model over some attention."""
+    """Does the same as `dense_logits`, for a model over some attention."""
     index = torch.arange(len(token_ids), dtype=torch.int32)
     with torch.no_grad():
         return model.forward(WholeSequence(token_ids.int(), index, index, attention))

@@ -73,7 +73,7 @@ _GEMMA4 = {
 }
 _QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
-# name -> transformers' class (less "ForCausalLM") and what is set beyond hf_models.SMALL
+# name -> transformers' class (less "ForCausalLM") and the settings in addition to hf_models.SMALL
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", _DEEPSEEK),

@@ -1,4 +1,4 @@
-"""Logits of the tiny Llama by float64 and numpy alone: no page, no cache, no chunk, and no code of the project's.
+"""Logits of the tiny Llama by float64 and numpy alone: no page, no cache, no chunk, and no code of the project.
 
 For each layer: h += attention(norm(h)) W_out; h += (silu(gate) * up) W_down, with gate, up = norm(h) W_gate_up.
 """

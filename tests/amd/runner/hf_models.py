@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-# What a file holds beside parameters.
+# Buffers that a file holds in addition to parameters.
 LEARNED_BUFFERS = ("e_score_correction_bias", "layer_scalar")
 
 
@@ -55,7 +55,7 @@ def small_hf_model(family: str, **changes: Any) -> Any:
 
 
 def save(model: Any, directory: Path, **options: Any) -> Path:
-    """Write config.json and safetensors."""
+    """Writes config.json and safetensors."""
     model.save_pretrained(directory, **options)
     return directory
 
@@ -97,10 +97,10 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, Tensor] | None = None,
 ) -> Path:
-    """A GGUF file of a transformers model, as llama.cpp's converter lays it out.
+    """Writes a GGUF file of a transformers model, in the layout of llama.cpp's converter.
 
     quantization: of matrices
-    metadata:     keys on top of the usual ones; None as a value drops the key
+    metadata:     keys in addition to the usual ones; None as a value drops the key
     tensors:      more tensors, by their GGUF name
     """
     config, kind = model.config, model.config.model_type.replace("mistral", "llama")
@@ -127,7 +127,7 @@ def write_gguf(
 
 
 def interleaved(rows: Tensor, num_heads: int) -> Tensor:
-    """q or k rows as llama.cpp stores them for llama models: pairs that turn together are neighbours."""
+    """q or k rows as llama.cpp stores them for llama models: rotary pairs are neighbours."""
     return rows.reshape(num_heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 

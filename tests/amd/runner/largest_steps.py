@@ -1,4 +1,4 @@
-"""The largest steps that an engine can be asked for, run with every page taken."""
+"""The largest possible steps of an engine, run with every page taken."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rocm_attn.runner.engine import Engine
 
 
 def run_largest_steps(served: Engine) -> None:
-    """With every page taken: a prompt beside sequences that decode, many prompts, all decoding."""
+    """Runs with every page taken: a prompt with sequences that decode, many prompts, all decoding."""
     runtime, options = served.runtime, served.options
     table, num_seqs = runtime.table, options.max_batch_size
     served.forget_prefixes()

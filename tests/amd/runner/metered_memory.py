@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class MeteredMemory(TorchDispatchMode):
-    """Counts the bytes of tensors that operations make while the mode is on. It holds what it needs, and not more.
+    """Counts the bytes of living tensors that operations make while the mode is on; nothing is cached.
 
     total: of the device, all of it free in the beginning
     """
@@ -55,7 +55,7 @@ class MeteredMemory(TorchDispatchMode):
         self._peak = self.held()
 
     def give_back(self) -> None:
-        """Nothing is held that no tensor needs."""
+        """Does nothing: only living tensors are counted."""
 
     def of_a_graph(self) -> int:
         return 0

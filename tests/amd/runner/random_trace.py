@@ -1,7 +1,8 @@
-"""Requests that come at random to a real engine with few pages, and what a float64 model says of each output.
+"""Requests that come at random to a real engine with few pages, and a float64 model's check of each output.
 
-Shared beginnings, second turns, tenants, priorities, aborts, prompts in chunks, some whose K and V are no numbers, and
-some that lose one token's K and V in passing. The model that judges the others shares no code with the engine.
+They have shared beginnings, second turns, tenants, priorities, aborts and prompts in chunks. Some have NaN in K and V,
+and some get NaN in the K and V of one token in one step. The model that checks the others shares no code with the
+engine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OPTIONS = EngineOptions(
 
 @dataclass(frozen=True)
 class Served:
-    """What a trace has come to."""
+    """The results of a trace."""
 
     completions: dict[int, Completion]
     hit_in_passing: set[int]
@@ -42,16 +43,16 @@ class Served:
 
 
 def model(windows: bool) -> LoadedModel:
-    """NAN_TOKEN has K and V that are NaN, and is never the likeliest one."""
+    """Returns a model in which NAN_TOKEN has K and V that are NaN, and is never the likeliest token."""
     loaded = with_nan_token(tiny_model(base=with_windows(CONFIG, 9, -1) if windows else CONFIG))
     loaded.weights.head[NAN_TOKEN] = 0.0
     return loaded
 
 
 class NoNumbersInPassing:
-    """Runs an engine's steps. In some of them the model finds NaN in the place of one token of a prompt.
+    """Runs an engine's steps. In some of them one token of a prompt becomes NaN in the model.
 
-    hit: numbers of the requests that this has come to. They may have got wrong tokens before it was known.
+    hit: numbers of the requests that got such a NaN. They may have received wrong tokens before it was reported.
     """
 
     def __init__(self, engine: Engine, chooser: random.Random) -> None:
@@ -61,7 +62,7 @@ class NoNumbersInPassing:
         self.hit: set[int] = set()
 
     def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
-        """As the steps that it takes the place of."""
+        """Does the same as the `run` of the steps that it replaces."""
         long = np.flatnonzero(batch.q_len > 1)
         if len(long) and self._random.random() < 0.08:
             seq = self._random.choice(long.tolist())
@@ -76,7 +77,7 @@ class NoNumbersInPassing:
             self._token = -1
 
     def embed(self, rows: Tensor) -> Tensor:
-        """What Model.embed has returned, with NaN in the place of the token."""
+        """Returns the result of Model.embed, with NaN in place of the token."""
         if self._token >= 0:
             rows[self._token] = float("nan")
             self._token = TAKEN
@@ -84,7 +85,7 @@ class NoNumbersInPassing:
 
 
 class Trace:
-    """One engine, the requests that it was given, and what it has said of them."""
+    """One engine, the requests that it was given, and its outputs for them."""
 
     def __init__(self, seed: int, num_requests: int, steps_ahead: int) -> None:
         self._random = random.Random(seed)
@@ -135,8 +136,8 @@ class Trace:
             self.engine.abort(self._random.randrange(len(self.requests)))
 
     def run(self) -> Served:
-        """Serve all, and compare."""
-        if self.engine.options.graphs:  # the model does not look at a replay
+        """Serves all requests and compares their outputs."""
+        if self.engine.options.graphs:  # the model is not called in a replay
             return self._run()
         with pytest.MonkeyPatch.context() as patch:
             embed = Model.embed
@@ -171,7 +172,7 @@ class Trace:
         assert tuple(tokens) == done.token_ids, f"request {number}: events and completion differ"
         had_no_numbers = NAN_TOKEN in request.prompt_token_ids or number in self._in_passing.hit
         if done.finish_reason == "error":
-            # One that has ended in the step of another's fault, and was not handed over, is not computed again.
+            # A request that ended in the step of another's fault, but was not handed over, is not computed again.
             had_ended = any(map(_is_last, events[:-1]))
             assert had_no_numbers or had_ended, f"request {number}: {done.error}"
             assert isinstance(events[-1], FailureEvent)
@@ -191,5 +192,5 @@ def _is_last(event: Event) -> bool:
 
 
 def run_trace(seed: int, num_requests: int, steps_ahead: int = 0) -> Served:
-    """Serve the requests of a seed. Raises AssertionError for an output that is not the oracle's."""
+    """Serves the requests of a seed. Raises AssertionError for an output that differs from the reference's."""
     return Trace(seed, num_requests, steps_ahead).run()

@@ -1,4 +1,4 @@
-"""A tiny model whose texts go round in circles, with a slip now and then: most guesses come true, and not all."""
+"""A tiny model whose texts repeat in circles, with an occasional slip: most drafts are right, but not all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = EngineOptions(
     draft_tokens=3,
     steps_ahead=1,
 )
-# How much of what its layers add is left: at 0 the next token follows from the last one alone.
+# The part of its layers' outputs that is kept: at 0 the next token depends only on the last one.
 _LEFT = 0.02
 
 
@@ -36,11 +36,11 @@ class RoundTexts(RandomTensors):
     circle = CIRCLE
 
     def output_of(self, circles: Tensor) -> Tensor:
-        """Of the embeddings of all circles [circles, tokens, hidden], the output matrix likewise."""
+        """Returns the output matrix for the embeddings of all circles [circles, tokens, hidden], in the same shape."""
         return circles.roll(1, 1)
 
     def read(self, name: str, *where: slice) -> Tensor:
-        """As TensorSource.read."""
+        """Does the same as `TensorSource.read`."""
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             return super().read(name, *where) * _LEFT
         if name in ("lm_head.weight", "model.embed_tokens.weight"):
@@ -54,10 +54,10 @@ class RoundTexts(RandomTensors):
 
 
 class UnsureTexts(RoundTexts):
-    """Weights of a model that finds the token after the next one about as likely as that."""
+    """Weights of a model that finds the token after the next one about as likely as the next."""
 
     def output_of(self, circles: Tensor) -> Tensor:
-        """As RoundTexts.output_of."""
+        """Does the same as `RoundTexts.output_of`."""
         share = torch.rand(*circles.shape[:2], 1, generator=torch.Generator().manual_seed(7)) * 0.2 + 0.9
         return circles.roll(1, 1) + share * circles.roll(2, 1)
 
@@ -71,10 +71,10 @@ def round_model(
 ) -> LoadedModel:
     """The model, with a longer context than the tiny one.
 
-    windows: window_left of its layers, where they have any
+    windows: window_left of its layers, if they have any
     circle:  tokens, a power of 2
     texts:   its weights
-    ranks:   that share it
+    ranks:   the ranks that share it
     """
     config = replace(with_windows(CONFIG, *windows) if windows else CONFIG, context_len=512)
     place = torch.device("cpu") if device is None else device

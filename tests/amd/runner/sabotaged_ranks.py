@@ -20,10 +20,10 @@ from tests.amd.runner.tiny_model import tiny_model
 
 @dataclass
 class Sabotaged:
-    """Ranks that sum; on rank 1 something happens in place of one of the sums.
+    """Ranks that sum; on rank 1 a failure replaces one of the sums.
 
     what:  "dies", "raises" or "hangs"
-    after: so many sums
+    after: number of sums before it
     """
 
     ranks: Ranks

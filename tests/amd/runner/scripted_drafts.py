@@ -1,4 +1,4 @@
-"""Drafts that a test writes: mostly what a request comes to, with mistakes and branches of every kind."""
+"""Drafts that a test writes: mostly the tokens of the final text, with mistakes and branches of every kind."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rocm_attn.runner.taking import Taken
 class ScriptedDrafter:
     """Knows the texts, and makes mistakes.
 
-    texts:    of each request all tokens, the prompt's too, or those of the longest text that it may come to
-    branches: whether drafts are trees
+    texts:    all tokens of each request, including the prompt's, or those of the longest text that it may get
+    branches: true if drafts are trees
     mistakes: share of the drafts that are wrong
     """
 
@@ -33,21 +33,21 @@ class ScriptedDrafter:
         self._mistakes = mistakes
 
     def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
-        """As Drafter.draft."""
+        """Does the same as `Drafter.draft`."""
         assert {each.number for each, _ in decoding} <= set(alive)
         drafts = {each.number: self._tree(each, self._random.randint(0, most)) for each, most in decoding}
         return {number: tree for number, tree in drafts.items() if len(tree)}
 
     @property
     def looks_up(self) -> bool:
-        """As Drafter.looks_up."""
+        """Does the same as `Drafter.looks_up`."""
         return False
 
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """As Drafter.follow: what is known of a sequence is enough."""
+        """Does nothing: the tokens of a sequence are enough for its drafts."""
 
     def capture_all(self, progress: Progress) -> None:
-        """As Drafter.capture_all."""
+        """Does nothing: there are no graphs to capture."""
 
     def _tree(self, sequence: Sequence, num: int) -> Drafts:
         text = self._texts[sequence.number]
@@ -66,12 +66,12 @@ class ScriptedDrafter:
 
 
 class EveryOtherStep(ScriptedDrafter):
-    """All drafts are right but for the first one of a tree, which stands beside them; every other step has none."""
+    """All drafts are right except the first one of a tree, which is a branch of its own; every other step has none."""
 
     _num_asked = 0
 
     def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
-        """As Drafter.draft."""
+        """Does the same as `Drafter.draft`."""
         self._num_asked += 1
         return {} if self._num_asked % 2 == 0 else super().draft(decoding, alive)
 
@@ -85,8 +85,8 @@ class EveryOtherStep(ScriptedDrafter):
 
 
 def with_drafter(engine: Engine, drafter: ScriptedDrafter) -> Engine:
-    """The engine, whose drafts come from a script."""
+    """Returns the engine, with drafts from a script."""
     assert isinstance(engine._speculation, Speculation)
     engine._speculation._drafter = drafter
-    engine._speculation.has_rounds = False  # they are the engine's own drafter's
+    engine._speculation.has_rounds = False  # rounds belong to the engine's own drafter
     return engine

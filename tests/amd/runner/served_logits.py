@@ -1,4 +1,4 @@
-"""Logits of given tokens as a runtime serves them: in chunks, over pages, eager or replayed, many sequences a step."""
+"""Logits of given tokens served by a runtime: in chunks, over pages, eager or replayed, many sequences per step."""
 
 from __future__ import annotations
 

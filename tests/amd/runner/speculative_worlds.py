@@ -1,8 +1,8 @@
-"""Requests at random to an engine that guesses tokens, in worlds at random: each text must be that of plain decoding.
+"""Random requests to an engine with speculation, in random worlds: each text must be that of plain decoding.
 
-A world is a seed: what guesses, how many tokens and branches, pages of 1, 2 or 16 tokens and few of them, windows that
-may be shorter than a tree is deep, graphs, one step ahead. Requests come while others run, share beginnings, are second
-turns, are greedy or draw by seeds of their own, and some are aborted.
+A world is a seed: the drafter, the number of draft tokens and branches, pages of 1, 2 or 16 tokens and few of them,
+windows that may be shorter than a tree is deep, graphs, one step ahead. Requests arrive while others run, share
+beginnings, are second turns, are greedy or draw by their own seeds, and some are aborted.
 
     python -m tests.amd.runner.speculative_worlds --worlds 40 --device cuda --dtype bfloat16
 """
@@ -40,11 +40,11 @@ WINDOWS = ((-1, -1), (9, -1), (2, -1), (-1, 1))
 
 @dataclass(frozen=True)
 class World:
-    """What an engine and its requests are drawn as.
+    """The random choices of an engine and its requests.
 
     way:         of WAYS
     window_left: of the model's layers
-    few_pages:   whether sequences are preempted for the lack of pages
+    few_pages:   true if sequences are preempted for lack of pages
     """
 
     seed: int
@@ -56,11 +56,11 @@ class World:
 
     @classmethod
     def of_seed(cls, seed: int, num_requests: int = 24) -> World:
-        """Ways, branches and page sizes in turn, all else at random.
+        """Takes ways, branches and page sizes in turn, and the rest at random.
 
-        Steps sum in a fixed order: else scores hang in their last bits on what else is in a step, and a token that is
-        drawn next to the edge of another one's share is the other one. In float32, at 1e-6, it was so in one of 200
-        worlds.
+        Steps sum in a fixed order. Otherwise the last bits of scores depend on the other sequences of a step, and a
+        drawn number near the border of two tokens' shares can pick the other token. In float32, at 1e-6, that happened
+        in one of 200 worlds.
         """
         draw = random.Random(seed)
         page_size, way = (1, 2, 16)[seed % 3], WAYS[seed % len(WAYS)]
@@ -94,7 +94,7 @@ class World:
 
 
 class Run:
-    """One world's engine, the requests that it was given, and what it has said of them."""
+    """One world's engine, the requests that it was given, and its outputs for them."""
 
     def __init__(self, world: World, loaded: LoadedModel, small: LoadedModel) -> None:
         self.world = world
@@ -175,7 +175,7 @@ class Run:
             self.engine.abort(self._random.randrange(len(self.requests)))
 
     def run(self) -> Metrics:
-        """Serve all, and compare."""
+        """Serves all requests and compares their outputs."""
         engine = self.engine
         cache, table = engine._scheduler._cache, engine.runtime.table
         while len(self.requests) < self.world.num_requests or engine.has_work:
@@ -214,7 +214,7 @@ class Run:
 def run_world(
     seed: int, num_requests: int = 24, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Metrics:
-    """Serve the requests of a world. Raises AssertionError for a text that is not plain decoding's."""
+    """Serves the requests of a world. Raises AssertionError for a text that differs from plain decoding's."""
     world = World.of_seed(seed, num_requests)
     loaded = tiny_model(base=with_windows(CONFIG, *world.window_left), dtype=dtype, device=device)
     small = loaded if world.few_pages else tiny_model(seed=1, dtype=dtype, device=device)
@@ -222,7 +222,7 @@ def run_world(
 
 
 def main() -> None:
-    """Run worlds, and print what they have come to."""
+    """Runs worlds, and prints their results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="seed of the first world (0)")
     parser.add_argument("--worlds", type=int, default=10, help="so many (10)")

@@ -1,4 +1,4 @@
-"""What requests ask for beside draws: right by float64, and the same whatever the engine does to serve it."""
+"""Sampling options of requests other than draws: right by float64, and independent of how the engine serves them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> list[Completion]:
-    """Each with an engine of its own."""
+    """Serves each request with a separate engine."""
     return [Engine(loaded, BASE).generate([request])[0] for request in (PLAIN, *ASKING)]
 
 
@@ -55,7 +55,7 @@ def new_picker(most_rows: int, vocab: int) -> AskingPicker:
 
 
 def served(request: Request, new: Sequence[int] = (), number: int = 0) -> Served:
-    """A sequence that has got these tokens."""
+    """A sequence that has these new tokens."""
     stops = frozenset({END})
     asks = asks_of(request, stops, None)
     tokens = [*request.prompt_token_ids, *new]
@@ -68,7 +68,7 @@ def asked(sequence: Served, place: int) -> RowAsk:
 
 
 def probabilities(logits: npt.NDArray[np.float64], sampling: Sampling, prompt: set[int], new: Sequence[int]) -> Any:
-    """By definition, in float64."""
+    """Computes the probabilities by definition, in float64."""
     times = np.bincount(np.array(new, np.int64), minlength=len(logits))
     seen = (times > 0) | np.isin(np.arange(len(logits)), list(prompt))
     x = logits.copy()
@@ -116,7 +116,7 @@ def test_tokens_are_drawn_as_float64_says(sampling: Sampling) -> None:
     assert counts[~possible].sum() == 0
     expected = wanted[possible] * num_draws
     chi_square, freedom = float(((counts[possible] - expected) ** 2 / expected).sum()), possible.sum() - 1
-    assert chi_square < freedom + 6 * math.sqrt(2 * freedom) + 12  # one in a million comes so far
+    assert chi_square < freedom + 6 * math.sqrt(2 * freedom) + 12  # one in a million exceeds this
 
 
 def test_logprobs_are_those_of_the_logits_before_anything_is_done_to_them() -> None:
@@ -169,7 +169,7 @@ def test_two_ranks_come_to_the_same(alone: list[Completion]) -> None:
 
 
 def test_each_ask_changes_what_a_request_comes_to(loaded: LoadedModel, alone: list[Completion]) -> None:
-    """Else the tests beside this one would hold for an engine that asks nothing of its picker."""
+    """Otherwise the other tests here would pass for an engine that ignores the options."""
     plain, likeliest, *_, early, stopped = alone
     hot = Engine(loaded, BASE).generate([replace(PLAIN, sampling=drawn())])[0]
     assert likeliest.token_ids == plain.token_ids
@@ -181,7 +181,7 @@ def test_each_ask_changes_what_a_request_comes_to(loaded: LoadedModel, alone: li
 
 
 def test_penalties_hold_for_the_tokens_that_came_before(loaded: LoadedModel) -> None:
-    """A penalty that makes each token come once, the last one of each step unread when the next one is picked."""
+    """A penalty lets each token come once; the last token of each step is unread when the next one is picked."""
     request = Request(PROMPT, 40, Sampling(logit_bias=((END, -100.0),), presence_penalty=2.0, frequency_penalty=2.0))
     strong = replace(request.sampling, repetition_penalty=100.0)
     engine = Engine(loaded, replace(BASE, steps_ahead=1))
@@ -193,7 +193,7 @@ def test_penalties_hold_for_the_tokens_that_came_before(loaded: LoadedModel) -> 
 def test_a_count_that_is_off_is_noticed(
     loaded: LoadedModel, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the token that the host has not read yet other tokens come: the test above does look at it."""
+    """Without the token that the host has not read yet, other tokens result: the test above depends on it."""
     count = TokenCounts.rows
 
     def without_unread(counts: TokenCounts, texts: Any, picked: Tensor) -> list[int]:
@@ -246,7 +246,7 @@ def test_a_request_that_allows_no_token_fails_alone(loaded: LoadedModel, alone: 
 def test_rows_that_ask_for_nothing_are_picked_from_as_ever(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No launch is added for them: neither in a step of theirs nor for a greedy request with top_k."""
+    """No launch is added for them: neither in a step with only such rows nor for a greedy request with top_k."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("a step without asks goes through the picker of others")
@@ -257,7 +257,7 @@ def test_rows_that_ask_for_nothing_are_picked_from_as_ever(
 
 
 def test_a_row_of_counts_has_room_for_the_longest_text() -> None:
-    assert IN_PROMPT > 2**29  # no text has so many tokens
+    assert IN_PROMPT > 2**29  # no text has that many tokens
 
 
 @pytest.mark.parametrize(

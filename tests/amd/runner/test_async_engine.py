@@ -1,7 +1,7 @@
-"""AsyncEngine: what tasks get is what the engine generates, whatever other tasks do; and everybody is woken at the end.
+"""AsyncEngine: tasks get the engine's output, regardless of other tasks; and all waiting tasks are woken at the end.
 
-No test waits for a time: what is to have happened before is awaited, most often by between_steps(), which runs after
-all that was asked of the engine before it.
+No test waits for a time: it awaits the events that must come first, most often by between_steps(), which runs after all
+earlier calls of the engine.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def test_an_abort_ends_one_request_with_the_tokens_that_it_had(loaded: LoadedMod
             await anext(stream)
             aborted = asyncio.ensure_future(front.abort(stream.number))
             await asyncio.sleep(0)
-            gated.let(500)  # it was asked for before the step that these begin with has ended
+            gated.let(500)  # it was called before the step that these begin with has ended
             await aborted
             return await stream.completion(), await others
 

@@ -1,4 +1,4 @@
-"""Chat templates: programs that come with a model. What they are written for works, and none runs or grows on."""
+"""Chat templates, programs that come with a model: their intended uses work, and none runs or grows without limit."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_refusal_is_cut_short() -> None:
 
 
 def plainly(source: str, **names: Any) -> str:
-    """What Jinja's own sandbox makes of a template."""
+    """Renders a template in Jinja's own sandbox."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -217,7 +217,7 @@ def test_the_budget_counts_for_one_rendering() -> None:
 
 
 def test_json_is_written_as_hugging_face_writes_it() -> None:
-    """Jinja's own filter sorts keys, and escapes what HTML would misread, as would no model that was trained."""
+    """Jinja's own filter sorts keys and escapes HTML characters, unlike the texts that models were trained on."""
     tools = [{"type": "function", "function": {"name": "f", "description": "<a> & 'é'"}}]
     template = ChatTemplate("{% for t in tools %}{{ t | tojson }}{{ t.function | tojson(indent=1) }}{% endfor %}")
     assert template.render([], tools) == json.dumps(tools[0], ensure_ascii=False) + json.dumps(
@@ -227,7 +227,7 @@ def test_json_is_written_as_hugging_face_writes_it() -> None:
 
 
 def test_a_conversation_with_tools_has_a_template_of_its_own_where_the_model_has_one() -> None:
-    """As Hermes writes them into tokenizer_config.json."""
+    """The format is that of Hermes in tokenizer_config.json."""
     named: list[dict[str, object]] = [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "{{ bos_token }} tools"},
@@ -248,7 +248,7 @@ def test_a_model_without_a_template_for_all_has_none(named: object) -> None:
 
 
 def test_what_is_marked_for_training_is_written_as_it_stands() -> None:
-    """SmolLM3's template marks what the model has said, for Hugging Face's trainers."""
+    """SmolLM3's template marks the model's own text, for Hugging Face's trainers."""
     source = (
         "{% for m in messages %}{% set n = 1 %}{% generation %}\n{% set n = 2 %}[{{ m.content }}]{{ n }}"
         "{% endgeneration %}{{ n }}{% endfor %}"

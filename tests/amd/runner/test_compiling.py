@@ -28,7 +28,7 @@ from tests.amd.runner.async_engines import is_empty, run
 
 
 class HeldUp:
-    """The compiler of an engine's constraints, which waits for the test's word. In the engine's thread it raises."""
+    """The compiler of an engine's constraints, which waits for the test. In the engine's thread it raises."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_end = threading.Semaphore(0), threading.Event()
@@ -101,7 +101,7 @@ def test_a_constraint_that_takes_too_long_ends_its_request_alone(
 
 
 def test_two_are_compiled_at_a_time_and_no_other_thread_waits(held_up: HeldUp) -> None:
-    """However many come: a process that can start no more threads would lose its engine."""
+    """This holds for any number of requests: a process that can start no more threads would lose its engine."""
     of_engine = Engine(character_model(), BASE)._matching
     assert of_engine is not None
     before, constraints = set(threading.enumerate()), [Constraint.regex("a" * num) for num in range(1, 9)]
@@ -157,7 +157,7 @@ def test_a_constraint_that_many_ask_for_counts_once(held_up: HeldUp, monkeypatch
 
 
 def test_whether_there_is_room_is_told_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a constraint whose client has left would be compiled again once it is dropped, for nobody."""
+    """Otherwise a constraint whose client has left would be compiled again after it is dropped, for no one."""
     served, compiled = Engine(character_model(), BASE), list[Any]()
     assert served._matching is not None
     monkeypatch.setattr(Matching, "_compile", lambda of, *key: compiled.append(key))
@@ -169,7 +169,7 @@ def test_whether_there_is_room_is_told_without_compiling(monkeypatch: pytest.Mon
 
 @dataclass(frozen=True)
 class LoadSlowRank:
-    """Loads a rank whose constraints are compiled when the test wants: rank 0 says when it has, rank 1 waits."""
+    """Loads a rank whose constraints are compiled when the test wants: rank 0 reports when it has, rank 1 waits."""
 
     folder: Path
 
@@ -188,7 +188,7 @@ class LoadSlowRank:
 
 @pytest.mark.nightly  # two processes
 def test_a_request_is_prepared_when_it_is_on_every_rank(tmp_path: Path) -> None:
-    """Else the ranks that compile it would hold up all requests of the others."""
+    """Otherwise the ranks that compile it would delay all requests of the others."""
     for name in ("done", "may end"):
         os.mkfifo(tmp_path / name)
     with RankedEngine(LoadSlowRank(tmp_path), BASE, num_ranks=2) as ranked:
@@ -221,7 +221,7 @@ def test_what_is_compiled_is_kept_and_what_fails_is_not(monkeypatch: pytest.Monk
 
 
 def test_a_library_that_finds_no_first_token_refuses_the_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it does with {"$ref": "#"}, which is refused before."""
+    """The library does this with {"$ref": "#"}, which require_ends refuses before."""
     monkeypatch.setattr("rocm_attn.runner.constraint.require_ends", lambda schema: None)
     with pytest.raises(BadRequest, match="cannot be used: no text begins as it wants"):
         Engine(character_model(), BASE).submit(Request(PROMPT, 5, constraint=Constraint.json_schema({"$ref": "#"})))

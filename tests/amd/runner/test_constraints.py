@@ -1,4 +1,4 @@
-"""Texts that a constraint is on match it, whatever the model is and however the engine serves them."""
+"""The texts of constrained requests match the constraint, for any model and any way of serving."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_texts_match_their_constraints_and_end_where_they_may(alone: list[Comple
     assert value["a"] >= 3
     assert value["b"] in ("x", "yes")
     assert re.fullmatch("[a-f]{4,9}[0-9]", regex.text)
-    assert choice.text in ("yes", "no")  # although min_tokens asks for more
+    assert choice.text in ("yes", "no")  # although min_tokens is larger
     assert all(done.finish_reason == "stop" and done.token_ids[-1] == END for done in alone[1:])
     assert [told.token_id for told in schema.logprobs] == list(schema.token_ids)
 
@@ -76,7 +76,7 @@ def test_they_come_to_the_same_however_they_are_served(
 def test_a_mask_that_does_not_know_the_last_token_is_noticed(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step ahead would do that does not wait: the tests beside this one do look at it."""
+    """A step ahead that did not wait would do this: the other tests here depend on the wait."""
     mask = TextMatcher.mask
 
     def one_late(matcher: TextMatcher, token_ids: Sequence[int], banned: Any) -> Int32Array:
@@ -96,7 +96,7 @@ def test_two_ranks_advance_matchers_of_their_own_alike(alone: list[Completion]) 
 
 
 A_LINK = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
-# Schemas that no finite value matches, and where.
+# Schemas that no finite value matches, and the place in them.
 ENDLESS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"$ref": "#"}, "#"),
     ({"allOf": [{"$ref": "#"}]}, "#"),
@@ -166,7 +166,7 @@ def test_a_schema_that_may_end_is_not_refused(loaded: LoadedModel, schema: dict[
 def test_constraints_without_sense_are_refused_with_the_reason(
     loaded: LoadedModel, constraint: Any, sentence: str
 ) -> None:
-    """By check(), which needs no model, and by an engine, which has no trace of them afterwards."""
+    """check(), which needs no model, and an engine refuse them; the engine keeps no trace of them."""
     with pytest.raises(BadRequest, match=sentence):
         constraint().check()
     engine = Engine(loaded, BASE)

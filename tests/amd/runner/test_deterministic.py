@@ -1,4 +1,4 @@
-"""The runner's deterministic mode: the bits of a request's logits, whatever is served beside it."""
+"""The runner's deterministic mode: the bits of a request's logits, regardless of the other requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PICK = TokenPicker.pick
 
 
 def some_requests() -> list[Request]:
-    """Requests that differ by their seed, which their draws tell; what is drawn is the likeliest token."""
+    """Requests that differ by their seed, which identifies their draws; the likeliest token is drawn."""
     generator = torch.Generator().manual_seed(5)
     lengths = (3, 29, 1, 17, 8, 22)
     prompts = [torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist() for length in lengths]
@@ -36,7 +36,7 @@ def some_requests() -> list[Request]:
 def logits_of(
     requests: Sequence[Request], monkeypatch: pytest.MonkeyPatch, **changes: Any
 ) -> tuple[dict[int, list[Tensor]], Engine]:
-    """Seed -> the logits that each of the request's tokens was picked from."""
+    """Seed -> the logits from which each of the request's tokens was picked."""
     seen: dict[int, list[Tensor]] = defaultdict(list)
     samplings = [request.sampling for request in requests]
     seed_of = {Sampler(sampling).draw(place): sampling.seed for sampling in samplings for place in range(9)}

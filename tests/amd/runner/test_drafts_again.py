@@ -1,4 +1,4 @@
-"""Drafts of rounds that graphs make again: without a call of the model, a plan or a publication of the host."""
+"""Drafts of rounds that graphs repeat: without a call of the model, a plan or a publication by the host."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def full(kind: Kind) -> Engine:
 
 
 class Watched:
-    """What each guess of an engine's rounds has brought.
+    """The drafts of each round of an engine.
 
-    again: whether graphs alone have made it
-    calls: of the drafting model's two forwards and of publications in it
-    begun: how many guesses were made before each series
+    again: true if graphs alone have made them
+    calls: of the drafting model's two forwards and of publications in the round
+    begun: number of rounds drafted before each series
     """
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ class Watched:
 
 
 def test_drafts_of_a_full_batch_are_made_by_graphs_alone(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the first two of a series, and where a text outgrows a length bucket: the host plans those."""
+    """The host plans the first two of a series, and the rounds in which a text outgrows a length bucket."""
     requests = [kind.request(seed, 40) for seed in range(3)]
     engine = full(kind)
     watched = Watched(engine, monkeypatch)
@@ -86,7 +86,7 @@ def test_drafts_of_a_full_batch_are_made_by_graphs_alone(kind: Kind, monkeypatch
     assert engine.metrics.fallbacks == {}
     guesses = rounds_of(engine)._guesses
     assert isinstance(guesses, ModelGuesses)
-    # What is accepted of trees is brought into order by a graph too.
+    # A graph also moves the accepted drafts of trees into order.
     assert not isinstance(guesses._planned_for, Trees) or guesses._planned_for.accepting is not None
 
 
@@ -94,9 +94,9 @@ def test_drafts_of_a_full_batch_are_made_by_graphs_alone(kind: Kind, monkeypatch
 def test_a_length_beyond_what_is_reserved_is_cut_and_the_model_begins_anew(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts are but guesses: no text changes, and no request fails.
+    """Drafts decide no token: no text changes, and no request fails.
 
-    One request ends before the others, and the series with it: nothing asks of faults in a series that ends with all.
+    One request ends before the others, and the series with it: nothing checks faults in a series that ends with all.
     """
     requests = [kind.request(seed, new_tokens) for seed, new_tokens in enumerate((60, 60, 40))]
     engine = at_pace(2, full(kind))

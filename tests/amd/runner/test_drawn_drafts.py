@@ -1,4 +1,4 @@
-"""Drafts that are drawn: accepted by rejection sampling, and the tokens come as plain sampling gives them."""
+"""Drawn drafts: rejection sampling accepts them, and the tokens are distributed as by plain sampling."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def drafting_for_itself(loaded: LoadedModel, small: LoadedModel, **changes: Any)
 def test_tokens_of_drawn_drafts_are_distributed_as_by_plain_sampling(
     head: str, graphs: bool, loaded: LoadedModel, plain: Counter[tuple[int, ...]]
 ) -> None:
-    """Chi-square of two samples, with seeds of their own: pairs of a text's second and third token."""
+    """Chi-square of two samples with different seeds: pairs of a text's second and third token."""
     engine = Engine(loaded, replace(MANY, speculative=head, graphs=graphs))
     assert chi_square_exceedance(plain, pairs(engine, sampled(800, 10_000))) < 4.0
     metrics = engine.report().metrics
@@ -108,13 +108,13 @@ def test_drafts_that_are_all_accepted_show_in_the_distribution(
 
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_model_that_draws_for_itself_is_always_right(graphs: bool, loaded: LoadedModel) -> None:
-    """Where p is q each draft is accepted, though it is not the token that p draws by itself."""
+    """If p is q each draft is accepted, although it is not the token that p draws by itself."""
     engine = drafting_for_itself(loaded, loaded, graphs=graphs, max_kv_len=64, draft_tokens=3)
     requests = [replace(each, max_new_tokens=20) for each in sampled(12, 0, Sampling(temperature=0.9))]
     done = engine.generate(requests)
     metrics = engine.report().metrics
     assert metrics.drafts > 100
-    # Two kernels round p and q differently, which decides where a number lies in between.
+    # Two kernels round p and q differently, which matters for a random number that lies in between.
     assert metrics.accepted_drafts >= metrics.drafts - 2
     assert engine.generate(requests) == done, "the same seeds and drafts give the same tokens"
 
@@ -130,12 +130,12 @@ def test_greedy_requests_and_those_that_ask_for_more_get_the_tokens_of_plain_dec
     assert [replace(each, logprobs=()) for each in beside[: len(requests)]] == texts
     told, plain = (done[len(requests) - 1].logprobs for done in (beside, expected))
     assert [each.token_id for each in told] == [each.token_id for each in plain]
-    # On some processors those of a step that is computed in another batch differ in the last bits.
+    # On some processors logprobs of a step that is computed in another batch differ in the last bits.
     assert_layers_close(*(torch.tensor([each.logprob for each in of]) for of in (told, plain)))
 
 
 def test_probabilities_are_those_of_plain_sampling() -> None:
-    """What the tokens before the one that reaches top_p weigh, and that one too; the others have none."""
+    """The tokens up to the one that reaches top_p keep their probabilities; the others have none."""
     logits = torch.tensor([[3.0, 1.0, 2.0, -1.0], [0.0, 0.0, 0.0, 5.0]]).log_softmax(-1)
     temperature, top_p = torch.tensor([1.0, 0.5]), torch.tensor([0.8, 1.0])
     first, second = drawn._probabilities(logits, temperature, top_p, cut=True)
@@ -166,7 +166,7 @@ TREES: dict[str, Any] = {"topk": 2, "draft_tokens": 4}
 def test_tokens_of_drawn_trees_are_distributed_as_by_plain_sampling(
     changes: dict[str, Any], loaded: LoadedModel, plain: Counter[tuple[int, ...]]
 ) -> None:
-    """As of chains; a node has several drafts, which were drawn without replacement."""
+    """The same holds as for chains; a node has several drafts, drawn without replacement."""
     engine = Engine(loaded, replace(MANY, **changes))
     assert chi_square_exceedance(plain, pairs(engine, sampled(800, 10_000))) < 4.0
     metrics = engine.report().metrics
@@ -176,7 +176,7 @@ def test_tokens_of_drawn_trees_are_distributed_as_by_plain_sampling(
 
 
 def test_a_tree_accepts_more_than_a_chain_of_its_depth(loaded: LoadedModel) -> None:
-    """The first branch is the chain; others are tried where it is refused."""
+    """The first branch is the chain; the others are tried if it is refused."""
     requests = [replace(each, max_new_tokens=12) for each in sampled(40, 0, Sampling(temperature=0.9))]
     accepted = {}
     for topk, draft_tokens in ((1, 2), (4, 8)):
@@ -200,7 +200,7 @@ def test_siblings_that_are_all_accepted_show_in_the_distribution(
 
 
 def test_a_tree_of_a_sharp_distribution_has_the_drafts_that_there_are(loaded: LoadedModel) -> None:
-    """At a temperature near 0 one token has all of q: no second one is left to draw, and none is verified."""
+    """At a temperature near 0 one token has all of q: there is no second one to draw, and none is verified."""
     requests = sampled(6, 0, Sampling(temperature=1e-6))
     expected = Engine(loaded, without_speculation(MANY)).generate([replace(r, sampling=Sampling()) for r in requests])
     engine = Engine(loaded, replace(MANY, topk=4, draft_tokens=8))
@@ -211,7 +211,7 @@ def test_a_tree_of_a_sharp_distribution_has_the_drafts_that_there_are(loaded: Lo
 
 
 def test_siblings_are_drawn_without_replacement_by_what_is_left() -> None:
-    """Pairs of 20,000 draws, against the product of their probabilities."""
+    """Compares pairs of 20,000 draws with the product of their probabilities."""
     q, num = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 20_000
     uniform = torch.rand(num, 2, generator=torch.Generator().manual_seed(0))
     ids, is_left = drawn._siblings(q.expand(num, -1), uniform)
@@ -228,7 +228,7 @@ def test_siblings_are_drawn_without_replacement_by_what_is_left() -> None:
 
 
 class InAnotherOrder:
-    """As a head of EAGLE-3 whose d2t names all tokens, place 0 the last one."""
+    """A head like that of EAGLE-3 whose d2t names all tokens, place 0 the last one."""
 
     def tokens(self, drafted: torch.Tensor) -> torch.Tensor:
         return VOCABULARY - 1 - drafted

@@ -1,4 +1,4 @@
-"""An EAGLE head drafts from the rows that the model hands over, and changes no token."""
+"""An EAGLE head drafts from the rows that the model passes to it, and changes no token."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_head_drafts_for_layers_with_windows() -> None:
 
 
 def handing_on(loaded: LoadedModel, directory: Path, *, feature: bool) -> str:
-    """A head whose layer adds nothing: its feature is the one that it was given, or the embedding."""
+    """Writes a head whose layer adds nothing: its feature is the one that it was given, or the embedding."""
     size = CONFIG.hidden_size
     shapes = {
         "self_attn.q_proj": (32, size),
@@ -101,7 +101,7 @@ def handing_on(loaded: LoadedModel, directory: Path, *, feature: bool) -> str:
 def test_the_head_gets_each_last_tokens_own_row_and_the_token_after_it(
     feature: bool, steps_ahead: int, loaded: LoadedModel, tmp_path: Path
 ) -> None:
-    """From the feature alone the last token is picked again; from its embedding, what that gives."""
+    """The feature alone picks the last token again; its embedding picks the token that the embedding leads to."""
     options = replace(
         SEEDED, speculative=handing_on(loaded, tmp_path, feature=feature), chunk=9, steps_ahead=steps_ahead, page_size=2
     )
@@ -115,7 +115,7 @@ def test_the_head_gets_each_last_tokens_own_row_and_the_token_after_it(
         for sequence, _ in decoding:
             last, first = sequence.token_ids[-1], found[sequence.number].token_ids[0]
             of_embedding = loaded.weights.head @ loaded.weights.embedding[last]
-            # The last token of a prompt that is left alone by its chunks was not picked.
+            # The last token of a prompt, if its chunks leave it alone, was not picked.
             if not feature or len(sequence.token_ids) > len(sequence.request.prompt_token_ids):
                 assert first == (last if feature else int(of_embedding.argmax()))
                 seen += 1
@@ -165,9 +165,9 @@ KNOWN = tuple(range(3, CONFIG.vocab_size, 2))
 
 
 def eagle3_files(loaded: LoadedModel, directory: Path, *, row: int, embedding: bool, prefix: str) -> dict[str, Tensor]:
-    """A head whose layer adds nothing, over one of three rows of the model's last layer; it knows some tokens.
+    """Writes a head whose layer adds nothing, over one of three rows of the model's last layer; it knows some tokens.
 
-    Its features are then the model's, so that it picks again what the model has picked, as far as it knows that.
+    Its features are then the model's, so that it picks the model's tokens again, if it knows them.
     """
     size, known = CONFIG.hidden_size, len(KNOWN)
     shapes = {
@@ -207,7 +207,7 @@ def eagle3_files(loaded: LoadedModel, directory: Path, *, row: int, embedding: b
         "vocab_size": CONFIG.vocab_size,
         "draft_vocab_size": known,
         "tie_word_embeddings": False,
-        # What layer 1 gives is what the output matrix gets, and layer 0's is what layer 1 gets.
+        # The output matrix gets the output of layer 1, and layer 1 gets the output of layer 0.
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1 if place == row else 0 for place in range(3)]},
     }
     (directory / "config.json").write_text(json.dumps(config))
@@ -245,7 +245,7 @@ def test_a_head_of_eagle_3_gets_the_rows_of_its_layers_and_drafts_tokens_that_it
 
 
 def test_the_layer_of_a_seeded_head_of_eagle_3_is_what_its_formula_says(loaded: LoadedModel) -> None:
-    """One sequence, its features and the tokens after them, through the layer and through float64 formulas."""
+    """One sequence, its features and the next tokens go through the layer and through float64 formulas."""
     weights = seeded_head3(loaded)
     of_layer, of_head, size = weights.model.weights.layers[0], weights.model.weights, CONFIG.hidden_size
     attention, mlp = of_layer.attention, of_layer.mlp

@@ -1,4 +1,4 @@
-"""K and V in eight bits: what the runner serves is a model whose K and V were rounded to codes, and nothing else."""
+"""K and V in eight bits: the runner serves exactly a model whose K and V were rounded to codes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pages_of(engine: Engine) -> list[LayerPages]:
 
 @dataclass(frozen=True)
 class RoundedAttention(DenseAttention):
-    """Keeps K and V in eight bits with one factor for each; a latent row has the one of K."""
+    """Keeps K and V in eight bits with one scale for each; a latent row has the one of K."""
 
     code: torch.dtype = torch.float8_e4m3fn
     factors: tuple[float, float] = (1.0, 1.0)
@@ -114,7 +114,7 @@ def test_factors_that_a_model_brings_are_used(
 
 
 def with_factors(directory: Path, names: tuple[str, ...], factors: tuple[float, ...]) -> Path:
-    """A small Qwen3 whose file has factors of every layer."""
+    """Writes a small Qwen3 whose file has scales of every layer."""
     path = save(family_model("qwen3"), directory) / "model.safetensors"
     tensors = load_file(path)
     for layer in range(3):

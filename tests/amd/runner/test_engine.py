@@ -1,4 +1,4 @@
-"""The engine over the real runtime: what it generates depends on the request and on nothing else."""
+"""The engine over the real runtime: its output depends on the request and on nothing else."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def some_requests(num: int = 7, **options: Any) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def served_plainly(loaded: LoadedModel) -> Callable[[Sampling], list[tuple[int, ...]]]:
-    """What some_requests() come to with a way of sampling, each computed once."""
+    """Returns the tokens of some_requests() for a way of sampling, each computed once."""
     return functools.cache(lambda sampling: tokens_of(engine(loaded).generate(some_requests(sampling=sampling))))
 
 
@@ -72,7 +72,7 @@ def test_greedy_tokens_are_those_of_dense_attention(loaded: LoadedModel) -> None
         assert completion.finish_reason == "length"
 
 
-# What a request must not notice; those that change most at once are in every run.
+# Options that must not change a request's tokens; those that change most at once are in every run.
 QUICK_WAYS: tuple[dict[str, Any], ...] = (
     {"max_batch_size": 1},
     {"graphs": True, "max_batch_size": 5, "chunk": 3},

@@ -1,4 +1,4 @@
-"""What goes wrong with one request, or on the device: it is reported, and no other request loses its work."""
+"""Failures of one request or of the device: they are reported, and no other request loses its work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def poisoned() -> LoadedModel:
 
 
 def requests(num: int = 3, new_tokens: int = 6, **options: Any) -> list[Request]:
-    """Prompts of different lengths, without token 7."""
+    """Requests with prompts of different lengths, without token 7."""
     return [Request(tuple(range(10 + number, 14 + 3 * number)), new_tokens, **options) for number in range(num)]
 
 
@@ -71,7 +71,7 @@ def until_a_fault(engine: Engine) -> DeviceFault:
 
 
 def all_pages_are_free(engine: Engine) -> bool:
-    """But for those of the prefix cache, which is emptied."""
+    """Checks that all pages are free, except those of the prefix cache, which is emptied first."""
     engine.forget_prefixes()
     table = engine.runtime.table
     everything = (table.full.num_usable_pages, engine.options.max_batch_size)
@@ -102,7 +102,7 @@ def test_a_request_of_numbers_that_are_none_fails_alone(
     graphs: bool,
     poisoned: LoadedModel,
 ) -> None:
-    """The others were in its step, so each is computed again alone; then they go on as if nothing had been."""
+    """The others were in its step, so each is computed again alone; then they continue undisturbed."""
     good = requests(sampling=sampling)
     bad = Request(prompt, 6, sampling)
     engine, events = Engine(poisoned, replace(BASE, graphs=graphs, num_pages=num_pages)), list[Event]()
@@ -134,7 +134,7 @@ def test_a_request_that_fails_on_the_way_keeps_the_tokens_that_it_had(poisoned: 
 
 
 class _Wiped:
-    """Runs the steps of an engine; the device's table is wiped before those that are named, counted from 1."""
+    """Runs the steps of an engine; the device's table is wiped before the named steps, counted from 1."""
 
     def __init__(self, engine: Engine, *steps: int) -> None:
         self._engine, self._steps, self._numbers = engine, steps, count(1)
@@ -282,7 +282,7 @@ def test_after_an_exception_of_the_callback_nothing_of_its_requests_is_left(load
 
 
 def until_done(engine: Engine) -> list[Event]:
-    """Serve all that is left."""
+    """Serves all requests that are left."""
     events: list[Event] = []
     while engine.has_work:
         events += engine.step()
@@ -291,11 +291,11 @@ def until_done(engine: Engine) -> list[Event]:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_an_aborted_request_comes_to_what_it_has_so_far(steps: int, loaded: LoadedModel) -> None:
-    """One that runs, after so many tokens, and one that still waits."""
+    """Aborts one that runs, after `steps` steps, and one that still waits."""
     engine = Engine(loaded, replace(BASE, max_batch_size=2))
     runs, beside, waits, last = (engine.submit(Request((3, 4, n), 6)) for n in range(4))
     events = [event for _ in range(steps) for event in engine.step()]
-    for number in (runs, waits, runs):  # a second time is of no use and does no harm
+    for number in (runs, waits, runs):  # a second abort has no effect and does no harm
         engine.abort(number)
     events += until_done(engine)
     assert [event.request for event in events if isinstance(event, AbortEvent)] == [runs, waits]
@@ -326,7 +326,7 @@ def test_an_abort_gives_out_the_text_that_was_held_back(loaded: LoadedModel) -> 
 
 
 def test_a_callback_may_abort_any_request(loaded: LoadedModel) -> None:
-    """At its third token the first request ends itself, and the one that comes after it."""
+    """At its third token the first request aborts itself, and the one that comes after it."""
     engine, seen = Engine(loaded, BASE), list[Event]()
 
     def on_event(event: Event) -> None:

@@ -64,7 +64,7 @@ def chats(seed: int, num: int) -> list[Request]:
 
 
 class IdealCache:
-    """Every full page of stored tokens, known at once and for ever: strings of tokens, nothing else."""
+    """Every full page of stored tokens, known at once and for ever: only strings of tokens."""
 
     def __init__(self) -> None:
         self._known: set[tuple[str, tuple[int, ...]]] = set()
@@ -182,7 +182,7 @@ def test_a_forgotten_prefix_is_not_found_and_weights_may_have_changed(loaded: Lo
 
 
 class Poison:
-    """In each step of an engine's that stores the first tokens of a request, the model finds NaN in their place."""
+    """In each engine step that stores the first tokens of a request, the model finds NaN in their place."""
 
     def __init__(self, engine: Engine, number: int, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         self._engine, self._number, self._times = engine, number, times
@@ -214,7 +214,7 @@ class Poison:
 def test_pages_of_a_step_with_a_fault_are_never_found(
     times: int, late_by: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others begin with the same tokens, one after each step: none reads what the poisoned one has stored."""
+    """Others begin with the same tokens, one after each step: none reads the KV that the poisoned one has stored."""
     served, oracle = engine(loaded), Float64Llama(loaded)
     poisoned = served.submit(Request(SHARED, 9))
     Poison(served, poisoned, monkeypatch, times)
@@ -282,7 +282,7 @@ def test_what_is_computed_again_alone_uses_no_page_of_the_cache(monkeypatch: pyt
 
 
 def test_what_a_failed_request_held_leaves_the_cache(loaded: LoadedModel) -> None:
-    """Its pages may be what was wrong."""
+    """Its pages may hold the fault."""
     served = engine(tiny_model())
     served.generate([Request(SHARED, 2)])
     number = served.submit(Request((*SHARED, 1), 5))

@@ -25,7 +25,7 @@ from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_
 from tests.amd.runner.served_logits import served_logits
 from tests.amd.tolerances import assert_layers_close
 
-# where transformers' two best logits lie closer together than this, rounding may decide
+# if transformers' two best logits lie closer together than this, rounding may decide
 NARROW = 1e-3
 
 PROMPT_LEN, LENGTHS = 21, (40, 23, 9)
@@ -49,7 +49,7 @@ class Served:
 
     @cached_property
     def completions(self) -> list[Completion]:
-        """Of requests_of(self), served in the plainest way."""
+        """The completions of requests_of(self), served in the plainest way."""
         return Engine(self.loaded, BASE).generate(requests_of(self))
 
 
@@ -64,7 +64,7 @@ def requests_of(served: Served) -> list[Request]:
     return [Request(tuple(served.texts[0].roll(length)[:length].tolist()), 14) for length in lengths]
 
 
-# What a family's kind of attention could make of an order: every run has one of each kind, the night all.
+# A family's kind of attention could make serving depend on order: every run has one family of each kind, the night all.
 ONE_OF_EACH_KIND = ("qwen3", "gemma3", "gpt_oss", "deepseek_v3", "deepseek_v32")
 of_some_families = pytest.mark.parametrize(
     "served",
@@ -78,7 +78,7 @@ WAYS = list(product((1, 7, 64), (1, 16), (False, True)))
 
 
 def is_of_every_run(family: str, way: tuple[int, int, bool]) -> bool:
-    """The way that differs most from BASE, which greedy tokens have; with graphs for one family of each kind."""
+    """True for the way that differs most from BASE, which greedy tokens use; with graphs for one family per kind."""
     return way == (7, 1, family in ONE_OF_EACH_KIND)
 
 
@@ -198,13 +198,13 @@ def test_what_a_config_may_change_changes_the_logits_as_in_transformers(variant:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 def test_narrow_dtypes_stay_near_float32(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    # where an indexer chooses all keys it cannot choose otherwise
+    # an indexer that chooses all keys has no other choice
     changes = {"index_topk": 64} if "index_topk" in FAMILIES[family][1] else {}
     reference, token_ids = family_model(family, **changes), random_tokens(40)
     logits = dense_logits(load(save(reference, tmp_path), dtype), token_ids)
     expected = hf_logits(reference, token_ids)
     assert logits.dtype == dtype
-    # the median token: a router may choose otherwise where two experts are nearly as good
+    # the median token: a router may choose otherwise if two experts are nearly equal
     errors = (logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.median() < 24 * torch.finfo(dtype).eps
 
@@ -218,7 +218,7 @@ def test_embeddings_are_scaled_by_what_the_dtype_makes_of_the_scale(dtype: torch
 
 
 def gemma3_with_images() -> tuple[Any, Any]:
-    """A small Gemma 3 that also takes images, and the text model that its decoder has the weights of."""
+    """Returns a small Gemma 3 that also takes images, and the text model that has its decoder's weights."""
     text = small_hf_config("Gemma3", **FAMILIES["gemma3"][1])
     vision = {
         "hidden_size": 16,

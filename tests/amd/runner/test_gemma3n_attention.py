@@ -1,8 +1,9 @@
 """Gemma 3n's attention, at its published geometry, is transformers': twenty layers keep K and V, the others read them.
 
-The runner has not got the rest of the model. Each layer gets hidden states of its own, so that no layer's error hides
-in another's. Ours and transformers' are both held to float64, by a bound that grows with the scores: Gemma's scale is
-1, so they reach 90, and two libraries, or one on two CPUs, differ by what float32 loses of that.
+The runner does not have the rest of the model. Each layer gets its own hidden states, so that one layer's error does
+not hide in another's. Our results and transformers' are both compared with float64, by a bound that grows with the
+scores: Gemma's scale is 1, so scores reach 90, and two libraries, or one on two CPUs, differ by float32's rounding
+error at that size.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PAGE_SIZE = 16
 
 
 class Reference:
-    """transformers' attention modules of random weights, what they are given for one sequence and what they make of it.
+    """transformers' attention modules of random weights, with their inputs and outputs for one sequence.
 
     q, out, exact, rounding: per layer, [tokens, q_heads, head_dim]; as attention takes and gives them, see
                              attention_rounding for the last two
@@ -92,7 +93,7 @@ class Reference:
 
 @contextmanager
 def given_to_attention() -> Iterator[list[tuple[Tensor, Tensor, Tensor, float]]]:
-    """What transformers' attention is called with: q, k, v of [heads, tokens, head_dim], and the scale."""
+    """Collects the arguments of transformers' attention: q, k, v of [heads, tokens, head_dim], and the scale."""
     given = []
     attend = hf.eager_attention_forward
 

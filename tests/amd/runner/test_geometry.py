@@ -1,4 +1,4 @@
-"""What config.json says about attention, against what transformers makes of the same file."""
+"""The attention geometry read from config.json, compared with transformers' reading of the same file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runner.families import attention_geometry
 from rocm_attn.runner.geometry import window_left
 
-# architecture -> transformers' config class and what is set beyond its defaults
+# architecture -> transformers' config class, and settings other than its defaults
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 8}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {}),
@@ -45,7 +45,7 @@ def hf_config(case: str) -> tuple[str, Any]:
 
 
 def expected_windows(config: Any) -> list[int]:
-    """window_left of each layer: transformers gives types to layers, or slides everywhere."""
+    """window_left of each layer: transformers gives layers types, or slides everywhere."""
     slides = getattr(config, "sliding_window", None) or 0
     if not slides or config.model_type == "llama":
         return [-1] * config.num_hidden_layers
@@ -123,7 +123,7 @@ def test_layers_that_have_nothing_to_read_are_refused(num_shared: int, sentence:
 
 
 def test_published_files_may_leave_out_what_the_class_knows() -> None:
-    # Gemma 3 4B names neither its heads nor their size
+    # Gemma 3 4B states neither its number of heads nor their size
     text = {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024, "model_type": "gemma3_text"}
     geometry = attention_geometry({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
     first = geometry.layers[0]

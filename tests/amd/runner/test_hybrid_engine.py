@@ -83,7 +83,7 @@ def test_the_pool_of_the_windows_changes_no_token(
 
 
 def disjoint(monkeypatch: pytest.MonkeyPatch, guards: Guards) -> None:
-    """Engines hand out no id in both spaces; pages that no request was given hold large numbers."""
+    """Engines hand out no id in both spaces; pages that belong to no request hold large numbers."""
 
     def build(problems: list[Problem], options: RuntimeOptions, **others: Any) -> AttentionRuntime:
         num_pages = options.num_pages

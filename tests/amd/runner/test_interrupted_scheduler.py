@@ -1,4 +1,4 @@
-"""An interrupt at any line of the scheduler loses no sequence and no row: called again, it serves all as before."""
+"""An interrupt at any line of the scheduler loses no sequence and no row: the next call serves all as before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rocm_attn.runner.speculation.drafts import Drafts
 from tests.amd.runner.test_scheduler import World, expected_tokens
 
 _FILES = (scheduler.__file__, prefix_cache.__file__)
-# Of the table's lines those alone that hand a row out: an interrupt anywhere else there may lose pages.
+# Only the table's lines that hand out a row: an interrupt anywhere else there may lose pages.
 _ADMIT = Rows.admit.__code__
 
 
@@ -26,7 +26,7 @@ _ADMIT = Rows.admit.__code__
 class _Lines:
     """The lines that run in calls; an interrupt comes before one of them.
 
-    at:     the number of that one; -1: none
+    at:     number of that line; -1: none
     places: file and line of each
     """
 
@@ -51,14 +51,14 @@ class _Lines:
             sys.settrace(before)
 
     def chosen(self) -> list[int]:
-        """Of each line the first time that it runs, and the last."""
+        """Returns the numbers of the first and of the last run of each line."""
         first = {place: number for number, place in reversed(list(enumerate(self.places)))}
         last = {place: number for number, place in enumerate(self.places)}
         return sorted({*first.values(), *last.values()})
 
 
 def _requests() -> list[Request]:
-    """Some with one prefix, which is cached by then, and a long one; those that come last have a better priority."""
+    """Some requests share a prefix, which is cached by then, and one is long; the last ones have a better priority."""
     shared = tuple(range(12))
     return [
         Request((*shared, 1), 9, priority=1),
@@ -70,7 +70,7 @@ def _requests() -> list[Request]:
 
 
 def _served(lines: _Lines, *, drops: bool) -> World:
-    """The requests, whose scheduler is called again after an interrupt. drops: whether one is dropped right then"""
+    """Serves the requests and calls the scheduler again after an interrupt. drops: whether one is dropped right then"""
     world = World(page_size=4, num_pages=1 + 14, max_batch_size=3, chunk=16, max_kv_len=40)
     decide = world.scheduler.next_step
 
@@ -111,7 +111,7 @@ def _assert_right(world: World, place: tuple[str, int]) -> None:
 @pytest.mark.parametrize("drops", [False, True], ids=["", "and others are dropped"])
 @pytest.mark.parametrize("apart", [17, pytest.param(1, marks=pytest.mark.nightly)])
 def test_an_interrupt_while_a_step_is_decided_loses_no_sequence_and_no_row(apart: int, drops: bool) -> None:
-    """apart: of the lines that are chosen, from one interrupt to the next"""
+    """apart: number of chosen lines from one interrupt to the next"""
     lines = _Lines()
     world = _served(lines, drops=False)
     assert world.metrics.preemptions > 0

@@ -1,4 +1,4 @@
-"""An interrupt between the reading of a step's tokens and their publishing loses none, and doubles none."""
+"""An interrupt between the reading of a step's tokens and their publication loses none and doubles none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.amd.runner.test_speculation import guessing, some_requests, without_s
 from tests.amd.runner.tiny_model import tiny_model
 
 _OURS = str(ROOT / "rocm_attn" / "runner")
-# While one of these runs, a step's tokens are neither on the device alone nor told.
+# While one of these runs, a step's tokens are no longer only on the device, and not reported yet.
 _WITHIN = (Engine._read_oldest.__code__, Engine._publish_read.__code__)
 
 
@@ -31,8 +31,8 @@ _WITHIN = (Engine._read_oldest.__code__, Engine._publish_read.__code__)
 class _Lines:
     """The lines of the runner that run between reading and publishing; interrupts come at some.
 
-    at:     numbers of these, as they come
-    within: what runs then
+    at:     numbers of these, in the order in which they run
+    within: the functions in which lines are counted
     places: file and line of each
     """
 
@@ -59,7 +59,7 @@ class _Lines:
         return self._in_function
 
     def chosen(self) -> list[int]:
-        """Of each line the first time that it runs, and the last."""
+        """Returns the numbers of the first and of the last run of each line."""
         first = {place: number for number, place in reversed(list(enumerate(self.places)))}
         last = {place: number for number, place in enumerate(self.places)}
         return sorted({*first.values(), *last.values()})
@@ -76,7 +76,7 @@ def _traced(lines: _Lines) -> Iterator[None]:
 
 
 def served(engine: Engine, requests: list[Request], lines: _Lines) -> tuple[list[Completion], list[Event]]:
-    """What requests come to whose engine is called again after each interrupt, and their events."""
+    """Calls the engine again after each interrupt; returns the requests' completions and events."""
     numbers, events = [engine.submit(request) for request in requests], list[Event]()
     while engine.has_work:
         num_came = lines.num_came
@@ -96,7 +96,7 @@ def loaded() -> LoadedModel:
 
 
 def world(kind: str, loaded: LoadedModel) -> tuple[Callable[[], Engine], list[Request]]:
-    """What makes engines, and requests of which some end by their length, a token and, where there is text, by that."""
+    """Returns a factory of engines, and requests that end by length, by a token and, if there is text, by text."""
     options = replace(BASE, page_size=4, max_batch_size=3, speculative="off")
     if kind == "text":
         loaded = replace(loaded, tokenizer=character_model().tokenizer)
@@ -109,7 +109,7 @@ def world(kind: str, loaded: LoadedModel) -> tuple[Callable[[], Engine], list[Re
 
 
 def world_of_trees() -> tuple[Callable[[], Engine], list[Request]]:
-    """As world(), of a model whose tokens depend on all keys before them, and drafts that lie in other places."""
+    """Like `world`, but for a model whose tokens depend on all keys before them, with drafts in other places."""
     options = replace(TREES, speculative="ngram", draft_tokens=16, topk=4, max_batch_size=3)
     loaded, requests = tiny_model(), some_requests(3, 30)
     right = Engine(loaded, without_speculation(options)).generate(requests)
@@ -126,7 +126,7 @@ def world_of_trees() -> tuple[Callable[[], Engine], list[Request]]:
     ],
 )
 def test_tokens_are_told_once_wherever_an_interrupt_comes(kind: str, apart: int, loaded: LoadedModel) -> None:
-    """And no page is lost. apart: of the lines that are chosen, from one interrupt to the next"""
+    """No page is lost either. apart: number of chosen lines from one interrupt to the next"""
     make, requests = world_of_trees() if kind == "trees" else world(kind, loaded)
     lines = _Lines()
     wanted, told = served(make(), requests, lines)
@@ -145,7 +145,7 @@ def _check(
     told: list[Event],
     place: tuple[str, int],
 ) -> None:
-    """Serve requests with interrupts: their texts, events and pages are what they are without."""
+    """Serves requests with interrupts: their texts, events and pages are the same as without."""
     found, events = served(engine, requests, lines)
     assert lines.num_came == len(lines.at), place
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
@@ -163,7 +163,7 @@ def _tokens_of(number: int, events: list[Event]) -> list[tuple[object, ...]]:
 
 
 def test_several_interrupts_one_after_another_lose_nothing_either(loaded: LoadedModel) -> None:
-    """Each comes where the engine goes on after the one before it."""
+    """Each comes where the engine continues after the one before it."""
     make, requests = world("text", loaded)
     lines = _Lines()
     wanted, told = served(make(), requests, lines)
@@ -177,7 +177,7 @@ def test_several_interrupts_one_after_another_lose_nothing_either(loaded: Loaded
 def test_a_request_that_leaves_does_so_whole_or_not_at_all(
     leave: Callable[[Engine, int], None], runs: bool, loaded: LoadedModel
 ) -> None:
-    """Wherever an interrupt comes. The others go on as if nothing had come."""
+    """This holds for an interrupt at any line. The others continue undisturbed."""
     make, requests = world("plain", loaded)
     wanted, _ = served(make(), requests, _Lines())
     at, came = 0, True
@@ -207,7 +207,7 @@ def test_a_request_that_leaves_does_so_whole_or_not_at_all(
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_drafts_of_a_tree_are_moved_once_or_computed_again(after: bool) -> None:
-    """An interrupt comes before accepted drafts are moved to their places, or after. after: which"""
+    """An interrupt comes before accepted drafts are moved to their places, or after. after: which of the two"""
     make, requests = world_of_trees()
     wanted = make().generate(requests)
     for which in range(1, 4):

@@ -1,4 +1,4 @@
-"""Where a model may lie, and what is said when it is not there."""
+"""The places where a model may lie, and the messages if it is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts, token by token in float64 against all of them at once; what is not chosen has no part in anything."""
+"""Experts, token by token in float64 against all of them at once; experts that are not chosen have no effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rocm_attn.runner.mlp_weights import DenseWeights, ExpertWeights
 from rocm_attn.runner.routing import ExpertScores, Routing
 from tests.amd.tolerances import assert_layers_close
 
-# a whole vector of a CPU in each row: what is left of one is computed by other instructions
+# a whole vector of a CPU in each row: other instructions compute the rest of a row
 EXPERTS, INNER, HIDDEN, SHARED = 5, 16, 8, 7
 MLP = ExpertMlp(Routing(EXPERTS, 2, normalised=True), INNER, SwiGLU(), ExpertTensors.STACKED, has_bias=True)
 
@@ -41,7 +41,7 @@ def output(x: Tensor, mlp: ExpertMlp, weights: ExpertWeights, linears: Linears |
 
 
 def one_expert(x: Tensor, expert: int, gate: Gate, weights: ExpertWeights) -> Tensor:
-    """Float64 [hidden]: what one expert makes of one token."""
+    """Float64 [hidden]: the output of one expert for one token."""
     assert weights.gate_up_bias is not None
     assert weights.down_bias is not None
     products = weights.gate_up[expert].double() @ x.double() + weights.gate_up_bias[expert].double()

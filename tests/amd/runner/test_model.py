@@ -64,5 +64,5 @@ def test_narrow_dtypes_stay_near_float32(dtype: torch.dtype, tmp_path: Path) -> 
     assert logits.dtype == dtype
     expected = hf_logits(reference, token_ids)
     error = (logits.float() - expected).norm() / expected.norm()
-    # a handful of roundings in a row, each of half a unit in the last place
+    # a few roundings per row, each of half a unit in the last place
     assert error < 8 * torch.finfo(dtype).eps

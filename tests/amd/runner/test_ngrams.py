@@ -1,4 +1,4 @@
-"""Prompt lookup guesses that what came after the last tokens before comes again."""
+"""Prompt lookup drafts the tokens that followed an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each tensor-parallel rank holds of a model, and that all parts together give what the whole model gives."""
+"""Each tensor-parallel rank's part of a model, and that all parts together give the results of the whole model."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def logits_of_ranks(directory: Path, texts: list[Tensor], num_ranks: int) -> lis
 def test_each_family_gives_the_logits_of_transformers_on_every_rank(
     family: str, num_ranks: int, tmp_path: Path
 ) -> None:
-    """4 query heads, 2 KV heads, MLPs of 80 or 24 and 101 tokens: over 3 ranks nothing divides, over 8 hardly."""
+    """4 query heads, 2 KV heads, MLPs of 80 or 24 and 101 tokens: 3 ranks divide none of these, 8 ranks few."""
     torch.manual_seed(3)
     reference = family_model(family)
     texts = [random_tokens(12), random_tokens(7)]
@@ -168,7 +168,7 @@ def test_parts_of_a_gguf_file_are_those_of_its_whole_tensors(tmp_path: Path) -> 
 
 
 def test_deterministic_sums_take_the_ranks_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the sizes are. In any other order these three give 1, or lie in another chunk of NCCL's ring."""
+    """This holds for all sizes. In any other order these three give 1, or lie in another chunk of NCCL's ring."""
     ranks = object.__new__(RanksOfGroup)
     ranks.shard = Shard(0, 3)
     of_ranks = [torch.tensor([[1e8]]), torch.tensor([[1.0]]), torch.tensor([[-1e8]])]

@@ -1,4 +1,4 @@
-"""The pool gets what a model's largest step and its graphs leave, and an engine stays within it whatever it serves.
+"""The pool gets the memory that a model's largest step and its graphs leave, and an engine always stays within it.
 
 The memory is that of tensors on the CPU, metered, of a made-up size; tests/amd/system/test_pool_on_gpu.py has a GPU's.
 """
@@ -44,9 +44,9 @@ BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=4, chunk=16, 
 
 @pytest.fixture
 def metered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], MeteredMemory]]:
-    """A memory of so many bytes, which engines on the CPU take for the device's; without an allocator's roundings.
+    """Yields a function: bytes -> memory, which CPU engines take for the device's; allocations are not rounded.
 
-    What the process has made before is no garbage meanwhile, so that collecting takes no time.
+    Earlier objects of the process are exempt from garbage collection meanwhile, so that collecting takes no time.
     """
 
     def of(total: int) -> MeteredMemory:
@@ -180,7 +180,7 @@ def test_what_is_measured_grows_with_the_step_and_the_vocabulary(metered: Callab
 
 
 def test_what_only_garbage_holds_is_free(metered: Callable[[int], MeteredMemory]) -> None:
-    """A runner and its graphs refer to each other, so that an engine which is gone holds its memory for a while."""
+    """A runner and its graphs refer to each other, so that a deleted engine holds its memory for a while."""
     memory = metered(16_000_000)
     with memory:
         loaded = tiny_model(context_len=CONTEXT)
@@ -249,7 +249,7 @@ def test_a_cpu_is_not_measured() -> None:
 
 
 def test_what_drafts_has_room_for_as_many_tokens_in_the_same_memory() -> None:
-    """A head of one layer beside a model of two takes a third."""
+    """A head of one layer next to a model of two takes a third."""
     options = replace(BASE, kv_bytes=300_000, max_batch_size=64, speculative="ngram")
     alone = Engine(tiny_model(), options).runtime.pool
     engine = Engine(tiny_model(), replace(options, speculative="eagle:seeded"))
@@ -264,7 +264,7 @@ def test_what_drafts_has_room_for_as_many_tokens_in_the_same_memory() -> None:
 
 @pytest.mark.nightly
 def test_drafts_that_are_drawn_have_room_beside_the_pool(metered: Callable[[int], MeteredMemory]) -> None:
-    """Their probabilities are of the whole vocabulary, and made when the pool has taken its memory."""
+    """Their probabilities cover the whole vocabulary, and are allocated after the pool."""
     options = replace(MANY, gpu_memory_share=0.8, speculative="eagle:seeded", draft_tokens=6, topk=2)
     kept, stepping = {}, {}
     for sampled in (False, True):

@@ -1,4 +1,4 @@
-"""The prefix cache beside a brute force over strings of tokens, with a real request table and no model."""
+"""The prefix cache against a brute force over strings of tokens, with a real request table and no model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GOLDEN = "6a7d333e7c7a6663cc52fc881003735659a3cddff3e90369291e88113172b2be"
 
 @dataclass
 class Row:
-    """One sequence that runs."""
+    """A running sequence."""
 
     number: int
     cached: CachedRow
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass
 class Pages:
-    """A table and its cache, and which strings of tokens it must know.
+    """A table and its cache, and the strings of tokens that it must know.
 
     known: (salt, tokens up to the end of a page) -> the step that completed it
     """
@@ -80,7 +80,7 @@ class Pages:
         return len(self.cache.find(CachedRow(salt), tokens)) * PAGE
 
     def serve(self, tokens: tuple[int, ...], salt: str = "") -> tuple[Row, int]:
-        """A row for these tokens, all stored in one step, and how many of them were found."""
+        """Returns a row for these tokens, all stored in one step, and the number of them that were found."""
         cached = CachedRow(salt)
         found = self.cache.find(cached, tokens)
         row = Row(self.cache.admit(cached, found), cached, (), salt)
@@ -93,7 +93,7 @@ class Pages:
         return row, len(found) * PAGE
 
     def extend(self, row: Row, tokens: tuple[int, ...]) -> None:
-        """One step in which a row stores more tokens."""
+        """Runs one step in which a row stores more tokens."""
         whole = row.tokens + tokens
         number, start, end = (np.array([value], np.int32) for value in (row.number, len(row.tokens), len(whole)))
         self.table.evict(number, start)
@@ -120,7 +120,7 @@ class Pages:
         self.table.free(row.number)
 
     def idle_steps(self, num: int = STEPS_UNTIL_KNOWN) -> None:
-        """Steps in which others run."""
+        """Runs steps of other rows."""
         for _ in range(num):
             self.step += 1
             self.cache.end_step()
@@ -140,7 +140,7 @@ actions = st.lists(
 def test_what_is_found_is_what_a_brute_force_finds(
     actions: list[tuple[str, tuple[int, ...], str]], num_pages: int
 ) -> None:
-    """With pages for everything, exactly that; with few, never more, and all of what is still there."""
+    """With pages for everything, exactly that; with few pages, never more, and everything that is still there."""
     pages, rows = Pages(num_pages), list[Row]()
     for action, tokens, salt in actions:
         if action == "serve" and len(rows) < 8:
@@ -172,14 +172,14 @@ def test_what_is_found_is_what_a_brute_force_finds(
 
 
 def _is_of_the_cache(frame: FrameType) -> bool:
-    """Whether a line is one of the cache, or one of the table's that runs in a call of the cache."""
+    """True if a line is in the cache, or in the table while the cache calls it."""
     if frame.f_code.co_filename in _TABLE and frame.f_back is not None:
         return _is_of_the_cache(frame.f_back)
     return frame.f_code.co_filename == prefix_cache.__file__
 
 
 def interrupted(at: int, call: Callable[[], object]) -> bool:
-    """Call, with an interrupt before a line of the cache's or what it calls, counted from 1 on; whether it came."""
+    """Calls, with an interrupt before a line of the cache or of its callees, counted from 1. True if it came."""
     left = [at]
 
     def interrupt(frame: FrameType, event: str, argument: object) -> Any:
@@ -214,7 +214,7 @@ def _moved_twice(interrupt_at: int) -> tuple[list[list[int]], bool]:
 
 
 def test_an_interrupt_while_windows_move_lets_no_page_go_twice() -> None:
-    """Two rows hold the same pages. One moves on, and after the interrupt is told so once more."""
+    """Two rows hold the same pages. One moves on, and is moved once more after the interrupt."""
     wanted, _ = _moved_twice(0)
     assert [2, 1] in wanted, "the other row holds a page still that this one lets go"
     at, came = 0, True
@@ -226,7 +226,7 @@ def test_an_interrupt_while_windows_move_lets_no_page_go_twice() -> None:
 
 
 CHANGES: dict[str, Callable[[Pages, Row], object]] = {
-    # Of these tokens' pages some lack a window, and one is new.
+    # Some of these tokens' pages lack a window, and one is new.
     "enter": lambda pages, row: pages.extend(row, tuple(range(4, 14))),
     "make_room": lambda pages, _: pages.cache.make_room(0, 38),
     "make_room_for_windows": lambda pages, _: pages.cache.make_room(1, 14),
@@ -240,7 +240,7 @@ CHANGES: dict[str, Callable[[Pages, Row], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_interrupt_anywhere_in_a_change_loses_no_page(change: str) -> None:
-    """Whatever is kept can be found or given back afterwards, and what is found then is right."""
+    """Everything that is kept can be found or given back afterwards, and later finds are right."""
     tokens, at, came = tuple(range(12)), 0, True
     while came:
         at += 1

@@ -154,7 +154,7 @@ QWEN3_30B_A3B: dict[str, Any] = {
 }
 
 
-# E4B; of what is not about attention only some
+# E4B; only some of the fields that are not about attention
 GEMMA3N_E4B: dict[str, Any] = {
     "architectures": ["Gemma3nForConditionalGeneration"],
     "eos_token_id": [1, 106],

@@ -1,4 +1,4 @@
-"""Aborts, preemptions, prefix hits, priorities, tenants and faults in one trace: every output is the oracle's."""
+"""Aborts, preemptions, prefix hits, priorities, tenants and faults in one trace: every output is the reference's."""
 
 from __future__ import annotations
 

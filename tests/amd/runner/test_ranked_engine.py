@@ -1,4 +1,4 @@
-"""RankedEngine: what an Engine gives, from a process for each rank; and nothing is left waiting when one goes wrong."""
+"""RankedEngine: the results of an Engine, from a process per rank; and no call is left waiting when a rank fails."""
 
 from __future__ import annotations
 

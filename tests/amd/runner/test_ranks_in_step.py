@@ -1,6 +1,6 @@
-"""Two ranks of a model over Gloo, each with an Engine of its own, as torchrun starts them: tokens, graphs and faults.
+"""Two ranks of a model over Gloo, each with its own Engine, as torchrun starts them: tokens, graphs and faults.
 
-All that is looked at runs in one pair of processes; each test reads what came of one of them.
+All cases run in one pair of processes; each test reads the results of one of them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def shown(completions: Sequence[Completion]) -> list[str]:
 
 
 def served(rank: int, **changes: Any) -> list[str]:
-    """What the requests come to, and whether steps were replayed."""
+    """Returns the completions of the requests, and whether steps were replayed."""
     serving = engine(**changes)
     return [*shown(serving.generate(REQUESTS)), f"replays {serving.metrics.replays > 0}"]
 
@@ -78,7 +78,7 @@ def on_few_pages(rank: int) -> list[str]:
 
 
 def second_turns(serving: Engine) -> list[str]:
-    """Each request goes on where it ended, over few pages, with priorities; one is aborted on the way."""
+    """Each request continues where it ended, over few pages, with priorities; one is aborted on the way."""
     first = serving.generate(REQUESTS)
     numbers = [
         serving.submit(
@@ -120,7 +120,7 @@ class FailsAfterwards:
 
 
 class GivesOthers:
-    """A recorder whose graphs give other numbers than what they were recorded from."""
+    """A recorder whose graphs give other numbers than the recorded run."""
 
     def __init__(self) -> None:
         self._inner = recorder_for(torch.device("cpu"))
@@ -152,7 +152,7 @@ def a_graph_is_wrong_on_one_rank(rank: int, wrong: Callable[[], Recorder]) -> li
 
 
 class PoisonedLayers:
-    """Layers of a step whose K is no number for one token."""
+    """Layers of a step with NaN in the K of one token."""
 
     def __init__(self, layers: Any, token_ids: Tensor) -> None:
         self._layers = layers
@@ -166,7 +166,7 @@ class PoisonedLayers:
 
 
 def nan_in_the_kv_of_one_rank(rank: int, **changes: Any) -> list[str]:
-    """Which requests fail, and what the others come to."""
+    """Returns the requests that fail, and the completions of the others."""
     serving = engine(**changes)
     if rank == 1:
         forward = serving._runner._forward
@@ -179,13 +179,13 @@ def nan_in_the_kv_of_one_rank(rank: int, **changes: Any) -> list[str]:
 
 
 def ended(serving: Engine, requests: Sequence[Request]) -> list[str]:
-    """Serve requests with faults on the way: at which step each fault came, and what each request came to."""
+    """Serves requests with faults on the way: the step of each fault, and the completion of each request."""
     numbers = [serving.submit(request) for request in requests]
     return [*gone_through(serving), *shown([serving.completion(number) for number in numbers])]
 
 
 def gone_through(serving: Engine) -> list[str]:
-    """Run steps to the end: at which each fault came, and which requests failed."""
+    """Runs steps to the end: the step of each fault, and the requests that failed."""
     lines, steps = list[str](), 0
     while serving.has_work:
         steps += 1
@@ -200,7 +200,7 @@ def gone_through(serving: Engine) -> list[str]:
 
 
 def rounds_of_one_rank_go_wrong(rank: int, spoil: Callable[[Engine], None]) -> list[str]:
-    """Which requests fail, and where; the fault comes while rounds follow from each other on the device."""
+    """Returns the requests that fail, and where; the fault comes while rounds follow each other on the device."""
     serving = Engine(round_model(ranks=ranks()), ROUNDS)
     requests = requests_of_rounds()
     numbers, rounds = [serving.submit(request) for request in requests], serving._rounds
@@ -281,7 +281,7 @@ def the_table_of_one_rank_is_wiped(rank: int) -> list[str]:
 
 
 def given_other_requests(rank: int) -> list[str]:
-    """Of equal length, so that the collectives of the ranks still meet."""
+    """The requests have equal length, so that the collectives of the ranks still meet."""
     serving = engine()
     serving.submit(Request((1, 2, 3 + rank), 8))
     try:
@@ -338,7 +338,7 @@ Found = Mapping[str, list[list[str]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """name of a body -> what it gave on each rank."""
+    """name of a body -> its output on each rank."""
     of_rank = []
     for lines in on_every_rank(everything, tmp_path_factory.mktemp("ranks")):
         parts: list[list[str]] = [[]]
@@ -353,7 +353,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.fixture(scope="module")
 def alone() -> list[str]:
-    """What one rank makes of the requests."""
+    """Returns the completions of the requests on one rank."""
     return shown(Engine(tiny_model(), BASE).generate(REQUESTS))
 
 
@@ -431,7 +431,7 @@ def test_a_fault_of_one_rank_is_raised_by_all_between_the_same_two_steps(found: 
 def test_a_fault_in_a_round_of_one_rank_is_raised_by_all_when_the_series_ends(
     name: str, faults: list[str], found: Found
 ) -> None:
-    """The device tells one rank alone of it; all read the same rounds until they ask each other."""
+    """Only one rank's device reports it; all ranks read the same rounds until they ask each other."""
     lines = same_on_all(found[name])
     told = [line for line in lines if line.startswith("fault")]
     assert len(told) == len(faults), "one that is contained ends its requests alone"
@@ -457,7 +457,7 @@ def test_ranks_that_were_given_other_requests_or_picked_other_tokens_are_told_ap
 
 
 def test_faults_are_told_in_each_ranks_own_numbers_of_steps() -> None:
-    """A graph that was given up early has left rank 1 two steps short."""
+    """A graph that was given up early has left rank 1 two steps behind."""
     wrong, anywhere = ("step 9: wrong", 9, (3, 4), True), ("page 0 was written", None, (), False)
     of_rank: list[tuple[int, list[SentFault]]] = [(12, [("step 11: wrong", 11, (3,), True)]), (10, [wrong, anywhere])]
     (fault, everywhere), (theirs, _) = faults_of_any(of_rank, 12), faults_of_any(of_rank, 10)

@@ -1,4 +1,4 @@
-"""Rounds that are read together: what sequences get is what they get of rounds that are read one by one."""
+"""Rounds that are read together: sequences get the same from them as from rounds that are read one by one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.amd.runner.asking import character_model
 from tests.amd.runner.round_texts import round_model
 from tests.amd.runner.test_rounds import BASE, KINDS, at_pace, rounds_of
 
-# Rounds of 3 tokens in circles of 16: as many of them as there are memories do not end where they began, so that a text
-# in which some are lost, or have changed their places, differs.
+# Rounds of 3 tokens in circles of 16: as many of them as there are memories do not end where they began, so that losing
+# or swapping some changes the text.
 OPTIONS = replace(BASE, page_size=4, max_batch_size=4, draft_tokens=2)
 a_request = KINDS["greedy"].request
 
@@ -52,7 +52,7 @@ def one_by_one(engine: Engine) -> Engine:
 
 
 def read_by(engine: Engine) -> list[int]:
-    """Gets the number of rounds each time that some are read together."""
+    """Returns a list that gets the number of rounds each time that some are read together."""
     rounds, nums = rounds_of(engine), list[int]()
     took = rounds.took
 
@@ -65,7 +65,7 @@ def read_by(engine: Engine) -> list[int]:
 
 
 def served(engine: Engine, requests: list[Request]) -> tuple[list[Completion], list[list[int]]]:
-    """What requests come to, and the tokens that their events tell."""
+    """Returns the completions of requests, and the tokens that their events report."""
     told: list[list[int]] = [[] for _ in requests]
 
     def note(event: Any) -> None:
@@ -94,7 +94,7 @@ def test_the_texts_are_those_of_plain_decoding(num_ahead: int, loaded: LoadedMod
 
 
 def test_rounds_that_the_device_has_told_of_are_read_with_those_that_are_waited_for(loaded: LoadedModel) -> None:
-    engine = Engine(loaded, OPTIONS)  # of a CPU, which has run what was launched
+    engine = Engine(loaded, OPTIONS)  # on a CPU every launch has finished
     engine._pace.note = lambda seconds, num_rounds: None  # type: ignore[method-assign]
     nums = read_by(engine)
     requests = [a_request(1, 120)]
@@ -103,7 +103,7 @@ def test_rounds_that_the_device_has_told_of_are_read_with_those_that_are_waited_
 
 
 def test_what_is_counted_is_what_is_counted_of_rounds_that_are_read_one_by_one() -> None:
-    """Of texts that go on as they are guessed: else it is by when slips are read that series end."""
+    """The texts continue as drafted: otherwise the end of a series depends on when slips are read."""
     loaded, requests = round_model(), [a_request(seed, 60 + seed) for seed in range(3)]
     found = []
     for engine in (engine_of(loaded), one_by_one(engine_of(loaded))):
@@ -127,7 +127,7 @@ def test_what_is_counted_is_what_is_counted_of_rounds_that_are_read_one_by_one()
 def test_a_fault_of_a_round_fails_none_that_had_ended_in_a_round_before(
     num_steps: int, has_ended: bool, loaded: LoadedModel
 ) -> None:
-    """Though all are of one step, by whose number it is told.
+    """All of these rounds have the number of one step, by which the fault is reported.
 
     has_ended: whether the first request has its last token by then, in a round that was not read
     """
@@ -162,7 +162,7 @@ def test_a_fault_of_a_round_fails_none_that_had_ended_in_a_round_before(
 
 @pytest.mark.parametrize("ends_by", ["length", "abort", "text"])
 def test_pages_that_rounds_have_stored_are_found_by_prompts(ends_by: str, loaded: LoadedModel) -> None:
-    """All that are full, as if each round had been read by itself."""
+    """All full pages are found, as if each round had been read by itself."""
     with_words = replace(loaded, tokenizer=character_model().tokenizer)
     long = a_request(6, 90)
     (whole,) = plainly(with_words, [long])
@@ -202,7 +202,7 @@ def lines_of(code: CodeType) -> list[int]:
 
 @contextmanager
 def interrupted_at(code: CodeType, line: int) -> Iterator[list[int]]:
-    """An interrupt comes as a function gets to a line, once. Gets the line then."""
+    """An interrupt comes as a function gets to a line, once. Yields the list of lines then."""
     came = list[int]()
 
     def in_function(frame: FrameType, event: str, argument: object) -> Any:
@@ -295,7 +295,7 @@ def test_an_interrupt_after_a_step_was_launched_is_followed_by_the_same_text(
 
 
 def test_each_round_tells_in_a_memory_of_its_own_however_many_interrupts_come(loaded: LoadedModel) -> None:
-    """Each lets the next step launch one more before any is read."""
+    """Each interrupt lets the next step launch one more before any is read."""
     requests = [a_request(1, 80), a_request(2, 80)]
     engine = engine_of(loaded)
     numbers, rounds = [engine.submit(request) for request in requests], rounds_of(engine)

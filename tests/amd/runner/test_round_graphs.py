@@ -36,7 +36,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def with_graphs(kind: Kind, **changes: Any) -> Engine:
-    """An engine with rows to check graphs of masked steps on."""
+    """An engine with free rows on which graphs of masked steps are checked."""
     return kind.engine(**{"graphs": True, "capture_after": 0, "max_batch_size": 8, **changes})
 
 
@@ -67,7 +67,7 @@ def to_the_end(engine: Engine, numbers: Sequence[int]) -> list[Completion]:
 
 
 def until_whole(engine: Engine, launched: Launched) -> None:
-    """Until a round was launched as one graph, and two were not read."""
+    """Steps until a round was launched as one graph, and two rounds are unread."""
     rounds, before = rounds_of(engine), len(launched.whole)
     while len(launched.whole) == before or rounds._series is None or rounds._series.num_unread < 2:
         engine.step()
@@ -81,7 +81,7 @@ def until_whole(engine: Engine, launched: Launched) -> None:
 def test_a_round_is_one_graph_after_those_that_were_launched_in_parts(
     kind: Kind, launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing but that graph, that of its drafts and a copy is launched, and the texts are those of plain decoding."""
+    """Only that graph, the graph of its drafts and a copy are launched, and the texts are those of plain decoding."""
     requests = [kind.request(seed, 40) for seed in range(3)]
     engine, in_parts = with_graphs(kind), list[int]()
     accept, make_next = RoundLaunches.pick, RoundLaunches.make_next
@@ -99,7 +99,7 @@ def test_a_round_is_one_graph_after_those_that_were_launched_in_parts(
 
 @EVERY_KIND
 def test_rounds_that_came_before_have_no_parts_again(kind: Kind, launched: Launched) -> None:
-    """Each round of a series of a size that an earlier one had is one graph, and none is recorded."""
+    """Each round of a series is one graph if an earlier series had its size, and none is recorded."""
     requests, engine = [kind.request(seed, 40) for seed in range(3)], at_pace(2, with_graphs(kind))
     wanted = kind.plainly(requests)
     assert engine.generate(requests) == wanted
@@ -115,7 +115,7 @@ def test_rounds_that_came_before_have_no_parts_again(kind: Kind, launched: Launc
 def test_what_is_picked_from_the_logits_of_a_graph_is_joined_with_no_other_graph(
     kind: Kind, launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a graph is made again between the parts of a round and their being joined."""
+    """This happens if a graph is made again between the parts of a round and their being joined."""
     join, others = RoundLaunches.join, 0
 
     def with_another(launches: RoundLaunches, graph: Graph[Tensor] | None) -> None:
@@ -137,7 +137,7 @@ def test_what_is_picked_from_the_logits_of_a_graph_is_joined_with_no_other_graph
 def test_a_round_that_lacks_a_part_of_its_graph_has_other_texts(
     kind: Kind, launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes after the step is in its graph and nowhere else."""
+    """The work after the step is in its graph and nowhere else."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(FakeRecorder, "join", lambda self, recordings: InTurn(recordings[:-1]))
         requests = [kind.request(seed, 40) for seed in range(2)]
@@ -235,7 +235,7 @@ def test_logits_that_are_no_numbers_in_the_graph_of_a_round_end_their_request_al
 
 @pytest.mark.nightly
 def test_drafts_of_a_size_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Series of two sizes take turns."""
+    """Series of two sizes alternate."""
     kind, made = KINDS["drafted"], list[int]()
     init: Any = DraftsAgain.__init__
 

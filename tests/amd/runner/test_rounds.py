@@ -1,4 +1,4 @@
-"""Rounds of guessed tokens that follow from each other on the device: the same texts, whatever comes in between."""
+"""Rounds of drafts that follow each other on the device: the same texts, regardless of what happens in between."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Kind:
 
     changes: of the engine's options
     windows: of the model's layers
-    draws:   whether requests with an odd seed draw their tokens, by that seed
-    guesses: whether what guesses is right now and then
+    draws:   true if requests with an odd seed draw their tokens, by that seed
+    guesses: true if some drafts are right
     asks:    of the Sampling of requests that draw, and of requests with a seed that 3 divides
     """
 
@@ -82,7 +82,7 @@ class Kind:
         )
 
     def plainly(self, requests: list[Request], loaded: LoadedModel | None = None) -> list[Completion]:
-        """What plain decoding brings, from one pool and without an engine of this kind."""
+        """Returns plain decoding's completions, from one pool and without an engine of this kind."""
         options = replace(BASE, speculative="off", draft_tokens=4, steps_ahead=0)
         return Engine(self.loaded if loaded is None else loaded, options).generate(requests)
 
@@ -120,7 +120,7 @@ KINDS = {
     "trees of a head": Kind({"speculative": "eagle:seeded", "topk": 3}, draws=True, guesses=False),
     "trees of a head of EAGLE-3": Kind({"speculative": "eagle:seeded3", "topk": 2}, guesses=False),
 }
-# What they show apart, those of every run show at once.
+# Every run shows these properties in combination, the night each alone.
 AT_NIGHT = {
     "drawn in windows",
     "drawn",
@@ -138,7 +138,7 @@ AT_NIGHT = {
 
 
 def kinds(*by_day: str) -> pytest.MarkDecorator:
-    """Of every run, and at night all others."""
+    """The kinds of every run, and at night all others."""
     others = [pytest.param(name, marks=pytest.mark.nightly) for name in KINDS if name not in by_day]
     return pytest.mark.parametrize("kind", [*by_day, *others], indirect=True)
 
@@ -154,18 +154,18 @@ def rounds_of(engine: Engine) -> DeviceRounds:
 
 
 class Late:
-    """A fence that is not reached before it is waited for. On a GPU the fence that it is of waits."""
+    """A fence that is not reached before it is waited for. On a GPU the wrapped fence waits."""
 
     def __init__(self, fence: Fence) -> None:
         self.record, self.synchronize = fence.record, fence.synchronize
 
     def query(self) -> bool:
-        """As Fence.query."""
+        """Does the same as `Fence.query`."""
         return False
 
 
 def at_pace(num_ahead: int, engine: Engine) -> Engine:
-    """The engine, which waits for the oldest rounds when so many are launched, however long they take."""
+    """The engine, which waits for the oldest rounds when num_ahead are launched, however long they take."""
     engine._pace.num_ahead = num_ahead
     engine._pace.note = lambda seconds, num_rounds: None  # type: ignore[method-assign]
     for memory in rounds_of(engine)._memory:
@@ -174,7 +174,7 @@ def at_pace(num_ahead: int, engine: Engine) -> Engine:
 
 
 def counted(engine: Engine) -> list[int]:
-    """Gets a 1 for each round that the host has not planned."""
+    """Returns a list that gets a 1 for each round that the host has not planned."""
     rounds, launched = rounds_of(engine), list[int]()
     launch = rounds.launch
 
@@ -207,7 +207,7 @@ def test_texts_are_those_of_plain_decoding(changes: dict[str, Any], kind: Kind) 
     launched = counted(engine)
     assert engine.generate(requests) == kind.plainly(requests)
     metrics = engine.report().metrics
-    assert launched  # how many follow from each other depends on the lengths that a graph is for
+    assert launched  # the number that follow each other depends on the lengths that a graph is for
     assert metrics.accepted_drafts < metrics.drafts
     assert metrics.accepted_drafts or not kind.guesses
     engine.forget_prefixes()
@@ -283,7 +283,7 @@ def test_whatever_comes_in_between_changes_no_text(seed: int, kind: Kind) -> Non
 
 
 def test_a_text_that_stops_within_a_round_leaves_the_others_as_they_are(kind: Kind) -> None:
-    """Rounds that were launched before it was known go on with it, and what they bring it is dropped."""
+    """Rounds that were launched before the stop was known continue the text, and their tokens for it are dropped."""
     requests = [kind.request(seed, 80) for seed in range(3)]
     texts = [done.token_ids for done in kind.plainly(requests)]
     requests[1] = replace(requests[1], stop_token_ids=(texts[1][30],))
@@ -296,7 +296,7 @@ def test_a_text_that_stops_within_a_round_leaves_the_others_as_they_are(kind: Ki
 @kinds("greedy")
 @pytest.mark.parametrize("place", [20, 27, 33])
 def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(place: int, kind: Kind) -> None:
-    """It ends as the first is published; a request that comes then has both read at once."""
+    """It ends when the first is published; a request that comes then has both read at once."""
     with_words = replace(kind.loaded, tokenizer=character_model().tokenizer)
     long, other, late = kind.request(5, 60), kind.request(1, 60), kind.request(3, 10)
     said = kind.plainly([long], with_words)[0].text
@@ -307,7 +307,7 @@ def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(pla
     output = engine._outputs[numbers[0]]
     while output.num_tokens + 4 * len(engine._unread) < place + 3 or len(engine._unread) < 2:
         engine.step()
-    # Of other kinds it may have ended by now: how many tokens a round brings is not known.
+    # A request of another kind may have ended by now: the number of tokens per round is not known.
     assert numbers[0] in engine._outputs or kind is not KINDS["greedy"]
     numbers.append(engine.submit(late))
     for _ in steps(engine):
@@ -333,7 +333,7 @@ def test_an_interrupt_while_a_round_is_launched_changes_no_text(
     call = getattr(owner, name)
 
     class Told(NoFence):
-        """The fence after which a round is told of."""
+        """The fence after which a round is reported."""
 
         def record(self) -> None:
             call.record()
@@ -397,7 +397,7 @@ def test_pages_are_reserved_before_a_round_may_come_to_need_them(kind: Kind) -> 
 def test_pages_of_a_series_are_reserved_at_once_where_plenty_are_free(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, for as much as its text can come to, and for the rounds that run on past its end."""
+    """Once, for the longest possible text, and for the rounds that run on past its end."""
     monkeypatch.setattr(rounds_module, "_TOKENS_AHEAD", 8)
     engine = kind.engine()
     engine.submit(kind.request(1, 150))
@@ -406,7 +406,7 @@ def test_pages_of_a_series_are_reserved_at_once_where_plenty_are_free(
 
     def and_note(*arguments: Any) -> Any:
         limit = reserved(*arguments)
-        if limit is not None:  # the plan of a step is for so many tokens at most
+        if limit is not None:  # the plan of a step has this limit of tokens
             limits.append(int(limit[0]))
         return limit
 
@@ -424,7 +424,7 @@ def test_a_length_beyond_its_limit_ends_the_requests_with_a_fault(kind: Kind) ->
     number, rounds = engine.submit(kind.request(1, 200)), rounds_of(engine)
     while rounds._series is None or rounds._series.num_unread < 2:
         engine.step()
-    rounds._series.limit_on_device.fill_(1)  # as if something had written over it
+    rounds._series.limit_on_device.fill_(1)  # as if another write had overwritten it
     with pytest.raises(DeviceFault, match="lay outside of 0 <= q_len <= kv_len <= its bound"):
         for _ in steps(engine):
             pass
@@ -453,7 +453,7 @@ def test_a_fault_in_a_round_is_told_before_the_host_plans_another_step(kind: Kin
 
 
 def test_a_row_that_nothing_can_be_picked_from_fails_its_request_alone(kind: Kind) -> None:
-    """Whichever round it is in: the tokens before it are handed out, and the others go on."""
+    """This holds for any round: the tokens before it are handed out, and the others continue."""
     requests = [kind.request(seed, 60) for seed in range(3)]
     wanted = kind.plainly(requests)
     engine = kind.engine()
@@ -488,7 +488,7 @@ def test_only_the_step_that_was_staged_last_may_run_again(kind: Kind) -> None:
 
 
 def of_circle(circle: int, new_tokens: int) -> Request:
-    """A request whose text goes round in one of the model's circles of tokens."""
+    """A request whose text repeats one of the model's circles of tokens."""
     first = circle * CIRCLE
     return Request(tuple(first + token % CIRCLE for token in range(CIRCLE + 3)), new_tokens)
 
@@ -520,7 +520,7 @@ def test_k_and_v_that_are_no_numbers_in_a_round_end_their_request_alone(kind: Ki
 @kinds("greedy")
 @pytest.mark.parametrize("draft_tokens", [3, 5])
 def test_a_prompt_of_as_many_tokens_as_a_round_is_not_taken_for_guesses(draft_tokens: int, kind: Kind) -> None:
-    """Alone, beside a sequence that verifies guesses, and as what a prefix hit leaves of a longer one."""
+    """It comes alone, next to a sequence that verifies drafts, and as the rest of a longer one after a prefix hit."""
     width = kind.options(draft_tokens=draft_tokens).draft_tokens + 1
     tokens = (8, 32, 15, 63, 57, 60, 3, 41, 22, 50, 11, 2, 36, 19)
     engine = kind.engine(draft_tokens=draft_tokens)
@@ -558,7 +558,7 @@ def test_a_row_of_which_no_token_is_left_says_so() -> None:
 
 @kinds("deterministic")
 def test_a_prompt_finds_what_rounds_have_stored(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes while they go on, and begins as their text does. It finds what is known to have gone well."""
+    """It comes while they run, and begins like their text. It finds the pages that are known to be right."""
     monkeypatch.setattr(rounds_module, "_MOST_ROUNDS", 3)
     first, other = kind.request(4, 120), kind.request(1, 120)
     wanted = kind.plainly([first, other])
@@ -585,7 +585,7 @@ def test_a_prompt_finds_what_rounds_have_stored(kind: Kind, monkeypatch: pytest.
 def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(
     graphs: bool, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Token by token, for each text that both come to: the model is where the host would have brought it."""
+    """They match token by token, for each text that both produce: the model is in the state of a host-planned round."""
     requests = [kind.request(seed, 60) for seed in range(3)]
     engine, by_host = kind.engine(), dict[tuple[int, ...], Drafts]()
     with monkeypatch.context() as patch:
@@ -626,7 +626,7 @@ def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(
 
 @pytest.mark.parametrize("kind", ["asking"], indirect=True)
 def test_rows_of_requests_that_ask_are_shaped_in_rounds(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the host has them shaped: without that their texts are others."""
+    """The shaping is the same as by the host: without it their texts differ."""
     requests = [kind.request(seed, 40) for seed in range(4)]
     wanted, engine = kind.plainly(requests), kind.engine()
     launched = counted(engine)
@@ -639,10 +639,10 @@ def test_rows_of_requests_that_ask_are_shaped_in_rounds(kind: Kind, monkeypatch:
 @pytest.mark.parametrize("kind", ["trees"], indirect=True)
 @pytest.mark.parametrize("page_size", [*(pytest.param(size, marks=pytest.mark.nightly) for size in (1, 16)), 2])
 def test_what_a_second_branch_has_right_is_moved_before_the_next_round(page_size: int, kind: Kind) -> None:
-    """A tree brings more tokens than its likeliest chain, and no text changes by it."""
+    """A tree brings more tokens than its likeliest chain, and no text changes."""
     requests, accepted = [kind.request(seed, 50) for seed in range(3)], list[float]()
     for topk in (1, 3):
-        # A graph of trees is checked on requests of its own, for which there must be rows.
+        # A graph of trees is checked on separate requests, which need free rows.
         changes: dict[str, Any] = {"page_size": page_size, "graphs": page_size == 2, "max_batch_size": 8}
         engine = kind.engine(topk=topk, draft_tokens=6, **changes)
         launched = counted(engine)

@@ -1,4 +1,4 @@
-"""Rounds that follow on the device, of a model that ranks share: the same rounds on each, and the same texts."""
+"""Rounds that follow each other on the device, of a model that ranks share: each has the same rounds and texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shared(*, device: torch.device, ranks: Ranks) -> LoadedModel:
 
 
 def requests() -> list[Request]:
-    """Greedy ones, and some that draw."""
+    """Greedy requests, and some that draw."""
     draw, made = random.Random(3), list[Request]()
     for seed in range(4):
         prompt = tuple(draw.randrange(CONFIG.vocab_size) for _ in range(draw.randrange(2, 20)))
@@ -45,18 +45,18 @@ def plainly() -> list[Completion]:
 
 
 class AtChance:
-    """A fence that says by chance that it is reached before it is waited for."""
+    """A fence that reports at random that it is reached before it is waited for."""
 
     def __init__(self, fence: Fence, draw: random.Random) -> None:
         self.record, self.synchronize, self._draw = fence.record, fence.synchronize, draw
 
     def query(self) -> bool:
-        """As Fence.query."""
+        """Does the same as `Fence.query`."""
         return self._draw.random() < 0.5
 
 
 def with_a_clock_of_its_own(engine: Engine, seed: int) -> list[str]:
-    """Gets what an engine launches and reads, in order; fences and the pace differ from those of other seeds."""
+    """Returns a list that gets an engine's launches and reads, in order; fences and pace depend on the seed."""
     rounds, draw, did = engine._rounds, random.Random(seed), list[str]()
     assert isinstance(rounds, DeviceRounds)
     for memory in rounds._memory:

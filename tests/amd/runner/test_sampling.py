@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, the same draws whatever else is in the batch."""
+"""Sampling: the right distribution, and the same draws in every batch."""
 
 from __future__ import annotations
 

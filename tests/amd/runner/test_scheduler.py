@@ -1,7 +1,7 @@
 """The scheduler with a model that costs nothing: its KV is a dict of slots, its next token a hash of what it reads.
 
-So a token that was stored in a wrong page, not stored at all, or stored twice changes everything that comes after. So
-does a page that came out of the prefix cache and holds other tokens, or those of another tenant.
+So a token that was stored in a wrong page, not stored at all, or stored twice changes all later tokens. So does a page
+that came out of the prefix cache and holds other tokens, or those of another tenant.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def next_token(token_ids: Many[int]) -> int:
 
 
 def expected_tokens(request: Request, max_kv_len: int) -> tuple[list[int], FinishReason]:
-    """What a request must come to, computed by itself."""
+    """Returns the tokens and finish reason that a request must get, computed by itself."""
     token_ids, new = list(request.prompt_token_ids), 0
     while True:
         token_ids.append(next_token(token_ids))
@@ -54,7 +54,7 @@ Guess = Callable[[Many[int], int], Drafts | None]
 
 
 def no_drafts(token_ids: Many[int], most: int) -> Drafts | None:
-    """Nothing is guessed."""
+    """Returns no drafts."""
     return None
 
 
@@ -79,7 +79,7 @@ def guesses(seed: int) -> Guess:
 
 
 def right(num: int) -> Guess:
-    """So many drafts, all of them right."""
+    """`num` drafts, all of them right."""
 
     def guess(token_ids: Many[int], most: int) -> Drafts | None:
         tokens = list(token_ids)
@@ -91,7 +91,7 @@ def right(num: int) -> Guess:
 
 
 def wrong(num: int) -> Guess:
-    """So many drafts, of which the first one is wrong."""
+    """`num` drafts, of which the first one is wrong."""
 
     def guess(token_ids: Many[int], most: int) -> Drafts | None:
         token = (next_token(token_ids) + 1) % VOCAB
@@ -115,8 +115,8 @@ def accepted(token_ids: list[int], drafts: Drafts) -> list[int]:
 class World:
     """A scheduler, its table, and the pool as the fake model sees it.
 
-    guess: the drafts of a sequence with these tokens, at most so many; None where there are none
-    ahead: whether a step is scheduled and run before the tokens of the one before it are read
+    guess: the drafts of a sequence with these tokens, up to a limit; None if there are none
+    ahead: true if a step is scheduled and run before the tokens of the one before it are read
     """
 
     page_size: int
@@ -179,7 +179,7 @@ class World:
             self.read()
 
     def read(self) -> None:
-        """Read the tokens of the step that was run last, unless that was done."""
+        """Reads the tokens of the step that was run last, unless that was done."""
         while self.unread:
             step, outputs = self.unread.pop()
             taken = self.scheduler.finish_step(step, outputs[: step.num_picks])
@@ -216,12 +216,12 @@ class World:
                     path = accepted(tokens, drafts) if drafts is not None else []
                     right = [drafts.token_ids[draft] for draft in path] if drafts is not None else []
                     outputs.append([*right, next_token([*tokens, *right])])
-                for place, draft in enumerate(path):  # what an engine does on the device
+                for place, draft in enumerate(path):  # an engine does so on the device
                     self.slots[slots[known + place]] = self.slots[slots[known + draft]]
         return outputs
 
     def _known(self, token: int) -> int:
-        """A token; one of the step before, which was not read, by its place there."""
+        """Returns a token; a token of the previous step that was not read is given by its place there."""
         return token if token >= 0 else self.unread[0][1][-1 - token][-1]
 
     def _slots(self, row: int, space: Space, kv_len: int) -> list[tuple[Space, int]]:
@@ -229,7 +229,7 @@ class World:
         return [(space, pages[i // self.page_size] * self.page_size + i % self.page_size) for i in range(kv_len)]
 
     def abort(self, number: int) -> None:
-        """Of a sequence that waits or runs."""
+        """Aborts a sequence that waits or runs."""
         self.scheduler.drop(self.sequences[number])
         self.results[number] = list(self.sequences[number].new_token_ids), "abort"
 
@@ -348,7 +348,7 @@ def test_decodes_run_even_where_they_exceed_the_chunk_and_a_prompt_still_moves()
 def test_requests_are_admitted_in_the_order_they_came() -> None:
     served = world(num_pages=9, chunk=64, max_kv_len=32)
     served.add(0, request(16))
-    served.add(1, request(20))  # does not fit beside the first
+    served.add(1, request(20))  # does not fit with the first
     served.add(2, request(1))  # would, but came later
     served.step()
     assert running(served) == [0]
@@ -417,7 +417,7 @@ def test_a_sequence_ends_where_its_kv_is_full(prompt_len: int, new_tokens: int) 
 
 
 def served_in_turn(served: World) -> list[int]:
-    """Serve all; the numbers in the order in which they were first part of a step."""
+    """Serves all; returns the numbers in the order in which they were first part of a step."""
     while served.scheduler.has_work:
         served.step()
     return list(dict.fromkeys(sequence.number for step in served.steps for sequence in step.sequences))
@@ -471,7 +471,7 @@ def test_none_gives_way_to_one_that_would_have_to_wait_all_the_same() -> None:
     served.add(1, Request((7, 7, 7), 2, priority=1))
     served.step()
     assert running(served) == [0, 1]
-    served.add(2, Request((*range(20), 1), 2))  # does not fit beside the first, whatever becomes of the second
+    served.add(2, Request((*range(20), 1), 2))  # does not fit with the first, with or without the second
     served.step()
     assert running(served) == [0, 1]
     served_in_turn(served)
@@ -487,9 +487,9 @@ def test_none_gives_way_to_one_that_would_have_to_wait_all_the_same() -> None:
 def test_preemptions_for_better_priorities_come_to_an_end(
     requests_of: list[tuple[int, int, int]], max_batch_size: int, spare_pages: int
 ) -> None:
-    """One request arrives a step, in the worst order: each is at least as good as those before it.
+    """One request arrives per step, in the worst order: each has at least as good a priority as those before it.
 
-    The first of all is in every step. So it comes to its end, and then the next one is the first: no livelock.
+    The first of all is in every step. So it ends, and then the next one is the first: no livelock.
     """
     served = World(4, 1 + 8 + spare_pages, max_batch_size, chunk=6, max_kv_len=32)
     queue = sorted(requests_of, reverse=True)
@@ -570,7 +570,7 @@ def test_no_page_with_a_rejected_draft_is_found() -> None:
 
 @pytest.mark.parametrize("guess", [right(19), wrong(19)], ids=["right", "wrong"])
 def test_drafts_never_take_the_pages_of_another_sequence(guess: Guess) -> None:
-    """The first ends before the second has grown much, so that there is room for both but for the drafts."""
+    """The first ends before the second has grown much, so that there is room for both, but not for the drafts."""
     for guessed in (no_drafts, guess):
         served = World(page_size=1, num_pages=1 + 28, max_batch_size=2, chunk=64, max_kv_len=24, guess=guessed)
         served.add(0, Request(tuple(range(4)), 5))
@@ -619,7 +619,7 @@ def test_pages_that_were_taken_ahead_are_given_back_to_one_that_waits_for_them(g
     row = served.sequences[0].row
     held = served.table.num_held(row)
     assert held > 16
-    served.add(1, Request(tuple(range(50)) * 2, 20))  # 25 pages now, which are not left beside those
+    served.add(1, Request(tuple(range(50)) * 2, 20))  # 25 pages now, which are not free
     served.step()
     assert running(served) == [0, 1]
     assert served.table.num_held(row) < held
@@ -629,7 +629,7 @@ def test_pages_that_were_taken_ahead_are_given_back_to_one_that_waits_for_them(g
 
 @pytest.mark.parametrize("is_suspect", [False, True])
 def test_no_sequence_gives_way_because_its_room_ahead_is_not_there(is_suspect: bool) -> None:
-    """The cache holds the pages: it gives back what a chunk needs, which is less than what would be taken ahead."""
+    """The cache holds the pages: it gives back the pages that a chunk needs, fewer than would be reserved ahead."""
     served = World(page_size=4, num_pages=1 + 220, max_batch_size=2, chunk=160, max_kv_len=400)
     chooser = random.Random(1)
     for number in range(8):

@@ -39,7 +39,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def windowed() -> LoadedModel:
-    """Every other layer has a window, as in Gemma, and lies in a pool of its own."""
+    """Every other layer has a window, as in Gemma, and lies in a separate pool."""
     return tiny_model(base=with_windows(CONFIG, 9, -1))
 
 
@@ -62,7 +62,7 @@ def without_speculation(options: EngineOptions) -> EngineOptions:
 
 
 def speculating(loaded: LoadedModel, options: EngineOptions, requests: list[Request], **script: Any) -> Engine:
-    """An engine with drafts that are mostly right, and plain decoding's word of what is right."""
+    """An engine with drafts that are mostly right by plain decoding's completions."""
     completions = Engine(loaded, without_speculation(options)).generate(requests)
     return guessing(loaded, options, completions, **script)
 
@@ -76,7 +76,7 @@ def guessing(loaded: LoadedModel, options: EngineOptions, right: Many[Completion
 
 
 def assert_lossless(loaded: LoadedModel, options: EngineOptions, requests: list[Request]) -> Engine:
-    """Every token is plain decoding's; some drafts were right and some wrong, and all pages come back."""
+    """Checks that every token is plain decoding's, some drafts were right and some wrong, and all pages come back."""
     expected = Engine(loaded, without_speculation(options)).generate(requests)
     engine = guessing(loaded, options, expected)
     assert engine.generate(requests) == expected
@@ -211,7 +211,7 @@ def test_steps_that_verify_are_replayed(loaded: LoadedModel) -> None:
 
 @pytest.mark.nightly
 def test_steps_with_prompts_are_replayed_too(loaded: LoadedModel) -> None:
-    """Prompts come singly, beside sequences whose drafts are verified: each such step has one of two sizes."""
+    """Prompts come singly, next to sequences whose drafts are verified: each such step has one of two sizes."""
     options = replace(BASE, speculative="ngram", draft_tokens=3, graphs=True, max_batch_size=2, chunk=32)
     requests = [replace(each, max_new_tokens=5 + 3 * place) for place, each in enumerate(some_requests(5))]
     engine = speculating(loaded, options, requests)
@@ -258,7 +258,7 @@ def test_a_request_is_aborted_while_its_drafts_are_verified(loaded: LoadedModel)
 
 @pytest.mark.nightly
 def test_tokens_are_distributed_as_by_plain_sampling(loaded: LoadedModel) -> None:
-    """Chi-square of two samples, with seeds of their own: pairs of a text's second and third token."""
+    """Chi-square of two samples with different seeds: pairs of a text's second and third token."""
     sampling = Sampling(temperature=0.7, top_p=0.8)
     plain, verified = (
         [Request((5, 6, 7), 3, sampling=replace(sampling, seed=first + seed)) for seed in range(800)]
@@ -278,14 +278,14 @@ def test_tokens_are_distributed_as_by_plain_sampling(loaded: LoadedModel) -> Non
 
 
 def likeliest_drafts(loaded: LoadedModel, options: EngineOptions) -> Engine:
-    """An engine whose drafts are what a greedy request comes to: right more often than any others."""
+    """An engine whose drafts are the tokens of a greedy request: right more often than any others."""
     greedy = Engine(loaded, without_speculation(options)).generate([Request((5, 6, 7), 3)])
     texts = texts_of(greedy * 2000)
     return with_drafter(Engine(loaded, options), ScriptedDrafter(texts, CONFIG.vocab_size, mistakes=0.0))
 
 
 def chi_square_exceedance(first: Counter[tuple[int, ...]], second: Counter[tuple[int, ...]]) -> float:
-    """By how many standard deviations the statistic of two samples of one size exceeds its mean; rare kinds are one."""
+    """Standard deviations by which the statistic of two samples of one size exceeds its mean; rare kinds are one."""
     both = first + second
     kinds = [kind for kind, count in both.items() if count >= 20]
     cells = [(first[kind], second[kind]) for kind in kinds]
@@ -360,7 +360,7 @@ def test_drafts_of_all_levels_are_one_publication_and_one_graph(topk: int, loade
 
     drafter._draft = counted  # type: ignore[method-assign]
     engine.generate(requests)
-    # What is new is one step, and all that comes after the first drafts another one.
+    # The new tokens are one step, and everything after the first drafts is another one.
     assert set(published) == {2}
     assert published[2] > 3
     assert runners._runner.metrics.replays > 6
@@ -370,7 +370,7 @@ def test_drafts_of_all_levels_are_one_publication_and_one_graph(topk: int, loade
 
 @pytest.mark.parametrize("topk", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_no_served_round_captures_anything_after_all_graphs_were_made(topk: int, loaded: LoadedModel) -> None:
-    """Steps that verify, steps with prompts, what the small model takes in, and its rounds."""
+    """The steps are steps that verify, steps with prompts, the small model's prefill, and its rounds."""
     options = replace(
         BASE, speculative="ngram", topk=topk, graphs=True, draft_tokens=4, max_batch_size=2, chunk=32, num_pages=64
     )
@@ -438,8 +438,8 @@ def test_ranks_that_share_a_model_guess_and_verify_the_same() -> None:
 def test_what_happens_between_two_rounds_touches_no_tensor_and_makes_no_plan(loaded: LoadedModel) -> None:
     """From the tokens' arrival to the next step's publication the host works on lists and arrays.
 
-    A tensor's call costs a microsecond or more, and a plan a hundred. Whatever each sequence has of drafts, steps that
-    verify of as many sequences have one plan, or two where one of them has no draft.
+    A tensor's call costs a microsecond or more, and a plan a hundred. Steps that verify drafts of the same number of
+    sequences have one plan for any number of drafts, or two if one sequence has no draft.
     """
     options = replace(BASE, speculative="ngram", draft_tokens=4, graphs=True, max_batch_size=4)
     requests = some_requests(4, new_tokens=24)

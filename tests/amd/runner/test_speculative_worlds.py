@@ -1,4 +1,4 @@
-"""Whole engines that guess tokens, in random worlds: every text is that of plain decoding."""
+"""Whole engines with speculation, in random worlds: every text is that of plain decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COUNTS = ("drafts", "accepted_drafts", "preemptions", "prefix_hits", "aborts")
 
 
 def served(seeds: range, num_requests: int) -> dict[str, int]:
-    """What worlds have come to, all together."""
+    """Returns the counts of all worlds' metrics, added up."""
     worlds = [run_world(seed, num_requests) for seed in seeds]
     return {name: sum(getattr(metrics, name) for metrics in worlds) for name in COUNTS}
 
@@ -34,14 +34,14 @@ def test_every_text_of_more_worlds_is(first: int) -> None:
 
 
 def is_of_trees(seed: int) -> bool:
-    """Whether a world's drafts are trees, mostly right."""
+    """True if a world's drafts are trees, mostly right."""
     world = World.of_seed(seed)
     return world.way == SCRIPT and world.options.topk > 1
 
 
 @pytest.mark.nightly
 def test_a_draft_that_is_taken_for_right_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each tree the first draft is accepted, whatever the model says."""
+    """The first draft of each tree is accepted, regardless of the model."""
 
     def first_of_each(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int | BadLogits], list[int]]:
         return ([drafts.token_ids[0], rows[1]], [0]) if len(drafts) else (rows[:1], [])

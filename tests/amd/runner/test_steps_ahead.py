@@ -38,7 +38,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def poisoned() -> LoadedModel:
-    """As with_nan_token(), and NAN_TOKEN is never the likeliest."""
+    """Does the same as `with_nan_token`, but NAN_TOKEN is never the likeliest token."""
     model = with_nan_token(tiny_model())
     model.weights.head[NAN_TOKEN] = 0.0
     return model
@@ -49,7 +49,7 @@ def alone(loaded: LoadedModel, request: Request) -> Completion:
 
 
 def assert_is_empty(engine: Engine) -> None:
-    """But for cached prefixes, which are forgotten."""
+    """Checks that the engine is empty, except for cached prefixes, which are forgotten."""
     assert not engine.has_work
     engine.forget_prefixes()
     table = engine.runtime.table
@@ -133,7 +133,7 @@ def serve_and_compare(
 
 
 class Order:
-    """What an engine does, in order: "run" and "read"."""
+    """The order of an engine's calls: "run" and "read"."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
@@ -156,7 +156,7 @@ class Order:
 def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its token ids are then places among the picks of that one; what ends by its length runs no step too many."""
+    """Its token ids are then places among that one's picks; a request that ends by its length runs no extra step."""
     engine = Engine(loaded, BASE)
     order = Order(engine, monkeypatch)
     engine.generate([Request((9, 10), 4), Request((11,), 3)])
@@ -199,7 +199,7 @@ def test_a_suspect_is_computed_again_alone_and_the_others_go_on(poisoned: Loaded
 def test_one_that_has_ended_is_not_failed_by_the_step_that_it_was_in_too_many(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its row is wiped on the device in the step after its stop token: it has come to its end before that."""
+    """Its row is wiped on the device in the step after its stop token: it has ended before that."""
     prompt, run = tuple(range(20, 27)), Engine._run
     whole = alone(loaded, Request(prompt, 12))
     stop = next(token for at, token in enumerate(whole.token_ids) if at > 2 and token not in whole.token_ids[:at])
@@ -268,7 +268,7 @@ def test_nothing_runs_once_the_last_request_was_cancelled(loaded: LoadedModel) -
 
 
 def test_no_step_runs_while_a_function_is_called_between_two(loaded: LoadedModel) -> None:
-    """Nor on the device: so the function may change what a step reads."""
+    """No step runs on the device either: so the function may change a step's inputs."""
     engine = Engine(loaded, BASE)
 
     async def main() -> tuple[list[int], Completion]:
@@ -286,7 +286,7 @@ def test_no_step_runs_while_a_function_is_called_between_two(loaded: LoadedModel
 
 
 def test_checked_and_replayed_steps_give_the_same_tokens(loaded: LoadedModel) -> None:
-    """A step that is run once more for the check reads the tokens that it has read."""
+    """A step that runs once more for the check reads the same tokens again."""
     engine = Engine(loaded, replace(BASE, graphs=True, check_every=1))
     wanted = [Request((9, 10 + n), 12, Sampling(0.7 * n, seed=n)) for n in range(3)]
     assert engine.generate(wanted) == [alone(loaded, request) for request in wanted]
@@ -326,7 +326,7 @@ class _Unlucky:
 
 
 def test_what_is_read_is_what_the_next_step_went_on_with(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong pick leads to other tokens after it, which are those that follow from it."""
+    """A wrong pick leads to other tokens after it, and the read tokens are those that follow from it."""
     engine, request = Engine(loaded, BASE), Request((9, 10, 11), 8)
     monkeypatch.setattr(engine._picker.plain, "pick", _Unlucky(engine._picker.plain).pick)
     (done,) = engine.generate([request])

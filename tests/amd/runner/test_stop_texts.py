@@ -1,4 +1,4 @@
-"""Texts that end a text: found across the borders of tokens, and nothing of what follows is ever said."""
+"""Stop texts: found across the borders of tokens, and no text after them is ever printed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def text(loaded: LoadedModel) -> str:
 
 
 def cut(pieces: list[str], stops: list[str], include: bool, num_free: int) -> tuple[str, bool]:
-    """By trying every end: where the text ends, and whether one of the stops has ended it."""
+    """Tries every end: returns where the text ends, and whether one of the stops has ended it."""
     text, free = "".join(pieces), len("".join(pieces[:num_free]))
     for end in range(free + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
@@ -60,7 +60,7 @@ def cut(pieces: list[str], stops: list[str], include: bool, num_free: int) -> tu
 def test_a_text_ends_where_trying_every_end_finds_it(
     pieces: list[str], stops: list[str], include: bool, num_free: int
 ) -> None:
-    """What was printed at any time is a beginning of the text; what is held back may still begin a stop."""
+    """The text printed at any time is a beginning of the result; the text held back may still begin a stop."""
     finder, printed, (wanted, stopped) = StopTexts(stops, include), "", cut(pieces, stops, include, num_free)
     for number, piece in enumerate(pieces):
         printed += finder.push(piece, counts=number >= num_free)
@@ -113,7 +113,7 @@ def test_every_part_of_a_text_ends_it_as_a_stop(loaded: LoadedModel, text: str, 
 def test_who_has_ended_by_its_text_takes_nothing_of_the_step_that_runs(
     loaded: LoadedModel, text: str, topk: int
 ) -> None:
-    """Nor are K and V moved for it: its row and its pages may be another's, which waits for them here."""
+    """K and V are not moved for it either: its row and its pages may be another's, which waits for them here."""
     free = replace(LONG, max_new_tokens=12, prefix_caching=False)
     requests = [*(replace(free, stop=(text[:num],), logprobs=0) for num in (1, 2, 3)), free]
     alone = Engine(loaded, BASE).generate(requests)
@@ -146,7 +146,7 @@ def test_who_has_ended_by_its_text_takes_nothing_of_the_step_that_runs(
 
 
 def alike(done: Completion) -> tuple[object, ...]:
-    """All but the last bits of logprobs: in a tree keys lie in another order."""
+    """All fields except the last bits of logprobs: in a tree keys lie in another order."""
     return done.token_ids, done.text, done.finish_reason, [told.token_id for told in done.logprobs]
 
 

@@ -1,4 +1,4 @@
-"""Tokens that are counted on the device: with one that the host does not know, and anew where a step was lost."""
+"""Tokens that are counted on the device: with one that the host does not know, and anew if a step was lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def counted(prompt: list[int], new: list[int]) -> list[int]:
 
 token = st.integers(0, VOCAB - 1)
 prompts = st.lists(st.lists(token, min_size=1, max_size=5), min_size=5, max_size=5)
-# Which texts a step has; of each, whether its last token is not known, how many of its tokens are lost, and what comes.
+# The texts of a step; for each, whether its last token is unknown, the number of its lost tokens, and its new tokens.
 steps = st.lists(
     st.dictionaries(st.integers(0, 4), st.tuples(st.booleans(), st.integers(0, 2), token), min_size=1, max_size=MOST),
     max_size=12,

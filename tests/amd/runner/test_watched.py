@@ -1,4 +1,4 @@
-"""What looks on while an engine serves: each option puts it in place, and none changes a token."""
+"""Checks that run while an engine serves: each option enables its check, and none changes a token."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_a_sampled_check_finds_is_logged_and_in_the_report(
 def test_a_fault_that_the_second_run_of_a_step_reports_ends_the_requests_of_its_step(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sampled step itself was run; its requests go on as after any other fault."""
+    """The sampled step itself was run; its requests continue as after any other fault."""
     checked = engine(loaded, check_every=1)
     again, calls = checked._runner.run_eagerly, []
 
@@ -135,7 +135,7 @@ def test_profiler_ranges_are_refused_where_torch_has_none(loaded: LoadedModel) -
 def test_a_step_that_hangs_is_named_and_leaves_the_flight_record(
     has_record: bool, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step ends when the watchdog has spoken, so that no time decides the test."""
+    """The step ends when the watchdog has reported, so that the test depends on no time."""
     spoken, record = threading.Event(), tmp_path / "last_steps.json"
     report, forward = Watchdog._report, Model.forward
 
@@ -169,7 +169,7 @@ def test_a_step_that_hangs_is_named_and_leaves_the_flight_record(
 def test_a_step_whose_tokens_never_come_is_named(
     steps_ahead: int, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device hangs after its launches were made: where the host waits for what was picked."""
+    """A device hangs after its launches were made: where the host waits for the picks."""
     spoken = threading.Event()
     report, read = Watchdog._report, PickedTokens.read
 

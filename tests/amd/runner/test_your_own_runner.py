@@ -1,4 +1,4 @@
-"""What docs/your_own_runner.md says of tensor parallelism: its engine on two ranks, each with its part of the model."""
+"""Tensor parallelism as in docs/your_own_runner.md: its engine on two ranks, each with its part of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_COLUMNS = ("o_proj", "down_proj")
 
 
 def serve(rank: int) -> list[str]:
-    """The page's program with a rank's part of the model; what its requests came to, and how steps ran."""
+    """Runs the page's program with a rank's part of the model; returns the completions, and how steps ran."""
     made: dict[str, Any] = {"__name__": "__main__"}
     exec(compile("\n".join(BLOCKS[:-2]), "your_own_runner.md", "exec", dont_inherit=True), made)
     part = {}

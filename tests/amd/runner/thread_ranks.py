@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """Where the threads hand each other tensors."""
+    """A meeting point at which the threads exchange tensors."""
 
     def __init__(self, num_ranks: int) -> None:
         self.barrier = threading.Barrier(num_ranks)
@@ -25,7 +25,7 @@ class _Meeting:
 
 
 class ThreadRank:
-    """One of them; it serves eager steps, since no recording sees what passes between threads."""
+    """One of the ranks; it serves eager steps, since no recording sees the exchange between threads."""
 
     agree: Agreement = alone
 
@@ -54,7 +54,7 @@ class ThreadRank:
 
 
 def on_threads(num_ranks: int, body: Callable[[ThreadRank], T]) -> list[T]:
-    """What body gives on each rank."""
+    """Returns body's result on each rank."""
     meeting = _Meeting(num_ranks)
 
     def run(rank: int) -> T:

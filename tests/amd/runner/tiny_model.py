@@ -35,12 +35,12 @@ CONFIG = ModelConfig(
 
 
 WORDS = [f"w{number}" for number in range(CONFIG.vocab_size)]
-# What with_nan_token() gives a model.
+# The token that with_nan_token() changes in a model.
 NAN_TOKEN = 7
 
 
 def word_tokenizer() -> Tokenizer:
-    """Token 5 is the word w5, and so on; a word that is none of them is w0. A conversation begins with w63."""
+    """Token 5 is the word w5, and so on; an unknown word is w0. A conversation begins with w63."""
     vocabulary = {word: number for number, word in enumerate(WORDS)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -49,7 +49,7 @@ def word_tokenizer() -> Tokenizer:
 
 
 def with_windows(config: ModelConfig, *window_left: int) -> ModelConfig:
-    """The model with these windows, one a layer."""
+    """The model with these windows, one per layer."""
     layers = zip(config.layers, window_left, strict=True)
     return replace(
         config,

@@ -1,1 +1,1 @@
-"""The runtime against the oracle, on every provider the device has."""
+"""The runtime against the reference, on every provider of the device."""

@@ -1,4 +1,4 @@
-"""Rounds of drafts in a World: each draft step with random q, k and v, checked against the oracle."""
+"""Rounds of drafts in a World: each draft step has random q, k and v, and is checked against the reference."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.amd.runtime.stepping import Request, World, poison_free_pages, take_b
 
 @dataclass
 class Round:
-    """What a round of drafts is run with.
+    """The inputs of a round of drafts.
 
     parents: [draft step][sequence][branch] -> branch of the step before; nothing for the first step
     room:    tokens by which the host's bounds exceed the lengths, which the device then knows; None: the host knows
-    halves:  whether it runs as two halves
+    halves:  true if it runs as two halves
     """
 
     drafts: Drafts
@@ -36,7 +36,7 @@ class Round:
 
     @classmethod
     def drawn(cls, drafts: Drafts, num_seqs: int, seed: int) -> Round:
-        """With parents at random."""
+        """Returns a round with random parents."""
         draw = random.Random(seed)
         branches = range(drafts.branches)
         parents = [[[draw.choice(branches) for _ in branches] for _ in range(num_seqs)] for _ in range(drafts.steps)]
@@ -44,7 +44,7 @@ class Round:
 
 
 def begin_round(world: World, requests: Sequence[Request], round_: Round) -> StepBatch:
-    """The batch of a round; pages are reserved for all drafts."""
+    """Returns the batch of a round; pages are reserved for all drafts."""
     drafts, table = round_.drafts, world.runtime.table
     room = round_.room or [0] * len(requests)
     bounds = [request.kv_len + more for request, more in zip(requests, room, strict=True)]
@@ -59,7 +59,7 @@ def begin_round(world: World, requests: Sequence[Request], round_: Round) -> Ste
 
 
 def run_round(world: World, requests: Sequence[Request], round_: Round) -> None:
-    """A round of drafts in every layer, each output checked; then all drafts are rejected."""
+    """Runs a round of drafts in every layer and checks each output; then all drafts are rejected."""
     batch = begin_round(world, requests, round_)
     pad_to = None if round_.pad_to is None else PadTo(round_.pad_to)
     runtime = world.runtime
@@ -109,7 +109,7 @@ def _run_step(
 def visible_drafts(
     prefix: int, number: int, branches: int, parents: list[list[list[int]]], seq: int, window_left: int
 ) -> Tensor:
-    """bool [branches, tokens so far]: the prefix, and each draft's own line up to itself; a window is of depths."""
+    """bool [branches, tokens so far]: the prefix, and each draft's own line up to itself; a window counts depths."""
     visible = torch.zeros(branches, prefix + (number + 1) * branches, dtype=torch.bool)
     last = prefix + number
     first = 0 if window_left == UNLIMITED_WINDOW else max(0, last - window_left)  # depths that the window holds

@@ -14,7 +14,7 @@ _OURS = tuple(f"{ROOT / folder}/" for folder in ("rocm_attn", "kernels", "hip_gr
 
 
 def interrupted_at(number: int, call: Callable[[], object]) -> bool:
-    """Call, with KeyboardInterrupt before the line of this number that runs, counted from 1; whether it ran so many."""
+    """Calls, with KeyboardInterrupt before the line of this number that runs, counted from 1. True if that many ran."""
     lines = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -29,7 +29,7 @@ def interrupted_at(number: int, call: Callable[[], object]) -> bool:
         return trace
 
     before = sys.gettrace()
-    gc.disable()  # what an earlier test has left would be finalized in here, where no interrupt gets out
+    gc.disable()  # objects of earlier tests would be finalized in here, where no interrupt gets out
     sys.settrace(trace)
     try:
         call()
@@ -45,7 +45,8 @@ def interrupted_at(number: int, call: Callable[[], object]) -> bool:
 def every_line(call: Callable[[], object], step: int = 1, whole: int = 1) -> Iterator[int]:
     """Interrupts a call at each of its lines in turn, or at each `step`-th; yields the line's number after each.
 
-    whole: so many runs in a row have had fewer lines at the end. More than one for a call whose lines vary in number
+    whole: it ends after this number of runs in a row with fewer lines. More than one for a call whose lines vary in
+    number
     """
     number, ran_whole = 1, 0
     while ran_whole < whole:

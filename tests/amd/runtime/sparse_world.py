@@ -1,7 +1,7 @@
-"""Requests over a runtime whose layers select keys: what they stored is kept densely, and every step is compared.
+"""Requests over a runtime whose layers select keys: stored tokens are also kept densely, and every step is compared.
 
-Index queries and keys are whole numbers, and their factors powers of two, so that scores are exact in any order of sums
-and which units are chosen is never a matter of rounding.
+Index queries and keys are whole numbers, and their scales powers of two. So scores are exact in any order of sums, and
+rounding never decides which units are chosen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAN = float("nan")
 
 
 def indexer(indexing: Indexing, heads: int = 4, dim: int = 16) -> Indexer:
-    """Four heads of 16, unless said otherwise."""
+    """Four heads of 16, unless specified otherwise."""
     return Indexer(heads, dim, indexing)
 
 
@@ -46,7 +46,7 @@ def latent_layer(attends: AllKeys | Indexer | EarlierSelection = ALL_KEYS, *, pa
 
 @dataclass
 class Stored:
-    """What a request has in one layer: [kv_len, kv_heads, dim], and of an indexer [kv_len, dim]."""
+    """The stored tensors of a request in one layer: [kv_len, kv_heads, dim], and of an indexer [kv_len, dim]."""
 
     k: Tensor
     v: Tensor
@@ -55,7 +55,7 @@ class Stored:
 
 @dataclass
 class SparseRequest:
-    """A request's row, and what it stored."""
+    """A request's row, and its stored tensors."""
 
     row: int
     layers: list[Stored]
@@ -67,7 +67,7 @@ class SparseRequest:
 
 @dataclass
 class Asked:
-    """Of one layer, tensors at fixed addresses: what steps bring and give."""
+    """The inputs and outputs of one layer's steps: tensors at fixed addresses."""
 
     q: Tensor
     k: Tensor
@@ -136,19 +136,19 @@ class SparseWorld:
         )
 
     def admit(self) -> SparseRequest:
-        """A request that holds nothing."""
+        """Returns a request that holds nothing."""
         layers = [Stored(asked.k[:0].clone(), asked.v[:0].clone(), asked.index_k[:0].clone()) for asked in self.asked]
         return SparseRequest(self.runtime.table.admit(), layers)
 
     def fork(self, request: SparseRequest, kv_len: int) -> SparseRequest:
-        """A request that shares the first tokens of another one."""
+        """Returns a request that shares the first tokens of another one."""
         row = self.runtime.table.fork(request.row, kv_len)
         return SparseRequest(
             row, [Stored(each.k[:kv_len], each.v[:kv_len], each.index[:kv_len]) for each in request.layers]
         )
 
     def draw(self, num_tokens: int) -> None:
-        """Random rows for so many tokens, the first ones, and NaN for all others."""
+        """Fills the first num_tokens rows with random numbers, and all others with NaN."""
         at = slice(0, num_tokens)
         for problem, asked in zip(self.problems, self.asked, strict=True):
             for name in ("q", "k", "v", "index_k", "index_q", "weights", "out"):
@@ -168,7 +168,7 @@ class SparseWorld:
         return torch.randint(-most, most + 1, like.shape, generator=self.generator).float().to(self.device)
 
     def batch(self, requests: Sequence[SparseRequest], q_len: Sequence[int]) -> StepBatch:
-        """A step of new tokens; pages are reserved."""
+        """Returns a step of new tokens; pages are reserved."""
         kv_len = [request.kv_len + new for request, new in zip(requests, q_len, strict=True)]
         for request, length in zip(requests, kv_len, strict=True):
             self.runtime.table.reserve(request.row, length)
@@ -177,18 +177,18 @@ class SparseWorld:
         )
 
     def step(self, requests: Sequence[SparseRequest], q_len: Sequence[int]) -> None:
-        """A step with random new tokens, compared."""
+        """Runs a step with random new tokens and compares it."""
         self.run(requests, q_len)
         self.check(requests, q_len)
 
     def run(self, requests: Sequence[SparseRequest], q_len: Sequence[int]) -> None:
-        """A step with random new tokens, of which the requests know afterwards."""
+        """Runs a step with random new tokens, which the requests have afterwards."""
         self.draw(sum(q_len))
         self.runner.run(self.batch(requests, q_len))
         self.remember(requests, q_len)
 
     def remember(self, requests: Sequence[SparseRequest], q_len: Sequence[int]) -> None:
-        """The requests have the new tokens of the last step."""
+        """Adds the new tokens of the last step to the requests."""
         first = 0
         for request, new in zip(requests, q_len, strict=True):
             at = slice(first, first + new)
@@ -199,7 +199,7 @@ class SparseWorld:
             first += new
 
     def forward(self, step: Part) -> Tensor:
-        """Every layer in order."""
+        """Runs every layer in order."""
         at = step.tokens
         for number, (problem, asked) in enumerate(zip(self.problems, self.asked, strict=True)):
             layers = step.layers
@@ -214,7 +214,7 @@ class SparseWorld:
         return self.asked[-1].out[at][step.last_token_of_seq.long()]
 
     def check(self, requests: Sequence[SparseRequest], q_len: Sequence[int]) -> None:
-        """Every layer's output of the last step equals the oracle's, and padded tokens are zero."""
+        """Checks that every layer's output of the last step equals the reference's, and padded tokens are zero."""
         first = 0
         for seq, new in enumerate(q_len):
             at = slice(first, first + new)
@@ -229,7 +229,7 @@ class SparseWorld:
             assert ((pads == 0) | pads.isnan()).all()
 
     def is_right(self, requests: Sequence[SparseRequest], q_len: Sequence[int]) -> bool:
-        """Whether check passes."""
+        """True if check passes."""
         try:
             self.check(requests, q_len)
         except AssertionError:
@@ -239,7 +239,7 @@ class SparseWorld:
     def expected(self, request: SparseRequest, number: int, source: int, at: slice) -> Tensor:
         """float64 [n, q_heads, v_head_dim]. source: the layer whose indexer selects; at: the request's new tokens
 
-        On the CPU: a GPU would take a launch for each of many small steps.
+        It runs on the CPU: a GPU would need a launch for each of many small steps.
         """
         problem, stored, q = self.problems[number], request.layers[number], self.asked[number].q[at].cpu()
         stored_k, stored_v = stored.k.cpu(), stored.v.cpu()
@@ -260,7 +260,7 @@ class SparseWorld:
 
 
 def chosen_cells(q: Tensor, weights: Tensor, keys: Tensor, indexing: Indexing) -> Tensor:
-    """bool [n, sets, kv_len]: the keys that each of a sequence's last n tokens attends to, by the words of Indexing."""
+    """bool [n, sets, kv_len]: the keys that each of a sequence's last n tokens attends to, as Indexing defines."""
     num_new, kv_len, sets = len(q), len(keys), indexing.sets
     ends = torch.arange(indexing.key_tokens - 1, kv_len, indexing.key_tokens)
     pooled = keys[ends.to(keys.device)].double()

@@ -1,4 +1,4 @@
-"""A runtime with requests whose K and V are also kept densely, so that every step can be checked against the oracle."""
+"""A runtime with requests whose K and V are also kept densely, so that every step is checked against the reference."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 
 def providers() -> list[str]:
-    """The providers that can run in this process; under Triton's interpreter, the one that does not run without it."""
+    """The providers that can run in this process; under Triton's interpreter, only the one that needs it."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return ["triton"]
     return ["torch", "triton"] if torch.cuda.is_available() else ["torch"]
 
 
 def deterministic_providers() -> list[str]:
-    """Those of them that have deterministic kernels here: on a GPU torch has none."""
+    """Those of them that have deterministic kernels here: torch has none on a GPU."""
     return [provider for provider in providers() if provider != "torch" or not torch.cuda.is_available()]
 
 
@@ -60,7 +60,7 @@ def small_problem(
     kv_encoding: KVEncoding = KVEncoding.LIKE_Q,
     kv_scales: Scales = Scales.NONE,
 ) -> Problem:
-    """Six query heads over two KV heads, with rows of 16 and plain scores, unless said otherwise."""
+    """Six query heads over two KV heads, with rows of 16 and plain scores, unless specified otherwise."""
     return Problem(
         num_q_heads,
         num_kv_heads,
@@ -100,12 +100,12 @@ class Request:
 
 
 def padded_to(pad_to: int | PadTo | None) -> PadTo | None:
-    """So many sequences, or what is given; None where the ladder decides."""
+    """Converts a number of sequences to PadTo and returns other values unchanged; None lets the ladder decide."""
     return PadTo(pad_to) if isinstance(pad_to, int) else pad_to
 
 
 def take_back(request: Request, tokens: int) -> None:
-    """The last tokens of a request are rejected."""
+    """Rejects the last tokens of a request."""
     keep = request.kv_len - tokens
     request.k = [k[:keep] for k in request.k]
     request.v = [v[:keep] for v in request.v]
@@ -118,7 +118,7 @@ W = TypeVar("W", bound="World")
 class World:
     """A runtime, its requests and the numbers that they stored.
 
-    Every page starts as NaN, so that whatever reads what was not stored shows.
+    Every page starts as NaN, so that a read of data that was not stored shows.
 
     largest_error: of all outputs that were checked
     """
@@ -187,14 +187,14 @@ class World:
         return child
 
     def begin_over(self, kept: Request, ids: KeptIds, kv_len: int) -> Request:
-        """A request over kept pages with the first tokens of another one."""
+        """Returns a request over kept pages with the first tokens of another one."""
         row = self.runtime.table.kept.admit_over(ids, kv_len)
         request = Request(row, [k[:kv_len] for k in kept.k], [v[:kv_len] for v in kept.v])
         self.requests.append(request)
         return request
 
     def batch(self, requests: Sequence[Request], q_len: Sequence[int]) -> StepBatch:
-        """A step in which each request gets q_len new tokens; pages are reserved."""
+        """Returns a step in which each request gets q_len new tokens; pages are reserved."""
         kv_len = [r.kv_len + new for r, new in zip(requests, q_len, strict=True)]
         for request, length in zip(requests, kv_len, strict=True):
             self.runtime.table.reserve(request.row, length)
@@ -214,9 +214,9 @@ class World:
         positions: Tensor | None = None,
         prefixes: Prefixes = NO_PREFIXES,
     ) -> None:
-        """Run a step with random q, k and v in every layer, NaN in the pads, and check it against the oracle.
+        """Runs a step with random q, k and v in every layer and NaN in the pads, and checks it against the reference.
 
-        visible:   bool [q_len, kv_len] for each request: the step's mask
+        visible:   bool [q_len, kv_len] per request: the step's mask
         positions: int32 [num_tokens], of the mask; not given: each token's place
         """
         batch, counted_from = replace(self.batch(requests, q_len), prefixes=prefixes), positions
@@ -241,13 +241,13 @@ class World:
             self.runtime.end_step()
 
     def lse_rows(self, layer: int, step: Part, q: Tensor) -> Tensor | None:
-        """Rows for the log-sum-exp, where the step's kernel gives it."""
+        """Returns rows for the log-sum-exp, if the step's kernel gives it."""
         problem = self.problems[layer]
         limits = step.plan.kernels[list(dict.fromkeys(self.problems)).index(problem)].row.limits
         return torch.full(q.shape[:2], float("nan"), device=q.device) if limits.gives_lse(problem) else None
 
     def qkv(self, problem: Problem, step: Part) -> tuple[Tensor, Tensor, Tensor]:
-        """Random rows for the real tokens of a step and NaN for the padded ones."""
+        """Returns random rows for the real tokens of a step and NaN for the padded ones."""
         num_padded = step.token_ids.shape[0]
         rows = []
         for heads, dim in (
@@ -264,7 +264,7 @@ class World:
     def remember(self, layer: int, requests: Sequence[Request], q_len: Sequence[int], k: Tensor, v: Tensor) -> None:
         pages, problem = self.runtime.pool.layer(layer), self.problems[layer]
         k, v = (kept(rows, problem, scale) for rows, scale in ((k, pages.k_scale), (v, pages.v_scale)))
-        if problem.pool is PoolKind.LATENT:  # whose tokens have one factor, for what is V and what is not
+        if problem.pool is PoolKind.LATENT:  # its tokens have one scale, for V and for the rest of the row
             v = k[..., : problem.v_head_dim]
         first = 0
         for request, new in zip(requests, q_len, strict=True):
@@ -283,7 +283,7 @@ class World:
         visible: Sequence[Tensor] | None = None,
         positions: Tensor | None = None,
     ) -> None:
-        """out and, if it was asked for, lse of every real token equal the oracle's; padded tokens are zero and -inf."""
+        """Checks out and, if given, lse of real tokens against the reference; padded tokens are zero and -inf."""
         problem = self.problems[layer]
         first = 0
         for seq, (request, new) in enumerate(zip(requests, q_len, strict=True)):
@@ -304,11 +304,11 @@ class World:
             assert torch.equal(lse[first:], torch.full_like(lse[first:], float("-inf")))
 
     def assert_close(self, out: Tensor, want: Tensor, problem: Problem) -> None:
-        """out is as close to the float64 reference as the problem's kernels must come."""
+        """Checks that out is as close to the float64 reference as the problem's kernels must be."""
         assert_attention_close(out, want, problem.dtype)
 
     def page_zero_is_zero(self) -> bool:
-        """Whether the reserved page is still all zero, in every layer."""
+        """True if the reserved page is still all zero, in every layer."""
         layers = (self.runtime.pool.layer(layer) for layer in range(len(self.problems)))
         return all(not pages.raw_k[0].any() and not pages.raw_v[0].any() for pages in layers)
 
@@ -320,7 +320,7 @@ def runtime_of(
     target: Target | None,
     selections: Sequence[Selection] | None,
 ) -> AttentionRuntime:
-    """A runtime of these kernels; not given: of those that are chosen for the target."""
+    """Returns a runtime with these selections; None: with those that are chosen for the target."""
     if selections is None:
         return build_runtime(problems, options, device=device, target=target)
     kinds = LayerKinds.of(problems, options.spaces(problems), selections)
@@ -328,18 +328,18 @@ def runtime_of(
 
 
 def first_swa_page(num_pages: int, swa_pages: int) -> int:
-    """The first id of an SWA space with so many pages to hand out: none of them is an id of the full space."""
+    """The first id of an SWA space with that many pages to hand out: none of them is an id of the full space."""
     return num_pages if swa_pages else 1
 
 
 def free_pages(runtime: AttentionRuntime, space: Space) -> list[int]:
-    """The pages of a space that no row holds, those included that are never handed out."""
+    """The pages of a space that no row holds, including those that are never handed out."""
     held = set(np.unique(runtime.table.space(space).entries_host).tolist())
     return [page for page in range(1, runtime.pool.in_space(space).num_pages) if page not in held]
 
 
 def poison_free_pages(runtime: AttentionRuntime) -> None:
-    """NaN in whatever no row holds: a step that was staged reads none of it, evicted pages included."""
+    """Writes NaN to all pages that no row holds: a staged step reads none of them, including evicted pages."""
     for table in runtime.table.spaces:
         free = torch.tensor(free_pages(runtime, table.space), dtype=torch.long, device=runtime.device)
         for pages in runtime.pool.in_space(table.space).layers:

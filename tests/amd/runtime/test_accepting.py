@@ -1,4 +1,4 @@
-"""A verify step of trees, what is accepted of them, and steps after it, which must find a plain row of tokens."""
+"""A verify step of trees, its accepted drafts, and later steps, which must find a plain row of tokens."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ POOLS: dict[str, tuple[list[Problem], int]] = {
 }
 # Node -> parent; node 0 is the last token. The ids of nodes are 100 plus their number.
 TREES = [[NO_PARENT, 0, 0, 1, 2, 2, 4], [NO_PARENT, 0, 1, 2, 3, 4, 5], [NO_PARENT, 0, 0, 0, 0, 0, 3]]
-# What the model draws after each node of a path; its last entry is no draft's.
+# The nodes of each accepted path, and the token that the model draws after its last node, which is no draft's.
 PATHS = [[0, 2, 4, 6], [0, 1], [0]]
 NEXT = [7, 8, 9]
 
 
 def verify(world: World, requests: list[Request]) -> Accepted:
-    """Store random K and V of all nodes in every layer, accept the paths, move, and note what is kept."""
+    """Stores random K and V of all nodes in every layer, accepts the paths, moves, and records the kept tokens."""
     device = world.runtime.device
     parents = torch.tensor(TREES, dtype=torch.int32, device=device)
     batch = world.batch(requests, [7] * 3)
@@ -72,7 +72,7 @@ def verify(world: World, requests: list[Request]) -> Accepted:
 def test_steps_after_a_tree_read_the_accepted_path_as_a_plain_row(
     problems: list[Problem], swa_pages: int, provider: str, device: torch.device
 ) -> None:
-    """Every step is compared with attention over the tokens that were kept, in their order."""
+    """Every step is compared with attention over the kept tokens, in their order."""
     world = World.build(problems, device, provider, num_pages=80, swa_pages=swa_pages, swa_kept=8 if swa_pages else 0)
     requests = [world.admit() for _ in range(3)]
     world.step(requests, [9, 14, 1])
@@ -114,12 +114,12 @@ def test_what_cannot_be_accepted_is_refused(provider: str, device: torch.device)
 
 
 def step_with_mask(world: World, request: Request, tokens: int) -> None:
-    """A step of one request that may be a verify step: it has a mask, in which every token sees all."""
+    """Runs a step of one request that may be a verify step: it has a mask, in which every token sees all."""
     world.step([request], [tokens], visible=[torch.ones(tokens, request.kv_len + tokens, dtype=torch.bool)])
 
 
 def one_path(world: World, request: Request) -> Accepted:
-    """The path 0, 2 of a tree of three nodes, which are the last tokens of a request."""
+    """Returns the path 0, 2 of a tree of three nodes, which are the last tokens of a request."""
 
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=world.runtime.device)
@@ -228,7 +228,7 @@ def test_what_was_accepted_is_moved_once_and_while_its_rows_are_its_own(device: 
 
 
 def test_what_was_accepted_is_not_moved_after_the_row_has_another_request(device: torch.device) -> None:
-    """The last step is the other request's prompt by then, whose tokens stay where they are."""
+    """The last step is the other request's prompt by then, whose tokens must not move."""
     world = World.build([MASKED], device, "torch")
     request = world.admit()
     world.step([request], [5])
@@ -244,7 +244,7 @@ def test_what_was_accepted_is_not_moved_after_the_row_has_another_request(device
 
 
 def test_rows_that_go_or_are_kept_meanwhile_leave_the_moves_of_others_alone(device: torch.device) -> None:
-    """As in an engine: a prefix cache keeps what is known, and one of the step's requests has ended by its text."""
+    """An engine does this: a prefix cache keeps known pages, and one of the step's requests has ended by its text."""
     world = World.build([MASKED], device, "torch")
     requests = [world.admit() for _ in range(2)]
     world.step(requests, [4, 4])

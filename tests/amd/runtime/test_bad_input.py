@@ -1,4 +1,4 @@
-"""What callers get wrong: one sentence, nothing corrupted, and the next step runs."""
+"""Errors of callers: one sentence, nothing corrupted, and the next step runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runtime.stepping import World, small_problem
 
-# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+# Marked long for the interpreter's stage: no Triton kernel runs here, and the host stage runs it every time.
 pytestmark = pytest.mark.long
 
 PROVIDER = "torch"

@@ -1,4 +1,4 @@
-"""Eight-bit pages of one encoding as those of another: exact where both can, saturated elsewhere, and told."""
+"""Eight-bit pages of one encoding converted to another: exact if both can, saturated elsewhere, and reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.paging.convert import Conversion, convert_pages
 
-# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+# Marked long for the interpreter's stage: no Triton kernel runs here, and the host stage runs it every time.
 pytestmark = pytest.mark.long
 
 # Every code once in each head of a page, K and V alike.
@@ -23,7 +23,7 @@ FN, FNUZ, E5M2 = Encoding.E4M3FN, Encoding.E4M3FNUZ, Encoding.E5M2
 def pages_of(
     form: PageFormat, scale: list[float], device: torch.device, *, codes: torch.Tensor | None = None
 ) -> LayerPages:
-    """Three pages; the last one holds every code in each head, or those that are given, the others nothing."""
+    """Returns three pages; the last one holds every code in each head, or the given codes; the others hold nothing."""
     every = torch.arange(256, dtype=torch.uint8) if codes is None else codes
     raw = torch.zeros(3, 4, 2, 64, dtype=torch.uint8)
     raw[2] = every.view(4, 1, 64)
@@ -46,7 +46,7 @@ def ids(*pages: int, device: torch.device) -> torch.Tensor:
 
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD, Scales.TOKEN], ids=lambda scales: scales.name)
 def test_every_number_of_e4m3fn_is_kept_by_factors_twice_as_large(scales: Scales, device: torch.device) -> None:
-    """NaN becomes 0, and 0 with a sign, which E4M3FNUZ has as NaN, too."""
+    """NaN becomes 0, and so does negative 0, whose code is NaN in E4M3FNUZ."""
     form = replace(FORM, scales=scales)
     given = {Scales.LAYER: [0.013], Scales.HEAD: [0.013, 0.4], Scales.TOKEN: [0.013]}[scales]
     source = pages_of(form, given, device)
@@ -84,7 +84,7 @@ def test_under_one_factor_what_is_beyond_saturates_and_what_is_small_rounds(devi
 
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.TOKEN], ids=lambda scales: scales.name)
 def test_latent_rows_are_converted_once(scales: Scales, device: torch.device) -> None:
-    """V is a part of K: it has no pages and no factors of its own, and counts once."""
+    """V is a part of K: it has no pages and no scales of its own, and counts once."""
 
     def latents(encoding: Encoding, factor: float) -> LayerPages:
         form = PageFormat(encoding, PoolKind.LATENT, 4, 1, 64, 48, scales)

@@ -34,7 +34,7 @@ def encoded(device: torch.device, provider: str, lengths: Sequence[int]) -> tupl
 
 
 def look_at(world: World, requests: Sequence[Request], q_len: Sequence[int]) -> None:
-    """Decoder tokens, so many of each request, attend to all of its encoder's KV."""
+    """Runs a step in which q_len decoder tokens of each request attend to all of its encoder's KV."""
     lengths = [request.kv_len for request in requests]
     batch = StepBatch(*(np.array(x, np.int32) for x in ([r.row for r in requests], lengths, q_len)))
     step = world.runtime.step(batch).parts[0]

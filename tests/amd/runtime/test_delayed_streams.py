@@ -61,7 +61,7 @@ def sleep() -> None:
 
 
 def sleep_after_stage(decoding: Decoding) -> None:
-    """From now on the stream sleeps before each replay, and after what was launched to publish its step."""
+    """From now on the stream sleeps before each replay, and after the launches that publish its step."""
     publisher = decoding.tiny.runtime.gate._publisher
     publish = publisher.publish_whole
 
@@ -186,7 +186,7 @@ def test_a_step_outlives_its_runtime(undelayed: list[Tensor], device: torch.devi
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Whatever waits for the device without being asked to raises."""
+    """Every call that waits for the device without an explicit request raises."""
     try:
         torch.cuda.set_sync_debug_mode("error")
         yield
@@ -213,7 +213,7 @@ def test_replayed_steps_neither_synchronise_nor_allocate(lengths: str, device: t
         return decoding.batch_on_device(kv_len)
 
     next_batch: Callable[[], StepBatch] = on_host if lengths == "on the host" else on_device
-    decoding.runner.run(next_batch())  # what is compiled and kept at first use
+    decoding.runner.run(next_batch())  # compiles and caches at first use
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_stats(device)
     with no_synchronisation():

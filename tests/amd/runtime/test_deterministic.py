@@ -26,7 +26,7 @@ LAYERS: Mapping[str, Problem] = {
     "window_sinks": small_problem(5, window_left=70, has_sinks=True, v_head_dim=24),
     "cap_slopes_fp16": small_problem(16, torch.float16, logits_soft_cap=2.0, has_alibi_slopes=True),
 }
-# Of several problems so that pages, dims and ratios differ; each is told in every way.
+# Several problems, so that pages, dims and ratios differ; each is served in every way.
 both = pytest.mark.parametrize("provider", deterministic_providers())
 every_layer = pytest.mark.parametrize(
     ("graphs", "layer"),
@@ -47,7 +47,7 @@ Way = Callable[[Teller, Story], Told]
 
 
 def in_chunks(*chunks: int) -> Way:
-    """Alone, in chunks."""
+    """Serves it alone, in chunks."""
     assert sum(chunks) == NUM_TOKENS
 
     def way(teller: Teller, story: Story) -> Told:
@@ -57,7 +57,7 @@ def in_chunks(*chunks: int) -> Way:
 
 
 def beside_others(teller: Teller, story: Story) -> Told:
-    """In mixed batches: after a longer story, before a shorter one; decoding while others extend."""
+    """Serves it in mixed batches: after a longer story, before a shorter one; decoding while others extend."""
     others = [teller.begin(Story.random(teller.problem, 300, seed)) for seed in (11, 12, 13)]
     teller.step([(others[0], 130), (others[1], 3)])
     told = teller.begin(story)
@@ -70,7 +70,7 @@ def beside_others(teller: Teller, story: Story) -> Told:
 
 
 def in_scattered_pages(teller: Teller, story: Story) -> Told:
-    """In pages that others held, in another order, with their numbers in them."""
+    """Serves it in pages that others held, in another order, with their numbers in them."""
     others = [teller.begin(Story.random(teller.problem, 120, seed)) for seed in (21, 22, 23)]
     for chunk in (7, 40, 22, 31):
         teller.step([(other, chunk) for other in others])
@@ -82,7 +82,7 @@ def in_scattered_pages(teller: Teller, story: Story) -> Told:
 
 
 def over_a_cached_prefix(teller: Teller, story: Story) -> Told:
-    """After pages that another request has filled, and shares."""
+    """Serves it after pages that another request has filled, and shares."""
     parent = teller.tell(teller.begin(story), (101,))
     told = teller.fork(parent, 97)
     teller.step([(parent, 5), (told, 20)])
@@ -90,7 +90,7 @@ def over_a_cached_prefix(teller: Teller, story: Story) -> Told:
 
 
 def in_halves(teller: Teller, story: Story) -> Told:
-    """In steps that are split in two: as part of the first half, then of the second."""
+    """Serves it in steps that are split in two: as part of the first half, then of the second."""
     others = [teller.begin(Story.random(teller.problem, 200, seed)) for seed in (31, 32)]
     told = teller.begin(story)
     teller.step([(told, 100), (others[0], 30), (others[1], 60)], halves=True)
@@ -120,9 +120,9 @@ def _matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ways_for(provider: str, device: torch.device, *, graphs: bool) -> Mapping[str, Way]:
-    """All of them, but for those with many steps under the interpreter, which takes a second for each.
+    """Returns all ways, except those with many steps under the interpreter, which takes a second per step.
 
-    There two are in every run, and with graphs, which is long, there are two more.
+    Two ways are in every run there, and with graphs, which is long, there are two more.
     """
     if provider == "torch" or device.type == "cuda":
         return WAYS
@@ -228,7 +228,7 @@ def test_graphs_of_the_two_modes_have_keys_of_their_own(provider: str, device: t
     assert not keys[0] & keys[1]
 
 
-# What models have; long enough for several segments of the GPU's tiles.
+# Layers of real models; long enough for several segments of the GPU's tiles.
 GPU_LAYERS: Mapping[str, Problem] = {
     "llama8b": small_problem(16, torch.bfloat16, num_q_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128),
     "gptoss": small_problem(

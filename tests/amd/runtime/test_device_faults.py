@@ -1,4 +1,4 @@
-"""What went wrong on the device reaches the host some steps later: once, by name, and in the way of nothing."""
+"""Faults on the device reach the host some steps later: once, by name, and without disturbing other work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "grap
 
 
 def set_error_word(serving: Serving, word: int) -> int:
-    """As if a kernel of the last step had found something; that step's number."""
+    """Sets the error word as a kernel of the last step would; returns that step's number."""
     counts = serving.runtime.gate._publisher._lines[0].counts
     assert counts is not None
     counts[3] = word
@@ -39,7 +39,7 @@ def set_error_word(serving: Serving, word: int) -> int:
 
 
 def steps_until_told(serving: Serving, requests: Sequence[Request], num_steps: int = 6) -> list[tuple[int, str]]:
-    """(steps that were run before, message) of each fault that decode steps raise; each step is right."""
+    """Returns (steps run before, message) for each fault that decode steps raise; each step is right."""
     told = []
     for count in range(num_steps):
         try:
@@ -51,7 +51,7 @@ def steps_until_told(serving: Serving, requests: Sequence[Request], num_steps: i
 
 
 def decoding(provider: str, device: torch.device, *, graphs: bool) -> tuple[Serving, list[Request]]:
-    """Two requests after a decode step, whose graph is made."""
+    """Returns two requests after a decode step, whose graph is made."""
     serving = Serving(device, graphs=graphs, provider=provider)
     requests = serving.admit(2)
     serving.step(requests, [3, 5])
@@ -83,7 +83,7 @@ def test_an_error_word_is_told_two_steps_later(
 
 
 def test_every_bit_of_the_error_word_is_told_in_words_and_described() -> None:
-    """Each is a bit of its own, below those that the echo of a step has for itself."""
+    """Each is a separate bit, below those that the echo of a step has for itself."""
     bits = {name: bit for name, bit in vars(error_word).items() if name.isupper() and name != "ERROR_WORD"}
     assert sorted(bits.values()) == [1 << at for at in range(len(bits))]
     assert max(bits.values()) < WRONG_STEP
@@ -96,7 +96,7 @@ def test_every_bit_of_the_error_word_is_told_in_words_and_described() -> None:
 
 @each_provider
 def test_a_fault_of_a_step_in_other_buffers_is_told_too(provider: str, device: torch.device) -> None:
-    """Of an extend step, whose buffers grow; the decode steps after it use those that graphs read."""
+    """The fault is one of an extend step, whose buffers grow; later decode steps use the buffers that graphs read."""
     serving, requests = decoding(provider, device, graphs=True)
     serving.step(requests, [3, 2])
     number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
@@ -153,7 +153,7 @@ def test_a_step_whose_inputs_were_lost_is_reported_once(provider: str, device: t
     serving.run(requests, [1, 1])
     publisher._ops = replace(publisher._ops, publish=publish)
     lost = serving.runtime.faults.step_number
-    # The requests have a token less than they think: what was lost is gone.
+    # The requests have one token fewer than they assume: the lost token is gone.
     serving.free(*requests)
     requests = serving.admit(2)
     ((count, message),) = steps_until_told(serving, requests)
@@ -195,7 +195,7 @@ def test_a_launch_that_fails_is_not_taken_for_a_lost_step(provider: str, device:
 @each_provider
 @both_ways
 def test_the_device_is_asked_at_the_end(graphs: bool, provider: str, device: torch.device) -> None:
-    """check_device() tells what no later step is there to tell, once, and what an earlier one would have told."""
+    """check_device() reports once, both faults that no later step is left to raise and those of earlier steps."""
     serving, requests = decoding(provider, device, graphs=graphs)
     serving.runtime.check_device()
     for steps_after in (0, 1, 2):
@@ -238,7 +238,7 @@ def test_two_runtimes_hear_of_their_own_steps_only(provider: str, device: torch.
 
 
 def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: torch.device) -> None:
-    """A device that works only when it is waited for, after a ring of two slots: what waits is the slot's next use."""
+    """The device works only when it is waited for, behind a ring of two slots: the next use of a slot waits."""
     serving = Serving(torch.device("cpu"), graphs=False)
     runtime, late = serving.runtime, LateDevice()
     publisher = runtime.gate._publisher
@@ -268,7 +268,7 @@ def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: 
         late.launch(partial(body, runtime.gate._children[0].tensors))
         runtime.end_step()
         runtime.table.mark_stored(batch.rows, batch.kv_len)
-        # Of the steps that the device has begun, it has not done the last one.
+        # The device has begun these steps, but has not done the last one.
         assert len(found) == max(0, length - 3)
     assert told == [(5, 2), (6, 3)]
     late.drain()

@@ -1,4 +1,4 @@
-"""Lengths and token ids that only the device knows: bitwise what the host's give, and never out of bounds."""
+"""Lengths and token ids that only the device knows: bitwise equal to the host's results, and never out of bounds."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "grap
 
 
 def ints(values: Sequence[int], like: Serving) -> Tensor:
-    """int32 on the device of a runtime."""
+    """Returns int32 on the device of a runtime."""
     return torch.tensor(values, dtype=torch.int32, device=like.runtime.device)
 
 
 def serving_with_prompts(
     provider: str, device: torch.device, prompts: Sequence[int], *, graphs: bool
 ) -> tuple[Serving, list[Request]]:
-    """Requests with these prompts; every later step of theirs may be replayed, at one padded shape of each kind."""
+    """Returns requests with these prompts; their later steps may be replayed, at one padded shape of each kind."""
     serving = Serving(device, graphs=graphs, provider=provider, capture_tokens=(32,), num_pages=120)
     requests = serving.admit(len(prompts))
     serving.step(requests, prompts)
@@ -63,7 +63,7 @@ def test_decode_steps_take_kv_lengths_from_the_device(provider: str, graphs: boo
 
 @both_ways
 def test_accepted_drafts_are_counted_on_the_device(provider: str, graphs: bool, device: torch.device) -> None:
-    """Up to four tokens a sequence are verified; tokens are packed by how many the device takes, none included."""
+    """Up to four tokens per sequence are verified; tokens are packed by the number that the device takes, or none."""
     serving, requests = serving_with_prompts(provider, device, [5, 2, 9, 4], graphs=graphs)
     for q_len in ([4, 1, 2, 3], [0, 4, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [4, 4, 4, 4]):
         room = [4 - new for new in q_len]
@@ -99,7 +99,7 @@ def test_a_sequence_that_ended_on_the_device_takes_no_token(provider: str, devic
 
 @dataclass(frozen=True)
 class Case:
-    """Prompts of some requests, then for each the new tokens of a step and by how much its bounds exceed them."""
+    """Prompts of some requests, then for each the new tokens of a step and the excess of its bounds over them."""
 
     prompts: list[int]
     q_len: list[int]
@@ -109,7 +109,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """A mixed step, so that the host's own is padded to the same shape; the first sequence takes all that it may."""
+    """Draws a mixed step, so that the host's own has the same padded shape; the first sequence uses all its bound."""
     count = draw(st.integers(2, 4))
 
     def each(low: int, high: int) -> list[int]:
@@ -159,7 +159,7 @@ INT32 = st.integers(-(2**31), 2**31 - 1)
 def test_no_value_on_the_device_leads_out_of_what_was_reserved(
     provider: str, device: torch.device, kv_len: list[int], q_len: list[int]
 ) -> None:
-    """Two of three requests get any numbers; pages that are not theirs stay as they are, and the host is told."""
+    """Two of three requests get any numbers; other requests' pages stay unchanged, and the host gets a report."""
     serving, requests = serving_with_prompts(provider, device, [5, 6, 7], graphs=False)
     table = serving.runtime.table
     serving.runtime.table.reserve_all(np.array([request.row for request in requests[:2]]), np.array([8, 8], np.int32))
@@ -188,7 +188,7 @@ def test_no_value_on_the_device_leads_out_of_what_was_reserved(
 
 @both_ways
 def test_token_ids_come_from_the_device(provider: str, graphs: bool, device: torch.device) -> None:
-    """As with overlapped scheduling: the ids of a step are what the last one has sampled, in a tensor that stays."""
+    """Overlapped scheduling does this: a step's ids are those that the last one sampled, in a tensor that stays."""
     outs = []
     for on_device in (False, True):
         tiny = Tiny.build(device, provider, [4])
@@ -211,7 +211,7 @@ def test_token_ids_come_from_the_device(provider: str, graphs: bool, device: tor
 
 
 def verified(tiny: Tiny, runner: StepRunner, prompt: int, num_seqs: int) -> tuple[Tensor, list[Tensor]]:
-    """Rows and stored K and V of a step of which the device takes one token of up to four.
+    """Returns rows and stored K and V of a step of which the device takes one token of up to four.
 
     The host's bounds are as loose as they may be: the last of four tokens would be one past the end.
     """
@@ -236,7 +236,7 @@ def verified(tiny: Tiny, runner: StepRunner, prompt: int, num_seqs: int) -> tupl
 def test_a_graph_for_lengths_on_the_device_is_checked_on_other_requests(
     max_num_seqs: int, provider: str, device: torch.device
 ) -> None:
-    """Never on the step itself: the host does not know which of its tokens are new, and which are stored already."""
+    """The check never uses the step itself: the host does not know which of its tokens are new and which are stored."""
     found = []
     for graphs in (False, True):
         tiny = Tiny.build(device, provider, [4], (16,), max_num_seqs=max_num_seqs)
@@ -250,7 +250,7 @@ def test_a_graph_for_lengths_on_the_device_is_checked_on_other_requests(
 
 @pytest.mark.parametrize("given", [7, 10, 6])
 def test_a_length_that_leaves_a_gap_is_cut_to_what_is_stored(provider: str, given: int, device: torch.device) -> None:
-    """Five tokens are stored, and a step of one may have ten: what follows them in their pages is another's."""
+    """Five tokens are stored, and a step of one may have ten: later places in their pages belong to others."""
     serving, (request, other) = serving_with_prompts(provider, device, [5, 3], graphs=False)
     rows = np.array([request.row, other.row], np.int32)
     serving.runtime.table.reserve_all(rows, np.array([10, 4], np.int32))
@@ -268,7 +268,7 @@ def test_a_length_that_leaves_a_gap_is_cut_to_what_is_stored(provider: str, give
 
 
 def test_new_tokens_that_the_device_leaves_out_leave_no_gap(provider: str, device: torch.device) -> None:
-    """The host has the length, and the bound of what is new: less would begin after what is stored."""
+    """The host has the length, and a bound on the new tokens: fewer would begin after the stored ones."""
     serving, (request,) = serving_with_prompts(provider, device, [5], graphs=False)
     rows = np.array([request.row], np.int32)
     serving.runtime.table.reserve_all(rows, np.array([8], np.int32))
@@ -286,7 +286,7 @@ def test_token_ids_after_what_the_device_takes_are_zero(provider: str, device: t
     rows = np.array([request.row for request in serving.admit(2)], np.int32)
     most = np.array([3, 3], np.int32)
     serving.runtime.table.reserve_all(rows, most)
-    # What the device does not take lies before the new tokens.
+    # The tokens that the device does not take lie before the new tokens.
     serving.runtime.table.mark_stored(rows, most)
     ids = np.array([11, 12, 13, *[2**31 - 1] * 3], np.int32)
     taken = ints([2, 1], serving)
@@ -299,7 +299,7 @@ def test_token_ids_after_what_the_device_takes_are_zero(provider: str, device: t
         step = serving.runtime.step(batch).parts[0]
         assert step.token_ids.tolist() == [11, 12, 13, 0, 0, 0]
         assert step.plan.shape.kind is StepKind.MIXED
-        # kv_len stays with the host, at its bound of 3.
+        # kv_len stays at the host's bound of 3.
         assert step.positions.tolist() == [1, 2, 2, 0, 0, 0]
         serving.runtime.end_step()
 
@@ -358,6 +358,6 @@ def test_a_kernel_that_must_know_lengths_on_the_host_is_named(provider: str, dev
             Unsupported, match=f"{provider}.decode must know the lengths of a step on the host, and they"
         ):
             serving.runtime.stage(replace(batch, inputs=DeviceInputs(kv_len=ints([2], serving))))
-    # Token ids are no lengths.
+    # Token ids are not lengths.
     serving.runtime.stage(replace(batch, inputs=DeviceInputs(token_ids=ints([2], serving))))
     serving.runtime.end_step()

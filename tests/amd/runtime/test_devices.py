@@ -43,7 +43,7 @@ def test_a_step_on_another_stream_starts_after_the_last_one(provider: str, devic
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            # What comes next on other streams must wait for this step.
+            # The next work on other streams must wait for this step.
             torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
             world.step(requests, [1, 1])
         torch.cuda.current_stream(device).wait_stream(stream)

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.long
 def world_of(
     provider: str, device: torch.device, branches: int, *, page_size: int = 4, window_left: int = -1, swa: bool = False
 ) -> World:
-    """Two layers, of which the second may have a window and live in a pool of its own."""
+    """Two layers; the second may have a window and a separate pool."""
     problem = small_problem(page_size, custom_mask=branches > 1)
     problems = [problem, replace(problem, window_left=window_left)]
     return World.build(
@@ -161,7 +161,7 @@ def test_what_is_no_round_is_refused(provider: str, device: torch.device) -> Non
 
 
 def test_a_draft_step_waits_for_its_parents(provider: str, device: torch.device) -> None:
-    """Whose children drafts are decides what they see, so no layer of theirs is called before."""
+    """The parents of drafts decide which keys they see, so no layer of theirs is called before."""
     world = world_of(provider, device, 2)
     request = world.admit()
     world.step([request], [5])

@@ -1,4 +1,4 @@
-"""Steps over eight-bit K and V, eager and graphed, of every encoding and kind of factor, against the oracle."""
+"""Steps over eight-bit K and V, eager and graphed, of every encoding and kind of scale, against the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ each_scales = pytest.mark.parametrize(
     [pytest.param(scales, marks=[pytest.mark.long] * (scales is Scales.HEAD)) for scales in EVERY_SCALES],
     ids=lambda scales: scales.name,
 )
-# Each encoding once and each kind of factor once, graphed or eager by turns; the others are long.
+# Each encoding once and each kind of scale once, graphed or eager by turns; the others are long.
 each_encoding_and_scales = pytest.mark.parametrize(
     ("graphs", "scales", "encoding"),
     [
@@ -44,7 +44,7 @@ each_provider = pytest.mark.parametrize("provider", providers())
 
 
 def given(scales: Scales) -> KVScales:
-    """Factors of the kind, all different."""
+    """Scales of the kind, all different."""
     return (
         KVScales(torch.tensor([0.011, 0.026]), torch.tensor([0.019, 0.008]))
         if scales is Scales.HEAD
@@ -116,7 +116,7 @@ def test_layers_of_one_model_may_keep_k_and_v_differently(provider: str, device:
 def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
     provider: str, device: torch.device
 ) -> None:
-    """Page 0 stays zero, also where 0 with a sign is no number."""
+    """Page 0 stays zero, even in an encoding in which negative 0 is NaN."""
     for encoding in ENCODINGS:
         problem = small_problem(kv_encoding=encoding, kv_scales=Scales.TOKEN)
         world = World.build([problem], device, provider)

@@ -1,4 +1,4 @@
-"""Rows that go back or share pages, and steps that stop half way: which tokens may be stored, and which are read."""
+"""Rows that go back or share pages, and steps that stop half way: tokens that may be stored, and that are read."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "grap
 
 
 def family(world: World, kv_len: int, shared: int) -> tuple[Request, Request]:
-    """A request of kv_len tokens and a fork of the first ones."""
+    """Returns a request of kv_len tokens and a fork of the first ones."""
     parent = world.admit()
     world.step([parent], [kv_len])
     return parent, world.fork(parent, shared)
 
 
 def assert_refused(world: World, request: Request, q_len: int) -> None:
-    """A step is refused when it stores, and says what to call."""
+    """Checks that a step is refused when it stores, and that the error names the call to make."""
     start = request.kv_len
     step = world.runtime.step(world.batch([request], [q_len])).parts[0]
     _, k, v = world.qkv(world.problems[0], step)
@@ -55,7 +55,7 @@ def assert_refused(world: World, request: Request, q_len: int) -> None:
 def test_either_side_recomputes_tokens_that_both_have(
     provider: str, who: str, kv_len: int, back: int, device: torch.device
 ) -> None:
-    """As when a whole prompt is found in a cache, and its last token is computed again for its logits."""
+    """This happens if a cache has a whole prompt, whose last token is computed again for its logits."""
     world = World.build([small_problem()] * 2, device, provider)
     parent, child = family(world, kv_len, kv_len)
     goes_back, stays = (parent, child) if who == "parent" else (child, parent)
@@ -81,7 +81,7 @@ def test_who_holds_its_pages_alone_again_goes_back_freely(provider: str, freed: 
 @pytest.mark.long
 @each_provider
 def test_tokens_after_what_is_shared_are_taken_back_freely(provider: str, device: torch.device) -> None:
-    """Drafts of both sides, in a page that both began in."""
+    """They are drafts of both sides, in a page that both began in."""
     world = World.build([small_problem()], device, provider)
     parent, child = family(world, 6, 6)
     for _ in range(3):
@@ -93,7 +93,7 @@ def test_tokens_after_what_is_shared_are_taken_back_freely(provider: str, device
 
 @each_provider
 def test_a_parent_goes_on_in_a_page_whose_first_tokens_it_shares(provider: str, device: torch.device) -> None:
-    """Room was reserved before the fork, so that no page is copied: the child's tokens lie before the parent's."""
+    """Pages were reserved before the fork, so no page is copied: the child's tokens lie before the parent's."""
     world = World.build([small_problem()], device, provider)
     parent = world.admit()
     world.runtime.table.reserve(parent.row, 16)
@@ -145,7 +145,7 @@ def test_a_split_step_that_would_write_to_a_shared_page_is_refused_in_both_halve
 @each_provider
 @both_ways
 def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool, device: torch.device) -> None:
-    """As decoders do over an encoder's KV, each beam in a fork of its row; the longest chunk first."""
+    """Decoders do so over an encoder's KV, each beam in a fork of its row; the longest chunk first."""
     problem = replace(small_problem(), causal=False)
     world = World.build([problem], device, provider, capture_sizes=(4,))
     runtime = world.runtime
@@ -187,7 +187,7 @@ def test_a_length_on_the_device_does_not_lead_into_what_is_shared(
     serving.run_batch([child, other], [2, 2], replace(batch, inputs=lengths))
     serving.check([child, other], [2, 2])
     faults = []
-    for _ in range(3):  # where a graph was made first, the batch was published twice
+    for _ in range(3):  # if a graph was made first, the batch was published twice
         try:
             serving.runtime.check_device()
         except DeviceFault as fault:
@@ -223,11 +223,11 @@ def test_lengths_on_the_device_go_back_where_the_other_row_is_gone(
 
 
 class Fails(Exception):
-    """What a forward raises."""
+    """The exception that a forward raises."""
 
 
 def model(layers: int, device: torch.device) -> tuple[AttentionRuntime, Callable[[Part], Tensor], dict[str, int]]:
-    """A runtime, a forward that raises before the layer `fails_at`, and that number."""
+    """Returns a runtime, a forward that raises before the layer `fails_at`, and that number."""
     problem = Problem(2, 1, 8, torch.float32, 4, v_head_dim=8, scale=8**-0.5)
     runtime = build_runtime(
         [problem] * layers,
@@ -276,7 +276,7 @@ def test_a_step_that_raised_half_way_is_run_again_before_the_next(
     assert torch.equal(runner.run(tokens(row, 6, 1)), once)
     runner.run(tokens(row, 7, 1))
     runner.run(tokens(row, 8, 1))
-    # What was overwritten in some layers is not there any more, nor what came after it.
+    # Tokens that some layers have overwritten are gone, and so are those after them.
     plan["fails_at"] = fails_at
     with pytest.raises(Fails):
         runner.run_eagerly(tokens(row, 5, 2))

@@ -20,7 +20,7 @@ each_end = pytest.mark.parametrize("launches", [False, True], ids=["not launched
 
 
 class _LaunchFails(Exception):
-    """What a driver may say."""
+    """An error that a driver may raise."""
 
 
 def _failing(replay: Callable[[], object], launches: bool) -> None:
@@ -30,7 +30,7 @@ def _failing(replay: Callable[[], object], launches: bool) -> None:
 
 
 def _after_a_launch_that_failed(device: torch.device, *, launches: bool) -> tuple[Serving, list[Request]]:
-    """Three requests, of which the first two were to be in a step whose graph takes its inputs."""
+    """Returns three requests, the first two of which were to be in a step whose graph takes its inputs."""
     serving = Serving(device, graphs=True, provider=providers()[-1])
     requests = serving.admit(3)
     serving.step(requests, [3, 5, 2])
@@ -48,7 +48,7 @@ def _after_a_launch_that_failed(device: torch.device, *, launches: bool) -> tupl
 
 @each_end
 def test_the_step_after_a_launch_that_failed_takes_its_own_inputs(launches: bool, device: torch.device) -> None:
-    """It is of other requests, in another order, and so is the one after it."""
+    """It has other requests, in another order, and so has the one after it."""
     serving, (first, second, third) = _after_a_launch_that_failed(device, launches=launches)
     replays = serving.runner.counters.replays
     for requests in ([third, second], [first, third], [second, first], [third, first]):
@@ -60,7 +60,7 @@ def test_the_step_after_a_launch_that_failed_takes_its_own_inputs(launches: bool
 def test_a_count_that_is_not_lost_leaves_a_step_the_inputs_of_the_one_that_failed(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device has counted the run that failed, and the host has not: what it writes is not due."""
+    """The device has counted the run that failed, and the host has not: the host's inputs are not due."""
 
     def run(self: GraphRuns, replay: Callable[[], object]) -> None:
         replay()

@@ -1,4 +1,4 @@
-"""Steps whose graph takes their inputs leave behind what other steps do, and refuse what those refuse."""
+"""Steps whose graph takes their inputs leave the same state as other steps, and refuse the same batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUM_SEQS, PADDED, MAX_KV_LEN = 3, 4, 4096
 
 
 class Going:
-    """Requests that go on by a token in each step. Outputs are the inputs that the device has: id, length, row."""
+    """Requests that continue by one token per step. Outputs are the inputs that the device has: id, length, row."""
 
     def __init__(
         self,
@@ -64,21 +64,21 @@ class Going:
             self.step()
 
     def batch(self, num_seqs: int = NUM_SEQS) -> StepBatch:
-        """The next step of the first requests, for which there is room."""
+        """Returns the next step of the first requests, for which there is room."""
         rows, kv_len = self.rows[:num_seqs], self.kv_len[:num_seqs] + 1
         self.runtime.table.reserve_all(rows, kv_len)
         ids = np.arange(num_seqs, dtype=np.int32) + 10 * self.number
         return StepBatch(rows, kv_len, np.ones(num_seqs, np.int32), ids)
 
     def step(self, num_seqs: int = NUM_SEQS) -> None:
-        """A step, whose inputs are right."""
+        """Runs a step and checks its inputs."""
         self.number += 1
         batch = self.batch(num_seqs)
         self.check(batch, self.runner.run(batch))
         self.kv_len = np.concatenate((batch.kv_len, self.kv_len[num_seqs:]))
 
     def check(self, batch: StepBatch, got: torch.Tensor) -> None:
-        """The device has had these inputs."""
+        """Checks that the device has had these inputs."""
         wanted = np.stack((batch.token_ids, batch.kv_len, batch.rows), 1)
         assert torch.equal(got, torch.from_numpy(wanted))
 
@@ -93,7 +93,7 @@ class Going:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each step that was staged has left its inputs to its graph."""
+    """Returns a list that records for each staged step whether it left its inputs to its graph."""
     found = list[bool]()
     stage: Callable[..., Step] = StepGate.stage
 
@@ -162,7 +162,7 @@ def test_what_is_refused_is_refused_with_its_sentence_and_nothing_is_lost(ran: l
     served.runtime.step(batch)
     with pytest.raises(WrongState, match="a step cannot begin, because a step is running; call end_step"):
         served.runner.run(batch)
-    served.runtime.gate.fill()  # the step that was begun goes on
+    served.runtime.gate.fill()  # the step that was begun continues
     served.runtime.end_step()
     served.step()
     served.step()
@@ -181,7 +181,7 @@ def test_an_interrupt_at_any_line_of_a_step_in_one_call_leaves_the_next_one_righ
 
     for _ in every_line(step, 5):
         interrupts += 1
-        # Where it was broken off, its tokens may count as stored or not.
+        # If it was broken off, its tokens may count as stored or not.
         served.kv_len = served.runtime.table.tokens.stored_len[served.rows]
         for _ in range(3):
             served.step()
@@ -243,7 +243,7 @@ def test_an_interrupt_in_a_refused_call_leaves_the_callers_step_open() -> None:
 
 
 class Told(Flight):
-    """A flight recorder: steps with their epochs, and failures. then: done when it is told of a step"""
+    """A flight recorder: steps with their epochs, and failures. then: called when a step is reported to it"""
 
     def __init__(self) -> None:
         self.noted, self.failures = list[tuple[StepBatch, int]](), list[BaseException]()
@@ -495,9 +495,8 @@ def test_ranks_that_agree_and_unusual_steps_are_right(ran: list[bool]) -> None:
     masked = StepBatch(served.rows, served.batch().kv_len, ones, NO_TOKEN_IDS, mask=tree)
     with pytest.raises(BadBatch, match="no layer looks at it"):
         run(masked)
-    chunk = StepBatch(
-        served.rows, served.kv_len + 2, 2 * ones, NO_TOKEN_IDS
-    )  # no graph has so many tokens of a sequence
+    # No graph has that many tokens of a sequence.
+    chunk = StepBatch(served.rows, served.kv_len + 2, 2 * ones, NO_TOKEN_IDS)
     served.runtime.table.reserve_all(served.rows, chunk.kv_len)
     run(chunk)
     served.kv_len = chunk.kv_len

@@ -14,7 +14,7 @@ from tests.amd.runtime.interrupts import interrupted_at
 
 
 def test_a_dropped_ring_waits_for_its_readers_before_its_memory_goes() -> None:
-    """torch hands pinned memory on as soon as it has no owner, whatever still reads it."""
+    """torch reuses pinned memory as soon as it has no owner, even if it is still being read."""
     slots: list[weakref.ref[torch.Tensor]] = []
     alive_at_wait = []
 

@@ -1,6 +1,6 @@
-"""Layers with a window in a pool of their own: every step equals the oracle while pages leave the windows.
+"""Layers with a window in a separate pool: every step equals the reference while pages leave the windows.
 
-Every page that no row holds is NaN when a step begins, those that it has just given back included, and no id is handed
+Every page that no row holds is NaN when a step begins, including those that it has just given back, and no id is handed
 out in both spaces.
 """
 
@@ -111,7 +111,7 @@ def test_random_steps_equal_the_oracle_while_pages_leave_the_windows(
     world = hybrid(device, provider, page_size=page_size)
     random = np.random.default_rng(page_size)
     given_back = 0
-    # The interpreter takes seconds for what a GPU does in microseconds.
+    # The interpreter takes seconds for work that takes a GPU microseconds.
     num_steps = 16 if world.runtime.target.arch == "interpreter" else 50
     for _ in range(num_steps):
         if random.random() < 0.5:
@@ -154,7 +154,7 @@ def test_rejected_drafts_are_computed_again_within_what_is_kept(provider: str, d
         world.step(requests, [4, 4])
         for request in requests:
             take_back(request, rejected)
-    # Beyond what is kept, the pages of the window are gone.
+    # The pages of the window outside of the kept ones are gone.
     world.step(requests, [1, 1])
     take_back(requests[0], KEPT + 7)
     with pytest.raises(BadBatch, match="raise swa_kept to the tokens it goes back"):

@@ -59,7 +59,7 @@ def test_a_runtime_that_was_built_in_inference_mode_serves_outside_of_it(
 ) -> None:
     with torch.inference_mode():
         serving = Serving(device, graphs=graphs, provider=provider)
-    # The tensors of the test's own model are another matter.
+    # The tensors of the test's own model are not checked.
     for name in ("q", "k", "v", "out", "lse"):
         setattr(serving, name, getattr(serving, name).clone())
     requests = serving.admit(2)

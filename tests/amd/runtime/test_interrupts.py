@@ -1,4 +1,4 @@
-"""A KeyboardInterrupt anywhere inside a step leaves a runtime that serves the next one, and serves it right."""
+"""A KeyboardInterrupt anywhere inside a step leaves a runtime that serves the next step correctly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rocm_attn.step.step import Part
 from tests.amd.runtime.interrupts import every_line, interrupted_at
 from tests.amd.runtime.stepping import small_problem
 
-# Of the interpreter's stage: its kernels are torch's, and the stage host runs it every time.
+# Marked long for the interpreter's stage: the kernels are torch's, and the host stage runs it every time.
 pytestmark = pytest.mark.long
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ class Counted:
         return StepBatch(rows, one, one, ids)
 
     def run(self, kind: str, number: int) -> None:
-        """A step, whose result is right."""
+        """Runs a step and checks its result."""
         split = kind == "split"
         batch = self.batch(number, on_device=kind == "lengths on the device")
         (rows,) = (partial(self.runner.run, halves=2) if split else self.runner.run)(batch)
@@ -76,7 +76,7 @@ class Counted:
 )
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_an_interrupt_at_any_line_of_a_step_leaves_the_next_one_right(graphs: bool, kind: str, apart: int) -> None:
-    """And no fault is reported that there was not. apart: lines from one interrupt to the next."""
+    """It reports no fault that did not happen. apart: lines from one interrupt to the next."""
     served = Counted(graphs=graphs)
     for _ in range(2):
         served.run(kind, 1)
@@ -99,7 +99,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_the_next_one_right(graphs: bo
 
 @pytest.mark.parametrize("stride", [4001, pytest.param(397, marks=pytest.mark.nightly)])
 def test_an_interrupt_while_a_graph_is_made_leaves_the_next_step_right(stride: int) -> None:
-    """And no row or page is lost."""
+    """No row or page is lost either."""
     line = 1
     while True:
         served = Counted(graphs=True)
@@ -110,7 +110,7 @@ def test_an_interrupt_while_a_graph_is_made_leaves_the_next_step_right(stride: i
             served.run("whole", 2 + number)
         served.runtime.check_device()
         assert served.runner.counters.graphs_off == ""
-        assert served.runner.counters.replays >= 3  # the step that was interrupted may have been replayed by then
+        assert served.runner.counters.replays >= 3  # the interrupted step may have been replayed by then
         assert (served.runtime.table.num_free_rows, served.runtime.table.full.num_free_pages) == free
         line += stride
     assert line > 1000
@@ -139,7 +139,7 @@ def test_an_interrupt_right_after_a_graph_was_put_away_leaves_the_next_step_righ
 def test_an_interrupt_while_addresses_are_pinned_again_lets_the_next_reopen_pin_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also after a step has found that they were given up, and has kept no number of a seal."""
+    """This also holds after a step has found that they were given up, and has kept no number of a seal."""
     served = Counted(graphs=True)
     served.run("whole", 1)
     served.runtime.seals.unseal([4], [1])

@@ -1,4 +1,4 @@
-"""Absorbed latent attention through the runtime: every kind of step, checked against the oracle."""
+"""Absorbed latent attention through the runtime: every kind of step, checked against the reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ serving = pytest.mark.parametrize("provider", providers())
 
 
 def latent_problem(page_size: int = 4, *, heads: int = 6, dims: tuple[int, int] = (24, 16)) -> Problem:
-    """Rows of 16 elements of V and 8 after it, unless said otherwise."""
+    """Rows of 16 elements of V and 8 after it, unless specified otherwise."""
     plain = small_problem(page_size, num_q_heads=heads, num_kv_heads=1, head_dim=dims[0], v_head_dim=dims[1])
     return replace(plain, pool=PoolKind.LATENT, wants_lse=True)
 
@@ -90,17 +90,17 @@ def test_deterministic_kernels_serve_latent_layers(provider: str, device: torch.
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of the projections that latents are expanded by: w_k [heads, 16, 32], w_v [heads, 32, 12]; 8 elements turn."""
+    """The projections that expand latents: w_k [heads, 16, 32], w_v [heads, 32, 12]; 8 elements are rotary."""
 
     w_k: Tensor
     w_v: Tensor
 
     def absorbed(self, q: Tensor) -> Tensor:
-        """q [tokens, heads, 16 + 8] as it meets latents, [tokens, heads, 32 + 8]."""
+        """Returns q [tokens, heads, 16 + 8] in the space of latents, [tokens, heads, 32 + 8]."""
         return torch.cat([torch.einsum("thn,hnl->thl", q[..., :16], self.w_k), q[..., 16:]], -1)
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [tokens, heads, 16 + 8] and values [tokens, heads, 12]."""
+        """Returns keys [tokens, heads, 16 + 8] and values [tokens, heads, 12]."""
         turned = latents[:, None, 32:].expand(-1, len(self.w_k), -1)
         k = torch.cat([torch.einsum("tl,hnl->thn", latents[:, :32], self.w_k), turned], -1)
         return k, torch.einsum("tl,hlv->thv", latents[:, :32], self.w_v)
@@ -173,7 +173,7 @@ def test_absorbed_expanded_and_dense_attention_are_one(
     if kept[1] is Scales.LAYER:
         runtime.set_kv_scales(0, KVScales(0.02, 0.02))
     rows, lengths = [runtime.table.admit() for _ in range(3)], [0, 0, 0]
-    # Prompts, then chunks over them: one of a sequence that has no prefix, and of one that has nothing new.
+    # Prompts, then chunks over them: one sequence has no prefix, and one has no new tokens.
     for q_len in ([11, 0, 5], [4, 9, 0]):
         lengths = [length + new for length, new in zip(lengths, q_len, strict=True)]
         for row, length in zip(rows, lengths, strict=True):
@@ -200,7 +200,7 @@ def test_absorbed_expanded_and_dense_attention_are_one(
 
 
 def stored_rows(runtime: AttentionRuntime, row: int, length: int) -> Tensor:
-    """The first rows of a sequence as its pages hold them, [length, 40]."""
+    """Returns the first rows of a sequence as stored in its pages, [length, 40]."""
     ids = torch.from_numpy(np.array(runtime.table.pages_of(row), np.int64)).to(runtime.device)
     k, _ = runtime.pool.layer(0).read(ids)
     return k.flatten(0, 1)[:length, 0]
@@ -209,7 +209,7 @@ def stored_rows(runtime: AttentionRuntime, row: int, length: int) -> Tensor:
 def absorbed_step(
     runtime: AttentionRuntime, batch: StepBatch, q: Tensor, latents: Tensor
 ) -> tuple[Step, Tensor, Tensor]:
-    """out and lse of a step over latents that it stores; the step still runs."""
+    """Returns out and lse of a step over latents that it stores; the step still runs."""
     step = runtime.step(batch)
     (part,) = step.parts
     num_tokens, padded = len(q), part.token_ids.shape[0]

@@ -1,4 +1,4 @@
-"""Layers with windows, soft caps, sinks and slopes beside plain ones, through whole steps, against the oracle."""
+"""Layers with windows, soft caps, sinks and slopes next to plain ones, through whole steps, against the reference."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_what_graphs_read_includes_the_head_weights(device: torch.device) -> Non
 
 
 def test_a_kernel_without_a_feature_is_refused_by_name() -> None:
-    """What a row of the capability table does not say, it does not serve."""
+    """A kernel does not serve features that its row of the capability table does not list."""
     (row,) = (row for row in TRITON.rows if row.name == "triton.decode")
     limits = replace(row.limits, window=False, soft_cap=False, sinks=False, alibi=False, non_causal=False)
     problem = replace(small_problem(logits_soft_cap=3.0, has_sinks=True, has_alibi_slopes=True), causal=False)

@@ -1,4 +1,4 @@
-"""Steps that bring a mask: what their tokens see, their positions, and what is refused."""
+"""Steps with a mask: the keys that their tokens see, their positions, and the refused masks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_masked_layers_see_what_the_mask_says_and_others_what_they_always_do(
 @pytest.mark.long
 @each_provider
 def test_a_window_of_a_masked_layer_reads_nothing_that_was_evicted(provider: str, device: torch.device) -> None:
-    """Its mask shows all; the pages that have left the window were given up, and hold NaN."""
+    """Its mask shows all keys; the pages that have left the window were given up, and hold NaN."""
     world, requests = world_of(device, provider, swa_pages=24)
     for _ in range(4):
         q_len = [3, 5, 4]
@@ -85,7 +85,7 @@ def test_a_window_of_a_masked_layer_reads_nothing_that_was_evicted(provider: str
 
 @each_provider
 def test_a_window_counts_the_depth_of_a_tree_and_not_its_tokens(provider: str, device: torch.device) -> None:
-    """Eight siblings: each sees the window after the trunk, wherever among them it lies."""
+    """Eight siblings: each sees the window after the trunk, regardless of its place among them."""
     world = World.build([replace(MASKED, window_left=3)], device, provider)
     trunk = world.admit()
     world.step([trunk], [10])
@@ -100,7 +100,7 @@ def trees(parents: Sequence[Sequence[int]], device: torch.device) -> TreeMask:
 
 
 def random_positions(world: World, requests: Sequence[Request], q_len: Sequence[int]) -> torch.Tensor:
-    """Of the next step's tokens: as many steps after the older keys as there are new ones, and some before those."""
+    """Positions of the next step's tokens: near the older keys' end, at most as far after it as there are new ones."""
     rows = [
         torch.randint(request.kv_len - 2, request.kv_len + new + 1, (new,), generator=world.generator)
         for request, new in zip(requests, q_len, strict=True)
@@ -149,7 +149,7 @@ def test_positions_come_with_the_mask_and_pads_are_zero(provider: str, device: t
 
 @each_provider
 def test_a_branch_is_what_a_chain_of_its_tokens_would_be(provider: str, device: torch.device) -> None:
-    """Every token of a tree gets what it gets as the last of a causal step over its own branch."""
+    """Every token of a tree gets the same result as the last token of a causal step over its own branch."""
     world = World.build([MASKED], device, provider, num_pages=200)
     trunk = world.admit()
     world.step([trunk], [11])
@@ -288,7 +288,7 @@ def test_aiter_is_not_chosen_for_masks() -> None:
 
 
 def test_masked_steps_have_a_plan_of_their_own(device: torch.device) -> None:
-    """Of the same sizes, a step with a mask and one without must not share a graph."""
+    """A step with a mask and one without must not share a graph, even if their sizes are equal."""
     world, requests = world_of(device, "torch")
     batch = world.batch(requests, [1, 1, 1])
     mask = StepMask(ones(5, device), kv_positions(batch.kv_len, batch.q_len, device))

@@ -1,4 +1,4 @@
-"""merge_states: attention over parts of the keys, put together for the caller."""
+"""merge_states: attention over parts of the keys, merged for the caller."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rocm_attn.step.merging import merge_state, merge_states
 from tests.amd.runtime.stepping import small_problem
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
-# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+# Marked long for the interpreter's stage: no Triton kernel runs here, and the host stage runs it every time.
 pytestmark = pytest.mark.long
 
 Side = tuple[Tensor, Tensor]
 
 
 def sides_of(problem: Problem, cuts: Sequence[int], device: torch.device, seed: int) -> tuple[list[Side], Side]:
-    """The oracle over ranges of keys between the cuts, and over all of them; q, k and v are random."""
+    """The reference over ranges of keys between the cuts, and over all of them; q, k and v are random."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(7, 6, 16, generator=generator)
     k, v = torch.randn(2, cuts[-1], 2, 16, generator=generator)

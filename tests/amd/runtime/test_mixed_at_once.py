@@ -29,7 +29,7 @@ SHAPE = PaddedShape(StepKind.MIXED, 4, 64)
 
 @dataclass
 class Noting:
-    """A kernel that notes what it is given, and fills its workspace. words: of workspace that it asks for"""
+    """A kernel that records its arguments, and fills its workspace. words: of workspace that it requests"""
 
     words: int
     given: list[torch.Tensor] = field(default_factory=list)

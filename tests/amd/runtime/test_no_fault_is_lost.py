@@ -1,4 +1,4 @@
-"""A fault is reported although memory runs out, or the user interrupts, while it is on its way to the caller."""
+"""A fault is reported even if memory runs out, or the user interrupts, while it is on its way to the caller."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runtime.interrupts import interrupted_at
 from tests.amd.runtime.stepping import small_problem
 
-# Of the interpreter's stage: its kernels are torch's, and the stage host runs it every time.
+# Marked long for the interpreter's stage: the kernels are torch's, and the host stage runs it every time.
 pytestmark = pytest.mark.long
 
 
 def two_faults() -> AttentionRuntime:
-    """After a whole step, 1, and a split one, 2 and 3; 1 and 3 were given lengths beyond their bounds."""
+    """Returns a runtime after a whole step, 1, and a split one, 2 and 3; 1 and 3 got lengths beyond their bounds."""
     made = build_runtime(
         [small_problem()], RuntimeOptions(num_pages=32, max_num_seqs=2, max_kv_len=16, provider="torch"), device="cpu"
     )
@@ -64,7 +64,7 @@ class OutOfMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def listen(told: set[int], call: Callable[[], object]) -> None:
-    """Add the steps whose faults a call raises, or was about to raise when something else went wrong."""
+    """Adds the steps whose faults a call raises, or was about to raise when another error came."""
     try:
         call()
     except DeviceFault as fault:
@@ -80,7 +80,7 @@ def steps_of(error: BaseException | None) -> set[int]:
 
 
 def go_on(runtime: AttentionRuntime, told: set[int]) -> None:
-    """Run as many whole steps as a report may take."""
+    """Runs as many whole steps as a report may take."""
     for _ in range(8):
         listen(told, partial(runtime.step, batch(10, 10)))
         runtime.end_step()
@@ -93,7 +93,7 @@ CALLS: dict[str, Callable[[AttentionRuntime], object]] = {
 }
 
 
-# Operations, or lines, from one that goes wrong to the next.
+# Number of operations, or lines, from one failure to the next.
 apart = pytest.mark.parametrize("apart", [7, pytest.param(1, marks=pytest.mark.nightly)])
 
 

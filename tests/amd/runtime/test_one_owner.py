@@ -1,4 +1,4 @@
-"""A runtime has one thread at a time, and no copies."""
+"""A runtime belongs to one thread at a time, and cannot be copied."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from rocm_attn.errors import NotCopied, WrongState
 from tests.amd.runtime.test_interrupts import Counted
 
-# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+# Marked long for the interpreter's stage: no Triton kernel runs here, and the host stage runs it every time.
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture
 def hasty_threads() -> Iterator[None]:
-    """Threads take turns as often as they can."""
+    """Threads switch as often as they can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

@@ -1,4 +1,4 @@
-"""What a forward keeps state of its own by: each sequence's row, its tokens, and what pads get in their place."""
+"""Tensors by which a forward keeps its own state: each sequence's row, its tokens, and the values that pads get."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS = {
 
 
 def by_hand(rows: Sequence[int], q_len: Sequence[int], step: Part) -> dict[str, list[int]]:
-    """What the tensors of a step hold, one sequence and one token after the other."""
+    """Returns the expected contents of a step's tensors, one sequence and one token after the other."""
     num_seqs, num_tokens = step.row_of_seq.shape[0], step.token_ids.shape[0]
     new_of_pad = 1 if step.plan.shape.kind.decodes else 0
     pads = num_seqs - len(rows)
@@ -59,7 +59,7 @@ def held(step: Part) -> dict[str, list[int]]:
 
 
 def served(device: torch.device, provider: str, count: int, custom_mask: bool = False) -> tuple[Tiny, Requests]:
-    """Requests of eight tokens, whose rows are not in order."""
+    """Returns requests of eight tokens, whose rows are not in order."""
     tiny = Tiny.build(device, provider, (2, 4), (16,), custom_mask=custom_mask)
     requests = Requests(tiny.runtime)
     requests.admit(4)
@@ -137,7 +137,7 @@ SERVED = [[5, 2, 7], [2, 2], [3, 4], [1, 1, 1], [1, 4, 1], [1], [1, 1], [2, 2, 2
 def test_a_forward_counts_the_tokens_of_each_request_by_their_rows(
     graphs: bool, provider: str, device: torch.device
 ) -> None:
-    """As for penalties. Graphs were tried on the other rows, and pads have counted at row 0."""
+    """Penalties need this. Graphs were tried on the other rows, and pads have counted at row 0."""
     tiny = Tiny.build(device, provider, (2, 4), (8, 16))
     seen = torch.zeros(9, VOCABULARY, device=tiny.runtime.device)
     bias = torch.zeros(9, device=tiny.runtime.device)

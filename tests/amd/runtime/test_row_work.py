@@ -1,4 +1,4 @@
-"""What a layer does to its rows around attention, as calls of a step: eagerly and replayed, against the oracle."""
+"""The work on a layer's rows around attention, as calls of a step: eager and replayed, against the reference."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ LATENT = Problem(4, 1, 72, torch.float32, 4, v_head_dim=64, scale=0.1, pool=Pool
 
 
 def running(problem: Problem) -> tuple[AttentionRuntime, Part]:
-    """A step of one sequence with three new tokens."""
+    """Returns a step of one sequence with three new tokens."""
     options = RuntimeOptions(num_pages=8, max_num_seqs=1, max_kv_len=16, provider="torch")
     runtime = build_runtime([problem], options, device=CPU)
     world = World(runtime, [problem], torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Layers that keep no K and V of their own and read another layer's, as the last layers of Gemma 3n do."""
+"""Layers that keep no K and V themselves and read another layer's, like the last layers of Gemma 3n."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from tests.amd.runtime.stepping import World, providers, small_problem
 
-# what the runtime knows: a layer with a window and one without, each storing K and V
+# the runtime's layers: one with a window and one without, each storing K and V
 STORING = [small_problem(window_left=6), small_problem()]
 
-# what the model has: the layers whose K and V its layers read, and only the first two store any
+# the model's layers: the layers whose K and V they read; only the first two store any
 READS = (0, 1, 1, 0, 1)
 
 

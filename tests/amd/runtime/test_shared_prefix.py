@@ -1,4 +1,4 @@
-"""Decode over shared prefixes: every output is the oracle's, whatever the groups, and wrong groups are refused."""
+"""Decode over shared prefixes: every output is the reference's, for any groups, and wrong groups are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROBLEMS = {
 
 
 def family(world: World, prefix_len: int, suffixes: Sequence[int]) -> list[Request]:
-    """A request with a prefix, and others that share it; each has a suffix of its own."""
+    """Returns a request with a prefix, and others that share it; each has its own suffix."""
     root = world.admit()
     world.step([root], [prefix_len])
     requests = [root, *(world.fork(root, prefix_len) for _ in suffixes[1:])]
@@ -45,11 +45,11 @@ def family(world: World, prefix_len: int, suffixes: Sequence[int]) -> list[Reque
 
 
 def decode(world: World, requests: Sequence[Request], groups: Sequence[PrefixGroup], pad_to: int | None = None) -> None:
-    """A decode step by shared prefixes; every layer against the oracle."""
+    """Runs a decode step by shared prefixes and checks every layer against the reference."""
     world.step(requests, [1] * len(requests), pad_to, prefixes=SharedPrefixes(groups))
 
 
-# On torch all in every run.
+# On torch, every run has all of them.
 IN_EVERY_INTERPRETED_RUN = ("sinks", "odd", "masks in other steps")
 
 
@@ -63,7 +63,7 @@ IN_EVERY_INTERPRETED_RUN = ("sinks", "odd", "masks in other steps")
     ],
 )
 def test_a_shared_prefix_gives_what_plain_decode_gives(problem: Problem, provider: str, device: torch.device) -> None:
-    """Twice, so that the second step's suffixes have crossed a page."""
+    """There are two steps, so that the second step's suffixes have crossed a page."""
     world = World.build([problem, problem], device, provider)
     requests = family(world, 12, [1, 3, 5, 4])
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_sequences_may_be_nothing_but_the_prefix_and_a_token(provider: str, devi
 
 @each_provider
 def test_a_step_without_sequences_may_share_nothing(provider: str, device: torch.device) -> None:
-    """An idle rank runs the kind of step that the others run."""
+    """An idle rank runs the same kind of step as the other ranks."""
     world = World.build([small_problem()], device, provider)
     for pad_to in (None, 4):
         decode(world, [], [], pad_to)
@@ -109,7 +109,7 @@ def test_a_step_without_sequences_may_share_nothing(provider: str, device: torch
 def test_layers_that_cannot_share_decode_the_step_as_any_other(
     swa_pages: int, provider: str, device: torch.device
 ) -> None:
-    """Beside a layer that can: windows, whose pages may be in a pool of their own and given back, and slopes."""
+    """They run next to a layer that can share: windows, whose pages may be in another pool and given back; slopes."""
     problems = [small_problem(), small_problem(window_left=5, has_sinks=True), small_problem(has_alibi_slopes=True)]
     world = World.build(problems, device, provider, swa_pages=swa_pages)
     requests = family(world, 12, [1, 3, 5])
@@ -124,7 +124,7 @@ def test_layers_that_cannot_share_decode_the_step_as_any_other(
 
 @each_provider
 def test_pads_are_inert_beside_kernels_whose_pads_have_a_key(provider: str, device: torch.device) -> None:
-    """Kernels of AITER's need a length of 1 in padded sequences, which all layers then have."""
+    """Kernels of AITER need a length of 1 in padded sequences, which all layers then have."""
     world = World.build([small_problem()], device, provider)
     (selection,) = world.runtime.selections
     lengthy = {
@@ -141,7 +141,7 @@ def test_pads_are_inert_beside_kernels_whose_pads_have_a_key(provider: str, devi
 def test_any_groups_of_forks_of_forks_give_what_the_oracle_gives(
     provider: str, device: torch.device, data: st.DataObject
 ) -> None:
-    """What requests share is what their rows' tables have in common; a step takes any part of that, page by page."""
+    """Requests share the common part of their rows' tables; a step uses any part of it, page by page."""
     world = World.build([small_problem(page_size=2, has_sinks=True)], device, provider, num_pages=200)
     requests = family(world, 10, [1, 2])
     for _ in range(3):
@@ -192,7 +192,7 @@ def test_groups_that_are_none_are_refused(groups: list[PrefixGroup], complaint: 
 
 
 def test_sequences_with_pages_of_their_own_are_refused(device: torch.device) -> None:
-    """Equal tokens are not enough: the pages must be the same, and for as long as the prefix is."""
+    """Equal tokens are not enough: the pages must be the same, for the length of the prefix."""
     world, requests = world_of(device)
     stranger = world.admit()
     world.step([stranger], [10])
@@ -206,7 +206,7 @@ def test_sequences_with_pages_of_their_own_are_refused(device: torch.device) -> 
 
 
 def test_rows_that_were_handed_out_again_share_nothing(device: torch.device) -> None:
-    """The groups are the ones that were looked at, and so are the rows."""
+    """The groups are those that were checked, and so are the rows."""
     world, requests = world_of(device)
     prefixes = SharedPrefixes([PrefixGroup(2, 8)])
     for _ in range(2):
@@ -288,7 +288,7 @@ def test_prefixes_that_no_layer_can_share_are_refused(problem: Problem, reason: 
 
 
 def test_deterministic_kernels_share_nothing() -> None:
-    """Where a prefix ends would be where the softmax is cut."""
+    """The softmax would be cut at the end of a prefix."""
     selection = select(small_problem(), known_target("cpu"), "torch", deterministic=True)
     assert StepKind.SHARED not in selection.kernels
     assert "shared: not torch.shared_prefix: a sequence's result may depend on the batch" in selection.lines()
@@ -300,7 +300,7 @@ def test_auto_shares_prefixes_by_triton_beside_aiters_kernels() -> None:
 
 
 def test_steps_that_share_have_a_plan_of_their_own(device: torch.device) -> None:
-    """Of the same sizes, a step that shares and one that does not must not share a graph."""
+    """A step that shares and one that does not must not share a graph, even if their sizes are equal."""
     world, requests = world_of(device)
     batch = world.batch(requests, [1, 1])
     kinds = []

@@ -1,4 +1,4 @@
-"""Layers that select keys: every kind of step equals attention over what the words of Indexing say, also replayed."""
+"""Layers that select keys: every kind of step equals attention over the keys that Indexing defines, also replayed."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "grap
 
 
 def short(indexing: Indexing) -> list[Problem]:
-    """A layer that selects, one that reuses what it chose, and one that attends to all keys."""
+    """A layer that selects, one that reuses its selection, and one that attends to all keys."""
     return [layer(indexer(indexing)), layer(EarlierSelection(indexing)), layer()]
 
 
 def serve(world: SparseWorld) -> None:
-    """Prompts, mixed steps and decodes of requests that come at different times."""
+    """Serves prompts, mixed steps and decodes of requests that come at different times."""
     first, second = world.admit(), world.admit()
     world.step([first], [9])
     world.step([second, first], [14, 1])
@@ -70,7 +70,7 @@ def test_layers_attend_to_what_is_chosen(kind: str, graphs: bool, device: torch.
 @pytest.mark.long
 @pytest.mark.parametrize("provider", providers())
 def test_every_provider_attends_to_what_is_chosen(provider: str, device: torch.device) -> None:
-    """Cut to what an interpreter can do in seconds."""
+    """The case is cut to a size that an interpreter runs in seconds."""
     world = SparseWorld(short(BLOCKS)[:2], device, provider, graphs=True, max_kv_len=16, max_tokens=12)
     request = world.admit()
     world.step([request], [9])
@@ -103,7 +103,7 @@ long = pytest.mark.long
 
 
 def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN) -> Problem:
-    """The layer with K and V in codes, each token's with a factor of its own."""
+    """Returns the layer with K and V in codes, with a scale per token."""
     return replace(problem, kv_encoding=encoding, kv_scales=Scales.TOKEN)
 
 
@@ -130,7 +130,7 @@ EVERYTHING = {
 def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
     problem: Problem, provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt, a chunk over it, a decode step: of what a layer gives for all keys, and for all of them selected."""
+    """A prompt, a chunk over it and a decode step: a layer over all keys, and a layer that selects all keys."""
     use_matrix_unit(monkeypatch)
     world = SparseWorld([problem], device, provider, deterministic=provider == "triton", max_kv_len=48, max_tokens=48)
     world.runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device))
@@ -154,7 +154,7 @@ def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
 
 
 def test_requests_that_share_pages_share_their_index_keys(device: torch.device) -> None:
-    """A fork copies a page that is partly filled, index keys too."""
+    """A fork copies a page that is partly filled, including its index keys."""
     world = SparseWorld(short(TOKENS), device)
     first = world.admit()
     world.step([first], [10])
@@ -308,7 +308,7 @@ def test_a_selection_is_in_the_memory_that_graphs_read(device: torch.device) -> 
 
 
 def test_a_caller_may_choose_and_is_heard_of_when_it_chooses_wrongly(device: torch.device) -> None:
-    """What lies outside of a sequence gives no key, harms nothing, and is reported with its step."""
+    """Places outside of a sequence give no key, harm nothing, and are reported with their step."""
     world = SparseWorld([layer(indexer(TOKENS))], device)
     request, asked = world.admit(), world.asked[0]
     world.run([request], [6])

@@ -41,7 +41,7 @@ NEW = 4
 def world_of(
     provider: str, device: torch.device, page_size: int, *, swa: bool = False, custom_mask: bool = False
 ) -> World:
-    """Two layers, of which the second one may have a window and pages of its own."""
+    """Two layers; the second one may have a window and separate pages."""
     problem = small_problem(page_size, custom_mask=custom_mask)
     return World.build(
         [problem, replace(problem, window_left=6) if swa else problem],
@@ -85,7 +85,7 @@ class Extending:
         return select_last_accepted(out[:num_tokens], step, self.accepted_of_row[step.row_of_seq])
 
     def run(self, requests: Sequence[Request], bounds: Sequence[int], accepted: Sequence[int]) -> None:
-        """A step after what the requests have, of which the host knows bounds; accepted tokens of it stay theirs."""
+        """Runs a step after the stored tokens, of which the host knows bounds; its accepted tokens stay."""
         world, device = self.world, self.world.runtime.device
         num_tokens = len(requests) * NEW
         for of_layer in self.qkv:
@@ -117,7 +117,7 @@ class Extending:
 def test_draft_extend_goes_on_from_what_only_the_device_has_accepted(
     provider: str, page_size: int, swa: bool, graphs: bool, device: torch.device
 ) -> None:
-    """The host hears of no count: its bounds grow by W a step, and rejected tokens' places are written again."""
+    """The host learns no count: its bounds grow by W per step, and rejected tokens' places are written again."""
     world = world_of(provider, device, page_size, swa=swa)
     requests = [world.admit() for _ in range(3)]
     world.step(requests, [5, 1, 8])
@@ -131,7 +131,7 @@ def test_draft_extend_goes_on_from_what_only_the_device_has_accepted(
 
 
 def test_the_row_of_the_last_accepted_token_is_the_sequences_own(device: torch.device) -> None:
-    """Whatever the counts are, and beside pads."""
+    """This holds for any counts, and with pads."""
     world = world_of("torch", device, 4)
     requests = [world.admit() for _ in range(2)]
     step = world.runtime.step(world.batch(requests, [3, 2])).parts[0]
@@ -203,7 +203,7 @@ def test_a_draft_model_reads_the_targets_pool_and_writes_nothing(
                 check_alone(world, layer, requests, given.tolist(), q, to[layer])
     after = [runtime.pool.layer(layer).k for layer in range(2)]
     assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(before, after, strict=True))
-    # Its bounds are its own: what the target has not stored is not read.
+    # It has its own bounds: tokens that the target has not stored are not read.
     runtime.table.reserve_all(rows, lengths + 1)
     with pytest.raises(BadBatch, match="attends to the first"):
         runner.run(StepBatch(rows, lengths + 1, np.ones(3, np.int32), NO_TOKEN_IDS))

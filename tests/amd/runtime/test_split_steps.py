@@ -1,4 +1,4 @@
-"""Split steps on the runtime: each half sees its own sequences, whatever the sizes and whichever half goes first."""
+"""Split steps on the runtime: each half sees its own sequences, for any sizes and either order of the halves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build(device: torch.device, provider: str, sizes: Sequence[int] = (2, 8), ro
 
 
 def run_half(world: World, half: Part, layer: int, requests: Sequence[Request], q_len: Sequence[int]) -> None:
-    """One layer of one half with random q, k and v, NaN in the pads, checked against the oracle."""
+    """Runs one layer of one half with random q, k and v, NaN in the pads, and checks it against the reference."""
     problem = world.problems[layer]
     q, k, v = world.qkv(problem, half)
     world.remember(layer, requests, q_len, k, v)
@@ -89,7 +89,7 @@ def test_verify_extend_and_mixed_steps_are_split(q_len: list[int], provider: str
 def test_the_halves_do_not_wait_for_each_other(
     order: tuple[tuple[int, int], ...], provider: str, device: torch.device
 ) -> None:
-    """Layer by layer in turn, or the second half first: neither reads what the other one leaves."""
+    """Layer by layer in turn, or the second half first: neither reads the data that the other one leaves."""
     world = build(device, provider)
     requests = [world.admit() for _ in range(5)]
     world.step(requests, [2, 6, 1, 4, 3])

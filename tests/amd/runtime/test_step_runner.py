@@ -1,4 +1,4 @@
-"""Replayed steps: bitwise what the eager ones give, whatever ran before them."""
+"""Replayed steps: bitwise equal to the eager ones, after any earlier steps."""
 
 from __future__ import annotations
 

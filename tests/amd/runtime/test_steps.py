@@ -1,4 +1,4 @@
-"""Whole steps against the oracle: what a model runner may ask of the runtime, eagerly."""
+"""Whole eager steps against the reference: everything that a model runner may request of the runtime."""
 
 from __future__ import annotations
 

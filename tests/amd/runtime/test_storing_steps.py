@@ -1,4 +1,4 @@
-"""A layer of a decode step stores and attends in one launch where its kernel can, with the results of both calls."""
+"""A layer of a decode step stores and attends in one launch if its kernel can, with the results of both calls."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def at_once(layers: LayerCalls, q: Tensor, k: Tensor, v: Tensor, out: Tensor) ->
 
 
 def over_keys(layers: LayerCalls, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """As at_once, with outputs in the memory that K comes in."""
+    """Like `at_once`, but with outputs in the memory that K comes in."""
     memory = torch.cat([k.flatten(), torch.zeros(q.numel() - k.numel(), dtype=k.dtype, device=k.device)])
     layers.store_and_attend(0, q, memory[: k.numel()].view_as(k), v, memory.view_as(q))
     out.copy_(memory.view_as(q))
 
 
 def over_values(layers: LayerCalls, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """As at_once, with V in the middle of the memory that outputs go to."""
+    """Like `at_once`, but with V in the middle of the memory that outputs go to."""
     memory = torch.zeros(q.numel(), dtype=v.dtype, device=v.device)
     given = memory[32 : 32 + v.numel()].view_as(v).copy_(v)
     layers.store_and_attend(0, q, k, given, memory.view_as(q))
@@ -60,9 +60,9 @@ def one_by_one(layers: LayerCalls, q: Tensor, k: Tensor, v: Tensor, out: Tensor)
 def serve(
     layer: Layer, q_lens: Sequence[int], device: torch.device, guards: Guards = ALL_GUARDS
 ) -> tuple[list[Tensor], AttentionRuntime, int]:
-    """Two requests get q_lens new tokens in turn, in decode steps beside two pads.
+    """Two requests get q_lens new tokens in turn, in decode steps with two pads.
 
-    The outputs, the runtime, and how many launches the last layer was.
+    Returns the outputs, the runtime, and the number of launches of the last layer.
     """
     options = RuntimeOptions(num_pages=32, max_num_seqs=4, max_kv_len=32, provider="triton")
     runtime = build_runtime([PROBLEM], options, device=device, guards=guards)
@@ -110,7 +110,7 @@ def test_a_layer_that_stores_and_attends_is_both_calls_with_a_launch_less(kernel
 def test_outputs_may_lie_where_k_or_v_came_in(
     layer: Callable[[LayerCalls, Tensor, Tensor, Tensor, Tensor], None], kernel_device: torch.device
 ) -> None:
-    """A launch that does both would write there before all of it is stored: there are two."""
+    """One launch for both would write there before all of it is stored: there are two."""
     q_lens = [FIRST, 1, 1]
     outs, _, launches = serve(layer, q_lens, kernel_device)
     others, _, apart = serve(one_by_one, q_lens, kernel_device)
@@ -127,7 +127,7 @@ def test_an_extend_step_stores_by_itself(kernel_device: torch.device) -> None:
 
 @with_triton
 def test_a_store_that_is_not_the_kernels_own_is_asked_for_by_itself(kernel_device: torch.device) -> None:
-    """A safeguard that is off has a store of its own, which a kernel that stores would pass by."""
+    """A disabled safeguard has its own store, which a kernel that stores would bypass."""
     _, runtime, _ = serve(at_once, [1], kernel_device, Guards().without("store_drops"))
     assert runtime.pool.layer(0).raw_k[0].any(), "that store keeps pads"
 

@@ -1,4 +1,4 @@
-"""Steps whose graphs take their inputs: which do, and what is told of those that were broken off or miscounted."""
+"""Steps whose graphs take their inputs: which steps do, and the reports of steps that were broken off or miscounted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_step_of_more_sequences_than_one_program_takes_is_published() -> None:
 
 
 def _one_too_many() -> Counted:
-    """As where a driver has lost a launch: the device has counted one run fewer than the host."""
+    """Returns a state in which the device has counted one run fewer than the host, as if a driver had lost a launch."""
     served = Counted(graphs=True)
     for number in range(4):
         served.run("whole", number)
@@ -63,7 +63,7 @@ def _one_too_many() -> Counted:
 
 
 def test_a_run_that_the_device_has_not_counted_is_told_some_steps_later() -> None:
-    """Each step would have the inputs of the one before it, and none would say so."""
+    """Each step would have the inputs of the previous one, and none would report it."""
     served = _one_too_many()
 
     def steps() -> None:
@@ -87,7 +87,7 @@ def test_a_count_that_is_not_compared_is_wrong_for_good(monkeypatch: pytest.Monk
 
 
 def test_an_answer_that_comes_late_is_that_of_its_question() -> None:
-    """The host goes on meanwhile, and so does the device."""
+    """The host continues meanwhile, and so does the device."""
     runs, is_reached = GraphRuns(CPU), False
 
     class Late:
@@ -109,7 +109,7 @@ def test_an_answer_that_comes_late_is_that_of_its_question() -> None:
 
 @pytest.mark.parametrize("launches", [False, True], ids=["not launched", "launched"])
 def test_a_step_whose_graph_broke_off_does_not_run_again(launches: bool) -> None:
-    """Its inputs may not be on the device, where those of the step before would be taken for them."""
+    """Its inputs may not be on the device, which would take those of the step before for them."""
     served = Counted(graphs=True)
     for number in range(3):
         served.run("whole", number)
@@ -125,7 +125,7 @@ def test_a_step_whose_graph_broke_off_does_not_run_again(launches: bool) -> None
 
 @pytest.mark.parametrize("word", [0, TOKEN_WITHOUT_PAGE])
 def test_a_fault_of_a_step_that_was_interrupted_after_its_launch_is_told(word: int) -> None:
-    """Its graph has run, unlike what comes after a publication that was broken off."""
+    """Its graph has run, unlike the work after a publication that was broken off."""
     served = Counted(graphs=True)
     for number in range(3):
         served.run("whole", number)

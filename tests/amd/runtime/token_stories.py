@@ -1,6 +1,6 @@
 """Stories: sequences whose q, k and v are fixed token by token, served in many ways, to compare the results' bits.
 
-A story is told in chunks. What its tokens get is kept, wherever they sat in a step and whatever was beside them.
+A story is served in chunks. The results of its tokens are kept, for any place in a step and any other sequences in it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Story:
 
     @classmethod
     def random(cls, problem: Problem, num_tokens: int, seed: int) -> Story:
-        """Tokens that follow from the seed alone."""
+        """Returns tokens that depend on the seed alone."""
         generator = torch.Generator().manual_seed(seed)
 
         def rows(heads: int, dim: int) -> Tensor:
@@ -57,7 +57,7 @@ class Story:
 
 @dataclass(slots=True, eq=False)
 class Told:
-    """A story that is being told: its row of the table, the tokens told so far, and what they got."""
+    """A story while it is served: its row of the table, the number of tokens served so far, and their results."""
 
     story: Story
     row: int
@@ -67,7 +67,7 @@ class Told:
 
     @property
     def bits(self) -> tuple[Tensor, Tensor]:
-        """out and lse of the tokens told so far."""
+        """out and lse of the tokens served so far."""
         return self.out[: self.num_told], self.lse[: self.num_told]
 
 
@@ -120,27 +120,27 @@ class Teller:
         self._out = rows(problem.num_q_heads, problem.v_head_dim)
         self._lse = torch.full(self._out.shape[:2], float("nan"), device=self.runtime.device)
         recorder = recorder_for(self.runtime.device) if graphs else None
-        # Unchecked: every token is compared here.
+        # No checks in the runtime: every token is compared here.
         self.runner = StepRunner(self.runtime, self._forward, recorder, check=NO_CHECK)
 
     def begin(self, story: Story) -> Told:
-        """A story of which nothing was told."""
+        """Returns a story of which no token was served."""
         row = self.runtime.table.admit()
         return self._told(story, row)
 
     def fork(self, told: Told, num_tokens: int) -> Told:
-        """The same story, told so far by way of the first one's pages."""
+        """Returns the same story, served up to num_tokens through the first one's pages."""
         child = self._told(told.story, self.runtime.table.fork(told.row, num_tokens))
         child.out[:num_tokens], child.lse[:num_tokens] = told.out[:num_tokens], told.lse[:num_tokens]
         child.num_told = num_tokens
         return child
 
     def free(self, told: Told) -> None:
-        """Give row and pages back."""
+        """Gives row and pages back."""
         self.runtime.table.free(told.row)
 
     def step(self, turns: Sequence[tuple[Told, int]], pad_to: int | None = None, *, halves: bool = False) -> None:
-        """Tell so many more tokens of each story, in one step."""
+        """Serves the given numbers of further tokens of each story, in one step."""
         kv_len = [told.num_told + new for told, new in turns]
         for (told, _), length in zip(turns, kv_len, strict=True):
             self.runtime.table.reserve(told.row, length)
@@ -164,13 +164,13 @@ class Teller:
             first += new
 
     def tell(self, told: Told, chunks: Sequence[int]) -> Told:
-        """Tell a story alone, chunk by chunk."""
+        """Serves a story alone, chunk by chunk."""
         for chunk in chunks:
             self.step([(told, chunk)])
         return told
 
     def check(self, told: Told) -> None:
-        """Every token got what the oracle says."""
+        """Checks that every token has the reference's result."""
         n, story, device = told.num_told, told.story, told.out.device
         q, k, v = (part[:n].to(device) for part in (story.q, story.k, story.v))
         want, want_lse = attend_sequence(q, k, v, self.problem, self.weights)
@@ -189,7 +189,7 @@ class Teller:
 
 
 def same_bits(one: Told, other: Told) -> bool:
-    """Whether two tellings of a story gave every token the same bits."""
+    """True if every token got the same bits in both servings of a story."""
     return one.num_told == other.num_told and all(
         torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
         for a, b in zip(one.bits, other.bits, strict=True)

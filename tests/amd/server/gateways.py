@@ -1,4 +1,4 @@
-"""A gateway before servers, as docker/gateway/run.sh starts it, and clients that ask it."""
+"""A gateway in front of servers, as docker/gateway/run.sh starts it, and clients that send requests to it."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def gateway(*servers: str, policy: str = "cache_aware") -> Iterator[str]:
 
 
 def get(url: str) -> str:
-    """The body of what a GET answers. Raises OSError."""
+    """Returns the body of the answer to a GET. Raises OSError."""
     with urllib.request.urlopen(url) as answer:
         return str(answer.read().decode())
 
 
 def healthy(url: str) -> int:
-    """How many servers a gateway sends requests to; 0 where it does not listen."""
+    """Returns the number of servers that a gateway sends requests to; 0 if it does not listen."""
     try:
         workers = json.loads(get(f"{url}/workers"))["workers"]
     except (OSError, HTTPException):
@@ -58,13 +58,13 @@ def healthy(url: str) -> int:
 
 
 def until_healthy(url: str, num_servers: int) -> None:
-    """Wait, however long, until a gateway sends requests to so many servers."""
+    """Waits, however long, until a gateway sends requests to num_servers servers."""
     while healthy(url) != num_servers:
         _pause()
 
 
 def _pause() -> None:
-    time.sleep(0.2)  # the processes that are waited for need the cores
+    time.sleep(0.2)  # the processes that start or end need the cores
 
 
 def _free_port() -> int:
@@ -74,10 +74,10 @@ def _free_port() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client has of a request.
+    """A client's part of an answer.
 
-    text:     what has come
-    is_whole: whether the answer said that it was over
+    text:     the text that has come
+    is_whole: true if the answer said that it was over
     """
 
     text: str
@@ -85,7 +85,7 @@ class Answer:
 
 
 def ask(url: str, prompt: str, max_tokens: int, *, stream: bool = False) -> Answer:
-    """Ask for a completion. Raises HTTPError where the answer is an error before it begins."""
+    """Requests a completion. Raises HTTPError if the answer is an error before it begins."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": stream}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

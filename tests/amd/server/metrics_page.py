@@ -20,7 +20,7 @@ _MARKS = "<!-- {name}: python -m tests.amd.server.metrics_page writes it -->\n",
 
 
 def scrape() -> str:
-    """What /metrics answers where every label has a value."""
+    """Returns the text of /metrics in a state in which every label has a value."""
     http = HttpMetrics()
     http.note("/v1/completions", 200, 1.0)
     http.refused["queue"] += 1
@@ -60,7 +60,7 @@ def table_of_alerts() -> str:
 
 
 def with_tables(text: str) -> str:
-    """A page with its tables as they are now. Raises ValueError where it has no place for them."""
+    """Returns a page with its tables replaced by the current ones. Raises ValueError if it has no place for them."""
     for name, table in (("metrics", table_of_metrics()), ("alerts", table_of_alerts())):
         begin, end = (mark.format(name=name) for mark in _MARKS)
         text = text[: text.index(begin) + len(begin)] + "\n" + table + "\n" + text[text.index(end) :]

@@ -7,14 +7,14 @@ import select
 import socket
 from pathlib import Path
 
-# Of a line of /proc/net/tcp: a socket that waits for connections.
+# State of a socket that waits for connections, in a line of /proc/net/tcp.
 _LISTENS = "0A"
 
 
 class DerivedPorts:
-    """Of a process that runs, and of all that descend from it.
+    """The ports of a running process and of all of its descendants.
 
-    ports: that they listen on at any address, the ones that the kernel has chosen for ranks included
+    ports: those on which they listen at any address, including the ones that the kernel has chosen for ranks
     """
 
     def __init__(self, pid: int) -> None:
@@ -24,9 +24,9 @@ class DerivedPorts:
         self.ports = frozenset(port for port, inode in _listening() if f"socket:[{inode}]" in sockets)
 
     def wait_until_free(self) -> None:
-        """Until all these processes have ended, and a server could listen on each of the ports.
+        """Waits until all these processes have ended, and a server could listen on each of the ports.
 
-        No port is looked at before its owner has ended, so there is nothing to try again.
+        It checks no port before its owner has ended, so there is nothing to try again.
         """
         for end in self._ends:
             select.select([end], [], [])
@@ -52,7 +52,7 @@ def _links(pid: int) -> list[str]:
 
 
 def _listening() -> list[tuple[int, str]]:
-    """Ports that somebody listens on, and the inode of each one's socket."""
+    """Ports on which some process listens, and the inode of each one's socket."""
     found = []
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:

@@ -1,4 +1,4 @@
-"""Requests below the level of OpenAI's client: what a client gets, byte by byte, and clients that misbehave."""
+"""Requests below the level of OpenAI's client: answers byte by byte, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back. headers: names in lower case"""
+    """An answer. headers: names in lower case"""
 
     status: int
     headers: dict[str, str]
@@ -28,7 +28,7 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The body of an answer that is an error, which must have OpenAI's form and nothing else."""
+        """The body of an error answer, which must have OpenAI's form and nothing else."""
         content = self.json
         assert list(content) == ["error"]
         assert list(content["error"]) == ["message", "type", "param", "code"]
@@ -38,7 +38,7 @@ class Reply:
 
 
 def asked(**fields: Any) -> dict[str, Any]:
-    """A body that is served."""
+    """Returns a body that is served."""
     return {"model": NAME, "prompt": "w9 w12 w33", "max_tokens": 4, "temperature": 0, **fields}
 
 
@@ -49,7 +49,7 @@ def send(
     body: bytes | dict[str, Any] | None = None,
     headers: dict[str, str] | None = None,
 ) -> Reply:
-    """Ask, and read the whole answer."""
+    """Sends a request and reads the whole answer."""
     connection = http.client.HTTPConnection(*server.address)
     try:
         content = json.dumps(body).encode() if isinstance(body, dict) else body
@@ -61,19 +61,19 @@ def send(
 
 
 def post(server: Running, body: bytes | dict[str, Any], path: str = COMPLETIONS, **headers: str) -> Reply:
-    """send() of a POST. headers: with _ for -"""
+    """Sends a POST. headers: with _ for -"""
     return send(server, "POST", path, body, {name.replace("_", "-"): value for name, value in headers.items()})
 
 
 def as_bytes(body: dict[str, Any], path: str = COMPLETIONS) -> bytes:
-    """A request as it is sent."""
+    """Returns a request as bytes on the wire."""
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 class Client:
-    """A connection over which a request was sent, whose answer is read when a test likes to; a context closes it."""
+    """A connection over which a request was sent; a test reads the answer at any time; a context closes it."""
 
     def __init__(self, server: Running, body: dict[str, Any], path: str = COMPLETIONS) -> None:
         self.socket = socket.create_connection(server.address)
@@ -87,7 +87,7 @@ class Client:
         self.leave()
 
     def read_until(self, text: bytes) -> bytes:
-        """Lines up to the first that holds a text. Raises AssertionError where there is none."""
+        """Returns lines up to the first that holds a text. Raises AssertionError if there is none."""
         found = b""
         for line in self._reader:
             found += line
@@ -96,10 +96,10 @@ class Client:
         raise AssertionError(found)
 
     def rest(self) -> bytes:
-        """All that comes until the server closes the connection."""
+        """Returns all bytes until the server closes the connection."""
         return self._reader.read()
 
     def leave(self) -> None:
-        """Close the connection."""
+        """Closes the connection."""
         self._reader.close()
         self.socket.close()

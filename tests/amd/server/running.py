@@ -1,4 +1,4 @@
-"""A server over a tiny model, in a thread of the test's process, or as `rocm-attn serve` in a process of its own."""
+"""A server over a tiny model, in a thread of the test's process, or as `rocm-attn serve` in a separate process."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ T = TypeVar("T")
 class Running:
     """A server that runs in a thread.
 
-    lines: what it has announced
-    ended: with what the engine has ended it; None where it was stopped
+    lines: the lines that it has announced
+    ended: the error with which the engine has ended it; None if it was stopped
     """
 
     url: str
@@ -50,12 +50,12 @@ class Running:
 
     @property
     def jobs(self) -> Jobs:
-        """The server's."""
+        """The server's jobs."""
         return self.server.jobs
 
     @property
     def generations(self) -> Generations:
-        """The server's."""
+        """The server's generations."""
         return self.server.generations
 
     @property
@@ -65,20 +65,20 @@ class Running:
         return host, int(port)
 
     def drain(self) -> None:
-        """As SIGTERM does."""
+        """Starts a drain, like SIGTERM."""
         self.loop.call_soon_threadsafe(self.server.begin_drain)
 
     def between_steps(self, function: Callable[[], T]) -> T:
-        """What a function returns that is called in the engine's thread, after all that was asked of it so far."""
+        """Calls a function in the engine's thread, after all earlier calls, and returns its result."""
         return asyncio.run_coroutine_threadsafe(self.front.between_steps(function), self.loop).result()
 
     def wait_until_draining(self) -> None:
-        """Wait until it says so."""
+        """Waits until the server reports that it drains."""
         while not any(line.startswith("shutting down") for line in self.lines):
             self.between_loops(lambda: None)
 
     def between_loops(self, function: Callable[[], T]) -> T:
-        """What a function returns that is called in the server's event loop."""
+        """Calls a function in the server's event loop, and returns its result."""
 
         async def call() -> T:
             return function()
@@ -86,13 +86,13 @@ class Running:
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result()
 
     def shrink_buffers(self, num_bytes: int) -> None:
-        """Let the kernel keep little of what is sent over connections that come later. In the event loop."""
+        """Limits the kernel's send buffer of later connections. Call it in the event loop."""
         for listener in self.server.servers:
             for each in listener.sockets:
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
 
     def hold(self) -> Callable[[], None]:
-        """Begin a job that keeps the server from ending, as one does whose client reads slowly; ends it."""
+        """Begins a job that keeps the server from ending, like one whose client reads slowly; the result ends it."""
         job = self.between_loops(lambda: Job("", 600.0))
         context = self.jobs.taken(job)
         self.between_loops(context.__enter__)
@@ -103,11 +103,11 @@ class Running:
         return end
 
     def jobs_are_done(self) -> None:
-        """Wait until no request is being answered."""
+        """Waits until no request is being answered."""
         asyncio.run_coroutine_threadsafe(self.server.jobs.empty(), self.loop).result()
 
     def holds_nothing(self) -> bool:
-        """Whether no page and no row is left of any request, once all are answered."""
+        """True if no page and no row is left of any request, once all are answered."""
         self.jobs_are_done()
         return self.between_steps(lambda: is_empty(self.engine))
 
@@ -116,7 +116,7 @@ class Running:
 def running(
     engine: Engine, *, tokenizer: Tokenizer | None = None, keys: Sequence[str] = (), **options: Any
 ) -> Iterator[Running]:
-    """A server on a port of its own; it has ended afterwards.
+    """A server on its own port; it has ended afterwards.
 
     options: of ServerOptions
     """
@@ -170,7 +170,7 @@ def served_process(
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`rocm-attn serve` over the tiny model as a process, and its URL; it is killed afterwards if it runs.
 
-    flags: beside those that the tiny model needs; --port 0 unless a port is given
+    flags: in addition to those that the tiny model needs; --port 0 unless a port is given
     """
     port = () if "--port" in flags else ("--port", "0")
     command = [sys.executable, "-m", "tests.amd.server.tiny_server", *port, *flags]

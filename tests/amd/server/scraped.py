@@ -1,4 +1,4 @@
-"""What a scrape of /metrics holds, by Prometheus' own parser."""
+"""The contents of a scrape of /metrics, by Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def families_of(text: str) -> dict[str, Metric]:
-    """By name; that of a counter is without its _total."""
+    """Returns the metrics by name; that of a counter is without its _total."""
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
 def value_of(families: dict[str, Metric], name: str, **labels: str) -> float:
-    """Of the sample with these labels and no others."""
+    """Returns the value of the sample with these labels and no others."""
     (value,) = [
         each.value
         for family in families.values()

@@ -1,4 +1,4 @@
-"""What clients get is what the engine generates, streamed or whole; the client is OpenAI's own."""
+"""Clients get the engine's output, streamed or whole; the client is OpenAI's own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def direct(loaded: LoadedModel) -> Engine:
 
 
 def generated(direct: Engine, prompt: tuple[int, ...], tokens: int, **options: Any) -> Completion:
-    """What the engine makes of a prompt without a server."""
+    """Returns the engine's completion of a prompt, without a server."""
     (completion,) = direct.generate([Request(prompt, tokens, **options)])
     return completion
 

@@ -1,4 +1,4 @@
-"""Connections: encrypted ones, and those that are bounded in number and in how long they may say nothing."""
+"""Connections: encrypted ones, and limits on their number and on the time that they may be silent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.raw import Client, asked, post, send
 from tests.amd.server.running import Running, running
 
-# Of 127.0.0.1, signed by itself, and of no use to anybody else.
+# A self-signed certificate of 127.0.0.1, of no other use.
 CERT, KEY = (Path(__file__).parent / "tls" / f"{name}.pem" for name in ("cert", "key"))
 
 
@@ -33,7 +33,7 @@ def refused(server: Running, reason: str) -> int:
 
 
 def all_of(client: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
+    """Returns all bytes until the server closes the connection."""
     return b"".join(iter(lambda: client.recv(4096), b""))
 
 
@@ -87,7 +87,7 @@ def test_a_second_head_on_a_connection_is_bounded_too(loaded: LoadedModel) -> No
 
 
 def test_a_request_that_is_served_may_take_longer_than_its_head(loaded: LoadedModel) -> None:
-    """No timer runs while it is served, nor while its connection is idle, which has a bound of its own."""
+    """No timer runs while it is served, nor while its connection is idle, which has a separate limit."""
     served = engine(loaded)
     gated = Gated(served)
 

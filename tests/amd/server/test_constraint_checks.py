@@ -29,10 +29,10 @@ from tests.amd.server.raw import Reply, asked, post, send
 from tests.amd.server.running import Running, running
 from tests.amd.server.test_requested import OPTIONS
 
-# Whether all patterns can hold at once takes the library longer than anybody waits, and no limit of its ends it.
+# The library needs longer than clients wait to decide if all patterns can hold at once; none of its limits ends it.
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"[ab]*a[ab]{{{number}}}"} for number in range(10, 40)]}
 
-TOKENS = Tokens("{}", 8)  # of no use, and not looked at before something is tried
+TOKENS = Tokens("{}", 8)  # not used, and not read before something is tried
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def ask(server: Running, schema: dict[str, Any]) -> Reply:
 
 
 def test_endless_constraints_end_and_others_are_served_after_them(server: Running) -> None:
-    """As many as are compiled at a time: were they not ended, nothing would be left for the last one."""
+    """There are as many as are compiled at a time: if they did not end, no place would be left for the last one."""
     with ThreadPoolExecutor(2) as pool:
         for reply in pool.map(ask, [server] * 2, [ENDLESS] * 2):
             assert reply.status == 400
@@ -196,7 +196,7 @@ def test_a_process_that_only_stops_answering_is_not_waited_for() -> None:
 
 
 class Panic(BaseException):
-    """As the library's, which is no Exception."""
+    """Like the library's exception, which is no Exception."""
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_panic_is_told_and_the_process_goes_on(
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(map(json.dumps, lines))))
     monkeypatch.setattr(constraint_trial, "tokens_of", lambda *given: None)
     monkeypatch.setattr(constraint_trial, "compiled_of", compile_or_panic)
-    monkeypatch.setattr(constraint_trial, "_lower", lambda which, soft: None)  # of this process
+    monkeypatch.setattr(constraint_trial, "_lower", lambda which, soft: None)  # in this process
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
     constraint_trial.run()
     assert list(map(json.loads, capsys.readouterr().out.splitlines())) == [f"the constraint cannot be used: {says}", ""]

@@ -1,6 +1,6 @@
 """How requests and servers end: clients that leave or are slow, deadlines, too many at once, faults, drains.
 
-Steps wait for the test's word where it matters what happens during one.
+Steps wait for the test if it matters what happens during one.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ def gated_server(loaded: LoadedModel, **options: Any) -> Iterator[tuple[Running,
 
 
 def begun(gated: Gated) -> None:
-    """Wait until another step has begun."""
+    """Waits until another step has begun."""
     gated._begun.acquire()
 
 
 def events(text: bytes) -> list[Any]:
-    """The events of a stream; [DONE] as a text."""
+    """Returns the events of a stream; [DONE] as a text."""
     found = [line.removeprefix(b"data: ") for line in text.splitlines() if line.startswith(b"data: ")]
     return [each.decode() if each == b"[DONE]" else json.loads(each) for each in found]
 
 
 def ended(server: Running) -> dict[str, int]:
-    """Requests of the engine, by why they ended."""
+    """Returns the numbers of the engine's requests by their reason for ending."""
     return server.between_steps(lambda: dict(server.engine.metrics.requests_ended))
 
 
@@ -80,7 +80,7 @@ def test_a_client_that_leaves_a_stream_frees_its_pages(path: str, num_choices: i
         gated.let(3)
         client.read_until(b"data: ")
         client.leave()
-        server.jobs_are_done()  # while the engine is in a step, which waits
+        server.jobs_are_done()  # the engine is in a step meanwhile, which waits
         gated.let(MANY_STEPS)
         assert server.holds_nothing()
         assert ended(server) == {"cancelled": num_choices}
@@ -109,7 +109,7 @@ def test_a_client_that_leaves_in_its_body_is_forgotten(loaded: LoadedModel) -> N
 
 
 def test_a_client_that_takes_nothing_counts_as_gone(loaded: LoadedModel) -> None:
-    """Its connection takes little, so that the answer fills it; the kernel ends it after write_seconds."""
+    """Its connection accepts little data, so that the answer fills it; the kernel ends it after write_seconds."""
     served = engine(loaded)
     with running(served, write_seconds=0.2) as server:
         with slow_reader(server):
@@ -120,7 +120,7 @@ def test_a_client_that_takes_nothing_counts_as_gone(loaded: LoadedModel) -> None
 
 
 def test_an_answer_whose_rest_waits_for_a_client_that_leaves_is_not_whole() -> None:
-    """All of it was computed, and an ASGI server takes what comes after the connection is lost without a word."""
+    """All of it was computed, and an ASGI server silently accepts data after the connection is lost."""
     counts = HttpMetrics()
 
     async def main() -> None:
@@ -156,7 +156,7 @@ def test_an_answer_whose_rest_waits_for_a_client_that_leaves_is_not_whole() -> N
 
 
 def slow_reader(server: Running, **fields: Any) -> socket.socket:
-    """A client that takes nothing, over a connection that keeps little of what is sent."""
+    """A client that reads nothing, over a connection with small buffers."""
     server.between_loops(lambda: server.shrink_buffers(4096))
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -191,7 +191,7 @@ def test_whom_no_place_is_free_for_is_told_when_to_come_again(loaded: LoadedMode
     with gated_server(loaded, max_requests=2, max_choices=2) as (server, gated):
         first = Client(server, asked(stream=True, **LONG))
         begun(gated)
-        # One place is free, and two are asked for: none of the two is taken.
+        # One place is free, and two are requested: neither is taken.
         refused = [post(server, asked(n=2))]
         second = Client(server, asked(stream=True))
         while server.between_loops(lambda: server.front.num_requests) < 2:
@@ -247,7 +247,7 @@ def test_a_deadline_that_is_none_is_refused(timeout: str, loaded: LoadedModel) -
 
 
 def test_an_error_whose_reader_is_late_ends_the_answer_without_another_error() -> None:
-    """Of several choices one has failed, and the others go on while the error waits for its reader."""
+    """One of several choices has failed, and the others continue while the error waits for its reader."""
     counts, bounds, sent = HttpMetrics(), list[Callable[[], None]](), list[bytes]()
 
     async def pieces() -> AsyncIterator[tuple[int, Piece]]:
@@ -269,7 +269,7 @@ def test_an_error_whose_reader_is_late_ends_the_answer_without_another_error() -
 
 
 async def no_message() -> Any:
-    """A client that says nothing more."""
+    """A client that sends nothing more."""
 
 
 def test_a_server_that_drains_finishes_what_it_has_taken(loaded: LoadedModel) -> None:
@@ -285,7 +285,7 @@ def test_a_server_that_drains_finishes_what_it_has_taken(loaded: LoadedModel) ->
         gated.let(MANY_STEPS)
         *chunks, last = events(client.rest())
         text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-        # An event has a token, or several where the machine is busy.
+        # An event has a token, or several if the machine is busy.
         assert (len(text.split()), last) == (LONG["max_tokens"], "[DONE]")
         client.leave()
         server.thread.join()
@@ -379,7 +379,7 @@ def test_the_engines_end_is_told_to_everybody_and_ends_the_server(
 
 
 def test_the_health_of_an_engine_that_has_ended_is_503(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server ends soon after; it is held here by a client that still reads."""
+    """The server ends soon after; a client that still reads keeps it alive here."""
     replies: list[Reply] = []
     with gated_server(loaded) as (server, gated):
         held = server.hold()

@@ -1,4 +1,4 @@
-"""A gateway before two servers: one of them dies, drains, comes back; requests go where their beginning is cached."""
+"""A gateway in front of two servers: one dies, drains, comes back; requests go where their beginning is cached."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ Server = tuple[subprocess.Popen[str], str]
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Server, Server, str]]:
-    """Two servers, and the gateway before them."""
+    """Two servers, and the gateway in front of them."""
     with ExitStack() as stack:
         one, other = (stack.enter_context(served_process("--max-batch-size", "32")) for _ in range(2))
         yield one, other, stack.enter_context(gateway(one[1], other[1]))
 
 
 def num_running(url: str) -> float:
-    """Sequences that a server computes."""
+    """Returns the number of sequences that a server computes."""
     return value_of(families_of(get(f"{url}/metrics")), "rocm_attn_running")
 
 
 def under_load(pair: tuple[Server, Server, str], *, streams: tuple[bool, ...], hit: int) -> list[Future[Answer]]:
-    """Requests through the gateway, and in their middle a signal to the first server, which has some of them."""
+    """Sends requests through the gateway, and meanwhile a signal to the first server, which has some of them."""
     (process, url), _, front = pair
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         asked = [
@@ -51,7 +51,7 @@ def under_load(pair: tuple[Server, Server, str], *, streams: tuple[bool, ...], h
 
 
 def expected(url: str) -> list[str]:
-    """What a server answers when it is asked one by one."""
+    """Returns a server's answers to requests that are sent one by one."""
     return [ask(url, prompt, MAX_TOKENS).text for prompt in PROMPTS]
 
 

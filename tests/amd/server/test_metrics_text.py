@@ -1,4 +1,4 @@
-"""What /metrics is made of: Prometheus' own parser reads it, and it says what was counted."""
+"""The text of /metrics: Prometheus' own parser reads it, and it has the counted values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts ask for metrics that a server has, and the page of panels draws what Prometheus says."""
+"""The dashboard and the alerts use metrics that a server has, and the page of panels draws Prometheus' values."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def panels_script() -> ModuleType:
 
 
 class Recorded:
-    """Prometheus, as far as the page asks it."""
+    """A stand-in for the part of Prometheus that the page uses."""
 
     def __init__(self, script: ModuleType, values: dict[str, list[float]]) -> None:
         self._curve, self._values = script.Curve, values

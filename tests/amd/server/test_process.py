@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(server: Served, **fields: Any) -> http.client.HTTPResponse:
-    """Send a request; its answer, of which the first byte has come."""
+    """Sends a request; returns its answer after the first byte has come."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     body = json.dumps({**LONG, **fields})
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json", "Connection": "close"})
@@ -51,14 +51,14 @@ def ask(server: Served, **fields: Any) -> http.client.HTTPResponse:
 
 
 def text(server: Served) -> str:
-    """What the prompt comes to."""
+    """Returns the completion of the prompt."""
     with ask(server) as answer:
         found: str = json.loads(answer.read())["choices"][0]["text"]
         return found
 
 
 def assert_ports_come_back(model: Path, *flags: str) -> None:
-    """A server that is killed in the middle of an answer leaves a port on which the next one serves the same."""
+    """Checks that a server killed in the middle of an answer leaves a port on which the next one serves the same."""
     first = Served(model, *flags)
     expected = text(first)
     derived = DerivedPorts(first.pid)
@@ -153,7 +153,7 @@ def test_clients_may_be_given_any_time_to_read(seconds: float) -> None:
 
 
 def test_the_first_request_with_a_schema_does_not_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's thread would read it, and every other request would wait too."""
+    """Otherwise the engine's thread would read it, and every other request would wait too."""
     loaded = character_model()
     engine = Engine(loaded, EngineOptions(provider="torch", page_size=4, graphs=False, max_kv_len=64))
     _make_ready(engine, "cpu")

@@ -1,4 +1,4 @@
-"""What cannot be served is refused with a sentence in OpenAI's form, and never with a status of 5xx."""
+"""Requests that cannot be served are refused with a sentence in OpenAI's form, and never with a status of 5xx."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEYS = ("first-secret-key", "second-secret-key")
 
 
 def picky_tokenizer() -> Tokenizer:
-    """Its template refuses a system's words, and fails on an assistant's."""
+    """Its template refuses a system message, and fails on an assistant's."""
     words = word_tokenizer()
     template = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
@@ -211,7 +211,7 @@ def test_another_model_is_not_found(server: Running) -> None:
 
 
 def test_a_body_of_another_type_is_refused(server: Running) -> None:
-    """A page in a browser can send text to a server on the loopback address without asking; JSON it cannot."""
+    """A page in a browser can send text to a server on the loopback address without asking, but not JSON."""
     assert post(server, asked(), Content_Type="text/plain").status == 400
 
 
@@ -234,7 +234,7 @@ def test_the_bound_of_a_body_holds_while_it_streams_in(server: Running) -> None:
 
 
 def test_a_body_that_no_route_reads_is_not_kept() -> None:
-    """Nothing bounds how many of them come at a time, and no key is asked for."""
+    """There is no limit on how many of them come at a time, and they need no key."""
     read: list[Message] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

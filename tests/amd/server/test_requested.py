@@ -1,4 +1,4 @@
-"""What a request may ask for beside its prompt: stop texts, logprobs, JSON, biases. Most tokens are characters here."""
+"""Options of a request other than its prompt: stop texts, logprobs, JSON, biases. Most tokens are characters here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def server() -> Iterator[Running]:
 
 
 def choice_of(server: Running, **fields: Any) -> Any:
-    """The only answer; and it is the same in a stream."""
+    """Returns the only answer, and checks that a stream has the same."""
     body = asked(**{"prompt": list(PROMPT), "max_tokens": 16, "seed": 4, **fields})
     whole = post(server, body).json["choices"][0]
     *chunks, done = events(post(server, {**body, "stream": True}).body)
@@ -65,7 +65,7 @@ def test_logprobs_are_the_engines(server: Running) -> None:
     assert told["token_logprobs"] == [each.logprob for each in expected.logprobs]
     assert "".join(told["tokens"]) == expected.text
     assert [max(each.values()) for each in told["top_logprobs"]] == [each.likeliest[0][1] for each in expected.logprobs]
-    assert max(map(len, told["top_logprobs"])) == 2  # tokens of one text are told of once
+    assert max(map(len, told["top_logprobs"])) == 2  # tokens of one text are reported once
     assert told["text_offset"] == [len("".join(told["tokens"][:place])) for place in range(16)]
     reply = post(server, asked(prompt=list(PROMPT), logprobs=0))
     assert reply.json["choices"][0]["logprobs"]["top_logprobs"] == [{}] * 4
@@ -120,7 +120,7 @@ def test_biases_and_penalties_are_the_engines(server: Running) -> None:
 
 
 def test_a_character_of_several_tokens_comes_whole() -> None:
-    """The two bytes of an é are tokens of their own, and nothing else is picked."""
+    """The two bytes of an é are separate tokens, and nothing else is picked."""
     vocabulary = {word: number for number, word in enumerate([*WORDS[:62], "<0xC3>", "<0xA9>"])}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
     decoders = tokenizers.decoders

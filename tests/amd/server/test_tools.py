@@ -1,4 +1,4 @@
-"""Functions that a model may ask for: what OpenAI's client gets, streamed or whole, in each form that models write."""
+"""Tool calls of a model: the answers that OpenAI's client gets, streamed or whole, in each form that models write."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def servers() -> Iterator[dict[str, Running]]:
 
 
 def forced(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Whatever is asked of the model, it says this."""
+    """The model says this text for any prompt."""
 
     def made(**fields: Any) -> Request:
         sampling = replace(fields["sampling"], logit_bias=tuple((word, 100.0) for word in WORDS))

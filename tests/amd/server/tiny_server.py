@@ -17,18 +17,18 @@ FLAGS = ("--model", "tiny", "--device", "cpu", "--provider", "torch", "--page-si
 
 
 def load(path: str, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
-    """As load_model, whatever the path is."""
+    """Replaces `load_model`; ignores the path."""
     torch.set_num_threads(1)
     return tiny_model(dtype=dtype, device=device, ranks=ranks, tokenizer=word_tokenizer())
 
 
 def files(path: str) -> ModelFiles:
-    """As open_model."""
+    """Replaces `open_model`; ignores the path."""
     return ModelFiles(CONFIG, RandomTensors(CONFIG, 0), word_tokenizer())
 
 
 def dtype(*asked: Any) -> torch.dtype:
-    """As dtype_of."""
+    """Replaces `dtype_of`; always returns float32."""
     return torch.float32
 
 

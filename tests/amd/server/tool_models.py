@@ -16,7 +16,7 @@ from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 CHARACTERS = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # blank and new line as byte-level tokenizers write them
 END = len(CHARACTERS)
-# Tokens of several characters, as models have them too; the model says them where it is made to.
+# Tokens of several characters, which models also have; this model says them if it is made to.
 WORDS = {
     END + 1 + number: word
     for number, word in enumerate(
@@ -27,7 +27,7 @@ WORDS = {
     )
 }
 
-# What templates of models with tools have in common: the tools before the words, the arguments as an object.
+# Common part of the templates of models with tools: the tools before the words, the arguments as an object.
 _TOOLS = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
 _HERMES = _TOOLS + (
     'as <tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>\n'

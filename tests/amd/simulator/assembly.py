@@ -1,4 +1,4 @@
-"""Read the text that Triton's AMD compiler hands to its assembler: instructions, labels, the kernel's descriptor.
+"""Reads the text that Triton's AMD compiler passes to its assembler: instructions, labels, the kernel's descriptor.
 
 Sources: LLVM's "User Guide for AMDGPU Backend" (kernel descriptor, initial register state, code object metadata) and
 "Syntax of AMDGPU Instructions" for operands and modifiers.
@@ -22,9 +22,9 @@ class Instruction:
     """One instruction.
 
     name:       mnemonic without the suffix of its encoding
-    encoding:   "e32", "e64", "dpp" or "sdwa"; "" where there is only one
+    encoding:   "e32", "e64", "dpp" or "sdwa"; "" if there is only one
     operands:   registers, constants and labels, destinations first
-    modifiers:  what follows the operands: name -> value, "" where there is none
+    modifiers:  the text after the operands: name -> value, "" if there is none
     text:       the line, for messages
     """
 
@@ -62,7 +62,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A kernel as text says it.
+    """A kernel as text.
 
     labels:      label -> index of the instruction that follows
     descriptor:  the .amdhsa_ entries, without the prefix

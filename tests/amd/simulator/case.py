@@ -1,4 +1,4 @@
-"""A run of some kernels that can be checked, and the processes that many of them run in."""
+"""A run of some kernels that can be checked, and the processes that run many of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.amd.simulator.driver import Simulation
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One run on an arch. run raises where a result is wrong; it may be sent to another process."""
+    """One run on an arch. run raises if a result is wrong; it may be sent to another process."""
 
     name: str
     arch: str
@@ -24,27 +24,27 @@ class KernelCase:
 
 
 class Runs:
-    """Runs cases, each once, on as many cores as there are, or as a stage beside another has (scripts/test.sh)."""
+    """Runs cases, each once, on all cores, or on those of a stage that runs next to another (scripts/test.sh)."""
 
     def __init__(self) -> None:
-        # 0: pytest itself runs the tests of a stage beside another, on one core.
+        # 0: pytest itself runs the tests of a stage that runs next to another, on one core.
         cores = max(1, int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or os.cpu_count() or 1))
-        # Spawned: a forked process would inherit whatever threads torch has started here.
+        # Spawned: a forked process would inherit the threads that torch has started here.
         self._pool = ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"))
         self._futures: dict[str, Future[Simulation]] = {}
 
     def start(self, case: KernelCase) -> Future[Simulation]:
-        """The case's run, which goes on while the caller does something else."""
+        """Starts the case's run, which continues while the caller does other work."""
         if str(case) not in self._futures:
             self._futures[str(case)] = self._pool.submit(_run, case)
         return self._futures[str(case)]
 
     def result(self, case: KernelCase) -> Simulation:
-        """What the case's run gave. Raises what it raised."""
+        """Returns the result of the case's run. Raises the run's exception."""
         return self.start(case).result()
 
     def close(self) -> None:
-        """Give up what has not begun, and end the processes."""
+        """Cancels the cases that have not begun, and ends the processes."""
         self._pool.shutdown(cancel_futures=True)
 
 

@@ -1,4 +1,4 @@
-"""Runs of decode for CDNA on a simulated arch, beside float64."""
+"""Runs of decode for CDNA on a simulated arch, compared with float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IN_EVERY_RUN = ("plain", "window")
 
 
 def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
-    """A decode; sequences with other than one new token are left alone. is_large: whether pools are above 4 GiB"""
+    """Runs a decode; it skips sequences with other than one new token. is_large: true if pools are above 4 GiB"""
     tensors = build(case, torch.device("cpu"))
     if is_large:
         tensors = in_large_pools(tensors)

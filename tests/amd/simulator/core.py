@@ -1,4 +1,4 @@
-"""The registers of the wave that is running, and what a wave keeps while another one runs.
+"""The registers of the running wave, and the state that a wave keeps while another one runs.
 
 Every instruction of a kernel is built once, over the arrays of one core; a wave that gets its turn is copied into them.
 Numbers of scalar registers and initial state: "AMD Instinct MI300 Instruction Set Architecture", chapter 3.
@@ -37,11 +37,11 @@ class Wave:
 
 
 class Core:
-    """What instructions work on.
+    """The state that instructions read and write.
 
     vector:      uint32 [512, 64], v and then a registers by lane
     scalar:      uint32 [128]; 106 is VCC, 124 M0, 126 EXEC
-    active:      bool [64], EXEC by lane; all_active and any_active say the same at a glance
+    active:      bool [64], EXEC by lane; all_active and any_active summarise it
     scratch:     uint32 [words, 64], private memory of the running wave
     scc:         the scalar condition code
     wave_number: of the running wave in its program
@@ -60,40 +60,40 @@ class Core:
         self.lds = Lds(0, POISON)
 
     def read_pair(self, index: int) -> int:
-        """Two scalar registers as one number of 64 bits."""
+        """Returns two scalar registers as one number of 64 bits."""
         return int(self.scalar[index]) | int(self.scalar[index + 1]) << 32
 
     def write_pair(self, index: int, value: int) -> None:
-        """The low 64 bits of value to two scalar registers."""
+        """Writes the low 64 bits of value to two scalar registers."""
         self.scalar[index] = value & 0xFFFFFFFF
         self.scalar[index + 1] = value >> 32 & 0xFFFFFFFF
         if index == EXEC:
             self.refresh_exec()
 
     def write_scalar(self, index: int, value: int) -> None:
-        """The low 32 bits of value to a scalar register."""
+        """Writes the low 32 bits of value to a scalar register."""
         self.scalar[index] = value & 0xFFFFFFFF
         if index >= EXEC:
             self.refresh_exec()
 
     def read_mask(self, index: int) -> Array:
-        """Two scalar registers as bool [64]."""
+        """Returns two scalar registers as bool [64]."""
         return np.unpackbits(self.scalar[index : index + 2].view(np.uint8), bitorder="little").view(np.bool_)
 
     def write_mask(self, index: int, mask: Array) -> None:
-        """mask, in which inactive lanes are 0, to two scalar registers."""
+        """Writes mask, in which inactive lanes are 0, to two scalar registers."""
         self.scalar[index : index + 2] = np.packbits(mask & self.active, bitorder="little").view(np.uint32)
         if index == EXEC:
             self.refresh_exec()
 
     def refresh_exec(self) -> None:
-        """Take over what EXEC says."""
+        """Updates the lane masks from EXEC."""
         self.active[:] = self.read_mask(EXEC)
         self.all_active = bool(self.active.all())
         self.any_active = bool(self.active.any())
 
     def resume(self, wave: Wave) -> None:
-        """Make wave the one that runs."""
+        """Makes wave the running one."""
         self.vector[: len(wave.vector)] = wave.vector
         self.scalar[:] = wave.scalar
         self.scratch = wave.scratch
@@ -102,7 +102,7 @@ class Core:
         self.refresh_exec()
 
     def suspend(self, wave: Wave) -> None:
-        """Keep the running wave's registers in wave."""
+        """Keeps the running wave's registers in wave."""
         wave.vector[:] = self.vector[: len(wave.vector)]
         wave.scalar[:] = self.scalar
         wave.scc = self.scc

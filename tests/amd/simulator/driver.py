@@ -1,6 +1,6 @@
 """A Triton driver whose launches run in the simulator: `kernel[grid](cpu_tensors)` compiles for an AMD GPU and runs.
 
-All launches count: of this project, of Gluon kernels, and of libraries that know nothing of the simulator.
+It runs all launches: of this project, of Gluon kernels, and of libraries that know nothing of the simulator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FORMATS = {"fp32": "<f", "fp64": "<d", "i1": "<b", "u1": "<B"} | {
 
 @dataclass(slots=True)
 class Simulation:
-    """What was simulated.
+    """The kernels that were simulated.
 
     kernels:       names, in order of launch
     mnemonics:     kernel -> the mnemonics of its machine code
@@ -54,7 +54,7 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class _Active:
-    """What launches run as while `simulated` is active."""
+    """The settings of launches while `simulated` is active."""
 
     arch: str
     poison: int
@@ -77,7 +77,7 @@ def simulated(arch: str, *, poison: int = POISON) -> Iterator[Simulation]:
         thunk()
 
     try:
-        # Observed, rocm_attn's launches take the ordinary way: its shorter ones ask for a stream of a real device.
+        # When observed, rocm_attn's launches take the ordinary path: the shorter ones need a stream of a real device.
         with activated(driver), _kept_assembly(), observe_launches(launch):
             yield done
     finally:
@@ -107,7 +107,7 @@ def _kept_assembly() -> Iterator[None]:
 
 
 def _launcher(source: Any, metadata: Any) -> Callable[..., None]:
-    """Runs launches of one kernel; source.signature has the types of the arguments, constants among them."""
+    """Returns a function that runs one kernel's launches; source.signature has types of all arguments and constants."""
 
     def run(x: int, y: int, z: int, *rest: Any) -> None:
         # stream, function, packed metadata, launch metadata and two hooks come before the arguments.
@@ -117,7 +117,7 @@ def _launcher(source: Any, metadata: Any) -> Callable[..., None]:
 
 
 def _run(metadata: Any, grid: tuple[int, int, int], arguments: Mapping[tuple[str, str], Any]) -> None:
-    """Execute a launch. arguments: (name, Triton's type) -> value, in order, constants included."""
+    """Executes a launch. arguments: (name, Triton's type) -> value, in order, constants included."""
     active = _active[-1]
     if metadata.hash not in _simulated:
         _simulated[metadata.hash] = SimulatedKernel(parse_assembly(_assembly[metadata.hash]), active.arch)
@@ -154,7 +154,7 @@ def _pack(places: tuple[Argument, ...], passed: dict[str, tuple[str, Any]], hidd
 
 
 def _hidden(grid: tuple[int, int, int], num_waves: int) -> dict[str, int]:
-    """What ROCm's runtime tells a kernel about its launch."""
+    """Returns the values that ROCm's runtime passes to a kernel about its launch."""
     lanes = (LANES * num_waves, 1, 1)
     values = {"hidden_grid_dims": 3}
     for axis, programs, size in zip("xyz", grid, lanes, strict=True):

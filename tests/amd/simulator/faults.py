@@ -1,10 +1,10 @@
-"""What stops a simulation."""
+"""The exceptions that stop a simulation."""
 
 from __future__ import annotations
 
 
 class SimulationFault(Exception):
-    """The program did something that it must not do: a stray address, a race, a read of what was never written."""
+    """The program did something forbidden: a stray address, a race, a read of memory that was never written."""
 
 
 class UnknownInstruction(Exception):

@@ -1,4 +1,4 @@
-"""Run a grid of a kernel, program after program, its waves one after the other from barrier to barrier.
+"""Runs a grid of a kernel, program after program, its waves one after the other from barrier to barrier.
 
 Initial registers: LLVM's "User Guide for AMDGPU Backend", "Initial Kernel Execution State", for architected gfx9.
 """
@@ -20,10 +20,10 @@ from tests.amd.simulator.isa.step import AT_BARRIER, Context, Step
 from tests.amd.simulator.lds import Lds
 from tests.amd.simulator.memory import Allocation, Memory
 
-# More than any kernel of the tests takes; a loop that does not end is an error, not a hang.
+# More than any kernel of the tests needs; an endless loop is an error, not a hang.
 MAX_STEPS_OF_A_WAVE = 5_000_000
 
-# What a launch may ask for in its first scalar registers, in this order, and how many it gets.
+# The values that a launch may request in its first scalar registers, in this order, and their numbers of registers.
 _USER_REGISTERS = (
     ("user_sgpr_dispatch_ptr", 2),
     ("user_sgpr_queue_ptr", 2),
@@ -40,7 +40,7 @@ class Launch:
     num_waves:    waves of a program
     lds_bytes:    LDS of a program
     arguments:    the kernel arguments as they lie in memory
-    allocations:  what the program may access
+    allocations:  the memory that the program may access
     poison:       the word that fills registers and LDS beforehand
     """
 
@@ -62,7 +62,7 @@ class SimulatedKernel:
         self._steps: list[Step | None] = [None] * len(assembly.instructions)
 
     def run(self, launch: Launch) -> int:
-        """Run every program; returns the instructions executed. Raises SimulationFault and UnknownInstruction."""
+        """Runs every program; returns the instructions executed. Raises SimulationFault and UnknownInstruction."""
         arguments = np.frombuffer(launch.arguments, np.uint8)
         packet = np.frombuffer(_dispatch_packet(launch), np.uint8)
         own = [
@@ -127,7 +127,7 @@ class SimulatedKernel:
         return executed
 
     def _run_wave(self, wave: Wave) -> tuple[int, int]:
-        """Run to the next barrier or the end: which of them, and the instructions executed."""
+        """Runs to the next barrier or the end; returns which of them, and the instructions executed."""
         steps, pc = self._steps, wave.pc
         for executed in range(1, MAX_STEPS_OF_A_WAVE):
             step = steps[pc]
@@ -146,7 +146,7 @@ class SimulatedKernel:
 
 
 def _new_wave(number: int, first_scalars: list[int], scratch_words: int, poison: int) -> Wave:
-    """Everything is poison but EXEC, the first scalar registers and the lane's number in the program, in v0."""
+    """Everything is poison except EXEC, the first scalar registers and the lane's number in the program, in v0."""
     vector = np.full((NUM_VECTOR, LANES), poison, np.uint32)
     vector[0] = np.arange(LANES) + LANES * number
     scalar = np.full(NUM_SCALAR, poison, np.uint32)
@@ -156,7 +156,7 @@ def _new_wave(number: int, first_scalars: list[int], scratch_words: int, poison:
 
 
 def _dispatch_packet(launch: Launch) -> bytes:
-    """The fields of an AQL kernel dispatch packet that a kernel may look at: work-group and grid size in work-items."""
+    """The fields of an AQL kernel dispatch packet that a kernel may read: work-group and grid size in work-items."""
     lanes = LANES * launch.num_waves
     x, y, z = launch.grid
     return struct.pack("<HHHHHHIII40x", 0, 3, lanes, 1, 1, 0, x * lanes, y, z)

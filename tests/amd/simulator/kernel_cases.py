@@ -1,6 +1,6 @@
-"""Runs of the project's kernels on a simulated arch: each builds its inputs, launches, and compares with an answer.
+"""Runs of the project's kernels on a simulated arch: each builds its inputs, launches, and compares with a reference.
 
-Attention is compared with float64, as its torch twins are; the store with its twin. Shapes are small, and still cross
+Attention is compared with float64, like its torch twins; the store with its twin. Shapes are small, and still cross
 pages, tiles, and the shares of programs.
 """
 
@@ -56,7 +56,7 @@ CPU = torch.device("cpu")
 
 NUM_PROGRAMS = 3
 
-# Extends with and without a prefix, decodes that several programs share, a decode of nothing, nothing new, nothing.
+# Extends with and without a prefix, decodes that several programs share, an empty decode, no new tokens, no sequence.
 STEP = Case(
     kv_len=[100, 20, 17, 0, 0, 50, 35, 12], q_len=[1, 9, 17, 0, 1, 1, 2, 0], dims=(128, 128), heads=(8, 2), tail=3
 )
@@ -65,7 +65,7 @@ WIDE = replace(STEP, kv_len=[20, 6], q_len=[1, 2], dims=(512, 512), heads=(8, 1)
 
 
 def tiles_of(arch: str, case: Case) -> tuple[DecodeTiles, ExtendTiles]:
-    """What the tuning table says for the case on arch."""
+    """Returns the tiles of the tuning table for the case on arch."""
     shape: dict[str, Any] = {
         "gqa_ratio": case.heads[0] // case.heads[1],
         "num_kv_heads": case.heads[1],
@@ -77,7 +77,7 @@ def tiles_of(arch: str, case: Case) -> tuple[DecodeTiles, ExtendTiles]:
 
 
 def run_step(arch: str, case: Case, *, is_large: bool) -> Simulation:
-    """A mixed step: extend serves sequences with more than one new token, decode those with one."""
+    """Runs a mixed step: extend serves sequences with more than one new token, decode those with one."""
     tensors = build(case, CPU)
     if is_large:
         tensors = in_large_pools(tensors)
@@ -92,7 +92,7 @@ def run_step(arch: str, case: Case, *, is_large: bool) -> Simulation:
 
 
 def run_merge(arch: str, num_seqs: int, num_programs: int) -> Simulation:
-    """A decode whose rows are shared by so many programs; the merge is cut in a way of its own for each."""
+    """Runs a decode whose rows num_programs programs share; for each number the merge is cut differently."""
     kv_len = [70 + seq for seq in range(num_seqs)]
     tensors = build(Case(kv_len, [1] * num_seqs, heads=(2, 1), dims=(16, 16), dtype=BF16, page_size=8), CPU)
     tiles = DecodeTiles(key_block=16, num_warps=1, num_stages=1, programs_per_cu=1)
@@ -103,7 +103,7 @@ def run_merge(arch: str, num_seqs: int, num_programs: int) -> Simulation:
 
 
 def run_masked(arch: str, case: Case) -> Simulation:
-    """A masked step, of sequences with one new token too."""
+    """Runs a masked step, also of sequences with one new token."""
     tensors = build(replace(case, masked=True), CPU)
     tiles = tiles_of(arch, case)[1].of_masked_steps(tensors.gqa_ratio, case.codes)
     with simulated(arch) as simulation:
@@ -113,7 +113,7 @@ def run_masked(arch: str, case: Case) -> Simulation:
 
 
 def run_shared_rows(arch: str, case: Case) -> Simulation:
-    """An extend of which every row is shared out among several programs."""
+    """Runs an extend of which every row is shared out among several programs."""
     tensors = build(case, CPU)
     with simulated(arch) as simulation:
         run_shared_extend(tensors, tiles=tiles_of(arch, case)[1])
@@ -122,7 +122,7 @@ def run_shared_rows(arch: str, case: Case) -> Simulation:
 
 
 def run_suffixes(arch: str, case: Case) -> Simulation:
-    """A decode of keys that begin after the first pages of each row."""
+    """Runs a decode of keys that begin after the first pages of each row."""
     tensors = build(replace(case.decodes(), tail=0), CPU)
     with simulated(arch) as simulation:
         run_decode(tensors, num_programs=NUM_PROGRAMS, tiles=tiles_of(arch, case)[0])
@@ -131,7 +131,7 @@ def run_suffixes(arch: str, case: Case) -> Simulation:
 
 
 def run_merge_states(arch: str, dtype: torch.dtype) -> Simulation:
-    """Two sides, each of them empty and NaN for some token."""
+    """Merges two sides, each of them empty and NaN for some token."""
     generator = torch.Generator().manual_seed(0)
     sides = []
     for empty in (1, 2):
@@ -149,9 +149,9 @@ def run_merge_states(arch: str, dtype: torch.dtype) -> Simulation:
 
 
 def run_experts(arch: str, dtype: torch.dtype, rows: int) -> Simulation:
-    """A block that is full and one that is not, an expert without tokens, columns and elements that fill no tile.
+    """Runs a full block and one that is not, an expert without tokens, columns and elements that fill no tile.
 
-    Then some of the tokens alone, which get the same bits.
+    Then it runs some of the tokens alone, which get the same bits.
     """
     tiles = replace(expert_tiles(arch, dtype, rows), columns=64)
     problem = random_problem(tiles.rows + 5, 3, 1, (tiles.step + 24, 72), dtype=dtype, has_bias=rows == 1)
@@ -182,7 +182,7 @@ def vectorised_pools(
 
 
 def run_store(arch: str, dtype: torch.dtype, pools_of: Callable[..., list[Tensor]], *, is_large: bool) -> Simulation:
-    """New keys and values to pages in random order; pads, slots of page 0, and what is no number are dropped."""
+    """Stores new keys and values to pages in random order; drops pads, slots of page 0, and NaN."""
     page_size, heads, dims, num_tokens = 8, 2, (80, 48), 11
     page_bytes = page_size * heads * min(dims) * 2
     num_pages = LARGE_POOL_BYTES // page_bytes if is_large else 64
@@ -199,14 +199,14 @@ def run_store(arch: str, dtype: torch.dtype, pools_of: Callable[..., list[Tensor
     cache_twins.store_kv(k, v, slots, counts[1], LayerPages.plain(*pools[1]))
     assert counts[0].tolist() == counts[1].tolist() == [1, num_tokens - 2, 0, NOT_FINITE]
     for stored, expected in zip(*pools, strict=True):
-        # The pages that were aimed at and the first ones, not gigabytes of zeros.
+        # Compares the target pages and the first ones, not gigabytes of zeros.
         for pages in (slice(0, 16), slice(num_pages - 16, num_pages)):
             assert torch.equal(stored[pages], expected[pages]), "the pages are not those of the twin"
     return simulation
 
 
 def run_coded_store(arch: str, encoding: Encoding, scales: Scales) -> Simulation:
-    """New keys and values to eight-bit pages, with the factors that go with them."""
+    """Stores new keys and values to eight-bit pages, with their scales."""
     form = PageFormat(encoding, PoolKind.SPLIT, 8, 2, 80, 48, scales)
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(5, 2, dim, generator=generator).to(BF16) for dim in (80, 48))
@@ -229,7 +229,7 @@ def run_coded_store(arch: str, encoding: Encoding, scales: Scales) -> Simulation
 
 
 def run_row_work(arch: str, pool: PoolKind, *, is_large: bool) -> Simulation:
-    """The fused store of rows of which a part turns, and what follows attention, in place both; of twins' results."""
+    """Runs the fused store of partly rotary rows, and the work after attention, both in place, against their twins."""
     is_latent = pool is PoolKind.LATENT
     (heads, kv_heads), (dim, v_dim), turned, normed = (
         ((4, 1), (80, 64), 16, 64) if is_latent else ((6, 2), (80, 48), 24, 80)
@@ -287,8 +287,8 @@ def _by_name(cases: list[Case]) -> dict[str, Case]:
 
 
 _METADATA = [case.name for case in metadata_cases("gfx942")]
-# What each run executes on the other arch alone: the machine code of the two differs in how it is scheduled, and rarely
-# in what it does. The grid has both. Of the kernels without products every second case is one arch's.
+# Each run executes these cases on the other arch only: the machine code of the two differs in how it is scheduled, and
+# rarely in its effect. The grid has both. Every second case of the kernels without products runs on one arch.
 ON_THE_OTHER_ARCH = {
     "gfx942": frozenset(
         {
@@ -336,7 +336,7 @@ ON_THE_OTHER_ARCH = {
 }
 
 
-# What only the grid has: each run has the same kernels with other widths, page sizes or pools on either arch.
+# Only the grid has these: each run has the same kernels with other widths, page sizes or pools on either arch.
 IN_THE_GRID = frozenset(
     {
         "8x2-128x128-bfloat16-page16-above",
@@ -348,7 +348,7 @@ IN_THE_GRID = frozenset(
 
 
 def every_quick_case(arch: str) -> list[KernelCase]:
-    """Every kernel in every dtype that is its own on AMD, below and above 4 GiB."""
+    """Every kernel in every dtype that it has code for on AMD, below and above 4 GiB."""
     both = [replace(STEP, dtype=BF16), replace(STEP, heads=(16, 2), dims=(64, 64), page_size=64, dtype=BF16)]
     below = [
         replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True),

@@ -1,4 +1,4 @@
-"""Pools above 4 GiB, of which what is not written takes no memory."""
+"""Pools above 4 GiB, whose unwritten pages take no memory."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# So much that neither the elements fit int32 nor the bytes uint32; what is not written takes no memory.
+# So large that neither the elements fit int32 nor the bytes uint32; unwritten pages take no memory.
 LARGE_POOL_BYTES = 5 << 30
-# A decode that programs share, one of nothing, drafts, a chunk over a prefix, nothing new, a padded tail.
+# A decode that programs share, an empty one, drafts, a chunk over a prefix, no new tokens, a padded tail.
 STEP = Case(
     kv_len=[50, 0, 35, 20, 9],
     q_len=[1, 1, 3, 11, 0],
@@ -39,7 +39,7 @@ STEP = Case(
 
 
 def in_large_pool(tensors: Tensors) -> Tensors:
-    """The same step with its pages at the end of a pool above 4 GiB."""
+    """Returns the same step with its pages at the end of a pool above 4 GiB."""
     pages = tensors.k_pages
     num_pages = LARGE_POOL_BYTES // pages[0].nbytes
     first = num_pages - len(pages)
@@ -49,7 +49,7 @@ def in_large_pool(tensors: Tensors) -> Tensors:
 
 
 def run_latent_step(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
-    """A mixed step: decode of one new token, of two to eight, and extend of more."""
+    """Runs a mixed step: decode of one new token, of two to eight, and extend of more."""
     tensors = in_large_pool(build(case, torch.device("cpu"))) if is_large else build(case, torch.device("cpu"))
     heads = case.heads[0]
     shape: dict[str, Any] = {"dims": case.dims, "dtype": case.dtype, "is_coded": case.kv is not None}
@@ -63,7 +63,7 @@ def run_latent_step(arch: str, case: Case, *, is_large: bool = False) -> Simulat
 
 
 def run_latent_masked(arch: str, case: Case) -> Simulation:
-    """A masked step, of sequences with one new token too."""
+    """Runs a masked step, also of sequences with one new token."""
     tensors = build(replace(case, masked=True), torch.device("cpu"))
     tiles = latent_extend_tiles(arch, dims=case.dims, dtype=case.dtype, is_coded=case.kv is not None).of_masked_steps()
     with simulated(arch) as simulation:
@@ -73,7 +73,7 @@ def run_latent_masked(arch: str, case: Case) -> Simulation:
 
 
 def run_latent_segments(arch: str, case: Case) -> Simulation:
-    """Deterministic extend over all new tokens, then decode of the last ones."""
+    """Runs deterministic extend over all new tokens, then decode of the last ones."""
     extended = build(case, torch.device("cpu"))
     decoded = last_tokens(extended)
     tiles = replace(latent_segment_tiles(arch, dims=case.dims, dtype=case.dtype), segment_len=32)
@@ -99,7 +99,7 @@ def latent_cases(arch: str) -> list[KernelCase]:
 
 
 def more_latent_cases(arch: str) -> list[KernelCase]:
-    """Both dtypes, windows, sinks, caps and gaps between rows, a factor of the layer, masks."""
+    """Both dtypes, windows, sinks, caps and gaps between rows, a scale per layer, masks."""
     scored = replace(STEP, dims=(40, 40), dtype=FP16, window_left=9, sinks=True, soft_cap=2.0, page_size=5, spread=True)
     coded = replace(STEP, kv=_codes(arch), scales=Scales.LAYER)
     return [
@@ -111,5 +111,5 @@ def more_latent_cases(arch: str) -> list[KernelCase]:
 
 
 def _codes(arch: str) -> Encoding:
-    """What the arch's matrix units read."""
+    """The encoding that the arch's matrix units read."""
     return Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN

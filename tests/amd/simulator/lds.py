@@ -1,7 +1,7 @@
 """The LDS of one program: bounds, bytes that were never written, and races between waves.
 
 Between two barriers waves run in any order on hardware. A byte that one wave writes and another one reads or writes in
-the same interval is a race, whatever order the simulator runs them in; two waves that write the same value are none.
+the same interval is a race, in any order of the simulator; two waves that write the same value are none.
 """
 
 from __future__ import annotations

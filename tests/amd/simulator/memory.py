@@ -1,4 +1,4 @@
-"""Global memory as a program may see it: the storages that its launch was given, and nothing else.
+"""Global memory as a program may see it: only the storages that its launch was given.
 
 An allocation is memory of this process at its own address, so a cache of several GiB that was never written costs
 nothing, and its 64-bit addresses are real.

@@ -110,14 +110,14 @@ def _table() -> Tensor:
 
 
 def _slot() -> Tensor:
-    """The words of a ring slot, token ids and prefixes included, and garbage after them."""
+    """Returns the words of a ring slot, token ids and prefixes included, and garbage after them."""
     header = [NUM_SEQS, NUM_TOKENS, 41, 1, 40, NO_ECHO, GARBAGE, GARBAGE]
     seqs = [value for values in (ROWS, KV_LEN, Q_LEN) for value in values[:NUM_SEQS]]
     return _ints(*header, *seqs, *range(1000, 1000 + NUM_TOKENS), *PREFIX_LEN, *GROUP_END, *[GARBAGE] * 9)
 
 
 def _slots() -> Tensor:
-    """Two slots for graphs, of which the second is due after seven runs."""
+    """Returns two slots for graphs, of which the second is due after seven runs."""
     slots = _slot().repeat(2, 1)
     slots[:, ECHO], slots[:, RUNS_BEFORE] = TAKEN_BY_GRAPH, _ints(8, 7)
     return slots
@@ -141,7 +141,7 @@ def _updates() -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A launcher, its twin, and what both are called with; a tensor that is written holds garbage beforehand."""
+    """A launcher, its twin, and the arguments of both; a tensor that is written holds garbage beforehand."""
 
     launch: Callable[..., None]
     twin: Callable[..., None]
@@ -153,7 +153,7 @@ def _launches() -> dict[str, _Launch]:
     seqs = len(KV_LEN)
     rows, kv_len, q_len, table = _ints(*ROWS), _ints(*KV_LEN), _ints(*Q_LEN), _table()
     counts, counts_before = _ints(NUM_SEQS, NUM_TOKENS, 41, 0), _ints(GARBAGE, GARBAGE, 40, 5)
-    # A length, and a number of new tokens, beyond what the slot allows.
+    # A length, and a number of new tokens, beyond the slot's limits.
     ids, floor, stored = torch.arange(NUM_TOKENS, dtype=torch.int32), _ints(0, 9, 2), _ints(90, 9, 400)
     device_lengths = _ints(99, 300, 4), _ints(3, 200, 7), ids, floor, stored
     step = _garbage(seqs), _garbage(seqs), _garbage(PADDED_TOKENS)
@@ -258,7 +258,7 @@ def _launches() -> dict[str, _Launch]:
 
 
 def _of_engines() -> dict[str, _Launch]:
-    """What reads an engine's tensors, of both types and any stride."""
+    """Cases of the launchers that read an engine's tensors, of both types and any stride."""
     seqs, cases = 5, dict[str, _Launch]()
     boundaries = [sum(Q_LEN[:at]) for at in range(4)]
     for name, q_form, new in (("lengths", Q_LENGTHS, Q_LEN), ("boundaries", Q_BOUNDARIES, boundaries)):
@@ -357,7 +357,7 @@ def _of_engines() -> dict[str, _Launch]:
 
 
 def _watched_entries() -> Tensor:
-    """Since step 35 the first two rows name what the table says, but for one entry."""
+    """Since step 35 the first two rows name the table's pages, except in one entry."""
     entries = (35 << 32) | torch.arange(7, 21).view(2, 7)
     entries[1, 1] = (35 << 32) | 3
     return torch.cat([entries, torch.zeros(1, 7, dtype=torch.int64)])
@@ -369,7 +369,7 @@ def _picks(pick: Callable[..., None]) -> Callable[..., None]:
 
 
 def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]:
-    """publish as a function of the tensors, with bounds and pads of its own."""
+    """publish as a function of the tensors, with its own bounds and pads."""
     sizes = {"num_tokens": PADDED_TOKENS, "min_q_len": 0, "max_q_len": 400, "page_size": PAGE_SIZE}
 
     def of_tensors(*tensors: Tensor) -> None:
@@ -400,7 +400,7 @@ def _take(take: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fix_ups() -> dict[str, _Launch]:
-    """What follows kernels of other libraries: dims that are no power of two, in both 16-bit types."""
+    """Cases of the launches after kernels of other libraries: dims that are no power of two, in both 16-bit types."""
     lengths = _ints(1, PAGE_SIZE, PAGE_SIZE + 1, 0), _ints(1, PAGE_SIZE, 2, 0)
     table, rows = torch.arange(1, 9, dtype=torch.int32).view(4, 2), _ints(0, 2, 3, 1)
     cases = {}
@@ -409,7 +409,7 @@ def _fix_ups() -> dict[str, _Launch]:
         linear = torch.ones(9, PAGE_SIZE, 3, 80, dtype=dtype), torch.ones(9, PAGE_SIZE, 3, 24, dtype=dtype)
         for side in linear:
             side[0] = 0  # the reserved page
-        # As with elements of 4 bytes: vectors of PAGE_SIZE.
+        # The layout is that of elements of 4 bytes: vectors of PAGE_SIZE.
         vectorised = vectorised_keys(linear[0], PAGE_SIZE), vectorised_values(linear[1], PAGE_SIZE)
         for layout, pages in (("", linear), ("_vectorised", vectorised)):
             cases[f"zero_tails{layout}-{name}"] = _Launch(
@@ -421,7 +421,7 @@ def _fix_ups() -> dict[str, _Launch]:
 
 
 def _moves() -> dict[str, _Launch]:
-    """Tokens within pages, of parts in one memory."""
+    """Moves tokens within pages, with parts in one memory."""
     moves = {
         "export_rows": (launch_export_rows, cache_twins.export_rows, (4, 6, 16, 16)),
         "import_rows": (launch_import_rows, cache_twins.import_rows, (4, 6, 16, 16)),
@@ -439,7 +439,7 @@ def _moves() -> dict[str, _Launch]:
 
 
 def _speculative() -> dict[str, _Launch]:
-    """Acceptance of trees, and moves of what was accepted."""
+    """Acceptance of trees, and moves of accepted tokens."""
     return {
         "accept_drawn": _Launch(
             of_accept_drawn(launch_accept_drawn),
@@ -469,7 +469,7 @@ def _speculative() -> dict[str, _Launch]:
 
 
 def run_launch(arch: str, name: str) -> Simulation:
-    """The kernel on arch and its twin, with the same tensors: afterwards the same words, in what is only read too."""
+    """Runs the kernel on arch and its twin on equal tensors: afterwards all words are equal, also of read-only ones."""
     case = _launches()[name]
     by_kernel, by_twin = _copies(case.tensors), _copies(case.tensors)
     with simulated(arch) as simulation:
@@ -481,7 +481,7 @@ def run_launch(arch: str, name: str) -> Simulation:
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of each, and the same copy where one is named twice."""
+    """Returns a copy of each, and the same copy if a tensor occurs twice."""
     copies = {id(tensor): tensor.clone() for tensor in tensors}
     return [copies[id(tensor)] for tensor in tensors]
 

@@ -81,7 +81,7 @@ def vector_source(core: Core, token: str, dtype: np.dtype[Any], *, high: bool = 
     name, absolute, negated = token, False, False
     if name.startswith("-") and name not in _FLOATS and not name[1:].isdigit():
         name, negated = name[1:], True
-    if name.startswith("neg("):  # of a constant, where a sign would be part of it
+    if name.startswith("neg("):  # of a constant, in which a sign would belong to the number
         name, negated = name[4:-1], True
     if name.startswith("|"):
         name, absolute = name.strip("|"), True
@@ -140,7 +140,7 @@ class VectorSink:
             self.write_where(value, self._core.active)
 
     def write_where(self, value: Array, mask: Array) -> None:
-        """value to the lanes of mask, whatever EXEC says."""
+        """Writes value to the lanes of mask, regardless of EXEC."""
         for row, part in zip(self._rows, self._parts(value), strict=True):
             np.copyto(row, part, where=mask, casting="no")
 

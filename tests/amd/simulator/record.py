@@ -37,7 +37,7 @@ def main(document: Path) -> int:
     for case in GRID:
         runs.start(case)
     for case in GRID:
-        # Whatever a case raises is its result; the others still run.
+        # An exception of a case is its result; the others still run.
         error = runs.start(case).exception()
         print(f"{'FAILED' if error else 'passed'} {case}" + (f": {error}" if error else ""), flush=True)
         if error:
@@ -76,7 +76,7 @@ def with_row(text: str, cells: list[str]) -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout, and whether there are changes on top of it."""
+    """Returns the commit of the checkout, and whether there are changes on top of it."""
     name = _git("rev-parse", "--short=10", "HEAD")
     return f"{name} + changes" if _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs") else name
 

@@ -49,16 +49,16 @@ SPLIT = SelectedCase(STEP, (6, 2), (64, 64), sets=2, width=6, unit_tokens=8, dty
 
 
 def own_encoding(arch: str) -> Encoding:
-    """What the arch's matrix unit multiplies."""
+    """The encoding that the arch's matrix unit multiplies."""
     return Encoding.E4M3FNUZ if arch == "gfx942" else Encoding.E4M3FN
 
 
-# So much that neither the elements fit int32 nor the bytes uint32; what is not written takes no memory.
+# So large that neither the elements fit int32 nor the bytes uint32; unwritten pages take no memory.
 LARGE_POOL_BYTES = 5 << 30
 
 
 def large(pages: Tensor, num_pages: int) -> Tensor:
-    """A pool of so many pages that ends with these."""
+    """Returns a pool of num_pages pages that ends with these."""
     pool = torch.from_numpy(np.zeros((num_pages, *pages.shape[1:], pages.itemsize), np.uint8))
     pool = pool.view(pages.dtype).squeeze(-1)
     pool[num_pages - len(pages) :] = pages
@@ -66,7 +66,7 @@ def large(pages: Tensor, num_pages: int) -> Tensor:
 
 
 def with_large_keys(args: IndexArgs) -> IndexArgs:
-    """The same step with its keys, and their factors, at the end of a pool above 4 GiB."""
+    """Returns the same step with its keys, and their scales, at the end of a pool above 4 GiB."""
     keys, scale = args.pages
     num_pages = LARGE_POOL_BYTES // keys[0].nbytes
     if scale is not None and scale.dim() == 2:
@@ -76,7 +76,7 @@ def with_large_keys(args: IndexArgs) -> IndexArgs:
 
 
 def with_large_pages(args: SelectedArgs) -> SelectedArgs:
-    """The same step with its rows at the end of a pool above 4 GiB."""
+    """Returns the same step with its rows at the end of a pool above 4 GiB."""
     pages = args.pages
     num_pages = LARGE_POOL_BYTES // min(pages.k[0].nbytes, pages.v[0].nbytes)
     k = large(pages.k, num_pages)
@@ -87,7 +87,7 @@ def with_large_pages(args: SelectedArgs) -> SelectedArgs:
 
 
 def run_select(arch: str, case: IndexCase, *, is_coded: bool, is_large: bool = False) -> Simulation:
-    """Scores and top-k of a step. is_coded: whether keys are codes, and q is where keys have no factors"""
+    """Runs scores and top-k of a step. is_coded: true if keys are codes, and so is q if keys have no scales"""
     if is_coded:
         dtype = own_encoding(arch).dtype
         case = replace(case, key_dtype=dtype, dtype=dtype if case.scales is Scales.NONE else case.dtype)
@@ -104,7 +104,7 @@ def run_select(arch: str, case: IndexCase, *, is_coded: bool, is_large: bool = F
 
 
 def run_long_lines(arch: str) -> Simulation:
-    """Lines that are cut down before they are searched, of random scores and of equal ones; a check of the result."""
+    """Runs lines that are cut down before the search, with random and with equal scores, and a check of the result."""
     indexing, num_units = Indexing(1.0, 5), 200
     scores = torch.randn(2, 1, num_units, generator=torch.Generator().manual_seed(0))
     scores[1] = 0.5
@@ -124,7 +124,7 @@ def run_long_lines(arch: str) -> Simulation:
 
 
 def run_attention(arch: str, case: SelectedCase, *, is_coded: bool, is_large: bool = False) -> Simulation:
-    """Attention over a selection in several parts. is_coded: whether pages are, with factors of tokens"""
+    """Runs attention over a selection in several parts. is_coded: true if pages are codes, with scales of tokens"""
     if is_coded:
         case = replace(case, encoding=own_encoding(arch), scales=Scales.TOKEN)
     problem = build_selected(case, CPU)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.nightly
 
 SMALL = replace(PLAIN, kv_len=[40, 33], q_len=[1, 1], heads=(4, 2))
 
-# What is wrong -> text of key_blocks.py, what stands in its place, a run that must notice, and by what.
+# Name of a mistake -> text of key_blocks.py, its replacement, a run that must fail, the exception and its message.
 IN_KEY_BLOCKS = {
     "pages_in_32_bits": (
         "page.to(gl.int64) * side.page",
@@ -81,7 +81,7 @@ MISTAKES = {
 @pytest.mark.parametrize(
     ("mistake", "arch"),
     [
-        # By turns, as in test_broken_kernels.py.
+        # The archs alternate, as in test_broken_kernels.py.
         pytest.param(mistake, arch, id=f"{name}-{arch}", marks=[pytest.mark.nightly] * (at % len(ARCHS) != turn))
         for at, (name, mistake) in enumerate(MISTAKES.items())
         for turn, arch in enumerate(ARCHS)

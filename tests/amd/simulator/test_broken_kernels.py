@@ -1,4 +1,4 @@
-"""The simulator notices what it is there to notice: copies of the real kernels, each with one mistake in it."""
+"""The simulator detects mistakes: copies of the real kernels, each with one mistake in it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SMALL_STEP = replace(STEP, kv_len=[40, 33], q_len=[1, 9], heads=(2, 1), dims=(64
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """What is wrong with a copy of a kernel's file, and a run that must notice.
+    """A mistake in a copy of a kernel's file, and a run that must detect it.
 
-    right, wrong:  text of the file, and what stands in its place
+    right, wrong:  text of the file, and its replacement
     launcher:      name of the launcher; used_by is the module that the run takes it from
     says:          part of the message, as a regular expression
     launched_from: the file of the launcher, which imports the module; None: the module itself
@@ -114,7 +114,7 @@ MISTAKES = {
         attention_cases,
         small_step(is_large=False),
         SimulationFault,
-        # What lies there is any page number: its place may be no one's, or beyond what an offset reaches.
+        # The memory there may hold any page number: its place may be unallocated, or beyond the range of an offset.
         f"{STRAYS}|out of range: it wrapped around",
     ),
     "a_table_update_reads_without_a_mask": Mistake(
@@ -177,7 +177,7 @@ def import_copy(module: ModuleType, source: str, folder: Path) -> ModuleType:
 @pytest.mark.parametrize(
     ("mistake", "arch"),
     [
-        # How a mistake shows hardly depends on the arch: every run takes them by turns.
+        # The effect of a mistake hardly depends on the arch: every run alternates between them.
         pytest.param(mistake, arch, id=f"{name}-{arch}", marks=[pytest.mark.nightly] * (at % len(ARCHS) != turn))
         for at, (name, mistake) in enumerate(MISTAKES.items())
         for turn, arch in enumerate(ARCHS)

@@ -27,7 +27,7 @@ def test_it_is_attention(arch: str, lazy: bool) -> None:
     tokens = geometry.ROWS // GQA_RATIO
     q = torch.randn(tokens, HEADS * GQA_RATIO, 128, generator=generator).bfloat16()
     k, v = (torch.randn(8, 16, HEADS, 128, generator=generator).bfloat16() for _ in range(2))
-    # Scores grow from block to block, by more than what is left as it is.
+    # Scores grow from block to block, by more than the limit below which a maximum stays unchanged.
     line = torch.tensor([5, 1, 7, 2, 3, 6], dtype=torch.int32)
     for place, page in enumerate(line.tolist()):
         k[page] *= 1 + 3 * place

@@ -23,7 +23,7 @@ ON_ONE_ARCH = ("metadata", "sampling", "speculative")
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
-    """The cases that this session asks for, which run on all cores while the first tests wait for theirs."""
+    """The cases of this session, which run on all cores while the first tests wait for theirs."""
     started = Runs()
     for item in request.session.items:
         case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
@@ -69,7 +69,7 @@ def test_both_pointer_widths_were_executed(arch: str, kernel: str, runs: Runs) -
 @every_arch
 @pytest.mark.parametrize("kernel", ["_decode_kernel", "_extend_kernel"])
 def test_keys_of_one_page_have_32_bit_offsets_from_its_first_key(arch: str, kernel: str, runs: Runs) -> None:
-    """Above 2 GiB too. Page numbers are loaded from where their line of the table is, a word at a time."""
+    """Above 2 GiB too. Page numbers are loaded from the place of their line in the table, a word at a time."""
     (case,) = (case for case in QUICK if case.arch == arch and case.name.endswith("page64-above"))
     loads = {name for name in runs.result(case).mnemonics[kernel] if "_load_" in name}
     assert "buffer_load_dwordx4" in loads

@@ -1,4 +1,4 @@
-"""Programs, waves and barriers; what a launch hands to a kernel; the text that it is read from."""
+"""Programs, waves and barriers; the values that a launch passes to a kernel; the text that it is read from."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_arguments_are_preloaded_where_the_descriptor_says_so() -> None:
 
 
 def test_waves_meet_at_barriers() -> None:
-    """The last wave writes what the first one reads after the barrier."""
+    """The last wave writes data that the first one reads after the barrier."""
     words = np.zeros(128, np.uint32)
     lines = [
         "s_load_dwordx2 s[4:5], s[0:1], 0x0",

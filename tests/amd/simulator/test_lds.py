@@ -1,4 +1,4 @@
-"""LDS: widths and strides, what was never written, races between waves."""
+"""LDS: widths and strides, bytes that were never written, races between waves."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_masked_lanes_of_a_buffer_load_0_and_store_nothing() -> None:
     ("name", "result"), [("add", 128), ("or", 32 + 3), ("and", 0), ("umax", 32), ("umin", 3), ("swap", 3), ("xor", 32)]
 )
 def test_atomics_of_all_lanes_take_effect(name: str, result: int) -> None:
-    """Half of the lanes, 3 each, at one word that holds 32; of an even number of lanes xor leaves what was there."""
+    """Half of the lanes apply 3 to one word that holds 32; xor by an even number of lanes leaves it unchanged."""
     for line, returns in (
         (f"buffer_atomic_{name} v1, v0, s[0:3], 0 offen", False),
         (f"buffer_atomic_{name} v1, v0, s[0:3], 0 offen sc0", True),
@@ -157,7 +157,7 @@ def test_atomics_of_all_lanes_take_effect(name: str, result: int) -> None:
 
 
 def test_an_atomic_swap_of_two_words_gives_both_that_were_there() -> None:
-    """Lane after lane: each gets what the one before it has put there."""
+    """Lane after lane: each gets the value that the previous one has written."""
     for line in (
         "buffer_atomic_swap_x2 v[2:3], v0, s[0:3], 0 offen sc0",
         "global_atomic_swap_x2 v[2:3], v0, v[2:3], s[0:1] sc0",

@@ -1,4 +1,4 @@
-"""What vector instructions have in common: EXEC, constants, modifiers, SDWA, DPP, masks; and travel between lanes."""
+"""Common properties of vector instructions: EXEC, constants, modifiers, SDWA, DPP, masks; and moves between lanes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The truth test on a simulated arch, cut to size: a runtime whose every launch runs as machine code, and its needles.
 
-The whole chain is in it: metadata, quantise, store, index, top-k, attend; captured and replayed, over codes.
+It covers the whole chain: metadata, quantise, store, index, top-k, attend; captured and replayed, over codes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LONGER = replace(PLAN, lengths=(12, 40), first_chunk=25, chunk=15)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is served on an arch. layers: one of each kind; compute_units: so few that programs share nothing at all"""
+    """A run on an arch. layers: one of each kind; compute_units: so few that programs share nothing at all"""
 
     layers: Callable[[KVEncoding], list[Problem]]
     plan: TruthPlan = PLAN
@@ -43,7 +43,7 @@ class Run:
 
 
 def windowed(codes: KVEncoding) -> list[Problem]:
-    """A layer with a window, whose K and V have a factor."""
+    """A layer with a window, whose K and V have a scale."""
     return [_dense(codes, window_left=9, has_sinks=True)]
 
 
@@ -72,7 +72,7 @@ def blocks(codes: KVEncoding) -> list[Problem]:
 
 
 def dense(codes: KVEncoding) -> list[Problem]:
-    """All keys, in codes and as they are computed."""
+    """All keys, in codes and in the dtype in which they are computed."""
     return [_dense(codes), _dense(KVEncoding.LIKE_Q)]
 
 
@@ -83,12 +83,12 @@ def _dense(codes: KVEncoding, **more: object) -> Problem:
 
 
 def own_codes(arch: str) -> KVEncoding:
-    """What the arch's matrix units read."""
+    """The encoding that the arch's matrix units read."""
     return KVEncoding.E4M3FNUZ if arch == "gfx942" else KVEncoding.E4M3FN
 
 
 def found(arch: str, run: Run) -> tuple[TruthReport, Simulation]:
-    """What is found of the needles, and what was executed."""
+    """Returns the report on the needles, and the executed kernels."""
     target = replace(known_target(arch), compute_units=run.compute_units)
     guards = Guards() if run.fault is None else with_launches(partial(faulty, run.fault))
 
@@ -101,7 +101,7 @@ def found(arch: str, run: Run) -> tuple[TruthReport, Simulation]:
 
 
 def run_truth(arch: str, run: Run) -> Simulation:
-    """Every needle is found, and every step was a replay where graphs are made."""
+    """Checks that every needle is found, and that every step was a replay if graphs are made."""
     report, simulation = found(arch, run)
     assert report.passed, "\n".join(map(str, report.misses))
     assert report.replays == (report.steps if run.plan.graphs else 0)
@@ -110,14 +110,14 @@ def run_truth(arch: str, run: Run) -> Simulation:
 
 
 def run_lie(arch: str, run: Run) -> Simulation:
-    """Needles are missed where a kernel takes what it is given for something else."""
+    """Checks that needles are missed if a kernel misinterprets its inputs."""
     report, simulation = found(arch, run)
     assert not report.passed
     return simulation
 
 
 def in_other_codes(args: AttendArgs) -> AttendArgs:
-    """Pages taken for pages of the other arch: finite, and worth half or twice."""
+    """Takes pages for pages of the other arch: finite values, half or twice as large."""
     pages, form = args.pages, args.pages.format
     other = Encoding.E4M3FN if form.encoding is Encoding.E4M3FNUZ else Encoding.E4M3FNUZ
     k, v = (side.view(torch.uint8).view(other.dtype) for side in (pages.k, pages.v))

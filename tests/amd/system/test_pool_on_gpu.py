@@ -1,4 +1,4 @@
-"""A GPU's pool, sized from what was measured: it fills the GPU to the share that was asked for, and no step fails."""
+"""A GPU's pool, sized by measurements: it fills the GPU to the requested share, and no step fails."""
 
 from __future__ import annotations
 

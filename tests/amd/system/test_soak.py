@@ -1,4 +1,4 @@
-"""The soak finds nothing in a sound runtime, and finds every fault that is planted."""
+"""The soak finds nothing in a correct runtime, and finds every planted fault."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ STEPS = ("decode", "share", "verify", "draft", "tree", "extend", "mixed", "idle"
 def soak(
     scenario: Scenario, steps: int, seed: int = 0, device: torch.device = CPU, provider: str = "torch"
 ) -> SoakReport:
-    """A soak in float32."""
+    """Runs a soak in float32."""
     return Soak(scenario, seed=seed, device=device, provider=provider, dtype=torch.float32).run(steps)
 
 
 def found(scenario: Scenario = SMALL, steps: int = 200) -> SoakFailed:
-    """What a soak of a runtime with a fault stops at."""
+    """Returns the failure that ends the soak of a runtime with a fault."""
     with pytest.raises(SoakFailed) as failed:
         soak(scenario, steps)
     return failed.value
 
 
 def wrap(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, change: Callable[..., Any]) -> None:
-    """Replace owner.name by a function that gets the original first."""
+    """Replaces owner.name by a function that gets the original first."""
     original = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs))
 
 
 class Fuse:
-    """True once: in the first call at or after a step, whatever the runtime does besides the soak's steps."""
+    """True once: in the first call at or after a step, whatever the runtime does in addition to the soak's steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
         self._steps_left: int | None = step
@@ -114,7 +114,7 @@ def test_ten_thousand_rounds_that_draft_or_verify_show_nothing() -> None:
 
 
 def test_rounds_are_steps_that_draft_or_verify_a_token() -> None:
-    """A step without sequences, or of trees without tokens, is none; the last step of a soak of rounds is one."""
+    """A step without sequences, or of trees without tokens, is no round; the last step of a soak of rounds is one."""
     scenario = replace(ALMOST_ALL_EAGER, weights={Action.ADMIT: 1, Action.VERIFY: 1, Action.DECODE: 1, Action.ABORT: 3})
     soak = Soak(scenario, seed=0, device=CPU, provider="torch", dtype=torch.float32)
     report = soak.run_rounds(6)
@@ -130,7 +130,7 @@ ROUNDS = replace(
 
 @pytest.mark.nightly
 def test_rounds_of_drafts_show_nothing(device: torch.device) -> None:
-    """Chains and trees, in one graph and in halves, at every last-page length, beside requests that come and go."""
+    """Chains and trees, in one graph and in halves, at every last-page length, while requests come and go."""
     report = soak(ROUNDS, 30, 0, device, "auto")
     assert report.actions["draft"] > 12
     assert all(report.ways[f"draft {way}"] > 0 for way in ("captured", "replayed")), report.ways
@@ -208,7 +208,7 @@ def test_cuts_that_follow_from_the_batch_show_in_bits_alone(monkeypatch: pytest.
 
 
 def actions_of(seed: int) -> list[object]:
-    """All that 200 steps are made of."""
+    """Returns everything that 200 steps consist of."""
     scenario = Scenario.of_seed(4)
     table = RequestTable(
         max_num_seqs=scenario.max_num_seqs,
@@ -231,7 +231,7 @@ def actions_of(seed: int) -> list[object]:
 
 
 def test_tokens_that_a_request_began_over_are_not_taken_back() -> None:
-    """Of the windows before them nothing need be kept."""
+    """The windows before them need not be kept."""
     request = Request(0, list(range(20)), 18, 18, limit=40, reached=18, begun_over=18)
     assert request.can_take_back(3) == 0
     request.num_stored = 20
@@ -263,7 +263,7 @@ def test_a_table_update_that_is_lost_once_is_found(monkeypatch: pytest.MonkeyPat
 
     wrap(monkeypatch, metadata, "table_update", table_update)
     what = found().finding.what
-    # Which of them comes first depends on the step that the update was for.
+    # Their order depends on the step that the update was for.
     signs = ("differs from the reference", "the device's table", "a new token had no page of its own")
     assert any(sign in what for sign in signs)
 
@@ -354,7 +354,7 @@ def test_positions_that_do_not_come_with_the_mask_are_found(monkeypatch: pytest.
 
 @pytest.mark.nightly
 def test_what_rejected_drafts_leave_in_pages_is_met_by_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that sees one key too many, where that is a number: pages are NaN but for what was stored there."""
+    """The kernel sees one key too many, which is finite there: pages are NaN except where tokens were stored."""
 
     def paged_decode(original: Callable[..., None], args: AttendArgs, **kwargs: Any) -> None:
         queries, k_pages = args.queries, args.pages.k
@@ -367,7 +367,7 @@ def test_what_rejected_drafts_leave_in_pages_is_met_by_later_steps(monkeypatch: 
 
     wrap(monkeypatch, attention, "paged_decode", paged_decode)
     weights = {Action.ADMIT: 3, Action.TREE: 2, Action.DECODE: 4}
-    # Room for all, so that no page changes hands before it is poisoned.
+    # There is room for all, so that no page changes hands before it is poisoned.
     trees = replace(SMALL, weights=weights, num_pages=201, swa_pages=200, audit_every=1)
     failed = found(trees)
     assert "differs from the reference" in failed.finding.what
@@ -431,7 +431,7 @@ def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch:
     wrap(monkeypatch, AttentionRuntime, "plan", plan)
     failed = found()
     assert failed.finding.step >= 66
-    # The graph reads the table of before: its new tokens are in other pages, or in none.
+    # The graph reads the earlier table: its new tokens are in other pages, or in none.
     signs = ("differs from the reference", "a new token had no page of its own")
     assert any(sign in failed.finding.what for sign in signs), failed
 
@@ -456,7 +456,7 @@ def test_kept_pages_that_are_handed_out_again_are_found(monkeypatch: pytest.Monk
         return ids
 
     wrap(monkeypatch, KeptPages, "keep_all", keep)
-    monkeypatch.setattr(Soak, "_audit", lambda *_: None)  # what it would see first
+    monkeypatch.setattr(Soak, "_audit", lambda *_: None)  # it would find the fault first
     assert "differs from the reference" in str(found(SMALL.without(Action.SHARE)))
 
 

@@ -1,4 +1,4 @@
-"""The truth test finds every needle where all is right, and misses some with each fault that it is there for."""
+"""The truth test finds every needle in a correct runtime, and misses some with each fault that it must detect."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WINDOW = replace(DENSE, window_left=40, has_sinks=True)
 
 
 def selecting(indexing: Indexing, problem: Problem = DENSE) -> list[Problem]:
-    """A layer that selects, and one that reuses what it has chosen."""
+    """Returns a layer that selects, and one that reuses its selection."""
     return [
         replace(problem, indexer=Indexer(4, 128, indexing)),
         replace(problem, indexer=EarlierSelection(indexing)),
@@ -57,7 +57,7 @@ def selecting(indexing: Indexing, problem: Problem = DENSE) -> list[Problem]:
 
 
 def kept_in(encoding: KVEncoding, scales: Scales, problem: Problem) -> Problem:
-    """The layer with eight-bit K and V, and eight-bit index keys with a factor each."""
+    """Returns the layer with eight-bit K and V, and eight-bit index keys with a scale each."""
     indexer = problem.indexer
     if isinstance(indexer, Indexer):
         indexer = replace(indexer, key_encoding=encoding, key_scales=Scales.TOKEN)
@@ -70,7 +70,7 @@ def truth(
     plan: TruthPlan = SHORT,
     guards: Guards | None = None,
 ) -> TruthReport:
-    """What is found of the needles of these layers."""
+    """Returns the report on the needles of these layers."""
 
     def build(layers: Sequence[Problem], options: RuntimeOptions) -> AttentionRuntime:
         return build_runtime(layers, options, device=device, guards=guards)
@@ -92,7 +92,7 @@ LAYERS = {
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_every_needle_is_found(kind: str, device: torch.device) -> None:
-    """In chunks and decode steps, all of them replays."""
+    """They are found in chunks and decode steps, all of them replays."""
     report = truth(LAYERS[kind], device)
     assert report.passed, "\n".join(map(str, report.misses))
     assert report.replays == report.steps
@@ -117,7 +117,7 @@ def test_every_provider_finds_every_needle(provider: str, device: torch.device) 
 @pytest.mark.nightly
 @pytest.mark.parametrize("problem", [DENSE, LATENT], ids=["dense", "latents"])
 def test_a_chunk_of_more_than_8192_tokens_loses_nothing(problem: Problem, device: torch.device) -> None:
-    """2k to 10k tokens, on any machine: as few heads as there can be, in eight bits, in replays."""
+    """2k to 10k tokens, on any machine: as few heads as possible, in eight bits, in replays."""
     few = replace(problem, num_q_heads=2, num_kv_heads=1, page_size=64)
     plan = TruthPlan(lengths=(2048, 6144, 10240), chunk=9240, decode_steps=2)
     report = truth([kept_in(KVEncoding.E4M3FNUZ, Scales.TOKEN, few)], device, plan)
@@ -148,7 +148,7 @@ def test_every_needle_is_found_at_every_length(kind: str, device: torch.device) 
 
 
 def wide(problem: Problem = DENSE) -> TruthPlan:
-    """Over K pages of more than 4 GiB: on a CPU memory that is never touched is never taken."""
+    """Returns a plan over K pages of more than 4 GiB: on a CPU untouched memory is never allocated."""
     form = problem.page_format
     page_bytes = form.side_elements[0] * form.page_size * form.encoding.dtype.itemsize
     return replace(SHORT, num_pages=(9 << 29) // page_bytes)
@@ -159,7 +159,7 @@ LARGE = Problem(8, 8, 128, torch.float32, 16, v_head_dim=128, scale=128**-0.5)
 
 @pytest.fixture
 def untouched_memory() -> Iterator[None]:
-    """New memory stays as the system gives it, so that a large pool takes what is written to, and no more."""
+    """New memory is not filled, so that a large pool takes only the memory that is written to."""
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     yield
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ def test_needles_lie_on_both_sides_of_what_32_bits_reach(device: torch.device) -
 
 @pytest.mark.usefixtures("untouched_memory")
 def test_offsets_of_32_bits_are_found(device: torch.device) -> None:
-    """Stores and reads wrap alike at 4 GiB, so that what is read is what was stored last at either place."""
+    """Stores and reads wrap alike at 4 GiB, so that a read returns the last store at either place."""
     plan = wide(LARGE)
     wraps_at = wrapping_pages([LARGE], plan.num_pages)[1]
 
@@ -240,7 +240,7 @@ def test_a_window_that_is_off_by_one_is_found(by: int, device: torch.device) -> 
 
 
 class SelectsOnce:
-    """The calls of a layer whose later steps go on with what the first one has chosen."""
+    """The calls of a layer whose later steps reuse the selection of the first one."""
 
     def __init__(self) -> None:
         self.has_selected = False
@@ -261,7 +261,7 @@ class _WithoutSelect:
         return call
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def test_a_stale_selection_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_a_stale_selection_is_found(device: torch.device, monkeypatch: pytest.Mo
 def test_a_layer_that_attends_to_all_keys_instead_is_found(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an indexer has turned away from must not be seen."""
+    """Keys that an indexer did not choose must not be seen."""
 
     def dense(layer: NeedleLayer, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:
         q, k, v, out = (rows[:num_tokens] for rows in (layer._q, layer._k, layer._v, layer._out))

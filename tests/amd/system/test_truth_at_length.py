@@ -1,4 +1,4 @@
-"""The truth test at full length, on a GPU: every provider that serves there, and each fault that it is there for.
+"""The truth test at full length, on a GPU: every provider that serves there, and each fault that it must detect.
 
 Sequences of 2k, 6k, 10k, 40k and 84k tokens, in chunks of more than 8,192, over K pages on both sides of 2 and 4 GiB.
 """
@@ -53,7 +53,7 @@ LAYERS = {
 
 
 def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN) -> Problem:
-    """The layer with K and V and index keys in eight bits, each token's with a factor of its own."""
+    """Returns the layer with K and V and index keys in eight bits, with a scale per token."""
     indexer = problem.indexer
     if isinstance(indexer, Indexer):
         indexer = replace(indexer, key_encoding=encoding, key_scales=Scales.TOKEN)
@@ -61,14 +61,14 @@ def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN) -> Problem
 
 
 def over_large_pages(problem: Problem, plan: TruthPlan) -> TruthPlan:
-    """The plan over K pages of 4.5 GiB."""
+    """Returns the plan over K pages of 4.5 GiB."""
     form = problem.page_format
     page_bytes = max(form.side_elements) * form.page_size * form.encoding.dtype.itemsize
     return replace(plan, num_pages=(9 << 29) // page_bytes)
 
 
 def found(problem: Problem, device: torch.device, plan: TruthPlan = PLAN, guards: Guards | None = None) -> TruthReport:
-    """What is found of the needles of a layer."""
+    """Returns the report on the needles of a layer."""
 
     def build(layers: Sequence[Problem], options: RuntimeOptions) -> AttentionRuntime:
         return build_runtime(layers, options, device=device, guards=guards)
@@ -79,7 +79,7 @@ def found(problem: Problem, device: torch.device, plan: TruthPlan = PLAN, guards
 
 
 def assert_missed_at_every_length(report: TruthReport) -> None:
-    """A fault shows in each sequence, however short."""
+    """Checks that a fault shows in each sequence, however short."""
     assert [tally.passed for tally in report.tallies[0]] == [False] * len(PLAN.lengths)
 
 
@@ -99,7 +99,7 @@ def test_every_needle_is_found_at_every_length(kind: str, is_coded: bool, device
 def test_torch_finds_every_needle_at_every_length(kind: str, device: torch.device) -> None:
     """The readable kernels. Those that select launch a few tokens at a time: too many launches for a graph.
 
-    They gather the index keys of each token, so those are few and shorter here. Of 64 elements they were too short: two
+    They gather the index keys of each token, so keys are few and shorter here. Keys of 64 elements were too short: two
     of the tokens' needles were lost to noise.
     """
     problem = coded(LAYERS[kind])
@@ -114,7 +114,7 @@ def test_torch_finds_every_needle_at_every_length(kind: str, device: torch.devic
 
 @pytest.fixture(autouse=True)
 def memory_of_one_test() -> None:
-    """Pools of the test before, of other sizes, leave no room for those of this one."""
+    """The previous test's pools, of other sizes, would leave no room for those of this one."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -142,7 +142,7 @@ def test_a_wrong_encoding_shows_at_every_length(written: KVEncoding, read: Encod
         return args._replace(pages=LayerPages(k, v, form, pages.k_scale, pages.v_scale))
 
     def for_another(selection: Selection) -> Selection:
-        """Kernels that were chosen for pages of the other encoding, over these."""
+        """Runs kernels that were chosen for pages of the other encoding over these."""
         problem = replace(selection.problem, kv_encoding=KVEncoding(read.value))
         kernels = select(problem, selection.target, "triton").kernels
         return faulty(in_another, replace(selection, kernels=kernels))
@@ -165,7 +165,7 @@ def test_a_window_that_is_off_by_one_shows_at_every_length(by: int, device: torc
 
 
 def test_a_stale_selection_shows_at_every_length(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later steps go on with what the first one has chosen."""
+    """Later steps reuse the selection of the first one."""
     once, run = SelectsOnce(), NeedleLayer.run
 
     def stale(layer: NeedleLayer, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:
@@ -177,7 +177,7 @@ def test_a_stale_selection_shows_at_every_length(device: torch.device, monkeypat
 
 
 def test_offsets_of_32_bits_show_at_every_length(device: torch.device) -> None:
-    """Stores and reads wrap alike at 4 GiB, so that what is read is what was stored last at either place."""
+    """Stores and reads wrap alike at 4 GiB, so that a read returns the last store at either place."""
     page_size = DENSE.page_size
     wraps_at = wrapping_pages([DENSE], over_large_pages(DENSE, PLAN).num_pages)[-1]
 

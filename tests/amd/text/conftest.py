@@ -1,4 +1,4 @@
-"""What the text tests need of their process."""
+"""Process settings of the text tests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from rocm_attn.runner.loading import LoadedModel, load_model
 from tests.amd.one_thread import computing_in_one_thread
 
-# On a GPU, cuBLAS is deterministic only so, and tests/amd/conftest.py asks for deterministic operations. It is read
-# when the first matrix product runs, which is later than this.
+# On a GPU cuBLAS is deterministic only with this setting, and tests/amd/conftest.py requires deterministic operations.
+# cuBLAS reads it when the first matrix product runs, which is later than this.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 

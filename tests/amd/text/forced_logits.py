@@ -1,4 +1,4 @@
-"""Logits along a given continuation: what a model says at every token, whichever it would have picked itself."""
+"""Logits along a given continuation: the model's logits at every token, regardless of its own picks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' Llama on the very weights that the runner loaded: the independent implementation."""
+"""transformers' Llama on the same weights that the runner loaded: the independent implementation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hf_llama(loaded: LoadedModel) -> Any:
             for name, x in _hf_tensors(config.layers[layer].attention, layer_weights).items()
         )
     model.load_state_dict(tensors, assign=True)
-    # frequencies are no part of a state dict, so they are still without storage
+    # frequencies are not part of a state dict, so they are still without storage
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return model.eval().requires_grad_(False)
 
@@ -77,9 +77,9 @@ def _hf_tensors(heads: AttentionLayer, weights: LayerWeights) -> dict[str, Tenso
 
 
 def greedy_steps(model: Any, prompt: Sequence[int], continuation: Sequence[int]) -> tuple[list[int], Tensor]:
-    """What greedy decoding picks at every position of a continuation, and how far the best logit is above the next.
+    """Returns greedy decoding's pick at every position of a continuation, and the best logit's lead over the next.
 
-    The model sees the continuation itself (teacher forcing), so by induction it is what greedy decoding gives if and
+    The model sees the continuation itself (teacher forcing), so by induction it is the result of greedy decoding if and
     only if the picks equal it. Returns the picks and float32 [len(continuation)] gaps.
     """
     best = logits_along(model, prompt, continuation).topk(2, -1)
@@ -87,7 +87,7 @@ def greedy_steps(model: Any, prompt: Sequence[int], continuation: Sequence[int])
 
 
 def logits_along(model: Any, prompt: Sequence[int], continuation: Sequence[int]) -> Tensor:
-    """float32 [len(continuation), vocab]: what each token of the continuation would be picked from."""
+    """float32 [len(continuation), vocab]: the logits from which each token of the continuation would be picked."""
     token_ids = torch.tensor([[*prompt, *continuation[:-1]]])
     with torch.no_grad():
         logits: Tensor = model(token_ids, logits_to_keep=len(continuation)).logits[0].float()

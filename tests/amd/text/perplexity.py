@@ -24,7 +24,7 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class EveryToken:
-    """A step of one sequence, all of whose tokens ask for logits."""
+    """A step of one sequence, with logits for all of its tokens."""
 
     token_ids: Tensor
     positions: Tensor

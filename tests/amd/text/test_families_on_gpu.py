@@ -15,7 +15,7 @@ from tests.amd.runner.served_logits import served_logits
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 LENGTHS = (60, 31, 17)
-# |logits - reference| as a share of |reference| at the median token: where two experts are nearly as good, a router may
+# |logits - reference| as a share of |reference| at the median token: if two experts are nearly equal, a router may
 # choose otherwise. On a CPU the torch provider stays below half of these.
 BOUNDS = {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.16}
 

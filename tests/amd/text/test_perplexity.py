@@ -1,4 +1,4 @@
-"""What eight-bit K and V cost on real weights: perplexity of a text (Lewis Carroll, 1865) stays within one percent."""
+"""Eight-bit K and V on real weights: the perplexity of a text (Lewis Carroll, 1865) stays within one percent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
 from tests.amd.one_thread import computing_in_one_thread
 from tests.amd.text.perplexity import perplexity
 
-# as a part of the perplexity with K and V as they are computed
+# relative to the perplexity with K and V in the dtype in which they are computed
 MOST = 0.01
 
 # the second is in every run
@@ -39,7 +39,7 @@ def tokens_of(loaded: LoadedModel) -> Tensor:
 def assert_near(
     loaded: LoadedModel, tokens: Tensor, provider: str, encodings: Sequence[KVEncoding] = ENCODINGS
 ) -> None:
-    """Eight-bit perplexity is near, and is not the same: the encoding is in use."""
+    """Checks that eight-bit perplexity is near, and not the same: the encoding is in use."""
     exact = perplexity(loaded, tokens, AS_COMPUTED, provider=provider)
     assert 2 < exact < 40, "the model understands the text"
     for encoding in encodings:

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks, each on a GPU of its own: NCCL or RCCL in graphs, and what ends a rank that waits."""
+"""Two tensor-parallel ranks, each on its own GPU: NCCL or RCCL in graphs, and the end of a rank that waits."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_tokens_in_float32_are_those_of_one_gpu(graphs: bool, deterministic: boo
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("windows", [(), (9, -1)], ids=["full", "window"])
 def test_rounds_of_two_gpus_give_the_texts_of_plain_decoding_on_one(windows: tuple[int, ...], graphs: bool) -> None:
-    """Guesses of n-grams, greedy texts and drawn ones: ranks launch and read rounds between NCCL's sums."""
+    """Drafts of n-grams, greedy texts and drawn ones: ranks launch and read rounds between NCCL's sums."""
     options = replace(ROUNDS, provider="auto", graphs=graphs, num_pages=400)
     plain = replace(options, speculative="off", draft_tokens=4, steps_ahead=0)
     wanted = Engine(round_model(torch.device("cuda", 0), windows), plain).generate(requests())
     with RankedEngine(partial(round_model, windows=windows), options, num_ranks=2, device_type="cuda") as engine:
         if graphs:
             engine.capture_all(lambda *_: None)
-        for _ in range(2):  # the second time over what the first one has kept
+        for _ in range(2):  # the second time over the cached pages of the first
             assert engine.generate(requests()) == wanted
         report = engine.report()
     assert (report.ranks, report.rounds) == (2, "follow from each other on the device")

@@ -1,4 +1,4 @@
-"""Real weights, edited code: speculation gives the text of plain decoding, token by token, however it guesses."""
+"""Real weights, edited code: speculation gives the text of plain decoding, token by token, with every drafter."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_prompt_lookup_changes_no_token_of_edited_code(
 
 @pytest.fixture(scope="module")
 def windowed(loaded: LoadedModel) -> LoadedModel:
-    """The same weights, of which every other layer sees 24 tokens back and lies in a pool of its own."""
+    """The same weights, with a window of 24 tokens and a separate pool in every other layer."""
     return replace(loaded, config=with_windows(loaded.config, *([24, -1] * (loaded.config.num_layers // 2))))
 
 
@@ -77,7 +77,7 @@ def plain_windowed(windowed: LoadedModel) -> list[Completion]:
 
 
 MODES = [
-    # Graphs and windows in turn: what guesses has each with each.
+    # Graphs and windows in turn: each drafter has each combination.
     (*mode, number // 2 % 2 == 0, number % 2 == 0)
     for number, mode in enumerate(
         product(("ngram", "draft:smollm2", "eagle:seeded", "eagle:seeded3"), (1, 2, 16), (1, 2, 8))

@@ -1,7 +1,7 @@
 """Real weights, real text: the runner's greedy tokens are transformers', however the requests are served.
 
-Where transformers' two best logits lie closer together than NARROW, float32 rounding may decide; the prompts are chosen
-without such a place, and the test says so if that changes.
+If transformers' two best logits lie closer together than NARROW, float32 rounding may decide. The prompts are chosen
+without such a place, and the test reports if that changes.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ RAW_PROMPTS = (
     "A",
 )
 
-# prompts and how any model of this size goes on
+# prompts and how any model of this size continues them
 PLAIN_FACTS = (
     ("The capital of France is", " Paris"),
     ("The opposite of hot is", " cold"),
     ("1, 2, 3, 4, 5, 6,", " 7, 8"),
 )
 
-# page size, chunk, graphs: every pair of values meets. Each run has the two ways that are as unlike as any, chunks of 7
-# are the night's; all triples, over a small model, are in test_engine.py
+# page size, chunk, graphs: every pair of values occurs. Each run has the two most different ways; chunks of 7 are for
+# the night; all triples, over a small model, are in test_engine.py
 WAYS = [
     EngineOptions(
         provider="torch",
@@ -68,7 +68,7 @@ def all_requests(loaded: LoadedModel) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def requests(all_requests: list[Request]) -> list[Request]:
-    """What each run serves: a chat, two texts and a prompt of one letter. The night serves all."""
+    """Returns the requests of each run: a chat, two texts and a prompt of one letter. The night serves all."""
     return [all_requests[0], *all_requests[3:5], all_requests[-1]]
 
 
@@ -137,7 +137,7 @@ def test_neither_order_nor_batch_size_changes_a_token(loaded: LoadedModel, all_r
 
 
 def test_the_text_makes_sense(loaded: LoadedModel) -> None:
-    """Wrong weights that both sides share would go unnoticed above."""
+    """Wrong weights that both sides share would pass the tests above."""
     assert loaded.tokenizer is not None
     requests = [Request(tuple(loaded.tokenizer.encode(prompt)), 6) for prompt, _ in PLAIN_FACTS]
     texts = [completion.text for completion in serve(loaded, requests, WAYS[0])]

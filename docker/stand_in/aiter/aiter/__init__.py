@@ -1,3 +1,3 @@
-"""AITER's place in a stand-in image: its own jit/ is beside this file, its kernels are not."""
+"""Stands in for AITER in an image: its own jit/ is next to this file, its kernels are not."""
 
 from .jit import core as core

@@ -1,7 +1,7 @@
-"""The mixed load for so many minutes, with two drains: python -m tests.amd.server.load --minutes 30
+"""The mixed load for some minutes, with two drains: python -m tests.amd.server.load --minutes 30
 
-It prints what became of the requests as JSON, which benchmarks/results/mixed_load_cpu.json is, and ends with 1 where
-an answer was wrong or lost, or where pages leaked.
+It prints the counts of the requests' results as JSON (benchmarks/results/mixed_load_cpu.json is one), and exits with 1
+if an answer was wrong or lost, or if pages leaked.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rocm_attn.bench.machine import describe_machine
 from tests.amd.server.load.mixed import MixedLoad
 from tests.amd.server.load.model_folder import write_model
 
-# Parts of the time, after each of which the server is let come to rest; after two of them it is drained.
+# Parts of the time. After each the server becomes idle; after two of them it is drained.
 PARTS, DRAINS = 9, (3, 6)
 
 
 async def run(options: argparse.Namespace, folder: Path) -> bool:
-    """Whether every answer was right and none was lost."""
+    """Runs the load. True if every answer was right and none was lost."""
     flags = shlex.split(options.serve)
     load = MixedLoad(
         folder, *flags, at_a_time=options.clients, seed=options.seed, port=options.port, max_tokens=options.tokens
@@ -61,7 +61,7 @@ async def run(options: argparse.Namespace, folder: Path) -> bool:
 
 
 def main() -> int:
-    """The exit code."""
+    """Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=48)

@@ -1,4 +1,4 @@
-"""Requests of the tests of load, and OpenAI's own client, which sends them."""
+"""Requests of the load tests, and OpenAI's own client, which sends them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 MODEL = "tiny"
-# A beginning that many conversations share, so that the prefix cache has something to find.
+# A beginning that many conversations share, so that the prefix cache finds something.
 SYSTEM = " ".join(f"w{number}" for number in range(20, 36))
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a chat request came to."""
+    """The answer to a chat request."""
 
     text: str
     finish_reason: str | None
@@ -32,7 +32,7 @@ def client_of(url: str, key: str = "nobody asks") -> openai.AsyncOpenAI:
 
 
 def conversations(num: int, seed: int = 0, *, max_tokens: int = 12) -> list[dict[str, Any]]:
-    """The fields of so many chat requests: some of a common beginning, greedy and by chance, streamed and whole."""
+    """Fields of `num` chat requests: some share a beginning; greedy and random; streamed and whole."""
     chooser = random.Random(seed)
     asked = []
     for _ in range(num):
@@ -53,7 +53,7 @@ def conversations(num: int, seed: int = 0, *, max_tokens: int = 12) -> list[dict
 
 
 async def ask(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> Answer:
-    """The whole answer. Raises openai.APIError. An answer that ends early is one: a stream must have its reason."""
+    """Returns the whole answer. Raises openai.APIError, also for an early end: a stream must have its finish reason."""
     if not asked["stream"]:
         (choice,) = (await client.chat.completions.create(**asked)).choices
         return Answer(choice.message.content or "", choice.finish_reason)
@@ -66,7 +66,7 @@ async def ask(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> Answer:
                     reason = each.finish_reason or reason
         except openai.APIError:
             raise
-        except Exception as error:  # of the library below OpenAI's client, which does not say so in a type of its own
+        except Exception as error:  # from the library below OpenAI's client, which has no type of its own for it
             raise LostAnswer(f"a stream broke off after {text!r}: {error}") from error
     if reason is None:
         raise LostAnswer(f"a stream ended after {text!r}")
@@ -74,19 +74,19 @@ async def ask(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> Answer:
 
 
 class LostAnswer(AssertionError):
-    """A stream has ended without saying why its text does."""
+    """A stream has ended without its finish reason."""
 
 
 async def ask_all(
     url: str, asked: Sequence[dict[str, Any]], *, at_a_time: int, key: str = "nobody asks"
 ) -> list[Answer]:
-    """Answers in the order of what was asked, with so many requests open at any time."""
+    """Returns the answers in the order of the requests, with at_a_time requests open at any time."""
     async with client_of(url, key) as client:
         return await in_parallel(lambda each: ask(client, each), asked, at_a_time)
 
 
 async def in_parallel(function: Callable[[S], Awaitable[T]], items: Iterable[S], at_a_time: int) -> list[T]:
-    """What the function returns for each item, in their order. What it raises is raised when all have ended."""
+    """Returns the function's results in the order of the items. An exception is raised when all have ended."""
     places = asyncio.Semaphore(at_a_time)
 
     async def one(item: S) -> T:

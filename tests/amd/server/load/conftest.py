@@ -1,4 +1,4 @@
-"""What the tests of load share."""
+"""The fixtures that the load tests share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""MixedLoad: clients that ask, leave and err, and a server that is drained and replaced under them.
+"""MixedLoad: clients that ask, leave and make errors, and a server that is drained and replaced meanwhile.
 
-What is accepted is never lost: where the server is told to end, every request that it has read gets its whole answer.
-What it did not accept, its client asks the next server for.
+An accepted request is never lost: when the server is told to end, every request that it has read gets its whole answer.
+A client sends a request that was not accepted again, to the next server.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.amd.server.load.clients import MODEL, Answer, LostAnswer, ask, client
 from tests.amd.server.load.served import Served
 
 DISCONNECTS, INVALID = 0.10, 0.05
-# Of the event loop, after which a client that has begun to send has sent all: it connects, and takes a few locks.
+# Turns of the event loop, after which a client that has begun to send has sent all: it connects, and takes a few locks.
 _TURNS = 100
-# Fields that are wrong, in the place of those of a good request, and the status of the answer.
+# Wrong fields, which replace those of a good request, and the status of the answer.
 WRONG: tuple[tuple[dict[str, Any], int], ...] = (
     ({"messages": []}, 400),
     ({"messages": [{"role": "nobody", "content": "w1"}]}, 400),
@@ -42,13 +42,13 @@ WRONG: tuple[tuple[dict[str, Any], int], ...] = (
 
 @dataclass
 class Tally:
-    """What became of the requests of a load.
+    """The results of the requests of a load.
 
-    kinds:     how many were answered, left early, refused as invalid, or sent again to the next server
-    wrong:     answers that are not those of a quiet server, in sentences
+    kinds:     numbers of requests answered, left early, refused as invalid, or sent again to the next server
+    wrong:     answers that differ from those of a quiet server, in sentences
     lost:      accepted requests without an answer, in sentences
     pages:     that the server held for requests when there were none, at each quiet moment; all are 0 unless pages leak
-    resident:  bytes of memory of the servers, one list for each, at its quiet moments
+    resident:  bytes of memory of the servers at their quiet moments, one list per server
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -59,19 +59,19 @@ class Tally:
 
     @property
     def is_right(self) -> bool:
-        """Whether every answer is right, none is lost, and no page leaked."""
+        """True if every answer is right, none is lost, and no page leaked."""
         return not (self.wrong or self.lost or any(self.pages))
 
     def assert_right(self) -> None:
-        """As is_right, and say what is not."""
+        """Asserts is_right, with the errors in the message."""
         assert self.is_right, "\n".join([*self.wrong[:20], *self.lost[:20], f"pages left: {self.pages}"])
 
 
 class MixedLoad:
-    """A load of so many clients on a server with these flags, and on those that come after it on its port.
+    """A load of `at_a_time` clients on a server with these flags, and on later servers on its port.
 
-    tally:    what has become of it so far
-    num_sent: requests that were sent in all
+    tally:    the results so far
+    num_sent: number of requests that were sent
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class MixedLoad:
         self._model, self._flags, self._chooser, self._at_a_time = model, flags, random.Random(seed), at_a_time
         self._asked = conversations(40, seed, max_tokens=max_tokens)
         self._expected: list[Answer] = []
-        self._open: dict[int, str] = {}  # number of a request that was sent -> what it is; each is to be answered
-        self._accepted: set[int] = set()  # of them, those that a server had read when it was told to end
+        self._open: dict[int, str] = {}  # number of a request that was sent -> its description; each must be answered
+        self._accepted: set[int] = set()  # those of them that a server had read when it was told to end
         self.num_sent = 0
         self._may_send, self._is_served, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Condition()
         self._is_over = False
@@ -99,7 +99,7 @@ class MixedLoad:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Clients ask inside of it. At its end all are answered, and the server has given everything back."""
+        """Clients send requests inside of it. At its end all are answered, and the server has given everything back."""
         async with client_of(self._server.url) as client:
             self._expected = [await ask(client, asked) for asked in self._asked]
         await self.settle()
@@ -113,16 +113,16 @@ class MixedLoad:
             await asyncio.to_thread(self._server.stop)
 
     async def until(self, num_requests: int) -> None:
-        """Wait until so many requests were sent in all."""
+        """Waits until num_requests requests were sent in all."""
         async with self._quiet:
             await self._quiet.wait_for(lambda: self.num_sent >= num_requests)
 
     async def settle(self) -> None:
-        """Let all requests end, and see that the server holds nothing of them; then go on."""
+        """Lets all requests end, checks that the server holds nothing of them, and continues."""
         self._may_send.clear()
         async with self._quiet:
             await self._quiet.wait_for(lambda: not self._open)
-        while True:  # it may not have seen yet that the last ones left
+        while True:  # it may not have noticed yet that the last ones left
             counts = await asyncio.to_thread(self._server.counts)
             if counts["requests_total"] == counts["requests_ended_total"] and not counts["running"]:
                 break
@@ -134,14 +134,14 @@ class MixedLoad:
         self._may_send.set()
 
     async def drain(self) -> None:
-        """Tell the server to end while it serves, and begin another one on its port."""
+        """Tells the server to end while it serves, and starts another one on its port."""
         while True:
             self._may_send.clear()
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
-            for _ in range(3):  # a scrape is read after what was sent before it
+            for _ in range(3):  # a scrape is read after earlier requests
                 await asyncio.to_thread(self._server.counts)
-            if self._open:  # else all have been answered meanwhile
+            if self._open:  # otherwise all have been answered meanwhile
                 break
             self._may_send.set()
             async with self._quiet:
@@ -150,7 +150,7 @@ class MixedLoad:
         self._accepted |= self._open.keys()
         self.tally.kinds["open at a drain"] += len(self._open)
         self._server.send(signal.SIGTERM)
-        self._may_send.set()  # some ask while it drains
+        self._may_send.set()  # some send requests while it drains
         code = await asyncio.to_thread(self._server.end)
         if code != 0 or any("giving up" in line for line in self._server.log):
             self.tally.lost.append(f"the drained server ended with {code}: {self._server.log[-5:]}")
@@ -164,7 +164,7 @@ class MixedLoad:
                 await self._may_send.wait()
                 try:
                     await self._ask_leave_or_err(client)
-                except Exception as error:  # a client that stops would keep the load from its end
+                except Exception as error:  # a client that stops would keep the load from ending
                     self.tally.wrong.append("".join(traceback.format_exception(error)))
 
     async def _ask_leave_or_err(self, client: openai.AsyncOpenAI) -> None:
@@ -177,7 +177,7 @@ class MixedLoad:
             await self._ask(client, place)
 
     async def _ask(self, client: openai.AsyncOpenAI, place: int) -> None:
-        """Ask until a server has taken it; compare the answer."""
+        """Sends a request until a server has accepted it, and compares the answer."""
         while True:
             number = await self._sent(f"conversation {place}")
             try:
@@ -194,7 +194,7 @@ class MixedLoad:
             await self._is_served.wait()
 
     async def _is_refusal(self, number: int, error: Exception) -> bool:
-        """Whether a request was not taken, and may be sent to the next server; else it is lost."""
+        """True if a request was not accepted and may be sent to the next server; otherwise it is lost."""
         drained = isinstance(error, openai.APIStatusError) and error.status_code == 503
         not_read = isinstance(error, openai.APIConnectionError) and not self._is_served.is_set()
         what, accepted = self._open[number], number in self._accepted
@@ -206,17 +206,17 @@ class MixedLoad:
         return True
 
     async def _leave_early(self, client: openai.AsyncOpenAI, place: int) -> None:
-        """Close the connection after some of a stream, or before anything of an answer."""
+        """Closes the connection after a part of a stream, or before any of the answer."""
         num_chunks = self._chooser.randrange(4)
         number = await self._sent("one that leaves")
         asking = asyncio.ensure_future(self._read_some(client, place, num_chunks))
         try:
             if num_chunks == 0:
-                await client.models.list()  # which takes as long as the server needs to read both
+                await client.models.list()  # this takes as long as the server needs to read both
             else:
                 await asking
         except openai.APIError:
-            pass  # of a server that drains; it leaves anyway
+            pass  # the server drains; the client leaves anyway
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Served: `rocm-attn serve` in a process of its own, which can be ended in every way that processes end."""
+"""Served: `rocm-attn serve` in a separate process, which can be ended in every way that processes end."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ FLAGS = (
 class Served:
     """A server on 127.0.0.1.
 
-    port: on which it listens
-    log:  what it has written to stderr so far, in lines
+    port: the port on which it listens
+    log:  its stderr so far, in lines
     """
 
     def __init__(self, model: Path, *flags: str, port: int = 0) -> None:
-        """It listens when this returns. Raises AssertionError, with its log, where it does not begin."""
+        """It listens when this returns. Raises AssertionError, with its log, if it does not start."""
         reading, writing = Pipe(duplex=False)
         arguments = ["serve", "--model", str(model), "--port", str(port), *FLAGS, *flags]
         self._process = context().Process(target=_run, args=(arguments, writing))
@@ -51,17 +51,17 @@ class Served:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The id of its process."""
         assert self._process.pid is not None
         return self._process.pid
 
     @property
     def url(self) -> str:
-        """Of its root."""
+        """The URL of its root."""
         return f"http://127.0.0.1:{self.port}"
 
     def wait_for(self, text: str) -> str:
-        """Wait for a line of its log that holds a text; that line. Raises AssertionError where it ends without it."""
+        """Waits for a line of its log with a text, and returns it. Raises AssertionError if the process ends first."""
         with self._news:
             while True:
                 found = next((line for line in self.log if text in line), None)
@@ -71,28 +71,28 @@ class Served:
                 self._news.wait()
 
     def counts(self) -> Counts:
-        """What it counts now."""
+        """Returns its current metrics."""
         return Counts.of(self.get("/metrics"))
 
     def get(self, path: str) -> str:
-        """What it answers. Raises OSError."""
+        """Returns its answer. Raises OSError."""
         with urllib.request.urlopen(self.url + path) as answer:
             text: str = answer.read().decode()
             return text
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Sends it a signal."""
         os.kill(self.pid, number)
 
     def end(self) -> int:
-        """Wait for its end; what it exits with."""
+        """Waits for its end, and returns its exit code."""
         self._process.join()
         self._reader.join()
         assert self._process.exitcode is not None
         return self._process.exitcode
 
     def stop(self) -> None:
-        """Let it drain, if it runs, and wait for its end."""
+        """Lets it drain, if it runs, and waits for its end."""
         if self._process.is_alive():
             self.send(signal.SIGTERM)
         self.end()
@@ -151,7 +151,7 @@ class Counts:
         return self["pages_in_use"] - self["cached_pages"]
 
     def assert_empty(self) -> None:
-        """No request is in the engine, nothing of one is left, and all that were taken have ended."""
+        """Checks that no request is in the engine, nothing of one is left, and all accepted ones have ended."""
         left = {name: self[name] for name in ("running", "waiting")}
         assert (left, self.pages_of_requests) == ({"running": 0, "waiting": 0}, 0)
         assert self["requests_total"] == self["requests_ended_total"]

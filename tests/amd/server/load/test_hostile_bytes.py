@@ -1,4 +1,4 @@
-"""What no client would send is answered 4xx, or not at all, and costs the others nothing."""
+"""Bytes that no client would send are answered with 4xx or not at all, and do not affect other clients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.amd.server.load.clients import ask_all, conversations
 from tests.amd.server.load.served import Served, served
 from tests.amd.server.load.wire import CHAT, COMPLETIONS, answers, chat, connection, post, read_all, statuses
 
-# What a server's memory may grow by while it refuses.
+# A server's memory may grow by this much while it refuses.
 MOST_GROWTH = 64 << 20
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
-# Bodies that are no request, by what they are.
+# Bodies that are no request, by kind.
 BODIES = {
     "nothing": b"",
     "no JSON": b"{",
@@ -83,18 +83,18 @@ REQUESTS = {
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Served]:
-    """One that does not lose patience with clients, however slow the machine is."""
+    """A server that never times clients out, however slow the machine is."""
     with served(model, "--write-seconds", "100000", "--body-seconds", "100000") as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
 def others_are_served(server: Served) -> Iterator[None]:
-    """After each test the server answers as before, has made no mistake, and holds nothing."""
+    """After each test the server answers as before, has made no error, and holds nothing."""
     yield
     assert statuses(answers(server.port, post(CHAT, chat()))) == [200]
     while (counts := server.counts())["requests_total"] != counts["requests_ended_total"]:
-        pass  # a client that left is seen soon, and ends the wait
+        pass  # a client that left is noticed soon, which ends the wait
     counts.assert_empty()
     assert counts["http_requests_total:status=500"] == 0
     assert not [line for line in server.log if "Traceback" in line], server.log

@@ -1,4 +1,4 @@
-"""Clients that ask, leave and err at once, while the server is drained and replaced."""
+"""Clients that ask, leave and make errors at once, while the server is drained and replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.amd.server.load.mixed import MixedLoad, Tally
 
-# What a server may grow by between its first quiet moment and its last.
+# A server's memory may grow by this much between its first quiet moment and its last.
 MOST_GROWTH = 48 << 20
 
 

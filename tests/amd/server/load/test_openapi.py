@@ -37,7 +37,7 @@ def server(model: Path) -> Iterator[Served]:
 
 
 def check_every_operation(server: Served, num_examples: int) -> Counter[tuple[str, int]]:
-    """Send so many requests of each operation; how often each was answered with which status."""
+    """Sends num_examples requests of each operation; returns the number of answers per operation and status."""
     schema = schemathesis.openapi.from_dict(json.loads(server.get("/openapi.json")))
     schema.config.update(base_url=server.url)
     found = Counter[tuple[str, int]]()
@@ -48,7 +48,7 @@ def check_every_operation(server: Served, num_examples: int) -> Counter[tuple[st
 
 
 def check_operation(operation: Any, num_examples: int, found: Counter[tuple[str, int]]) -> None:
-    """Each answer is one that the description has; half of the bodies ask for the model that is there."""
+    """Checks that the description has each answer; half of the bodies name the loaded model."""
     chooser = random.Random(0)
 
     @given(case=operation.as_strategy())

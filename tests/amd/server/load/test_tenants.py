@@ -1,4 +1,4 @@
-"""Requests under one API key change nothing for another: neither answers, nor what the prefix cache gives away."""
+"""Requests under one API key change nothing for another: neither its answers, nor its hits in the prefix cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield server
 
 
-# What Mallory adds to a conversation of Alice's.
+# Fields that Mallory adds to one of Alice's conversations.
 POISON: tuple[dict[str, Any], ...] = (
     {"logit_bias": {str(token): -100 for token in range(64)}},
     {"logit_bias": {"1": 1e308, "2": -1e308}},
@@ -45,7 +45,7 @@ POISON: tuple[dict[str, Any], ...] = (
 
 
 async def poison(server: Served, asked: list[dict[str, Any]], times: int) -> list[int]:
-    """Mallory sends Alice's conversations, poisoned, and leaves every third; the statuses of the others."""
+    """Mallory sends Alice's conversations, poisoned, and leaves every third; returns the statuses of the others."""
     found = []
     async with client_of(server.url, MALLORY) as client:
 
@@ -55,7 +55,7 @@ async def poison(server: Served, asked: list[dict[str, Any]], times: int) -> lis
             try:
                 answer = await client.chat.completions.create(**fields, extra_body=extra)
                 if number % 3 == 0:
-                    await answer.close()  # what was begun is given up
+                    await answer.close()  # the request is abandoned
                 found.append(200)
             except openai.APIStatusError as error:
                 found.append(error.status_code)
@@ -94,7 +94,7 @@ def test_prompts_of_one_key_are_not_found_by_another(server: Served) -> None:
     digest = hashlib.sha256(ALICE.encode()).hexdigest()
 
     async def hits(key: str, **extra: object) -> float:
-        """Tokens of the prompt that the prefix cache gave."""
+        """Returns the tokens of the prompt that came from the prefix cache."""
         before = server.counts()["prefix_hits_total"]
         async with client_of(server.url, key) as client:
             await ask(client, {**asked, "extra_body": extra})

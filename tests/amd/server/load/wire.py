@@ -1,4 +1,4 @@
-"""HTTP byte by byte, for what no client would send."""
+"""HTTP byte by byte, for requests that no client would send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @contextlib.contextmanager
 def connection(port: int, *, receive_buffer: int = 0) -> Iterator[socket.socket]:
-    """receive_buffer: bytes of it, as small as the kernel lets it be; 0: as it is"""
+    """receive_buffer: its bytes, as small as the kernel allows; 0: the default size"""
     with socket.socket() as opened:
         if receive_buffer:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -22,7 +22,7 @@ def connection(port: int, *, receive_buffer: int = 0) -> Iterator[socket.socket]
 
 
 def post(path: str, body: bytes, *headers: str) -> bytes:
-    """A request after whose answer the connection is closed."""
+    """Returns a request after whose answer the connection is closed."""
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Connection: close", "Content-Type: application/json", *headers]
     if not any(header.lower().startswith(("content-length", "transfer-encoding")) for header in headers):
         lines.append(f"Content-Length: {len(body)}")
@@ -30,16 +30,16 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
 
 
 def chat(**fields: object) -> bytes:
-    """The body of a chat request of a word."""
+    """Returns the body of a chat request of one word."""
     return json.dumps(
         {"model": "tiny", "messages": [{"role": "user", "content": "w1"}], "max_tokens": 2, **fields}
     ).encode()
 
 
 def answers(port: int, sent: bytes, *, ends: bool = False) -> bytes:
-    """All that comes until the server closes the connection. ends: whether the client says that it sends no more"""
+    """Returns all bytes until the server closes the connection. ends: true if the client signals its end"""
     with connection(port) as opened:
-        # The server may close before it has read everything; shutdown() says that by an OSError that is no
+        # The server may close before it has read everything; shutdown() then raises an OSError that is no
         # ConnectionError.
         with contextlib.suppress(OSError):
             opened.sendall(sent)
@@ -49,7 +49,7 @@ def answers(port: int, sent: bytes, *, ends: bool = False) -> bytes:
 
 
 def read_all(opened: socket.socket) -> bytes:
-    """What comes until the end of the connection, however it ends."""
+    """Returns all bytes until the connection ends in any way."""
     parts = []
     with contextlib.suppress(ConnectionError):
         while part := opened.recv(1 << 16):
@@ -58,5 +58,5 @@ def read_all(opened: socket.socket) -> bytes:
 
 
 def statuses(received: bytes) -> list[int]:
-    """Of the answers in what was received."""
+    """Returns the status codes of the received answers."""
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]

@@ -1,6 +1,6 @@
 """Atomic operations on one or two 32-bit words of global memory; ISA sections 9.1 "Buffer" and 10.3 "Global".
 
-Lane after lane; hardware promises no order. With sc0 the destination receives what was there before.
+Lane after lane; hardware promises no order. With sc0 the destination receives the previous value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.amd.simulator.isa.step import Builder, Context, Step
 from tests.amd.simulator.isa.words import WordSink
 from tests.amd.simulator.operands import vector_register
 
-# From what is in memory and the lane's to what is there then; what exceeds its bits is cut.
+# (value in memory, the lane's value) -> new value in memory; excess bits are cut.
 _OPS: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "and": operator.and_,

@@ -12,7 +12,7 @@ from tests.amd.simulator.core import VCC, Core
 from tests.amd.simulator.faults import UnknownInstruction
 from tests.amd.simulator.isa.step import AT_BARRIER, AT_END, Builder, Context, Step
 
-# Whether a branch is taken.
+# Branch -> a function that is true if it is taken.
 _CONDITIONS: dict[str, Callable[[Core], bool]] = {
     "s_branch": lambda core: True,
     "s_cbranch_scc0": lambda core: not core.scc,
@@ -31,8 +31,10 @@ def _branch(context: Context, instruction: Instruction) -> Step:
 
 
 def _set_mode(context: Context, instruction: Instruction) -> Step:
-    """MODE.FP16_OVFL alone, which Triton sets before it converts to eight bits: whether what is too large becomes the
-    largest. No kernel converts such values, and codes() is strict: it gives NaN for them.
+    """Accepts a write of MODE.FP16_OVFL alone, which Triton sets before it converts to eight bits, and ignores it.
+
+    The bit makes too large values the largest. No kernel converts such values, and codes() is strict: it gives NaN for
+    them.
     """
     if "hwreg(HW_REG_MODE, 23, 1)" not in instruction.text:
         raise UnknownInstruction(f"{instruction.name} of {instruction.text!r}")

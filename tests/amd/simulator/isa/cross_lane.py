@@ -1,4 +1,4 @@
-"""From lane to lane, and between lanes and scalars; ISA sections 12.8, 12.10 and 12.13 (VOP1, VOP3, DS).
+"""Moves between lanes, and between lanes and scalars; ISA sections 12.8, 12.10 and 12.13 (VOP1, VOP3, DS).
 
 v_permlane16_swap and v_permlane32_swap are new with gfx950. Nothing here touches LDS, not even ds_bpermute.
 """
@@ -20,7 +20,7 @@ _LANE = np.arange(LANES)
 
 
 def _read_first_lane(context: Context, instruction: Instruction) -> Step:
-    """Of no active lanes, lane 0."""
+    """Reads the first active lane; lane 0 if none is active."""
     core = context.core
     index = scalar_register(instruction.operands[0]).index
     row = core.vector[vector_register(instruction.operands[1]).index]
@@ -36,7 +36,7 @@ def _read_lane(context: Context, instruction: Instruction) -> Step:
 
 
 def _write_lane(context: Context, instruction: Instruction) -> Step:
-    """Whatever EXEC says."""
+    """Ignores EXEC."""
     core = context.core
     row = core.vector[vector_register(instruction.operands[0]).index]
     value, lane = (scalar_source(core, token, 32) for token in instruction.operands[1:])
@@ -67,7 +67,7 @@ def _swap(context: Context, instruction: Instruction) -> Step:
 
 
 def _gather(context: Context, instruction: Instruction) -> Step:
-    """ds_bpermute_b32: the value of the lane whose number, times 4, is in the address; of an inactive lane 0."""
+    """ds_bpermute_b32: the value of the lane whose number, times 4, is in the address; 0 for an inactive lane."""
     core = context.core
     instruction.allow("offset")
     offset = np.uint32(instruction.number("offset"))
@@ -82,7 +82,7 @@ def _gather(context: Context, instruction: Instruction) -> Step:
 
 
 def _swizzle(context: Context, instruction: Instruction) -> Step:
-    """A fixed pattern in each half of 32 lanes; of an inactive lane 0."""
+    """A fixed pattern in each half of 32 lanes; 0 for an inactive lane."""
     core = context.core
     lane = _swizzled(instruction)
     sink = VectorSink(core, instruction.operands[0], U32)
@@ -91,7 +91,7 @@ def _swizzle(context: Context, instruction: Instruction) -> Step:
 
 
 def _swizzled(instruction: Instruction) -> Array:
-    """The source lanes of a ds_swizzle; of its forms those that Triton uses."""
+    """The source lanes of a ds_swizzle; only the forms that Triton uses."""
     instruction.allow("offset")
     found = re.fullmatch(r"swizzle\((SWAP|REVERSE),(\d+)\)", instruction.modifiers["offset"].replace(" ", ""))
     if found:

@@ -42,7 +42,7 @@ def numbers(kind: str, arch: str) -> Array:
 
 
 def codes(values: Array, kind: str, arch: str) -> Array:
-    """uint32: the nearest codes of float32 values, of two the even one; NaN for what is too large."""
+    """uint32: the nearest codes of float32 values, the even one of two; NaN for too large values."""
     worth = numbers(kind, arch)[:128]
     finite = worth[np.isfinite(worth)].astype(np.float64)
     middles = (finite[1:] + finite[:-1]) / 2
@@ -82,7 +82,7 @@ def _widen(context: Context, instruction: Instruction) -> Step:
 
 
 def _scaled(context: Context, instruction: Instruction) -> Step:
-    """Two numbers in float32, float16 or bfloat16, times the power of two that the exponent of the scale says."""
+    """Two numbers in float32, float16 or bfloat16, times the power of two in the exponent of the scale."""
     if context.arch != "gfx950":
         raise UnknownInstruction(f"{instruction.name} on {context.arch}")
     wide, kind = instruction.name.split("_")[4:6]

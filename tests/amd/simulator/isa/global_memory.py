@@ -1,7 +1,7 @@
 """Loads from global memory and stores to it; ISA chapters 8 "Scalar Memory", 9 "Vector Memory", 10 "Flat".
 
-A buffer access whose offset is out of the descriptor's range loads 0 or stores nothing. Triton masks lanes so, with one
-offset, MASKED_OFFSET; a lane that is out of range with any other offset has got its arithmetic wrong, which hardware
+A buffer access whose offset is out of the descriptor's range loads 0 or stores nothing. Triton masks lanes in this way,
+with one offset, MASKED_OFFSET. A lane that is out of range with any other offset has wrong arithmetic, which hardware
 would hide: a fault.
 """
 
@@ -85,7 +85,7 @@ def _global_addresses(core: Core, instruction: Instruction, operands: tuple[str,
 
 
 def memory_addresses(core: Core, instruction: Instruction, operands: tuple[str, ...], size: int) -> Addresses:
-    """Where an instruction accesses size bytes a lane; operands without the values that are loaded or stored."""
+    """Returns the addresses at which an instruction accesses size bytes per lane; operands: without data registers."""
     if instruction.name.startswith("buffer_"):
         return _buffer_addresses(core, instruction, operands, size)
     return _global_addresses(core, instruction, operands)
@@ -163,7 +163,7 @@ def _store(context: Context, instruction: Instruction) -> Step:
 
 
 def _scalar_load(context: Context, instruction: Instruction) -> Step:
-    """s_load: some registers from a 64-bit base, an offset, and the modifier's where that offset is a register.
+    """s_load: some registers from a 64-bit base, an offset, and the modifier's if that offset is a register.
 
     The low two bits of the address do not count. Source: AMD Instinct MI300 ISA, "Scalar Memory Addressing".
     """

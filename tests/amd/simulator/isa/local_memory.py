@@ -76,14 +76,14 @@ def _store(context: Context, instruction: Instruction) -> Step:
 
 
 def _kind(instruction: Instruction) -> tuple[str, bool]:
-    """The type of an access and whether it is about the upper half of a register."""
+    """The type of an access, and whether it accesses the upper half of a register."""
     found = re.fullmatch(r"ds_(?:read|write)2?(?:st64)?_(\w+?)(_d16)?(_d16_hi|_hi)?", instruction.name)
     assert found is not None, instruction.name
     return found[1], found[3] is not None
 
 
 def _load_transposed(context: Context, instruction: Instruction) -> Step:
-    """Of each 16 lanes, lane i and element j: element i % 4 of what the address of lane i // 4 + 4 j holds."""
+    """Per 16 lanes, element j of lane i: element i % 4 of the data at the address of lane i // 4 + 4 j."""
     if context.arch != "gfx950":
         raise UnknownInstruction(f"{instruction.name} on {context.arch}")
     core: Core = context.core

@@ -19,7 +19,7 @@ from tests.amd.simulator.isa.step import Builder, Context, Step
 from tests.amd.simulator.isa.vector_float import fma
 from tests.amd.simulator.operands import Source, VectorSink, register, vector_source
 
-# Name -> number of sources and what is computed of each half.
+# Name -> number of sources and the function of each half.
 _PAIRS_OF_FLOATS: dict[str, tuple[int, Callable[..., Array]]] = {
     "v_pk_add_f32": (2, operator.add),
     "v_pk_mul_f32": (2, operator.mul),
@@ -130,9 +130,9 @@ def _halves(context: Context, instruction: Instruction) -> Step:
 
 
 def _mixed_fma(context: Context, instruction: Instruction) -> Step:
-    """a * b + c in float32, of sources that op_sel_hi says are 16 bits wide and op_sel says which half of.
+    """a * b + c in float32, of sources that are 16 bits wide by op_sel_hi, with the half selected by op_sel.
 
-    neg_hi stands for the absolute value here. The forms for a half leave the other half of the register as it was.
+    neg_hi stands for the absolute value here. The forms for a half leave the other half of the register unchanged.
     """
     instruction.allow("op_sel", "op_sel_hi", "neg_lo", "neg_hi")
     destination, *tokens = instruction.operands

@@ -1,7 +1,7 @@
 """Scalar arithmetic; ISA sections 12.1 to 12.4 (SOP2, SOPK, SOP1, SOPC).
 
-A row says how wide the result and the sources are, what is computed from unsigned numbers, and what becomes of SCC.
-Results are cut to their width when they are written.
+A row has the widths of the result and the sources, the function of unsigned numbers, and the effect on SCC. Results are
+cut to their width when they are written.
 """
 
 from __future__ import annotations

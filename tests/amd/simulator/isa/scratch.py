@@ -1,6 +1,6 @@
 """Private memory of a lane, to which registers are spilled; ISA section 10.4 "Scratch Space (Private)".
 
-Only places that are known at compile time, as spills are. What was never written is poison.
+Only places known at compile time, as spills are. Memory that was never written is poison.
 """
 
 from __future__ import annotations

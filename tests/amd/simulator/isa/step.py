@@ -1,4 +1,4 @@
-"""What every group of instructions is made of."""
+"""The common parts of every group of instructions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AT_BARRIER, AT_END = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What an instruction is built for: the core it will run on, the kernel it is part of, and the arch."""
+    """The context that an instruction is built for: the core it will run on, the kernel it is part of, and the arch."""
 
     core: Core
     assembly: Assembly

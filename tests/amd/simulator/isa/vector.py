@@ -134,7 +134,7 @@ def _sdwa_sources(core: Core, instruction: Instruction, op: VectorOp, tokens: li
 
 
 def _part_of_register(core: Core, instruction: Instruction, destination: str) -> Callable[[Any], None]:
-    """Writes the low bits of a 32-bit result to a byte or a half; what is not written is 0, or stays."""
+    """Writes the low bits of a 32-bit result to a byte or a half; the other bits become 0 or stay."""
     name, number = _SDWA_PARTS[instruction.modifiers["dst_sel"]]
     unused = instruction.modifiers.get("dst_unused")
     if unused not in ("UNUSED_PAD", "UNUSED_PRESERVE"):

@@ -22,15 +22,15 @@ def fma(a: Array, b: Array, c: Array) -> Array:
 
 
 def _divide_scale(a: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
-    """The source as it stands, and no lane in need of scaling.
+    """Returns the source unchanged, and no lane that needs scaling.
 
-    Hardware scales where a quotient would leave the range of normal numbers; _divide_fixup answers for those.
+    Hardware scales if a quotient would leave the range of normal numbers; _divide_fixup gives the result for those.
     """
     return a, np.zeros(1, np.bool_)
 
 
 def _divide_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """The refined quotient, and IEEE's answer where one of the three is zero, infinite, NaN or out of normal range."""
+    """The refined quotient, or IEEE's result if one of the three is zero, infinite, NaN or out of normal range."""
     ieee = numerator / denominator
     tiny = np.finfo(F32).tiny
     is_normal = np.isfinite(quotient) & (np.abs(ieee) >= tiny) & np.isfinite(ieee)
@@ -47,7 +47,7 @@ def _min3(a: Array, b: Array, c: Array) -> Array:
 
 
 def _median(a: Array, b: Array, c: Array) -> Array:
-    """The middle of three; where one is NaN the smallest of the others."""
+    """The middle of three; if one is NaN, the smallest of the others."""
     middle = np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
     return np.where(np.isnan(a) | np.isnan(b) | np.isnan(c), _min3(a, b, c), middle)
 
@@ -112,7 +112,7 @@ _INTEGER_CONDITIONS: dict[str, Callable[[Array, Array], Array]] = {
     "gt": operator.gt,
     "ge": operator.ge,
 }
-# With NaN on a side the first five are false, and those that begin with n are true.
+# If a side is NaN, the first five are false, and those that begin with n are true.
 _FLOAT_CONDITIONS: dict[str, Callable[[Array, Array], Array]] = {
     "eq": operator.eq,
     "lt": operator.lt,
@@ -132,7 +132,7 @@ _FLOAT_CONDITIONS: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def _is_of_class(a: Array, classes: Array) -> Array:
-    """Whether a value is of one of ten classes, a bit each, from signaling NaN to positive infinity."""
+    """True if a value is of one of ten classes, a bit each, from signaling NaN to positive infinity."""
     bits = a.view(f"u{a.itemsize}")
     quiet_bit = 1 << (9 if a.itemsize == 2 else 22)
     is_nan, is_quiet = np.isnan(a), bits & quiet_bit != 0

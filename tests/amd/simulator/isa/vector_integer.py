@@ -44,7 +44,7 @@ def _reverse_bits(a: Array) -> Array:
 
 
 def _first_bit_unlike_the_sign(a: Array) -> Array:
-    """Counted from the top; all ones where every bit is like the sign."""
+    """Counts from the top; all ones if every bit equals the sign."""
     unlike = a ^ (a.view(I32) >> 31).view(U32)
     bit_length = np.frexp(unlike.astype(np.float64))[1]
     return np.where(unlike == 0, -1, 32 - bit_length).astype(I32).view(U32)

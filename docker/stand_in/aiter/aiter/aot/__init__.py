@@ -1,1 +1,1 @@
-"""Stands where AITER compiles kernels of FlyDSL ahead."""
+"""Stands in for AITER's ahead-of-time compilation of FlyDSL kernels."""

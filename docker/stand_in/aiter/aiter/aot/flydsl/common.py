@@ -1,4 +1,4 @@
-"""Stands where AITER compiles kernels of FlyDSL ahead."""
+"""Stands in for AITER's ahead-of-time compilation of FlyDSL kernels."""
 
 
 def run_aot(folder: str) -> None:

@@ -1,1 +1,1 @@
-"""Stands where Composable Kernel writes its sources."""
+"""Stands in for the script that writes Composable Kernel's sources."""

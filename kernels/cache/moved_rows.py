@@ -34,7 +34,7 @@ class AlikePages:
 
     @classmethod
     def of(cls, sides: Sequence[Tensor]) -> AlikePages:
-        """The pages of page_words()'s sides, with equal strides and shapes after the pages. Copies once to the device."""
+        """The pages of page_words()'s sides, with equal strides and shapes after the pages. One copy to the device."""
         first = sides[0]
         words = [(side.data_ptr() - first.data_ptr()) // first.element_size() for side in sides]
         return cls(tuple(sides), torch.tensor(words, dtype=torch.int64).to(first.device))

@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """How q . k becomes a logit in base 2 (scores.py): qk_scale, tanh_scale; slope: [rows] in base 2, or None."""
+    """Terms that make q . k a base-2 logit (scores.py): qk_scale, tanh_scale; slope: [rows] (base 2), or None."""
 
     qk_scale: Field
     tanh_scale: Field

@@ -106,7 +106,7 @@ def coded_scales(qk_scale, tanh_scale, factor, CAPPED: tl.constexpr, C: tl.const
             tanh_scale = tanh_scale * factor
         else:
             qk_scale = qk_scale * factor
-            if C.SCALES != TOKEN_SCALES:  # whose factors are in the scores before any key is hidden
+            if C.SCALES != TOKEN_SCALES:  # token scales are in the scores before any key is hidden
                 qk_scale = tl.maximum(qk_scale, LEAST_SCALE)
     return qk_scale, tanh_scale
 

@@ -1,4 +1,4 @@
-"""How decode and extend hand out their work: values that a schedule is built from and kernels are launched with.
+"""The cut of decode's and extend's work: values that a schedule is built from and kernels are launched with.
 
 This module does not import Triton, so that a provider can choose and describe a kernel where there is none.
 """
@@ -21,8 +21,8 @@ PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS, SHARE_WORDS = 8, 2, 8, 10
 COUNTER_WORDS = 2
 # Parts of a group, so that no two groups of a row have one counter (merge_within.py).
 LEAST_GROUP = 8
-# Query blocks count as equally long if what they reach, in units of 2^CLASS_KEYS_LOG2 keys, agrees in its leading bit
-# and the CLASS_BITS bits after it.
+# Query blocks count as equally long if their reaches, in units of 2^CLASS_KEYS_LOG2 keys, agree in the leading bit and
+# the CLASS_BITS bits after it.
 CLASS_BITS, CLASS_KEYS_LOG2 = 2, 7
 
 
@@ -38,7 +38,7 @@ _MOST_SIDE_BY_SIDE = 16
 
 
 class NewTokens(NamedTuple):
-    """Which sequences take part in a decode launch, by their new tokens, and how these are cut into rows.
+    """The sequences that take part in a decode launch, by their new tokens, and the cut of these into rows.
 
     FEWEST, MOST: new tokens of a sequence that takes part
     OF_ROW:       consecutive new tokens whose query heads are one row
@@ -53,7 +53,7 @@ ONE_TOKEN = NewTokens()
 
 
 class RowCut(NamedTuple):
-    """How the work of a sequence is cut into rows, as decode kernels are compiled for it.
+    """The cut of a sequence's work into rows, as decode kernels are compiled for it.
 
     ROWS:          rows of OF_ROW new tokens
     GQA_RATIO:     query heads that share a KV head
@@ -83,7 +83,7 @@ class RowCut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeCut:
-    """How a decode batch is handed out; equal cuts make equal schedules for a step.
+    """The cut of a decode batch; equal cuts make equal schedules for a step.
 
     rows:         rows of a sequence with one new token
     key_block:    keys of a block
@@ -193,7 +193,7 @@ class DecodeCut:
 
     @property
     def programs_in_words(self) -> str:
-        """How many programs steps have, for descriptions of a kernel."""
+        """Returns how many programs steps have, for descriptions of a kernel."""
         least, most = self.roomiest_of_step(0).programs, self.programs * self.most_rounds
         if self.alone is not None:
             least = min(least, self.alone.programs)
@@ -271,7 +271,7 @@ _MERGE_PROGRAMS = 512
 
 @dataclass(frozen=True, slots=True)
 class MergeShape:
-    """How the merge is cut.
+    """The cut of the merge.
 
     by_row:     a program for each row; or for each pair of neighbouring decode programs, if rows outnumber them
     heads:      q rows of a program
@@ -317,7 +317,7 @@ def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int, 
 
 
 class GroupShape(NamedTuple):
-    """How a program that ends last adds up the parts of a group (merge_within.py).
+    """The way that the program that ends last adds up the parts of a group (merge_within.py).
 
     GROUP:      parts of a group; 0: a launch of its own adds up all
     LINES:      q rows of a part
@@ -346,7 +346,7 @@ def group_shape(group: int, q_rows: int, v_head_dim: int, num_warps: int) -> Gro
 
 
 class Sharing(NamedTuple):
-    """How the longest rows of a step are shared out; a row is a query block and a KV head, or part of its heads.
+    """The sharing of the longest rows of a step; a row is a query block and a KV head, or part of its heads.
 
     programs:     programs that share; 0: every row is one program's
     rows:         rows of a query block
@@ -386,7 +386,7 @@ NEVER_SPLIT = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ExtendCut:
-    """How the new tokens of an extend step are cut; equal cuts make equal schedules for a step.
+    """The cut of the new tokens of an extend step; equal cuts make equal schedules for a step.
 
     query_tokens: new tokens of a full query block
     min_q_len:    sequences with fewer new tokens are left out; 2 if decode serves those with one, else 1

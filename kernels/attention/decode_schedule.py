@@ -61,7 +61,7 @@ SEQ_WORDS = tl.constexpr(cuts.SEQ_WORDS)
 SEQ_START = tl.constexpr(0)  # position where its rows start
 SEQ_KV_LEN = tl.constexpr(1)  # -1 if it takes no part
 _COUNTER_WORDS = tl.constexpr(cuts.COUNTER_WORDS)
-# Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
+# Sequences that a program handles at a time; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 512
 # A share may be larger by a sixteenth if all rows are alike.
 _SIXTEEN = tl.constexpr(16)

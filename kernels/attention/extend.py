@@ -124,12 +124,12 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
         edge_block = first_masked // K.KEY_BLOCK
     end_block = tl.cdiv(end_key, K.KEY_BLOCK)
     if G.SHARES:
-        # The blocks that begin in the share; the last one of a row takes what is left.
+        # The blocks that begin in the share; the last one of a row takes the rest.
         row_keys = tl.load(words + BLOCK_KEYS)
         row_key = end_key - row_keys
         first_block = (row_key + tl.maximum(done - G.ROW_KEYS, 0)) // K.KEY_BLOCK
         if PACKED and K.WINDOWED:
-            # A window that is counted from a draft's depth begins before what a row costs: the first share has it.
+            # A window that is counted from a draft's depth begins before a row's counted keys: the first share has it.
             first_block = tl.where(done == 0, tl.minimum(first_block, edge_block), first_block)
         share_end = (row_key + tl.maximum(done + take - G.ROW_KEYS, 0)) // K.KEY_BLOCK
         end_block = tl.where(done + take == row_keys + G.ROW_KEYS, end_block, share_end)

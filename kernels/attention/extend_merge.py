@@ -206,7 +206,7 @@ def _extend_merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class FewRows:
-    """How the parts of few rows are added up: lines and columns of a program, and parts of a step."""
+    """The cut of adding up the parts of few rows: lines and columns of a program, and parts of a step."""
 
     lines: int
     columns: int

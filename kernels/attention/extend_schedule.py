@@ -77,7 +77,7 @@ SHARE_PARTS = tl.constexpr(8)  # 64 bits: parts that each row has room for, if r
 # an H200 8 x 1 heads of 128, 16 new of 16016, in 62 parts each 15.5 us, in 125 19.7; between 8 and 62 nothing was
 # measured.
 _SMALL_PARTS = tl.constexpr(8)
-# Sequences, blocks, cuts and rounds that a program looks at in one step; fixed numbers, so that no batch size needs
+# Sequences, blocks, cuts and rounds that a program handles at a time; fixed numbers, so that no batch size needs
 # another compilation.
 _SEQS_AT_ONCE = 512
 _BLOCKS_AT_ONCE = 512
@@ -124,7 +124,7 @@ def _blocks_of(q_indptr, seq, num_seqs, min_q_len, G: tl.constexpr):
 
 @triton.jit
 def _most_keys(q_len, window_left, G: tl.constexpr):
-    """The most keys that a block of a sequence sees with a window; if not causal, also what the first token does."""
+    """The most keys that a block of a sequence sees with a window; if not causal, also those of its first token."""
     return window_left + (G.QUERY_TOKENS if G.CAUSAL else q_len)
 
 
@@ -249,7 +249,7 @@ def _list_kernel(
 
 @triton.jit
 def _cost_before(schedule, block, is_block):
-    """Cost of the blocks before one, counting one row of each; block: [..], is_block: which of them to look at."""
+    """Cost of the blocks before one, counting one row of each; block: [..], is_block: which of them to read."""
     return tl.load(
         (schedule + block * BLOCK_WORDS + BLOCK_BEFORE).to(tl.pointer_type(tl.int64)), mask=is_block, other=0
     )
@@ -257,7 +257,7 @@ def _cost_before(schedule, block, is_block):
 
 class ShareGeometry(NamedTuple):
     """The values that shares are compiled for: ROWS of a block; SEGMENT_LEN, SHARES_FIRST, ALIKE_KEYS and ROW_KEYS of
-    cuts.Sharing; BLOCKS, CUTS, ROUNDS that are looked at in one step.
+    cuts.Sharing; BLOCKS, CUTS, ROUNDS that are handled at a time.
     """
 
     ROWS: int

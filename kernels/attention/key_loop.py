@@ -81,7 +81,7 @@ class KeyGeometry(NamedTuple):
 
 
 class Query(NamedTuple):
-    """Rows that look at keys: blocks of columns, [rows, K_COLUMNS] each; kv_index [rows], or [1] for all rows; how
+    """Rows that attend to keys: blocks of columns, [rows, K_COLUMNS] each; kv_index [rows], or [1] for all rows; how
     they are scored.
     """
 

@@ -2,12 +2,12 @@
 
     k_pages[slot // page_size, slot % page_size] = k[token]      likewise v
 
-This is what kernels/cache/store.py does, into linear pages of q's dtype: tokens at or past num_tokens and slots that
+It does the same as kernels/cache/store.py, into linear pages of q's dtype: tokens at or past num_tokens and slots that
 belong to no sequence are dropped, and an infinity or NaN is stored as 0 and sets a bit of the step's error word.
 
 A sequence has one new token, which is its last key. So no other program reads what this one writes, except those of
 the same KV head's other query heads, each of which writes the same and reads what it wrote itself. A barrier separates
-the two: on NVIDIA's GPUs it orders what a program's threads write before what they read.
+the two: on NVIDIA's GPUs it orders the writes of a program's threads before their reads.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _MOST_BOUNDED_CAP = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a layer's scores are made.
+    """The computation of a layer's scores.
 
     scale:       factor on q . k, positive
     window_left: previous keys that a token sees besides its own; -1: all of them

@@ -2,7 +2,7 @@
 
 The programs of the decode schedule share out segments instead of key blocks. Each segment's partial result goes to a
 slot of its own, the segment's place on the schedule's axis; segment_merge.py merges a row's slots from left to right.
-Where a segment runs varies with the batch; what a segment is, and the order of the merge, do not.
+The program that computes a segment varies with the batch; the segment and the order of the merge do not.
 """
 
 from __future__ import annotations

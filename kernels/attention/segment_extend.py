@@ -88,7 +88,7 @@ def _store_part(softmax, to, slot, is_row, G: tl.constexpr):
 
 class Results(NamedTuple):
     """The destinations of results: rows of out and LSE, sinks or None; workspace: of shares for parts, of num_programs
-    programs; of whole rows for what lies left of a segment (segments.left_of_program), or None.
+    programs; of whole rows for everything left of a segment (segments.left_of_program), or None.
     """
 
     out: Rows

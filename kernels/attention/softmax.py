@@ -85,7 +85,7 @@ def sum_by_pairs(weights):
 
 @triton.jit
 def add_sink(maximum, total, sink):
-    """Maximum and sum (base 2) with a sink (natural log) added, and the factor for what was accumulated before it.
+    """Maximum and sum (base 2) with a sink (natural log) added, and the factor for earlier accumulators.
 
     Rows that have seen no key keep a sum of 0: without keys there is no output for a sink to take from.
     """

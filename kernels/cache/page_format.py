@@ -24,8 +24,8 @@ class Encoding(enum.Enum):
     """The encoding of an element of a page: the name of its dtype in torch.
 
     Eight-bit encodings by the Open Compute Project's OFP8 specification (E4M3 without infinities, E5M2 with them), and
-    E4M3FNUZ, which gfx942 computes in: the exponent's bias is 8 instead of 7, so that a code is worth half of what it
-    is in E4M3FN; 0x80 is its only NaN.
+    E4M3FNUZ, which gfx942 computes in: the exponent's bias is 8 instead of 7, so that a code is worth half of its
+    value in E4M3FN; 0x80 is its only NaN.
     """
 
     BF16 = "bfloat16"
@@ -81,7 +81,7 @@ class Scales(enum.Enum):
     NONE:  there are no scales
     LAYER: [1]
     HEAD:  [kv_heads]
-    TOKEN: [pages, kv_heads, page_size]; the store derives them from what it writes
+    TOKEN: [pages, kv_heads, page_size]; the store derives them from the rows that it writes
     """
 
     NONE = "no scales"

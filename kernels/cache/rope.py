@@ -78,7 +78,7 @@ def warps_in_place(heads_block: int, *parts: int) -> int:
     """Warps of a program that writes rows where it has read them; parts: columns of the blocks that it holds, or 0.
 
     There are several only if each element has a lane of its own: if two warps held the same element, one would read
-    what the other has written.
+    the other's results.
     """
     return 4 if heads_block * min(part for part in parts if part) >= 4 * _WAVE else 1
 

@@ -1,4 +1,4 @@
-"""How attention over latent pages hands out its work, as the values of attention/cuts.py.
+"""The cut of the work of attention over latent pages, as the values of attention/cuts.py.
 
 A latent pool has one KV head, so all query heads of a token share a row of decode's schedule. This module does not
 import Triton, so that a provider can choose and describe a kernel where there is none.

@@ -222,7 +222,7 @@ def load_part(
 
 @triton.jit
 def load_latent_query(rows, is_row, K: tl.constexpr):
-    """The operands for the parts of V and the rest, from rows of q; 0 for rows that do not exist; a factor of products.
+    """The operands for the parts of V and the rest, from rows of q; 0 for missing rows; and the factor for products.
 
     rows: pointers [rows]
     """

@@ -30,7 +30,7 @@ from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 _TOKENS = 256
-# Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
+# Sequences that a program handles at a time; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 512
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _BEYOND_BOUND = tl.constexpr(error_word.LENGTH_BEYOND_BOUND)

@@ -39,7 +39,7 @@ from rocm_attn.kernels.metadata.engine_tensors import (
 )
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, STEP
 
-# Sequences that the program looks at in one step; a fixed number, so that no batch size needs another compilation.
+# Sequences that the program handles at a time; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 512
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _BEYOND_BOUND = tl.constexpr(error_word.LENGTH_BEYOND_BOUND)

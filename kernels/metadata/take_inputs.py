@@ -2,7 +2,7 @@
 
 A graph has fixed arguments, and its slots come in turn: the kernel counts the runs of graphs on the device, and a slot
 that a graph is to take holds the number of runs before it. A run for which no slot is due takes nothing: its inputs
-were published by a launch, or are those of the run before. The launch writes what publish.py writes, from one program:
+were published by a launch, or are those of the run before. The launch writes the same as publish.py, from one program:
 its echo shows the host, which waits for no event, that the whole slot was read.
 """
 

@@ -114,7 +114,7 @@ class TileCut:
     q_indptr: Tensor
 
     def store(self, args: AttendArgs, result: Tensor, lse: Tensor | None) -> None:
-        """Writes [tiles, tile_len, ...] to the tokens of out and lse; tokens of no sequence get what clear() writes."""
+        """Writes [tiles, tile_len, ...] to the tokens of out and lse; tokens of no sequence get clear()'s values."""
         num_tokens, tile_len = args.q.shape[0], self.offset.shape[1]
         seq_of_token, is_token = seq_of_tokens(self.q_indptr, num_tokens)
         # The rows of a sequence are consecutive: its tiles are, and all but the last are full.

@@ -20,8 +20,8 @@ def store_kv(
 ) -> None:
     """Twin of launch_store_kv.
 
-    Shapes stay fixed: a dropped token writes again what a token that is not dropped writes, or, if all are dropped, the
-    content of slot 0.
+    Shapes stay fixed: a dropped token repeats the write of one that is not dropped, or, if all are dropped, writes the
+    content of slot 0 again.
     """
     keys, values, form = pages.keys, pages.values, pages.format
     page_size = form.page_size

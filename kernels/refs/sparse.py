@@ -2,7 +2,7 @@
 
 Like in refs/attention.py every shape follows from argument shapes and host numbers, and nothing is read back: a list of
 their torch operations can be replayed with other values in the same tensors. The work is proportional to max_kv_len and
-to the selection's width. Memory besides the arguments is bounded, except for what chooses one token's units.
+to the selection's width. Memory besides the arguments is bounded, except for the data that select one token's units.
 """
 
 from __future__ import annotations

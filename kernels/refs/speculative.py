@@ -103,7 +103,7 @@ def next_round(picked: Tensor, given: GuessedRound, width: int, *, draws: bool, 
 
 
 def _place_before(text: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """int64 [S] each: the place after the last tokens where they were before, and the number of them that match."""
+    """int64 [S] each: the place after an earlier occurrence of the last tokens, and the number that match."""
     places = torch.arange(text.shape[1], device=text.device)
     same = (places >= 2) & (places < num_tokens[:, None])
     num_same = torch.zeros_like(text, dtype=torch.int64)

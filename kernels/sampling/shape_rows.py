@@ -2,9 +2,9 @@
 
     x            = logits[row, t]
     seen[t]      = whether the prompt or the text has token t; n[t]: how often the text has it
-    x            = x / repetition where x > 0, else x * repetition      of seen tokens
+    x            = x / repetition if x > 0, else x * repetition      of seen tokens
     x            = x - presence * (n[t] > 0) - frequency * n[t]
-    shaped[i, t] = x where bit t % 32 of mask[t // 32] is set, else -inf
+    shaped[i, t] = x if bit t % 32 of mask[t // 32] is set, else -inf
 
 in float32, one program for each such row and block of tokens. A row without counts or without a mask skips those steps.
 """

@@ -1,4 +1,4 @@
-"""How sparse attention's work is cut, and its scratch: both depend on shapes alone, so a graph serves all lengths.
+"""The cut of sparse attention's work, and its scratch: both depend on shapes alone, so a graph serves all lengths.
 
 This module does not import Triton, so that a provider can choose and describe a kernel where there is none.
 """
@@ -39,7 +39,7 @@ def index_splits(blocks: int, key_blocks: int, programs: int) -> int:
 
 
 class TopKCut(NamedTuple):
-    """How the candidates of a token and set, its line, are searched for the best ones (top_k.py).
+    """The cut of the search for the best candidates of a token and set, its line (top_k.py).
 
     stride:      words of a line of scores
     parts:       parts of a line that are filtered side by side; 0: the line is short, and nothing is filtered
@@ -95,7 +95,7 @@ def select_words(num_tokens: int, max_kv_len: int, indexing: Indexing) -> int:
 
 
 class SelectedCut(NamedTuple):
-    """How attention over a selection is handed out: a program for each part of a token's row.
+    """The cut of attention over a selection: a program for each part of a token's row.
 
     rows:      rows of a token: KV heads, times the blocks that the query heads of one are cut into
     row_heads: query heads of a row; the last block of a KV head may have fewer

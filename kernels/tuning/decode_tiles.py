@@ -112,7 +112,7 @@ DECODE_ROWS = (
     ),
     DecodeRow("sm_90", 2, 24, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True), (Codes.NONE,), any_dim=True),
     # 64 query heads of 24 on 4 KV heads, 64 x 4k: 36 us, 51 as one block of 64 columns; 120 on 10, 9 x 11.8k..20.7k:
-    # 50.6 and 53.7, with five programs an SM 65.
+    # 50.6 and 53.7, with five programs per SM 65.
     DecodeRow(
         "sm_90",
         2,
@@ -139,7 +139,7 @@ DECODE_ROWS = (
         any_dim=True,
     ),
     # 80 query heads of 40 on 8 KV heads, 64 x 4k: 106 us, 118 as one block of 128 columns; but 32 on 8: 105 and 98.
-    # Side by side ragged 64 takes 139 us where it takes 152 in order.
+    # Side by side ragged 64 takes 139 us instead of 152 in order.
     DecodeRow(
         "sm_90",
         2,
@@ -161,7 +161,7 @@ DECODE_ROWS = (
     # 20 query heads of 24 elements on 10 KV heads, 3 x 25k: 39 us, 48 with 4 programs per SM, 52 in the tiles of 16 and
     # 46 in those of 48.
     DecodeRow("sm_90", 2, 32, 16, DecodeTiles(64, 4, 3, 6, dim_block=32, early=True), (Codes.NONE,)),
-    # 32 query heads of 48 on 8 KV heads, 64 x 4k: 119 us; 132 one by one, 140 with eight programs an SM, 168 in blocks
+    # 32 query heads of 48 on 8 KV heads, 64 x 4k: 119 us; 132 one by one, 140 with eight programs per SM, 168 in blocks
     # of 32 columns and four warps. 60 of 40 on 5, 2 x 10k: 14.6 one by one, 15.5 with eight. Side by side and with 200
     # registers 64 x 4k takes 117 us and 256 x 2k 223; without 119 and 230, side by side alone 117 and 237.
     DecodeRow(
@@ -187,7 +187,7 @@ DECODE_ROWS = (
     DecodeRow("sm_90", 2, 64, 32, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),
     # Rows of 144 bytes lie across lines that hold a part of another KV head's. 96 query heads of 72 on 16 KV heads,
     # 29 x 1399..4045: 112 us, 132 one by one, 135 as one block of 128 columns; 32 on 8, 64 x 4k: 176, 186 and 200. Side
-    # by side 64 x 4k takes 169 us where it takes 174, ragged 64 231 and 243; of 24 on 6 126 and 137, 171 and 181.
+    # by side 64 x 4k takes 169 us instead of 174, ragged 64 231 and 243; of 24 on 6 126 and 137, 171 and 181.
     DecodeRow(
         "sm_90",
         2,
@@ -198,7 +198,7 @@ DECODE_ROWS = (
         any_dim=True,
     ),
     # 32 query heads of 80 on 8 KV heads, 64 x 4k: 175 us; 188 one by one, 227 in blocks of 32 columns and four warps,
-    # 229 in the tiles of 128. With 200 registers 256 x 2k takes 342 us where it takes 370; 32 on 32, 64 x 4k: 665, 680.
+    # 229 in the tiles of 128. With 200 registers 256 x 2k takes 342 us instead of 370; 32 on 32, 64 x 4k: 665, 680.
     DecodeRow(
         "sm_90",
         2,
@@ -210,7 +210,7 @@ DECODE_ROWS = (
     ),
     # Two at a time rows of up to 32 query heads take 92 us of 64 x 4k (64 query heads of 72 on 4 KV heads; 109 one by
     # one), but longer where they are few: 32 on 2, 5 x 6930: 16.8 and 14.3; of 80, 24 on 2, 3 x 195..259: 6.6 and 4.8.
-    # Side by side 64 on 4 take 102 us where they take 108 in order, ragged 64 140 and 160; of 80, 24 on 3, 76 and 89,
+    # Side by side 64 on 4 take 102 us instead of 108 in order, ragged 64 140 and 160; of 80, 24 on 3, 76 and 89,
     # 100 and 116.
     DecodeRow("sm_90", 2, 72, 16, DecodeTiles(32, 2, 3, 4, dim_block=64, early=True, side_by_side=True), (Codes.NONE,)),
     DecodeRow("sm_90", 2, 80, 16, DecodeTiles(32, 2, 3, 4, early=True, side_by_side=True), (Codes.NONE,)),
@@ -240,7 +240,7 @@ DECODE_ROWS = (
     # 38. 3 x 1472..11635: 11.0 with all programs, and 9.6 with 132.
     DecodeRow("sm_90", 2, 80, 32, DecodeTiles(32, 2, 3, 4, dim_block=64, early=True, fewer_of_few=4), (Codes.NONE,)),
     # 64 query heads on one KV head, 64 x 4k: of 64 elements 32 us, of 96 40; 47 and 59 as one block. In blocks of 32
-    # keys 31 and 43. 128 heads of 72 on 2, 1 x 2821: 7.0, and 9.0 with two programs an SM; but 64 on one, 64 x 4k: 40
+    # keys 31 and 43. 128 heads of 72 on 2, 1 x 2821: 7.0, and 9.0 with two programs per SM; but 64 on one, 64 x 4k: 40
     # and 36.
     DecodeRow("sm_90", 2, 96, 64, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True, fewer_of_few=2), (Codes.NONE,)),
     # 64 query heads on one KV head, 64 x 4k: 48 us; 60 as one block. 128 on 4: 180 us, 212 without the registers, and
@@ -255,14 +255,14 @@ DECODE_ROWS = (
     ),
     DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2, early=True)),
     # 32 query heads of 144 on 8 KV heads, 64 x 4k: 329 us, 348 in the tiles below; 48 on 6, 86 x 317: 32 and 40; 24 of
-    # 160 on 3, 5 x 12.7k..19k: 49 and 54. Side by side ragged 64 takes 441 where it takes 455 in order, of 160 478 and
-    # 499. With 200 registers and a row's cost at its end 24 of 160 on 3, ragged 64, take 183 where they take 193, but
-    # 48 of 144 on 6, 64 x 4k, 283 where they take 253.
+    # 160 on 3, 5 x 12.7k..19k: 49 and 54. Side by side ragged 64 takes 441 instead of 455 in order, of 160 478 and
+    # 499. With 200 registers and a row's cost at its end 24 of 160 on 3, ragged 64, take 183 instead of 193, but
+    # 48 of 144 on 6, 64 x 4k, 283 instead of 253.
     DecodeRow(
         "sm_90", 2, 160, 16, DecodeTiles(32, 2, 3, 4, dim_block=128, early=True, side_by_side=True), (Codes.NONE,)
     ),
     # 64 query heads of 192 on 8 KV heads, 64 x 4k: 387 us, 401 with fewer registers; 399 as one block of 256 columns.
-    # Ragged 64 510 us, 514 where a row's cost is all at its start, and with two programs an SM.
+    # Ragged 64 510 us, 514 if a row's cost is all at its start, and with two programs per SM.
     DecodeRow(
         "sm_90",
         2,
@@ -312,7 +312,7 @@ DECODE_ROWS = (
     DecodeRow("gfx942", 2, 256, 16, DecodeTiles(32, 4, 1, 2), (Codes.BY_ROW,)),
     DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 2, 3), (Codes.BY_ROW,)),
     DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 2, 2), (Codes.BY_ROW,)),
-    # One wave waits for no other at a barrier, and eight programs a CU keep 128 KiB of K and V in flight: loads may
+    # One wave waits for no other at a barrier, and eight programs per CU keep 128 KiB of K and V in flight: loads may
     # take 3.4 us before HBM idles, where they may take 2.4 in four waves of 32 keys. 177 to 212 VGPRs, 8 KiB of LDS.
     DecodeRow("gfx942", 2, 64, 16, DecodeTiles(16, 1, 2, 8, heads_per_row=2), (Codes.NONE,)),
     DecodeRow("gfx942", 2, 128, 16, DecodeTiles(16, 1, 2, 8), (Codes.NONE,)),
@@ -321,7 +321,7 @@ DECODE_ROWS = (
     # 3.2 us; four waves of 32 keys 1.5. In one wave up to 137 registers spill. 200 to 224 VGPRs, 16 KiB of LDS.
     DecodeRow("gfx942", 2, 256, 16, DecodeTiles(16, 2, 2, 4), (Codes.NONE,)),
     DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 2, 2), (Codes.NONE,)),
-    # 154 to 242 VGPRs, 33 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. 4 waves spill scalar registers.
+    # 154 to 242 VGPRs, 33 KiB of LDS: one workgroup of 8 waves, 2 per SIMD. 4 waves spill scalar registers.
     DecodeRow("gfx942", 2, 512, 32, DecodeTiles(16, 8, 2, 1), (Codes.NONE, Codes.BY_ROW)),
     DecodeRow("gfx942", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx942", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
@@ -345,9 +345,9 @@ DECODE_ROWS = (
     DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 1, 2, 8, waves_per_eu=2)),
     # 3.9 us; four waves of 32 keys 1.8. Triton 3.6 takes 332 VGPRs: 1.8 us. With waves_per_eu it spills up to 15.
     DecodeRow("gfx950", 2, 256, 16, DecodeTiles(16, 1, 2, 8)),
-    # 1.4 us; two programs a CU 0.9, one wave 1.8, of which up to 61 registers spill with Triton 3.6.
+    # 1.4 us; two programs per CU 0.9, one wave 1.8, of which up to 61 registers spill with Triton 3.6.
     DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 2, 3)),
-    # 166 to 200 VGPRs, 67 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    # 166 to 200 VGPRs, 67 KiB of LDS: one workgroup of 8 waves, 2 per SIMD.
     DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 2, 1)),
     DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx950", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),

@@ -102,7 +102,7 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=32,
     ),
-    # 48 x 12 heads of 24, 26 x 6 new of 591..6547, a window of 4096: 52 us, 60 with two programs an SM, 76 one by one;
+    # 48 x 12 heads of 24, 26 x 6 new of 591..6547, a window of 4096: 52 us, 60 with two programs per SM, 76 one by one;
     # 16 x 2, 10 x 3 of 5000: 16.4 and 19.6.
     ExtendRow(
         "sm_90",
@@ -124,8 +124,8 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=32,
     ),
-    # 96 x 16 heads of 16, 15 x 4 new of 6067: 60 us; in the tiles of 64 72, with three programs an SM 96. 32 x 8 of 32,
-    # 32 x 12 of 2000: 31 us, 37 in two launches.
+    # 96 x 16 heads of 16, 15 x 4 new of 6067: 60 us; in the tiles of 64 72, with three programs per SM 96. 32 x 8 of
+    # 32, 32 x 12 of 2000: 31 us, 37 in two launches.
     ExtendRow(
         "sm_90",
         2,
@@ -293,7 +293,7 @@ EXTEND_ROWS = (
         max_rows=64,
     ),
     # llama8b 1 x 2048 new + 6144 cached: 530 us, with a window of 4096 of 32k 362, though 8 to 32 bytes spill; 552 and
-    # 409 in blocks of 32 keys, 589 and 541 in (128, 32, 4, 3), one program an SM. 16 new after 100k: 132, 173, 2766.
+    # 409 in blocks of 32 keys, 589 and 541 in (128, 32, 4, 3), one program per SM. 16 new after 100k: 132, 173, 2766.
     ExtendRow(
         "sm_90",
         2,
@@ -571,10 +571,10 @@ EXTEND_ROWS = (
         ExtendTiles(128, 32, 4, 2, waves_per_eu=2, dim_block=64, programs_per_cu=2),
         codes=(Codes.NONE,),
     ),
-    # 110 to 190 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. Blocks of 32 keys: twice the issue cycles.
+    # 110 to 190 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 per SIMD. Blocks of 32 keys: twice the issue cycles.
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2, programs_per_cu=1)),
-    # 171 to 214 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    # 171 to 214 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 per SIMD.
     ExtendRow("gfx942", 2, 512, ExtendTiles(64, 16, 8, 2), codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
     ExtendRow("gfx942", 2, 512, ExtendTiles(64, 16, 8, 2, programs_per_cu=1)),
     ExtendRow("gfx942", 4, 128, ExtendTiles(64, 16, 4, 1, programs_per_cu=1)),
@@ -588,8 +588,8 @@ EXTEND_ROWS = (
     ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=(Codes.BY_ROW,)),
-    # 142 clocks, in blocks of 32 keys 165. 174 to 192 VGPRs, 17 to 33 KiB of LDS: 2 workgroups a CU. With blocks of 64
-    # programs with shares keep up to 30 SGPRs in lanes of VGPRs.
+    # 142 clocks, in blocks of 32 keys 165. 174 to 192 VGPRs, 17 to 33 KiB of LDS: 2 workgroups per CU. With blocks of
+    # 64 programs with shares keep up to 30 SGPRs in lanes of VGPRs.
     ExtendRow("gfx950", 2, 64, ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_block=32)),
     # Heads of 80 and 96 in blocks of 128 columns spill up to 72 registers with slopes and pages of one token. 169 to
     # 250 VGPRs, 29 to 49 KiB of LDS.
@@ -602,12 +602,12 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
     ),
     # 165 clocks, in blocks of 32 keys 193. 224 to 256 VGPRs, 32 KiB of LDS (66 with Triton's asynchronous copies): 2
-    # workgroups a CU. Blocks of 64 columns take 157, and up to 21 registers spill.
+    # workgroups per CU. Blocks of 64 columns take 157, and up to 21 registers spill.
     ExtendRow("gfx950", 2, 128, ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_block=32)),
     # 328 clocks, in blocks of 16 keys and 8 waves 520: fewer waves read less of LDS. 304 VGPRs, 66 KiB of LDS: one
     # workgroup of 4 waves.
     ExtendRow("gfx950", 2, 256, ExtendTiles(128, 32, 4, 2, programs_per_cu=1, share_block=16)),
-    # 193 to 226 VGPRs, 68 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    # 193 to 226 VGPRs, 68 KiB of LDS: one workgroup of 8 waves, 2 per SIMD.
     ExtendRow("gfx950", 2, 512, ExtendTiles(64, 16, 8, 2, programs_per_cu=1)),
     ExtendRow("gfx950", 4, 128, ExtendTiles(64, 16, 4, 1, programs_per_cu=1)),
     ExtendRow("gfx950", 4, 256, ExtendTiles(32, 16, 8, 1, programs_per_cu=1)),

@@ -57,14 +57,14 @@ class LatentTiles:
         return self.query_rows // self.block_heads(num_heads)
 
     def of_masked_steps(self) -> LatentTiles:
-        """At most 32 rows and 32 keys, for steps with packed masks.
+        """The tiles for steps with packed masks: at most 32 rows and 32 keys.
 
         A row's bits of one key block are a word of 32; they take registers, and trees are small.
         """
         return replace(self, query_rows=min(32, self.query_rows), key_block=min(32, self.key_block))
 
     def of_few_masked_tokens(self, arch: str) -> LatentTiles:
-        """For masked steps whose keys are split as in decode: at most 32 rows, except for warpgroup products."""
+        """The tiles for masked steps with keys split as in decode: at most 32 rows, except for warpgroup products."""
         if arch.startswith("gfx"):
             # 269 to 299 VGPRs. In one part, or with two blocks in flight, registers spill; and so they do with 64 rows.
             return LatentTiles(32, 16, 4, 1)
@@ -207,13 +207,13 @@ DECODE_ROWS: tuple[LatentRow, ...] = (
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 2, 2, wide=True), coded=True),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 2, 2, 2, wide=True), coded=True),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 2, chains=2, wide=True), coded=True),
-    # 139 clocks: 222 VGPRs, so that a SIMD has two waves. One wave a program 78, and up to 119 VGPRs spill.
+    # 139 clocks: 222 VGPRs, so that a SIMD has two waves. One wave per program 78, and up to 119 VGPRs spill.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 16, 4, 2, 2, wide=True)),
     # 137 clocks, 413 to 439 VGPRs.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(32, 16, 2, 2, 2, wide=True)),
     # 538 clocks, 357 to 397 VGPRs, 64 KiB of LDS. Blocks of 32 keys spill 11 VGPRs.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 2, wide=True)),
-    # 122 clocks, 238 VGPRs, two waves a SIMD. One wave a program 75, of which 67 VGPRs spill with Triton 3.6.
+    # 122 clocks, 238 VGPRs, two waves per SIMD. One wave per program 75, of which 67 VGPRs spill with Triton 3.6.
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 2, 2, wide=True)),
     # 127 clocks, 348 to 421 VGPRs.
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 2, 2, 2, wide=True)),
@@ -233,7 +233,7 @@ EXTEND_ROWS: tuple[LatentRow, ...] = (
     # For codes: 320 to 421 VGPRs. With 8 waves up to 17 spill.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
-    # 230 to 250 VGPRs, 32 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    # 230 to 250 VGPRs, 32 KiB of LDS: one workgroup of 8 waves, 2 per SIMD.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 8, 1)),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 8, 1)),
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(32, 16, 1, 1)),

@@ -105,7 +105,7 @@ class ShapeTimes:
 class Provenance:
     """The origin of a measured row.
 
-    device, compute_units: the GPU; arch and triton are what a row must share with a GPU that it serves
+    device, compute_units: the GPU; arch and triton must match those of a GPU that the row serves
     rocm:     of torch's build, or CUDA's release; software is this package's version, commit the checkout's
     date:     ISO 8601, UTC
     shapes:   the timed steps
@@ -163,7 +163,7 @@ _NOT_CODED = "LIKE_Q"
 
 
 def refusal(table: Table, tiles: Tiles, layer: MeasuredLayer) -> str:
-    """Why no kernel takes these tiles for a layer; empty if one does, as far as this is known without the kernel."""
+    """Returns why no kernel takes these tiles for a layer; empty if, as far as is known without it, one does."""
     if type(tiles) is not table.tiles:
         return f"tiles of {table.value} are {table.tiles.__name__}, not {type(tiles).__name__}"
     wrong = [f"{name} {getattr(tiles, name)} is not {allowed}" for name, allowed in _wrong_numbers(tiles)]

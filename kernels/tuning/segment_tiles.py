@@ -80,7 +80,7 @@ class SegmentTiles:
         return tuple(replace(self, extend=tiles, short=()) for tiles in self.short if gqa_ratio <= tiles.query_rows)
 
     def of_masked_steps(self) -> SegmentTiles:
-        """For masked steps on NVIDIA: half of extend's rows, because bits take registers, but no fewer than decode's.
+        """Tiles for masked steps on NVIDIA: half of extend's rows, as bits take registers, but no fewer than decode's.
 
         Fewer would use other matrix instructions than decode's, and so give other bits.
         """
@@ -140,12 +140,12 @@ _INTERPRETED = SegmentTiles(
 SEGMENT_ROWS = (
     # With scales of tokens the next row spills up to 200 bytes.
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 32, 64, 8, 2, 1, ExtendTiles(128, 32, 8, 2)), _BY_TOKEN),
-    # Decode of 64 x 8 heads, 64 x 4k: 156 us, in normal mode 129; 165 with 2 programs an SM, 153 in segments of 2048.
+    # Decode of 64 x 8 heads, 64 x 4k: 156 us, in normal mode 129; 165 with 2 programs per SM, 153 in segments of 2048.
     # Extend, 64 x 5 new of 2500: 50 us with 12 x 4 heads, in tiles of 128 rows 69.
     SegmentRow("sm_90", 2, 64, SegmentTiles(1024, 64, 64, 4, 3, 3, _OF_64, short=(_OF_64,), early=True), _NO_CODES),
     # 32 x 32 heads of 96, 64 x 5 new of 2500: 521 us, 922 in tiles of 128 rows; 777 new of 5778: 213, 246.
     SegmentRow("sm_90", 2, 96, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_96, short=(_OF_96,), early=True), _NO_CODES),
-    # Extend: 250 registers, both accumulators among them, so one program an SM; with 4 warps it spills. llama8b
+    # Extend: 250 registers, both accumulators among them, so one program per SM; with 4 warps it spills. llama8b
     # 1 x 2048 new + 6144 cached: 585 us, 653 in one block of columns.
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_128, short=_SHORT_128, early=True), _NO_CODES),
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_128, early=True)),
@@ -177,7 +177,7 @@ SEGMENT_ROWS = (
     SegmentRow("sm_", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(16, 16, 8, 1))),
     SegmentRow("sm_", 4, 128, SegmentTiles(512, 32, 16, 4, 1, 1, ExtendTiles(16, 32, 4, 1))),
     SegmentRow("sm_", 4, 256, SegmentTiles(512, 32, 16, 8, 1, 1, ExtendTiles(16, 32, 8, 1))),
-    # Decode: 124 VGPRs, 16 KiB of LDS. Extend: 192 to 244 VGPRs, 32 KiB: one workgroup of 8 waves, 2 a SIMD.
+    # Decode: 124 VGPRs, 16 KiB of LDS. Extend: 192 to 244 VGPRs, 32 KiB: one workgroup of 8 waves, 2 per SIMD.
     # For codes, whose scales take scalar registers: with two blocks in flight up to 64 of them spill. For larger heads
     # no shape of these kernels keeps all of its registers. Programs that share rows would spill 17 to 23 with heads of
     # 256 on gfx942 above 2 GiB, and 22 with heads of 512 by Triton 3.6: these share none.

@@ -195,10 +195,10 @@ class ExtendTiles:
         return {name: value for name, value in named.items() if value}
 
     def of_masked_steps(self, gqa_ratio: int, codes: Codes = Codes.NONE) -> ExtendTiles:
-        """Half the rows and at most 32 keys, for steps with packed masks: bits take registers, and trees are small.
+        """Tiles for steps with packed masks: half the rows, at most 32 keys; bits take registers, and trees are small.
 
-        Tiles of short sequences, of up to 64 rows, stay unchanged, lest each reads its keys twice, or those before
-        the mask slower than in other steps. KV heads that are read as one keep room for their query heads.
+        Tiles of short sequences, of up to 64 rows, stay unchanged: otherwise each would read its keys twice, or
+        those before the mask slower than in other steps. KV heads that are read as one keep room for their query heads.
         """
         least = max(16, next_power_of_2(gqa_ratio * self.heads_per_row)) if self.heads_per_row > 1 else 16
         # With all rows sm_90 spills 32 bytes at head_dim 128.
@@ -295,7 +295,7 @@ class _Row(Protocol):
 def no_row(
     what: str, rows: Sequence[_Row], arch: str, dtype: torch.dtype, dims: tuple[int, int], codes: Codes = Codes.NONE
 ) -> str:
-    """Why no row of a table serves an arch, a dtype, head dims and codes: the nearest case that one does serve."""
+    """Returns why no row of a table serves an arch, a dtype, head dims and codes: the nearest case that one serves."""
     given = str(dtype) if codes is Codes.NONE else f"{dtype} over {codes.value}"
     found = f"no {what} tiles for {arch} with {given} and head dims {dims[0]} and {dims[1]}; "
     for name in names_of(arch):

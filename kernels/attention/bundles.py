@@ -66,7 +66,7 @@ class Logits(NamedTuple):
 class Softmax(NamedTuple):
     """The softmax state of some keys: acc [rows, columns], maximum [rows] (base 2), total [rows]; float32.
 
-    acc is a tuple of blocks of columns in the functions that key_loop.py names.
+    acc may be a tuple of blocks of columns (key_loop.py).
     """
 
     acc: Field

@@ -95,9 +95,8 @@ class DecodeCut:
     is_even:      whether rows that are alike are cut alike (decode_schedule.py)
     side_by_side: whether programs work side by side, each on the same keys of a sequence's rows (decode_schedule.py)
     most_rounds:  see of_step
-    rounds:       rounds that a step's programs run in. If rows cannot be cut alike for all programs, the programs of
-                  the first round share them: sharing by all would leave more parts, which cost more than it gains
-                  that programs end later
+    rounds:       rounds that a step's programs run in. If rows cannot be cut alike for all programs, those of the first
+                  round share them: if all did, the additional parts would cost more than their later end gains
     fewer_of_few: how many times fewer programs serve steps of at most _FEW_ROWS rows
     merge_group:  of the tiles; if it is not 0, the schedule has counters
     merge_rows:   steps of fewer rows are merged by a launch of their own

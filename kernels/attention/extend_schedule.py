@@ -213,8 +213,7 @@ def _list_kernel(
         other = first + lane
         _, q_len, blocks = _blocks_of(q_indptr, other, num_seqs, min_q_len, G)
         other_len = tl.load(kv_len + other, mask=other < num_seqs, other=0)
-        # Blocks of the other sequence that go before this one: those of a longer class, and those of the same class if
-        # the sequence is an earlier one.
+        # Blocks of the other sequence that go before this one: of a longer class, or if it is earlier, of the same.
         if G.CAUSAL:
             edge = tl.where(other == seq, extent, tl.where(other < seq, first_alike, end_alike) - 1)
             later = tl.maximum(edge - (other_len - q_len), 0)

@@ -1,8 +1,8 @@
 """The places of a block's keys in pages: each key in a page of its own, or all of them in one.
 
-Keys of one page have one page number, a scalar. A lane's offset from it fits 32 bits then, whatever the size of the
-pool: above 2 GiB too AMD's compiler keeps buffer loads, on gfx950 those straight to LDS, and has no 64-bit address to
-compute for each key.
+Keys of one page have one page number, a scalar. The offset that a lane adds fits 32 bits then, whatever the size of
+the pool: above 2 GiB too AMD's compiler keeps buffer loads, on gfx950 those straight to LDS, and has no 64-bit address
+to compute for each key.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def _segment_decode_kernel(
 def launch_segment_decode(
     args: AttendArgs, *, scores: Scores, most_segments: int, cut: DecodeCut, tiles: SegmentTiles
 ) -> None:
-    """Does the same as `launch_paged_decode`, with bits that are the same in any batch and with launch_segment_extend.
+    """Like `launch_paged_decode`, but with the same bits for a sequence in any batch, and in launch_segment_extend.
 
     args:          with cut's schedule, and a workspace of the sum of cut.segment_words(...) or longer
     most_segments: of a sequence, see SegmentTiles

@@ -266,8 +266,7 @@ def _segment_extend_kernel(
 def launch_segment_extend(
     args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: SegmentTiles, mask: PackedMask | None = None
 ) -> None:
-    """Does the same as `launch_paged_extend`, with bits that are the same in any batch and chunk, and with
-    launch_segment_decode.
+    """Like `launch_paged_extend`, but with the same bits in any batch and chunk, and in launch_segment_decode.
 
     args: with cut's schedule, and a workspace of tiles.extend_words(...) or longer
     cut:  of tiles.extend. If rows are shared out, it is by whole segments, and blocks of query heads are equal

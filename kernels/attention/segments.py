@@ -9,7 +9,7 @@ merged from left to right:
 A row's bits depend on nothing else, because:
   - every sum of products is an explicit fma, and kernels are launched without fusion, so that no compiler chooses;
   - a key block that a row does not see at all adds 0 and scales by 1 (or scales the 0 that is there by 0): with masks
-      or without, with other rows in the query block or without, the row's numbers stay unchanged;
+    or without, with other rows in the query block or without, the row's numbers stay unchanged;
   - a matrix instruction computes a row from that row and from K, V alone, in one order of keys.
 """
 

@@ -39,8 +39,7 @@ def has_tanh(dtype: tl.dtype) -> bool:
 def capped_at_once(products, half_scale):
     """tanh(half_scale * products) by one instruction, instead of two, a sum and a product. half_scale: scale / cap
 
-    The error is at most 1.1e-5 of the tanh on an H200, against float64 over 8 million numbers up to 12; PTX promises
-    2^-11.
+    Its error is at most 1.1e-5 of the tanh on an H200 (float64, 8 million numbers up to 12); PTX promises 2^-11.
     """
     return tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [products * half_scale], dtype=tl.float32, is_pure=True, pack=1

@@ -5,7 +5,7 @@
                  exponent bits, m    bias    largest    NaN           source
     E4M3FN       4, 3                7       448        0x7f, 0xff    OCP OFP8 specification, revision 1.0
     E4M3FNUZ     4, 3                8       240        0x80          gfx942's instruction set: no negative zero
-        E5M2         5, 2                15      57344      like float16    OCP OFP8 specification: float16 cut short
+    E5M2         5, 2                15      57344      like float16  OCP OFP8 specification: float16 cut short
 
 A number becomes the nearest code, or the even one of two equally near; beyond the largest it becomes the largest. Every
 code that is a number is exact in bfloat16, float16 and float32.

@@ -4,8 +4,7 @@
     linear       [pages, page_size, kv_heads, head_dim]        [pages, page_size, kv_heads, v_head_dim]
     vectorised   [pages, kv_heads, head_dim / x, page_size, x] [pages, kv_heads, page_size / x, v_head_dim, x]
 
-x elements are 16 bytes, the amount that a thread loads at once: of one key along head_dim, of x values along their
-tokens.
+x elements are 16 bytes, which a thread loads at once: of one key along head_dim, of x values along their tokens.
 
 All layouts are the same six dimensions, the last two of which are adjacent: tokens are counted in groups, and the
 elements of a row in vectors. Linear pages have groups of one token and rows of one vector.

@@ -31,7 +31,7 @@ class RopeTable:
              sines. n elements of a row turn; positions are those of the step, up to the length of its longest sequence
     pairs:   which elements make a pair
     at_end:  whether the last n elements of a row turn, and not the first
-    Raises ValueError if the table has another shape or dtype.
+    Raises ValueError if the table has another shape, strides or dtype.
     """
 
     cos_sin: Tensor
@@ -86,7 +86,7 @@ class RowNorm:
     weight: [n], float32, float16 or bfloat16, contiguous; the first n elements of a row are normalised. Ones for a norm
             without weights
     offset: 1.0 if stored weights are differences from one (Gemma 2 and 3)
-    Raises ValueError if the weight has another shape or dtype, or if eps is negative.
+    Raises ValueError if the weight has another shape, strides or dtype, or if eps is negative.
     """
 
     weight: Tensor

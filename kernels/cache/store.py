@@ -8,8 +8,8 @@ scale of a token is made here, so that the token's largest element has the large
 
 Tokens at or past num_tokens, slots of page 0 if it belongs to no sequence, and negative slots are dropped: a pad's
 hidden state may be NaN, and page 0 stays zero. An infinity or NaN in a token that is stored is stored as 0 and sets a
-bit of the step's error word: attention multiplies the V of keys that a token does not see by a probability of 0, and 0
-* inf is NaN.
+bit of the step's error word: attention multiplies the V of keys that a token does not see by a probability of 0,
+and 0 * inf is NaN.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Latents(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Rows of q, out and lse (bundles.Rows); accumulators and sums of parts of rows; the factor of products."""
+    """Rows of q, out and lse (bundles.Rows); accumulators and sums of parts of rows; factor from q . k to logits."""
 
     q: Any
     out: Any
@@ -427,7 +427,7 @@ def _hopper_latent_kernel(
 
 
 def launch_hopper_latent_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: HopperLatentTiles) -> None:
-    """Does the same as `launch_latent_decode`, without window, cap, sinks and mask, over rows of 512 + 64 elements.
+    """Like `launch_latent_decode`, but without windows, caps, sinks, masks, over contiguous rows of 512 + 64 elements.
 
     Raises ValueError for heads, dims, pages or dtypes that the kernel does not serve.
     """

@@ -64,7 +64,7 @@ class HopperGeometry(NamedTuple):
     EIGHTS_BY_PRODUCTS: or of eight, each in one piece of assembly with its tanh; 0: the tanh of all come first
     SCALES_SELDOM: whether a row's maximum is raised only by more than key_steps.SLACK; not in deterministic attention
     EARLY:     whether the launch may begin while the one before still runs
-    DRAWN_BLOCKS: whole rows are drawn, KV head by KV head of this many blocks (draws.py); 0: they are dealt out
+    DRAWN_BLOCKS: whole rows are drawn, KV head by KV head within this many blocks (draws.py); 0: they are dealt out
     OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
     ENCODING, SCALES: of coding.Coding
     CODE_TILES: tiles of codes that are in shared memory at a time; 0: pages are in q's dtype

@@ -7,7 +7,7 @@ A node sees itself, the nodes that it descends from, and every key before the tr
     bit of (t, start + n) = whether n == nodes_before + t, or n is one of its ancestors
     position of (i, t)    = start[i] + ancestors of node nodes_before + t
     window_start of (i, t) = position - window_left, or if that is in the tree, the place of the ancestor that is so
-                             many nodes up: siblings lie next to each other, so places in a tree are not depths
+                             many nodes up: nodes of one depth lie side by side, so places in a tree are not depths
 
 parents[i, n] is the number of node n's parent, or negative if it has none. In a tree it is below n. In a round of
 drafts, `branches` in each step, it is one of the step before, and the first step's have none. A node with another one

@@ -12,8 +12,8 @@ Short lines are searched by one program each, in registers. A long line is first
              their keys, and their number.
 
 The last launch searches the candidates. With random scores they are few; if scores are all equal they are the whole
-line, which then takes longer and gives the same answer. No content of a line can make a program read or write past
-it.
+line, which then takes longer and gives the same answer. A program never reads or writes past a line, whatever
+the line holds.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ drafts x_1, x_2, ... are tried:
     r_0 = p                                 x_j is accepted if u_j < r_j-1(x_j) / q_j(x_j), both of sum 1
     r_j = max(r_j-1 - q_j, 0), normalised   if x_j was not; after the last one the next token is drawn by r
 
-The rest is a difference at every time: r_j is max(p - w_j q, 0) before normalisation, where w_0 = 0 and w_j+1 is w_j
-plus the sum of that over the part of q that was not drawn. It holds for drawn tokens too: a refused one had less than
+The remainder is a difference at every time: r_j is max(p - w_j q, 0) divided by its sum, w_0 is 0, and w_j+1 is w_j
+plus that sum divided by the part of q that was not drawn. This holds for drawn tokens too: a refused one had less than
 q_j, so nothing of it is left. So nothing is written between passes, and an accepted draft costs two numbers.
 
 Drafts that were chosen and not drawn, the most likely ones or those of a look-up, are for accept_drawn.py.
@@ -37,7 +37,7 @@ def _left(target, draft, taken, token, end):
     # If a node has no drafts, the draft's row holds anything.
     q = tl.load(draft + token, mask=token < tl.where(taken > 0, end, 0), other=0.0)
     left = p - taken * q
-    # Not tl.maximum: on a device that gives 0 if one of both is NaN, and the row would look like a distribution.
+    # Not tl.maximum: on a device it gives 0 if one of both is NaN, and the row would look like a distribution.
     return tl.where(left < 0.0, 0.0, left)
 
 

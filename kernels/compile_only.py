@@ -1,8 +1,8 @@
-"""Compiling without running, for a GPU that may not be there: `kernel[grid](cpu_tensors)` fills Triton's cache.
+"""Compiles without running, for a GPU that may be absent: `kernel[grid](cpu_tensors)` fills Triton's cache.
 
 The ordinary JIT path is used, so a kernel is specialised on the very arguments that its launcher passes (dtypes,
-divisibility, storages above 2 GiB) and Triton's own check of shared memory applies. What is compiled so is what a
-process on that GPU finds in the cache: a cache entry's key holds the target, not the driver.
+divisibility, storages above 2 GiB) and Triton's own check of shared memory applies. A process on that GPU finds the
+result in the cache: a cache entry's key holds the target, not the driver.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as active_driver
 
-# Triton caches kernels and device properties by device id: each GPU has one of its own, far from any real device.
+# Triton caches kernels and device properties by device id: each absent GPU has an id far from any real device's.
 _FIRST_DEVICE_ID = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class AbsentGpu:
-    """What Triton asks about a GPU. arch: "gfx942", "sm_90", ...; lds_bytes: LDS or shared memory of a program."""
+    """A GPU's properties for Triton. arch: "gfx942", "sm_90", ...; lds_bytes: LDS or shared memory of a program."""
 
     arch: str
     compute_units: int
@@ -46,7 +46,7 @@ class CompileEvent:
     was_cached: bool
 
 
-# (kernel's source, kernel's metadata) -> what a launch of it calls
+# (kernel's source, kernel's metadata) -> the function that a launch of it calls
 Launcher = Callable[[Any, Any], Callable[..., None]]
 
 
@@ -59,7 +59,7 @@ def compile_only(gpu: AbsentGpu) -> Iterator[None]:
 
 @contextmanager
 def activated(driver: AbsentDriver) -> Iterator[None]:
-    """While active, Triton asks this driver."""
+    """While active, Triton uses this driver."""
     # Triton offers no way to read the active driver that does not look for a GPU first.
     before = active_driver._active
     active_driver.set_active(driver)
@@ -71,7 +71,7 @@ def activated(driver: AbsentDriver) -> Iterator[None]:
 
 @contextmanager
 def observe_compiles(observer: Callable[[CompileEvent], None]) -> Iterator[None]:
-    """While active, observer hears of every kernel that a launch needs and this process has not loaded yet."""
+    """While active, observer is called for every kernel that a launch needs and this process has not loaded yet."""
 
     def listen(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **rest: object) -> None:
         observer(CompileEvent(metadata["name"], cache_hit))
@@ -85,15 +85,15 @@ def observe_compiles(observer: Callable[[CompileEvent], None]) -> Iterator[None]
 
 
 def cache_folder() -> str:
-    """Where Triton keeps what it compiles."""
+    """The folder of Triton's cache."""
     return str(triton.knobs.cache.dir)
 
 
 class AbsentDriver:
-    """What Triton asks of a driver, answered from the data sheet of one GPU.
+    """A driver for Triton that answers from the data sheet of one GPU.
 
-    device_id: under which Triton keeps kernels and their launchers
-    launcher:  makes what a launch calls
+    device_id: id under which Triton keeps kernels and their launchers
+    launcher:  makes the function that a launch calls
     """
 
     def __init__(self, gpu: AbsentGpu, *, device_id: int, launcher: Launcher) -> None:
@@ -107,7 +107,7 @@ class AbsentDriver:
         return self.gpu_target
 
     def get_current_device(self) -> int:
-        """The id of the device that is not there."""
+        """The id of the absent device."""
         return self.device_id
 
     def get_current_stream(self, device: int) -> int:
@@ -115,7 +115,7 @@ class AbsentDriver:
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where the tensors of a launch live."""
+        """The device of a launch's tensors."""
         return torch.device("cpu")
 
 

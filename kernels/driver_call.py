@@ -1,8 +1,8 @@
-"""What a launch of a compiled kernel comes down to: one call of the driver, with everything but a few values fixed.
+"""Reduces a launch of a compiled kernel to one call of the driver, with everything but a few values fixed.
 
-Triton's launcher asks, in each launch, how much scratch memory the kernel takes and which hooks there are, and then
-calls a function of the driver. That costs a third of a launch. What it hands to that function does not change with the
-values of the kernel's arguments, so it is found out once: a copy of the launcher hands over places in their stead.
+In each launch Triton's launcher determines how much scratch memory the kernel takes and which hooks there are, and then
+calls a function of the driver. That costs a third of a launch. The arguments of that function do not change with the
+values of the kernel's arguments, so they are found out once: a copy of the launcher passes on places instead of values.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from operator import itemgetter
 from typing import Any
 
 Run = Callable[..., object]
-# values, the fixed ones last -> what a function of the driver is given
+# values, the fixed ones last -> the arguments of a function of the driver
 Arguments = Callable[[tuple[object, ...]], tuple[object, ...]]
 
-# address of a tensor -> what the driver is given for a descriptor of it
+# address of a tensor -> the driver's argument for a descriptor of it
 MapOf = Callable[[int], object]
 
-# Of one form of call: layers of a model, and tensors that moved.
+# For one form of call: layers of a model, and tensors that moved.
 _MOST_MAPS = 512
 
-# What a launcher does beside handing its arguments over, where one of these is not 0.
+# The launcher does more than pass its arguments on if one of these is not 0.
 _OTHER_WORK = ("global_scratch_size", "profile_scratch_size", "gsan_enabled")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An argument that is another one in each launch: the number of its value."""
+    """An argument that differs in each launch: the number of its value."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedPlace:
-    """A descriptor of a tensor (TMA) which lies elsewhere in each launch: the number of its address."""
+    """A descriptor of a tensor (TMA) whose address differs in each launch: the number of the address."""
 
     number: int
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class DescribedPlace:
 
 
 class _Described:
-    """A descriptor as Triton's driver makes a map of it, and its tensor, of which it asks for the address."""
+    """A descriptor from which Triton's driver makes a map, and its tensor, whose address the driver asks for."""
 
     def __init__(self, address: int, place: DescribedPlace) -> None:
         self._address = address
@@ -59,11 +59,11 @@ class _Described:
 def with_maps(
     run: Run, template: tuple[object, ...], first: int
 ) -> tuple[Run, tuple[object, ...], list[tuple[int, MapOf]]] | None:
-    """What driver_call gives, with maps in place of descriptors: a function, its arguments, and the maps.
+    """Returns the result of driver_call with maps instead of descriptors: a function, its arguments, and the maps.
 
     A descriptor is replaced by a Place for its map, numbered from `first` on, and by its shape and its strides, number
-    by number. The maps: the number of the address, and what makes the map of it. None where Triton's launcher is none
-    that is known.
+    by number. Each of the maps is the number of an address and the function that makes its map. Returns None if
+    Triton's launcher is not one of the known ones.
     """
     described = [each for each in template if isinstance(each, DescribedPlace)]
     nested = [each for inner in template if type(inner) is tuple for each in inner if isinstance(each, DescribedPlace)]
@@ -86,7 +86,7 @@ def with_maps(
 
 
 def _map_of(place: DescribedPlace, metadata: Any) -> MapOf:
-    """Makes maps by Triton's own function, and keeps those of a model's layers."""
+    """Returns a function that makes maps by Triton's own function, and keeps those of a model's layers."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     @functools.lru_cache(_MOST_MAPS)
@@ -97,11 +97,11 @@ def _map_of(place: DescribedPlace, metadata: Any) -> MapOf:
 
 
 def driver_call(compiled: Any, grid: tuple[int, ...], stream: object, arguments: Iterable[object]) -> tuple[Run, Any]:
-    """A function, and the tuple of arguments that it is called with to launch a compiled kernel.
+    """Returns a function, and the tuple of arguments that it is called with to launch a compiled kernel.
 
-    stream, arguments: values, or Places, which come back where they belong, perhaps within a tuple of the tuple
+    stream, arguments: values, or Places, which stay at their positions, perhaps within a tuple of the tuple
     """
-    # What compiled[grid] does, less looking for hooks of a profiler.
+    # The call is that of compiled[grid], without looking for hooks of a profiler.
     handles = compiled.function, compiled.packed_metadata, None, None, None
     given = (*(*grid, 1, 1)[:3], stream, *handles, *arguments)
     launcher = compiled.run
@@ -115,9 +115,9 @@ def driver_call(compiled: Any, grid: tuple[int, ...], stream: object, arguments:
 
 
 def arguments_of(template: tuple[object, ...], num_values: int, constants: list[object]) -> Arguments:
-    """What puts values in the Places of a template. constants: everything else, which is added to it.
+    """Returns the function that puts values in the Places of a template. constants: receives everything else.
 
-    num_values: how many values come before the constants
+    num_values: number of values that come before the constants
     """
     inner = [at for at, each in enumerate(template) if type(each) is tuple and any(map(_is_place, each))]
     if not inner:
@@ -141,5 +141,5 @@ def _taken(template: tuple[object, ...], num_values: int, constants: list[object
         else:
             taken.append(num_values + len(constants))
             constants.append(argument)
-    # Of one number itemgetter gives no tuple.
+    # With one number itemgetter gives no tuple.
     return itemgetter(*taken) if len(taken) > 1 else lambda values: tuple(values[at] for at in taken)

@@ -1,10 +1,10 @@
 """The one place where a Triton kernel is launched, so that a recorder can see every launch.
 
-A kernel that is launched takes flat parameters, and makes the values that its helpers take from them: a tuple as a
-launch argument costs about 10 us of host time an eager decode launch, and 8.2 in place of 7.8 us of a graph of one
-sequence x 8k (H200, Triton 3.6). What it is compiled for is one NamedTuple of plain numbers, a constexpr.
+A launched kernel takes flat parameters, and makes the values that its helpers take from them: a tuple as a launch
+argument costs about 10 us of host time per eager decode launch, and 8.2 instead of 7.8 us for a graph of one sequence x
+8k (H200, Triton 3.6). The values that it is compiled for are one NamedTuple of plain numbers, a constexpr.
 
-A launch that is observed is handed over as a thunk whose grid, scalars and tensors are fixed, and is not run here:
+An observed launch is passed to the observer as a thunk whose grid, scalars and tensors are fixed, and is not run here:
 the observer decides. A recorder for machines without a GPU runs it and keeps it for replay.
 """
 
@@ -26,7 +26,7 @@ Thunk = Callable[[], object]
 LaunchObserver = Callable[[Thunk], None]
 Launcher = TypeVar("Launcher", bound=Callable[..., object])
 
-# Said, because Triton's default changes: on up to 3.9, off from 3.10.
+# Set explicitly, because Triton's default changes: on up to 3.9, off from 3.10.
 _OPTIONS = {"enable_fp_fusion": True}
 
 _observers: list[LaunchObserver] = []
@@ -37,7 +37,7 @@ class Launch(NamedTuple):
 
     kernel:    the jitted function
     compiled:  its variant that ran; None under the interpreter
-    arguments: all of the kernel's, in order, constexpr ones included
+    arguments: all arguments of the kernel, in order, constexpr ones included
     """
 
     kernel: Any
@@ -48,13 +48,13 @@ class Launch(NamedTuple):
 
 @dataclass(slots=True)
 class Notes:
-    """The launches that a thread has made, in order; is_whole: it has made no other ones."""
+    """The launches that a thread has made, in order; is_whole: whether these are all."""
 
     launches: list[Launch] = field(default_factory=list)
     is_whole: bool = True
 
     def add(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[object, ...], options: Any) -> None:
-        """A launch was made."""
+        """Adds a launch that was made."""
         named = kernel.arg_names[len(args) :] if hasattr(kernel, "arg_names") else [None]
         if all(name in options for name in named):
             arguments = (*args, *(options[name] for name in named))
@@ -63,7 +63,7 @@ class Notes:
             self.is_whole = False
 
 
-# Of threads that note what they launch.
+# By thread, for threads that note their launches.
 _notes: dict[int, Notes] = {}
 
 _only_launching: set[Callable[..., object]] = set()
@@ -71,7 +71,7 @@ _only_launching: set[Callable[..., object]] = set()
 
 @contextmanager
 def note_launches() -> Iterator[Notes]:
-    """Launches of this thread are made, and noted. Not to be used within itself."""
+    """While active, launches of this thread are made and noted. Must not be nested."""
     notes = _notes[get_ident()] = Notes()
     try:
         yield notes
@@ -80,18 +80,18 @@ def note_launches() -> Iterator[Notes]:
 
 
 def is_observed() -> bool:
-    """Whether launches go to an observer."""
+    """True if launches go to an observer."""
     return bool(_observers)
 
 
 def only_launches(launcher: Launcher) -> Launcher:
-    """Say of a function that all its work on the device is calls of launch()."""
+    """Declares that all of a function's work on the device is calls of launch()."""
     _only_launching.add(launcher)
     return launcher
 
 
 def does_only_launch(function: Callable[..., object]) -> bool:
-    """Whether that was said of this function. What is wrapped around it has to say so itself."""
+    """True if this function was declared so. A wrapper around it must be declared itself."""
     return function in _only_launching
 
 
@@ -109,21 +109,21 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
 
 
 def _note(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[object, ...], options: Any) -> None:
-    """This thread has made a launch."""
+    """Notes a launch that this thread has made."""
     notes = _notes.get(get_ident())
     if notes is not None:
         notes.add(kernel, compiled, grid, args, options)
 
 
 def _note_other_work() -> None:
-    """What this thread launches now is not noted argument by argument."""
+    """Notes that this thread launches work that is not noted argument by argument."""
     notes = _notes.get(get_ident())
     if notes is not None:
         notes.is_whole = False
 
 
 def run_as_launch(fn: Callable[..., object], *args: object, **options: object) -> None:
-    """fn(*args, **options), which a recorder notes as one launch: work of a CPU that looks at what tensors hold."""
+    """Runs fn(*args, **options); a recorder notes it as one launch: work of a CPU that depends on values of tensors."""
     _note_other_work()
     if _observers:
         _observers[-1](partial(fn, *args, **options))
@@ -131,19 +131,19 @@ def run_as_launch(fn: Callable[..., object], *args: object, **options: object) -
         fn(*args, **options)
 
 
-# Launches of a FixedLaunch that are kept put together.
+# The most argument tuples that a FixedLaunch keeps.
 _MOST_HANDED = 64
 
-# What launches a variant; what puts its arguments together of the stream, those that are given, and constants; these.
+# Launches a variant; makes its arguments from the stream, the given ones and constants; those constants.
 _Runner = tuple[Run, Arguments, tuple[object, ...]]
 _NO_RUNNER = None, None
 
 
 class RepeatedLaunch:
-    """A kernel that is launched once a step with arguments of the same kind.
+    """A kernel that is launched once per step with arguments of the same kind.
 
-    Triton looks at every argument of every launch to see which compiled variant it needs. That costs more than all
-    other host work of a replayed step, so here the variant is kept by device and grid: dtypes and constexpr arguments
+    Triton looks at every argument of every launch to find the compiled variant that it needs. That costs more than all
+    other host work of a replayed step, so the variant is kept here by device and grid: dtypes and constexpr arguments
     must always be the same, and the kernel must not be specialised on the values and alignments of the others.
     """
 
@@ -158,9 +158,9 @@ class RepeatedLaunch:
             return
         compiled, runner = self._runners.get((device, grid), _NO_RUNNER)
         if runner is not None:
-            # torch._C: what Triton asks for the stream in its place costs as much as the launch.
+            # torch._C: Triton's own query of the stream costs as much as the launch.
             run, arguments, constants = runner
-            # Of a tensor the launcher would ask the driver where it lies; of one in memory of the host it has to.
+            # For a tensor the launcher would ask the driver for its address; for one in host memory it has to.
             given = [arg.data_ptr() if isinstance(arg, torch.Tensor) and arg.is_cuda else arg for arg in args]
             run(*arguments((torch._C._cuda_getCurrentRawStream(device.index), *given, *constants)))
         else:
@@ -172,18 +172,18 @@ class RepeatedLaunch:
 
 
 def repeated_launches(kernel: Any) -> Callable[..., RepeatedLaunch]:
-    """For a kernel of several variants: what tells one apart -> its RepeatedLaunch.
+    """Returns a function from a variant of a kernel to its RepeatedLaunch.
 
-    Dtypes, constexpr arguments, and whether offsets reach beyond 32 bits.
+    A variant is told apart by dtypes, constexpr arguments, and whether offsets reach beyond 32 bits.
     """
     return functools.cache(lambda *variant: RepeatedLaunch(kernel))
 
 
 class FixedLaunch:
-    """A kernel that is launched once a step with the same arguments but the first few.
+    """A kernel that is launched once per step with the same arguments except the first few.
 
-    As RepeatedLaunch, and here the addresses of the fixed tensors are asked for once, which Triton does at every
-    launch, tensor by tensor. The kernel must not be specialised on the alignment of what is given each time.
+    It works like `RepeatedLaunch`, but also looks up the addresses of the fixed tensors only once, which Triton does at
+    every launch, tensor by tensor. The kernel must not be specialised on the alignment of the arguments of each call.
 
     fixed:   all of the kernel's arguments after the first few, in order, constexpr ones included
     options: num_warps and the like
@@ -196,14 +196,14 @@ class FixedLaunch:
         self._fixed, self._options = fixed, {**_OPTIONS, **options}
         self._addresses = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in fixed)
         self._runner: _Runner | None = None
-        # The stream and the addresses that were given -> what the driver's function is called with.
+        # The stream and the given addresses -> the arguments of the driver's function.
         self._handed: dict[tuple[int, ...], tuple[object, ...]] = {}
 
     def __call__(self, *first: torch.Tensor) -> None:
-        """Launch on the current stream. first: the arguments that are not fixed, on the device or in pinned memory.
+        """Launches on the current stream. first: the arguments that are not fixed, on the device or in pinned memory.
 
-        Pinned memory has one address on the host and on the device: CUDA and ROCm have unified addressing on all
-        64-bit systems. So the driver is asked for none. The first launch is Triton's own, which does ask.
+        Pinned memory has one address on the host and on the device: CUDA and ROCm have unified addressing on all 64-bit
+        systems. So the driver is not asked for one. The first launch is Triton's own, which does ask.
         """
         if _notes:
             _note_other_work()
@@ -221,7 +221,7 @@ class FixedLaunch:
                 self._runner = _runner(compiled, self._grid, len(first), self._addresses)
 
     def _hand(self, given: tuple[int, ...]) -> tuple[object, ...]:
-        """Put together what a launch with these addresses is made of, and keep it: few ring slots come in turn."""
+        """Makes the arguments of a launch with these addresses, and keeps them: few ring slots come in turn."""
         assert self._runner is not None
         _, arguments, constants = self._runner
         if len(self._handed) == _MOST_HANDED:
@@ -235,7 +235,7 @@ def _runner(compiled: Any, grid: tuple[int, int, int], num_given: int, fixed: tu
     run, template = driver_call(compiled, grid, Place(0), (*given, *fixed))
     constants: list[object] = []
     arguments = arguments_of(template, 1 + num_given, constants)
-    constants.append(compiled)  # no argument: held, as Triton unloads what is held no longer
+    constants.append(compiled)  # not an argument: held, because Triton unloads a kernel that nothing holds
     return run, arguments, tuple(constants)
 
 

@@ -1,4 +1,4 @@
-"""What attention is given, as values that launchers and their torch twins take whole."""
+"""The arguments of attention, as values that launchers and their torch twins take whole."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _EIGHT = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """Sequences whose new tokens attend: S padded ones with T padded new tokens, and the keys that each may see.
+    """Sequences whose new tokens attend: S sequences with T new tokens, both padded, and the keys that each may see.
 
     row_of_seq: int32 [S]      seq -> row of the table
     kv_len:     int32 [S]      tokens, the new ones included
     q_indptr:   int32 [S + 1]  sequence -> first token; [S] is the number of tokens that belong to a sequence
     num_tokens: T
     max_q_len:  no sequence has more new tokens
-    max_kv_len: no row is read past the pages of so many tokens
-    first_page: int32 [S]      seq -> page_no in its row where its kv_len keys begin; None: with the row
+    max_kv_len: rows are not read past the pages of this many tokens
+    first_page: int32 [S]      seq -> page_no in its row where its kv_len keys begin; None: at the start of the row
     """
 
     row_of_seq: Tensor
@@ -43,7 +43,7 @@ class Queries:
         return self.kv_len.shape[0]
 
     def check(self) -> None:
-        """What launchers assert of them."""
+        """Asserts dtypes, shapes and contiguity."""
         num_seqs = self.num_seqs
         assert self.row_of_seq.dtype == self.kv_len.dtype == self.q_indptr.dtype == torch.int32
         assert self.row_of_seq.shape == (num_seqs,)
@@ -60,8 +60,8 @@ class NewRows(NamedTuple):
 
     k, v:          [T, kv_heads, head_dim | v_head_dim], any strides but the last
     slot_of_token: int32 [T]
-    counts:        int32 [4]; [1] is num_tokens, [3] receives an error bit where a token was not finite
-    null_page:     whether page 0 belongs to no one
+    counts:        int32 [4]; [1] is num_tokens, [3] receives an error bit if a token was not finite
+    null_page:     whether page 0 belongs to no sequence
     """
 
     k: Tensor
@@ -72,7 +72,7 @@ class NewRows(NamedTuple):
 
 
 class AttendArgs(NamedTuple):
-    """One layer's attention in one step. A tuple, which is made in a quarter of a frozen dataclass's time.
+    """One layer's attention in one step. A tuple, because making one takes a quarter of a frozen dataclass's time.
 
     q, out:        [T, q_heads, head_dim | v_head_dim], any strides but the last; out is written
     pages:         of the layer; Triton's kernels read linear ones, with any strides but the last
@@ -103,40 +103,40 @@ class AttendArgs(NamedTuple):
 
     @property
     def same_offsets(self) -> bool:
-        """Whether K and V of a token lie at the same place of their pages."""
+        """True if K and V of a token lie at the same offsets in their pages."""
         k, v = self.pages.k, self.pages.v
         return k.shape[3] == v.shape[3] and k.stride() == v.stride()
 
     @property
     def has_pairs(self) -> bool:
-        """Whether codes of K and of V can be read two by two."""
+        """True if codes of K and of V can be read in pairs."""
         sides = self.pages.raw_k, self.pages.raw_v
         numbers = (number for side in sides for number in (side.data_ptr(), side.shape[3], *side.stride()[:3]))
         return self.pages.format.encoding.is_fp8 and not any(number % 2 for number in numbers)
 
     @property
     def read_strides(self) -> tuple[int, ...]:
-        """Strides of q (token, head), K pages and V pages (page, token, head each) and the table (row)."""
+        """Strides of q (token, head), K pages and V pages (page, token, head for each) and the table (row)."""
         q, k, v = self.q, self.pages.k, self.pages.v
         return (q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], self.table.stride(0))
 
     @property
     def written_strides(self) -> tuple[int, ...]:
-        """Strides of out (token, head) and of lse (token, head; 0 where there is none)."""
+        """Strides of out (token, head) and of lse (token, head; 0 if there is none)."""
         lse = (0, 0) if self.lse is None else self.lse.stride()
         return (self.out.stride(0), self.out.stride(1), *lse)
 
     @property
     def stride_unit(self) -> int:
-        """What strides of q, pages and out are counted in: 8 elements, or 1.
+        """The unit that strides of q, pages and out are counted in: 8 elements, or 1.
 
-        Triton knows of a stride whether it is a multiple of 16, and nothing else. Where it is one of 8, as with heads
-        of 24, 40 or 72, rows would be loaded element by element: a third of the speed, or less.
+        Triton knows whether a stride is a multiple of 16, and nothing else about it. If strides are only multiples of
+        8, as with heads of 24, 40 or 72, rows would be loaded element by element, at a third of the speed or less.
         """
         strides = *self.q.stride()[:2], *self.pages.k.stride()[:3], *self.pages.v.stride()[:3], *self.out.stride()[:2]
         if all(stride % 16 == 0 for stride in strides) or any(stride % _EIGHT for stride in strides):
             return 1
-        # A product that needs 64 bits would be one of 32 bits where its factor fits them.
+        # If the divided stride fitted 32 bits, a product that needs 64 bits would be computed in 32.
         return _EIGHT if max(strides) < 1 << 31 else 1
 
     def strides_in(self, unit: int) -> tuple[int, ...]:
@@ -146,15 +146,15 @@ class AttendArgs(NamedTuple):
         return (*(stride // unit for stride in rows), table, out_token // unit, out_head // unit, *lse)
 
     def check_workspace(self, words: int) -> None:
-        """It has room for so many float32 words."""
+        """Asserts that the workspace is contiguous and has room for this many float32 words."""
         assert self.workspace.dtype == torch.float32
         assert self.workspace.numel() >= words
         assert self.workspace.is_contiguous()
 
     def check(self, kernel: str) -> None:
-        """What Triton's launchers check: cheap, on the host, and only what would corrupt memory silently.
+        """Checks only what would corrupt memory silently. Cheap, on the host.
 
-        ValueError for a problem that no kernel serves; the rest was checked by the runtime and is asserted here.
+        Raises ValueError for a problem that no kernel serves. The runtime checked the rest, which is asserted here.
         """
         q, k, v, out = self.q, self.pages.k, self.pages.v, self.out
         num_tokens, num_q_heads, head_dim = q.shape
@@ -187,7 +187,7 @@ class AttendArgs(NamedTuple):
             )
 
     def check_new(self, new: NewRows) -> None:
-        """What launchers assert of new rows that are stored to the pages."""
+        """Asserts dtypes, shapes and strides of new rows that are stored to the pages."""
         form, num_tokens = self.pages.format, self.q.shape[0]
         assert form.encoding.dtype == self.q.dtype == new.k.dtype == new.v.dtype
         assert new.k.shape == (num_tokens, form.num_kv_heads, form.head_dim)

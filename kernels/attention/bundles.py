@@ -1,4 +1,4 @@
-"""Values that jitted attention functions hand to each other: pointers, strides and numbers that belong together.
+"""Values that jitted attention functions pass to each other: pointers, strides and numbers that belong together.
 
 A launched kernel takes flat parameters and makes these from them (launch.py says why). They leave no trace in machine
 code: every field is a value of its own there.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# A field is a scalar, a pointer or a block of Triton's, or None where a kernel was launched without it.
+# A field is a scalar, a pointer or a block of Triton's, or None if a kernel was launched without it.
 Field = Any
 
 
@@ -30,14 +30,14 @@ class Pages(NamedTuple):
 
 
 class Line(NamedTuple):
-    """The pages of one sequence in order, int32: pointer, and how many may be read."""
+    """The pages of one sequence in order, int32: pointer, and the number that may be read."""
 
     at: Field
     width: Field
 
 
 class KeyValues(NamedTuple):
-    """What a query reads: K and V pages from a KV head on, the sequence's line of the table, and the head's factors.
+    """The K and V pages that a query reads, from a KV head on; the sequence's line of the table; the head's scales.
 
     factors: a Factors (coded.py)
     """
@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """How q . k becomes a logit in base 2 (scores.py): qk_scale, tanh_scale; slope: [rows] in base 2, or None."""
+    """Terms that make q . k a base-2 logit (scores.py): qk_scale, tanh_scale; slope: [rows] (base 2), or None."""
 
     qk_scale: Field
     tanh_scale: Field
@@ -64,9 +64,9 @@ class Logits(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """What some keys gave: acc [rows, columns], maximum [rows] (base 2), total [rows]; float32.
+    """The softmax state of some keys: acc [rows, columns], maximum [rows] (base 2), total [rows]; float32.
 
-    Where key_loop.py says so, acc is a tuple of blocks of columns.
+    acc may be a tuple of blocks of columns (key_loop.py).
     """
 
     acc: Field

@@ -1,10 +1,10 @@
-"""Eight-bit K and V in attention: a code becomes a number exactly, and its factor is multiplied in where that is cheap.
+"""Eight-bit K and V in attention: a code becomes a number exactly, and its scale is multiplied in where that is cheap.
 
     q . k = k_factor * (q . code of k)        out = sum of weight * v_factor * code of v
 
-A factor of the layer or of a head is one number for a row of q: K's goes into what products are multiplied with anyway,
-V's into the accumulator. Factors of tokens multiply columns: K's those of the products, V's those of the weights. C is
-a Coding (page_format.py).
+k_factor and v_factor are the scales. A scale of the layer or of a head is one number for a row of q: K's goes into the
+constant that multiplies products anyway, V's into the accumulator. Scales of tokens multiply columns: K's those of the
+products, V's those of the weights. C is a Coding (page_format.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rocm_attn.kernels.cache.codes import (
 
 # The smallest normal number of float32. Scores are not multiplied with less: 0 times the -inf of an unseen key is NaN.
 LEAST_SCALE = tl.constexpr(2.0**-126)
-# A block whose factors are all 0 has codes of 0 alone.
+# A block whose scales are all 0 has codes of 0 only.
 _SMALLEST_FACTOR = tl.constexpr(2.0**-120)
 _LEAST_PART = tl.constexpr(2.0**-60)
 # 2^-63, biased: scores of smaller rows of q are 0 in effect. So the factor of rows of zeros is large enough that its
@@ -36,7 +36,7 @@ _LEAST_EXPONENT = tl.constexpr(64)
 
 
 class Factors(NamedTuple):
-    """Factors of K and of V: pointers, or None where there are none; head: the KV head that is read, int64."""
+    """Scales of K and of V: pointers, or None if there are none; head: the KV head that is read, int64."""
 
     k: Any
     v: Any
@@ -45,7 +45,7 @@ class Factors(NamedTuple):
 
 @triton.jit
 def row_factor(scale, head, C: tl.constexpr):
-    """The factor of rows that read these KV heads (of any shape); 1 where rows do not share one."""
+    """Returns the scale of rows that read these KV heads (of any shape); 1 if rows do not share one."""
     if C.SCALES == LAYER_SCALES:
         factor = tl.load(scale)
     elif C.SCALES == HEAD_SCALES:
@@ -58,7 +58,7 @@ def row_factor(scale, head, C: tl.constexpr):
 
 @triton.jit
 def exponent_to_move(largest):
-    """The biased float32 exponent that rows with this largest magnitude are moved by, such that factors are finite.
+    """The biased float32 exponent that rows with this largest magnitude are moved by, so that factors are finite.
 
     largest: float32, of any shape
     """
@@ -79,16 +79,16 @@ def moved_to_half(q, exponent):
 
 @triton.jit
 def factor_of_moved(exponent):
-    """What products with moved_to_half(q, exponent) are to be multiplied with."""
+    """Returns the factor for products with moved_to_half(q, exponent)."""
     return ((exponent - 14) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def half_query(q):
-    """A block of q of sixteen bits as float16, and what products with it are then to be multiplied with.
+    """Returns a block of q of sixteen bits as float16, and the factor for products with it.
 
-    bfloat16 is moved by a power of two, so that the block's largest element is 2^14 or more: an element of 2^-28 of
-    that is exact still. Products are summed in float32.
+    bfloat16 is moved by a power of two, so that the block's largest element is 2^14 or more: an element 2^-28 times as
+    large is still exact. Products are summed in float32.
     """
     factor = 1.0
     if q.dtype == tl.bfloat16:
@@ -100,20 +100,20 @@ def half_query(q):
 
 @triton.jit
 def coded_scales(qk_scale, tanh_scale, factor, CAPPED: tl.constexpr, C: tl.constexpr):
-    """qk_scale and tanh_scale of products with codes. factor: of K's rows; where it is 0, all seen keys weigh alike"""
+    """qk_scale and tanh_scale of products with codes. factor: scale of K's rows; if 0, all seen keys weigh alike"""
     if is_coded(C.ENCODING):
         if CAPPED:
             tanh_scale = tanh_scale * factor
         else:
             qk_scale = qk_scale * factor
-            if C.SCALES != TOKEN_SCALES:  # whose factors are in the scores before any key is hidden
+            if C.SCALES != TOKEN_SCALES:  # token scales are in the scores before any key is hidden
                 qk_scale = tl.maximum(qk_scale, LEAST_SCALE)
     return qk_scale, tanh_scale
 
 
 @triton.jit
 def scaled_values(softmax, factor, C: tl.constexpr):
-    """What codes of V gave, with the factor of their rows."""
+    """Multiplies the scale of the rows of V's codes into the accumulator."""
     acc = softmax.acc
     if C.SCALES == LAYER_SCALES or C.SCALES == HEAD_SCALES:
         acc = acc * factor
@@ -122,7 +122,7 @@ def scaled_values(softmax, factor, C: tl.constexpr):
 
 @triton.jit
 def scaled_parts(parts, factor):
-    """A tuple of blocks, each times a factor."""
+    """Multiplies each block of a tuple by a factor."""
     scaled = ()
     for i in tl.static_range(len(parts)):
         scaled += (parts[i] * factor,)  # type: ignore[assignment]
@@ -131,7 +131,7 @@ def scaled_parts(parts, factor):
 
 @triton.jit
 def scaled_value_parts(softmax, factor, C: tl.constexpr):
-    """As scaled_values, where acc is a tuple of blocks."""
+    """Does the same as `scaled_values`, for an acc that is a tuple of blocks."""
     acc = softmax.acc
     if C.SCALES == LAYER_SCALES or C.SCALES == HEAD_SCALES:
         acc = scaled_parts(acc, factor)
@@ -140,14 +140,14 @@ def scaled_value_parts(softmax, factor, C: tl.constexpr):
 
 @triton.jit
 def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.constexpr):
-    """The factors of keys, float32 [keys]; 1 where tokens have none.
+    """The scales of keys, float32 [keys]; 1 if tokens have none.
 
     page, offset: int64 [keys]; live: which of them may be read
     """
     factor = 1.0
     if C.SCALES == TOKEN_SCALES:
-        # Of dead keys those of page 0: a mask of the load would be kept in pairs of scalar registers, of which AMD's
-        # compiler then has too few.
+        # Dead keys read page 0: a mask of the load would be kept in pairs of scalar registers, and then AMD's compiler
+        # has too few.
         if MASKED:
             page = tl.where(live, page, 0)
         factor = tl.load(scale + (page * C.KV_HEADS + head) * C.PAGE_SIZE + offset)
@@ -158,8 +158,8 @@ def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.co
 
 @triton.jit
 def factors_of_two(scale, page, offset, head, live, HEADS: tl.constexpr, C: tl.constexpr):
-    """The factors of keys for a KV head and for the next one, float32 [2, keys]; of one head twice the same."""
-    # [keys]; page is one number where all keys lie in one.
+    """The scales of keys for a KV head and for the next one, float32 [2, keys]; for one head the same twice."""
+    # [keys]; page is one number if all keys lie in one page.
     place = page * (C.KV_HEADS * C.PAGE_SIZE) + offset
     of_head = (head + tl.arange(0, 2) * (HEADS - 1)) * C.PAGE_SIZE
     return tl.load(scale + place[None, :] + of_head[:, None], mask=live[None, :], other=0.0)
@@ -167,7 +167,7 @@ def factors_of_two(scale, page, offset, head, live, HEADS: tl.constexpr, C: tl.c
 
 @triton.jit
 def times_factors(block, factor, TRANSPOSED: tl.constexpr):
-    """A block of rows and keys, times the factors of keys. factor: [keys], or [2, keys] for either half of the rows
+    """A block of rows and keys times the scales of keys. factor: [keys], or [2, keys] for either half of the rows
 
     block: [rows, keys], or swapped
     """
@@ -184,7 +184,7 @@ def times_factors(block, factor, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def shared_factor(factor):
-    """Of factors of keys for two heads, [2, keys]: the larger one of each key, [keys], and what part of it each is."""
+    """Splits scales of keys for two heads, [2, keys]: the larger one of each key, [keys], and each one's part of it."""
     larger = tl.max(factor, 0)
     return larger, factor / tl.maximum(larger, _SMALLEST_FACTOR)[None, :]
 
@@ -194,7 +194,7 @@ def add_values(acc, decay, weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: 
     """acc * decay + weights * V, of blocks that are multiplied in DTYPE.
 
     acc:     float32 [rows, columns], or swapped; decay: of its shape but for columns
-    weights: float32 [rows, keys], or swapped; v: elements of pages [keys, columns]; factor: of tokens, [keys], or 1
+    weights: float32 [rows, keys], or swapped; v: elements of pages [keys, columns]; factor: token scales, [keys], or 1
     """
     if C.SCALES == TOKEN_SCALES and tl.float16 == DTYPE:
         # Weights of float16 would lose their smallest bits.
@@ -203,7 +203,7 @@ def add_values(acc, decay, weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: 
         if C.SCALES == TOKEN_SCALES:
             weights = weights * (factor[:, None] if TRANSPOSED else factor[None, :])
         v = decoded(v, C.ENCODING, DTYPE)
-    # The product of a weight and a factor may be a NaN that sums of weights know nothing of.
+    # The product of a weight and a scale may be a NaN that the sums of weights do not contain.
     weights = weights.to(DTYPE) if C.SCALES == TOKEN_SCALES else rounded(weights, DTYPE)
     if TRANSPOSED:
         acc = tl.dot(tl.trans(v), weights, acc * decay, input_precision="ieee")
@@ -214,10 +214,10 @@ def add_values(acc, decay, weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: 
 
 @triton.jit
 def add_value_pairs(even, odd, decay, shares, pairs, C: tl.constexpr):
-    """As add_values in float16, of V's codes two by two.
+    """Does the same as `add_values` in float16, with V's codes in pairs.
 
     even, odd: float32 [rows, columns / 2], the accumulators of even columns and of odd ones
-    decay:     float32 [rows, 1]; where tokens have factors, with the change of the amount
+    decay:     float32 [rows, 1]; if tokens have scales, it includes the change of the amount
     shares:    float16 [rows, keys], at most 2
     pairs:     uint16 [keys, columns / 2]
     """
@@ -226,7 +226,7 @@ def add_value_pairs(even, odd, decay, shares, pairs, C: tl.constexpr):
 
 
 class Amount(NamedTuple):
-    """What an accumulator is to be multiplied with, a power of 2, as its exponent; and the largest factor so far.
+    """The power of 2 that multiplies an accumulator, as its exponent; and the largest scale so far.
 
     float32, scalars
     """
@@ -243,12 +243,12 @@ def no_amount():
 
 @triton.jit
 def amount_of(factor, before):
-    """The amount for a block of keys with these factors, of any shape: that of the largest one.
+    """The amount for a block of keys with these scales, of any shape: that of the largest one.
 
-    So float16 keeps small weights. Not less than 2^-60 of the largest of all blocks: so sums stay finite.
+    This keeps small weights in float16. It is at least 2^-60 of the largest of all blocks, so that sums stay finite.
     """
-    # As integers, in whose order factors are: a warp has one instruction for that. What is no number counts as 0, as it
-    # would be the largest one and spoil the rows of other heads.
+    # Compared as integers, which have the same order: a warp has one instruction for that. NaN counts as 0, because as
+    # the largest scale it would spoil the rows of other heads.
     block = tl.max(tl.maximum(factor, 0.0).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     largest = tl.maximum(before.largest, block)
     now = tl.maximum(tl.maximum(block, largest * _LEAST_PART), _SMALLEST_FACTOR)
@@ -257,10 +257,10 @@ def amount_of(factor, before):
 
 @triton.jit
 def half_shares(weights, factor, C: tl.constexpr):
-    """Weights of codes of V in float16, and what their products are to be multiplied with where tokens have factors."""
+    """Returns weights of V's codes in float16, and the factor for their products if tokens have scales."""
     amount = 1.0
     if C.SCALES == TOKEN_SCALES:
-        # float16 keeps small weights if factors are parts of the block's largest one.
+        # float16 keeps small weights if scales are fractions of the block's largest one.
         amount = tl.maximum(tl.max(factor, 0), _SMALLEST_FACTOR)
         weights = weights * (factor * (1.0 / amount))[None, :]
     return weights.to(tl.float16), amount
@@ -268,7 +268,7 @@ def half_shares(weights, factor, C: tl.constexpr):
 
 @triton.jit
 def add_shares(acc, decay, shares, v, amount, C: tl.constexpr):
-    """acc * decay + shares * V, of half_shares and of codes that are float16 by now."""
+    """acc * decay + shares * V, of half_shares and of codes that are already float16."""
     acc = acc * decay
     if C.SCALES == TOKEN_SCALES:
         acc += tl.dot(shares, v) * amount

@@ -1,6 +1,6 @@
-"""How decode and extend hand out their work: values that a schedule is built by and kernels are launched with.
+"""The cut of decode's and extend's work: values that a schedule is built from and kernels are launched with.
 
-Without Triton, so that a provider can choose and describe a kernel where there is none.
+This module does not import Triton, so that a provider can choose and describe a kernel where there is none.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch import Tensor
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, next_power_of_2
 
-# int32 words of a schedule: of a program and of a sequence (decode_schedule.py), of a query block and of a program's
+# int32 words of a schedule: per program and per sequence (decode_schedule.py), per query block and per program's
 # share (extend_schedule.py).
 PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS, SHARE_WORDS = 8, 2, 8, 10
-# Of a decode schedule with counters, those of a program: of each part that it may leave.
+# Counters of a program, in a decode schedule that has them: one for each part that the program may leave.
 COUNTER_WORDS = 2
 # Parts of a group, so that no two groups of a row have one counter (merge_within.py).
 LEAST_GROUP = 8
-# Query blocks count as equally long if what they reach, in units of 2^CLASS_KEYS_LOG2 keys, agrees in its leading bit
-# and the CLASS_BITS bits after it.
+# Query blocks count as equally long if their reaches, in units of 2^CLASS_KEYS_LOG2 keys, agree in the leading bit and
+# the CLASS_BITS bits after it.
 CLASS_BITS, CLASS_KEYS_LOG2 = 2, 7
 
 
-# Parts of each of a step's rows, if they are alike, that programs add up by themselves: those of more are too many for
-# one of them. H200, 8 rows of 8k, 33 parts each: 18 us, 15 by a launch of its own; 64 of 4k, 4 parts: 42 and 41; 128 of
+# If rows of a step are alike, programs add up rows of at most this many parts by themselves; more are too many for one
+# program. H200, 8 rows of 8k, 33 parts each: 18 us, 15 by a launch of its own; 64 of 4k, 4 parts: 42 and 41; 128 of
 # 4k, 2 parts: 70 and 71.
 _MOST_PARTS = 3
-# Of a step, that are shared by fewer programs if its tiles say so.
+# Steps of at most this many rows are shared by fewer programs if their tiles say so.
 _FEW_ROWS = 4
 # Rows of a sequence that programs work on side by side, at most. H200, 32 KV heads of 96, 64 x 4k: 861 us so, 830 in
 # order, ragged 64 1179 and 1107; of 128 970 and 959, 1307 and 1304. But 16 KV heads of 128, ragged 64: 661 and 670.
@@ -38,7 +38,7 @@ _MOST_SIDE_BY_SIDE = 16
 
 
 class NewTokens(NamedTuple):
-    """Which sequences take part in a decode launch, by their new tokens, and how these are cut into rows.
+    """The sequences that take part in a decode launch, by their new tokens, and the cut of these into rows.
 
     FEWEST, MOST: new tokens of a sequence that takes part
     OF_ROW:       consecutive new tokens whose query heads are one row
@@ -53,7 +53,7 @@ ONE_TOKEN = NewTokens()
 
 
 class RowCut(NamedTuple):
-    """How the work of a sequence is cut into rows, as decode kernels are compiled for it.
+    """The cut of a sequence's work into rows, as decode kernels are compiled for it.
 
     ROWS:          rows of OF_ROW new tokens
     GQA_RATIO:     query heads that share a KV head
@@ -61,7 +61,7 @@ class RowCut(NamedTuple):
     HEAD_BLOCKS:   blocks that the query heads of a KV head are cut into, a row each
     BLOCK_HEADS:   query heads of such a block; the last one may have fewer
     Q_ROWS:        query heads of a row
-    KEY_BLOCK:     keys of a block; of deterministic attention a segment's
+    KEY_BLOCK:     keys of a block; in deterministic attention keys of a segment
     ROW_COST, ROW_END, SIDE_BY_SIDE: see DecodeCut
     WINDOWED:      whether there is a window
     TOKENS:        which sequences take part
@@ -83,24 +83,24 @@ class RowCut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeCut:
-    """How a decode batch is handed out; equal cuts make equal schedules of a step.
+    """The cut of a decode batch; equal cuts make equal schedules for a step.
 
     rows:         rows of a sequence with one new token
     key_block:    keys of a block
-    row_cost:     what starting a row costs beside its key blocks, in blocks
-    row_end:      what its end costs, after them. Where both are 0 no program visits a row without keys
+    row_cost:     cost of starting a row in addition to its key blocks, in blocks
+    row_end:      cost of its end, after them. If both are 0, no program visits a row without keys
     programs:     programs that share the work
     window_left:  keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
     tokens:       which sequences take part
     is_even:      whether rows that are alike are cut alike (decode_schedule.py)
     side_by_side: whether programs work side by side, each on the same keys of a sequence's rows (decode_schedule.py)
     most_rounds:  see of_step
-    rounds:       in which a step's programs run. Rows that all of them cannot cut alike are shared by those of the
-                  first round: all would leave more parts, which cost more than they gain by ending later
-    fewer_of_few: how many times fewer programs serve steps of _FEW_ROWS rows at most
-    merge_group:  of the tiles; where it is not 0 the schedule has counters
-    merge_rows:   steps of fewer rows are merged by a launch of its own
-    alone:        the cut of steps with at least least_alone rows, and no more than it has programs, if they have one
+    rounds:       rounds that a step's programs run in. If rows cannot be cut alike for all programs, those of the first
+                  round share them: if all did, the additional parts would cost more than their later end gains
+    fewer_of_few: how many times fewer programs serve steps of at most _FEW_ROWS rows
+    merge_group:  of the tiles; if it is not 0, the schedule has counters
+    merge_rows:   steps of fewer rows are merged by a launch of their own
+    alone:        the cut of steps with at least least_alone rows and no more rows than it has programs; or None
     """
 
     rows: int
@@ -122,7 +122,7 @@ class DecodeCut:
 
     def __post_init__(self) -> None:
         assert self.merge_group == 0 or self.merge_group >= LEAST_GROUP
-        # Where steps of alone merge in their launch, those of as many rows or more, whose memory they have, do too.
+        # Steps of alone use the memory of steps with as many rows or more: if they merge in their launch, those do too.
         assert self.alone is None or max(self.merge_rows, self.alone.merge_rows) <= self.least_alone
         assert self.row_cost >= 0
         assert self.most_rounds >= 1
@@ -139,8 +139,8 @@ class DecodeCut:
     ) -> DecodeCut:
         """The cut of a layer that is served with these tiles.
 
-        has_slots: whether partial results have slots, as in deterministic decode: they follow rows without a gap, which
-                   rows that are cut alike may leave
+        has_slots: whether partial results have slots, as in deterministic decode: slots follow rows without a gap, and
+                   rows that are cut alike may leave gaps
         """
         rows = tiles.rows_per_seq(num_kv_heads)
         return cls(
@@ -159,9 +159,9 @@ class DecodeCut:
         )
 
     def of_lengths(self, max_kv_len: int) -> DecodeCut:
-        """The cut of sequences of up to so many tokens. Of rows that have no more blocks than two groups have parts
-        none is merged by a launch of its own, as those of steps alone are: with short sequences launches take longer
-        than kernels.
+        """The cut of sequences of up to max_kv_len tokens. If rows have no more blocks than two groups have parts, no
+        step is merged by a launch of its own, and none has the cut `alone`, whose steps are: with short sequences
+        launches take longer than kernels.
         """
         if max_kv_len > 2 * self.merge_group * self.key_block:
             return self
@@ -170,17 +170,17 @@ class DecodeCut:
     def of_step(self, num_seqs: int) -> DecodeCut:
         """The cut of steps of num_seqs padded sequences: its programs run in as many rounds as rows would fill.
 
-        Equal shares do not end together: of two programs an SM that read 64 x 4k on an H200 the first decile ended
-        after 230 us and the last one after 250, not by their number and not on the same SMs each time. What the
-        hardware hands out later goes to those that are done. Rows that few programs share gain nothing: parts to merge.
-        Of a few rows fewer programs have fewer parts.
+        Equal shares do not end together: with two programs per SM reading 64 x 4k on an H200, the first decile ended
+        after 230 us and the last one after 250, not by their number and not on the same SMs each time. Programs that
+        the hardware starts later go to the SMs that are done. Rows that few programs share gain nothing, because they
+        get more parts to merge. Steps with few rows get fewer programs, and so fewer parts.
         """
         if self.alone is not None and self.least_alone <= num_seqs * self.rows <= self.alone.programs:
             return self.alone
         return self.roomiest_of_step(num_seqs)
 
     def roomiest_of_step(self, num_seqs: int) -> DecodeCut:
-        """A cut whose words and partial results have room for those of every step of num_seqs sequences or fewer."""
+        """A cut whose words and partial results have room for every step of num_seqs sequences or fewer."""
         num_rows = num_seqs * self.rows
         group = self.merge_group if num_rows >= self.merge_rows else 0
         programs, rounds = self.programs, 1
@@ -192,7 +192,7 @@ class DecodeCut:
 
     @property
     def programs_in_words(self) -> str:
-        """How many programs steps have, for descriptions of a kernel."""
+        """Returns how many programs steps have, for descriptions of a kernel."""
         least, most = self.roomiest_of_step(0).programs, self.programs * self.most_rounds
         if self.alone is not None:
             least = min(least, self.alone.programs)
@@ -200,8 +200,8 @@ class DecodeCut:
 
     @property
     def axes(self) -> int:
-        """Axes that work lies on (decode_schedule.py): one, if rows are many or as many axes would leave more than a
-        sixteenth of the programs of a round without work.
+        """Axes that work lies on (decode_schedule.py): one per row of a sequence; only one if rows are many, or if more
+        axes would leave more than a sixteenth of the programs of a round without work.
         """
         used = self.programs // self.rows // self.rounds * self.rounds * self.rows
         few_idle = 16 * (self.programs - used) <= self.programs
@@ -224,13 +224,13 @@ class DecodeCut:
         return -(-(self.programs * PROGRAM_WORDS + num_seqs * SEQ_WORDS) // 4) * 4
 
     def check(self, schedule: Tensor, num_seqs: int) -> None:
-        """What launchers assert of a schedule."""
+        """Asserts that the schedule is contiguous int32 and long enough."""
         assert schedule.dtype == torch.int32
         assert schedule.is_contiguous()
         assert schedule.numel() >= self.words(num_seqs)
 
     def row_cut(self, tiles: DecodeTiles, gqa_ratio: int) -> RowCut:
-        """The cut as kernels are compiled for it. tiles: those that the cut is of"""
+        """The cut as kernels are compiled for it. tiles: those that the cut was made from"""
         return RowCut(
             ROWS=self.rows,
             GQA_RATIO=gqa_ratio,
@@ -247,15 +247,15 @@ class DecodeCut:
         )
 
     def partials_words(self, *, gqa_ratio: int, v_head_dim: int, tiles: DecodeTiles) -> int:
-        """float32 words of decode's workspace, for rows that several programs share: two parts a program."""
+        """float32 words of decode's workspace, for rows that several programs share: two parts per program."""
         words = v_head_dim + 2
         if self.merge_group:
-            # As many as smaller steps may have, which are merged by a launch of their own.
+            # Also enough for smaller steps, which are merged by a launch of their own.
             words = max(words, 2 * v_head_dim)
         return 2 * self.programs * tiles.q_rows(gqa_ratio) * words
 
     def segment_words(self, num_seqs: int, most_segments: int, *, q_rows: int, v_head_dim: int) -> tuple[int, int]:
-        """float32 words of deterministic decode's workspace, for num_seqs padded sequences of so many segments at most.
+        """float32 words of deterministic decode's workspace, for num_seqs padded sequences of most_segments or fewer.
 
         A slot of q_rows rows for each partial result: maxima and sums, in whole 16-byte units, then accumulators.
         """
@@ -264,15 +264,15 @@ class DecodeCut:
         return -(-slots * q_rows * 2 // 4) * 4, slots * q_rows * v_head_dim
 
 
-# Fewer programs of the merge leave a GPU idle, many more come one after the other.
+# Fewer programs of the merge leave a GPU idle; many more run one after the other.
 _MERGE_PROGRAMS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class MergeShape:
-    """How the merge is cut.
+    """The cut of the merge.
 
-    by_row:     a program for each row; or for each pair of neighbouring decode programs, where rows outnumber them
+    by_row:     a program for each row; or for each pair of neighbouring decode programs, if rows outnumber them
     heads:      q rows of a program
     columns:    output columns of a program
     parts:      parts that are added up in one step
@@ -290,14 +290,14 @@ def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int, 
     """The cut for num_rows rows of q_rows query heads. early: see launch_merge
 
     Two things count (measured on one H200): all parts of a typical row in one step, and enough programs.
-    1 row, 264 parts: 45 us with 8 parts a step, 16 us with 256. 64 x 4k, 512 rows: 7.6 us with one head a program, 3 us
-    with all. Everything that varies with the batch has few values, so that few variants are compiled.
+    1 row, 264 parts: 45 us with 8 parts per step, 16 us with 256. 64 x 4k, 512 rows: 7.6 us with one head per program,
+    3 us with all. Everything that varies with the batch has few values, so that few variants are compiled.
     """
     block = max(16, next_power_of_2(v_head_dim))
     if num_rows > num_programs:
         heads = min(next_power_of_2(q_rows), max(1, 2048 // block))
         return MergeShape(False, heads, block, 8 if heads * block <= 1024 else 4, 2)
-    # Parts of a row, where all rows are alike: few rows begin where a program does.
+    # Parts of a row if all rows are alike: few rows begin where a program does.
     typical = next_power_of_2(num_programs // max(num_rows, 1) + 1)
     if typical > 32:
         # 8 rows of 133 parts: 13.5 us in three steps, 14.5 in one of eight warps.
@@ -305,18 +305,18 @@ def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int, 
         return MergeShape(True, 1, min(block, 16 if parts > 512 else 32), parts, 8 if parts >= 256 else 1)
     if typical > 8:
         return MergeShape(True, 1, min(block, 64), typical, 2)
-    # 256 rows of 8 heads (256 x 2k): 68.4 us with 4 heads a program, 70.9 with one, which are too many programs. 128
-    # rows (16 x 4k): 71.6 and 70.8, and 77 with all heads, which are too few.
+    # 256 rows of 8 heads (256 x 2k): 68.4 us with 4 heads per program, 70.9 with one, which makes too many programs.
+    # 128 rows (16 x 4k): 71.6 and 70.8, and 77 with all heads, which makes too few.
     heads = min(q_rows, num_rows * q_rows // _MERGE_PROGRAMS, 2048 // (max(typical, 4) * block))
     columns = block if num_rows * q_rows >= _MERGE_PROGRAMS else min(block, 64)
-    # What is launched early finds room beside decode with one warp: 16 x 4k takes 69.6 us so and 71.1 with two, 64 x 4k
-    # in eight bits 140.3 and 143.1 (llama8b), 77.7 and 79.6 (gptoss).
+    # A merge that is launched early finds room next to decode if it has one warp: 16 x 4k takes 69.6 us so and 71.1
+    # with two, 64 x 4k in eight bits 140.3 and 143.1 (llama8b), 77.7 and 79.6 (gptoss).
     warps = 1 if early else 2
     return MergeShape(True, 1 << max(0, heads.bit_length() - 1), columns, max(typical, 4), warps)
 
 
 class GroupShape(NamedTuple):
-    """How a program that ends last adds up the parts of a group (merge_within.py).
+    """The way that the program that ends last adds up the parts of a group (merge_within.py).
 
     GROUP:      parts of a group; 0: a launch of its own adds up all
     LINES:      q rows of a part
@@ -335,17 +335,17 @@ class GroupShape(NamedTuple):
 
 
 def group_shape(group: int, q_rows: int, v_head_dim: int, num_warps: int) -> GroupShape:
-    """Of groups of so many parts, by a program of so many warps."""
+    """The shape for groups of `group` parts, which a program of num_warps warps adds up."""
     if group == 0:
         return GroupShape()
     heads, columns = min(next_power_of_2(q_rows), 8), min(max(16, next_power_of_2(v_head_dim)), 128)
-    # 32 elements of a thread: what is in flight at the same time, with a maximum and a sum for each.
+    # 32 elements per thread, the ones in flight at the same time, with a maximum and a sum for each.
     parts = max(1, 32 * 32 * num_warps // (heads * columns))
     return GroupShape(group, q_rows, v_head_dim, heads, columns, min(parts, 8))
 
 
 class Sharing(NamedTuple):
-    """How the longest rows of a step are shared out; a row is a query block and a KV head, or part of its heads.
+    """The sharing of the longest rows of a step; a row is a query block and a KV head, or part of its heads.
 
     programs:     programs that share; 0: every row is one program's
     rows:         rows of a query block
@@ -354,11 +354,11 @@ class Sharing(NamedTuple):
     rows_at_once: of the tiles: whole rows that run in the room of such a program
     row_keys:     of the tiles: prologue, diagonal and epilogue
     split_keys:   of the tiles: a second row and the merge
-    gain:         sixteenths that sharing must gain, beside split_keys: of the mean load, or with segments of a share
+    gain:         sixteenths that sharing must gain, besides split_keys: of the mean load, or with segments of a share
     least_keys:   no share is smaller
-    most_keys:    and none larger: there is room for the parts of so many keys
+    most_keys:    none is larger: there is room for the parts of this many keys
     segment_len:  of deterministic attention, keys of a segment: programs take whole ones; else 0
-    alike_keys:   of the tiles: what it costs, in keys, to cut all rows alike; 0: they are not cut so
+    alike_keys:   of the tiles: cost, in keys, of cutting all rows alike; 0: they are not cut so
     shares_first: of deterministic attention: whether whole rows begin when all shares have ended, in a launch of their
                   own, and not as programs end
     """
@@ -379,16 +379,16 @@ class Sharing(NamedTuple):
 
 
 WHOLE_ROWS = Sharing()
-# Of split_keys: more than any step can gain.
+# The split_keys of kernels that never split: more than any step can gain.
 NEVER_SPLIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendCut:
-    """How the new tokens of an extend step are cut; equal cuts make equal schedules of a step.
+    """The cut of the new tokens of an extend step; equal cuts make equal schedules for a step.
 
     query_tokens: new tokens of a full query block
-    min_q_len:    sequences with fewer new tokens are left out; 2 where decode serves those with one, else 1
+    min_q_len:    sequences with fewer new tokens are left out; 2 if decode serves those with one, else 1
     sharing:      how the longest rows are shared out
     """
 
@@ -399,8 +399,8 @@ class ExtendCut:
     def __post_init__(self) -> None:
         assert self.min_q_len >= 1
         sharing = self.sharing
-        # Rows of the padded tail have no keys. At no cost no program would take them to write their zeros, and a
-        # program that draws one would take it for the end.
+        # Rows of the padded tail have no keys. If they cost nothing, no program would take them to write their zeros,
+        # and a program that draws one would take it for the end.
         assert not sharing.programs or sharing.row_keys > 0, "a row without keys costs something, too"
         assert sharing.segment_len or not sharing.shares_first, "other attention counts with it in any case"
         assert not (sharing.segment_len and sharing.alike_keys), "segments of a row are looked for by equal shares"
@@ -461,11 +461,11 @@ class ExtendCut:
         return self.max_blocks(num_tokens, num_seqs) * BLOCK_WORDS + self.sharing.programs * SHARE_WORDS
 
     def partials_words(self, *, query_rows: int, v_head_dim: int) -> int:
-        """float32 words of the workspace, for rows that several programs share: two parts a program."""
+        """float32 words of the workspace, for rows that several programs share: two parts per program."""
         return 2 * self.sharing.programs * query_rows * (v_head_dim + 2)
 
     def check_layer(self, rows: int, *, causal: bool, window_left: int) -> None:
-        """What launchers assert of rows that are shared out. rows: of a query block"""
+        """Asserts that the schedule shares out rows of this launch. rows: of a query block"""
         sharing = self.sharing
         of_layer = (rows, causal, window_left)
         assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, (
@@ -473,7 +473,7 @@ class ExtendCut:
         )
 
     def check(self, schedule: Tensor, num_tokens: int, num_seqs: int) -> None:
-        """What launchers assert of a schedule."""
+        """Asserts that the schedule is contiguous int32, long enough, and aligned to 8 bytes."""
         assert schedule.dtype == torch.int32
         assert schedule.is_contiguous()
         assert schedule.numel() >= self.words(num_tokens, num_seqs)

@@ -3,10 +3,10 @@
     out[token] = softmax(scores of q[token] . K^T) V      K, V: the keys that the sequence's last token sees (scores.py)
 
 A fixed number of programs walks the rows that the schedule gives them. A row that one program finishes alone is written
-to out; of the others each program leaves a partial result. The program that ends last with a row adds them up
+to out; for other rows each program leaves a partial result. The program that ends last with a row adds them up
 (merge_within.py: accumulator / sum, and maximum + log2(sum)), or a launch of its own does (merge.py: accumulator,
 maximum and sum, in base 2). Rows of a window may have a program each instead, which leaves nothing to merge. K and V
-are loaded under a mask with other=0.0: what lies beyond a length may be NaN.
+are loaded under a mask with other=0.0: memory beyond a length may hold NaN.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 
 
 class Side(NamedTuple):
-    """K or V of a row: pointer, strides between pages and between tokens; of each column of the first block its offset
-    in a token, and of the last block if it has offsets of its own."""
+    """K or V of a row: pointer, strides between pages and between tokens; the offset in a token of each column of the
+    first block, and of the last block if it has offsets of its own."""
 
     at: Any
     page: Any
@@ -154,7 +154,7 @@ def _pages_at_once(G: DecodeGeometry) -> int:
 
 @triton.jit
 def _pages_of_block(pages, block, G: tl.constexpr):
-    """pages_of_block, of one block."""
+    """Does the same as `pages_of_block`, for one block."""
     KEY_BLOCK: tl.constexpr = G.rows.KEY_BLOCK
     PAGES: tl.constexpr = _pages_at_once(G)
     BY_PAGE: tl.constexpr = are_read_by_page(G.IN_ONE_PAGE)
@@ -164,7 +164,7 @@ def _pages_of_block(pages, block, G: tl.constexpr):
 
 @triton.jit
 def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr):
-    """What some key blocks give each q row.
+    """Returns the softmax state of some key blocks for each q row.
 
     q: a tuple of blocks of columns, [QUERY_ROWS, K_COLUMNS]; the accumulator is one too, [QUERY_ROWS, V_COLUMNS]; both
     are swapped if TRANSPOSED
@@ -175,8 +175,8 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
     PAGE_SIZE: tl.constexpr = G.PAGE_SIZE
     BY_PAGE: tl.constexpr = are_read_by_page(G.IN_ONE_PAGE)
-    # Whether a key has a factor for either half of the rows: of two heads; or of one, where each thread of a warp loads
-    # one so. Of 16 factors Triton 3.6 has a thread load the four that it needs.
+    # True if each half of the rows has a scale of its own for a key: with two heads; or with one, so that each thread
+    # of a warp loads one scale. With 16 scales Triton 3.6 has a thread load the four that it needs.
     HEADS: tl.constexpr = G.rows.HEADS_PER_ROW
     TWO_FACTORS: tl.constexpr = C.SCALES == TOKEN_SCALES and (HEADS == 2 or (G.PAIRED and KEY_BLOCK == 16))
     lane = tl.arange(0, KEY_BLOCK)
@@ -188,8 +188,8 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
     acc = zeros_of_values(LOADED, G)
     odd = acc[0]
     amount = no_amount()
-    # Factors of tokens are many operations: scores are scaled by what subtracts the maximum, and weights come out as
-    # parts of the amount that they are to be multiplied with.
+    # Scales of tokens take many operations: scores are scaled in the operation that subtracts the maximum, and weights
+    # come out as fractions of the amount that multiplies them.
     SCALED_LATE: tl.constexpr = C.SCALES == TOKEN_SCALES and not G.CAPPED and logits.slope is None
     BY_AMOUNT: tl.constexpr = C.SCALES == TOKEN_SCALES and G.PAIRED
     early = 1.0 if SCALED_LATE else logits.qk_scale
@@ -206,8 +206,8 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         # kv_index, live, offset: [KEY_BLOCK]; page: [KEY_BLOCK], or one
         kv_index = block * KEY_BLOCK + lane
         live = in_range(kv_index, keys.first, keys.end) if G.rows.WINDOWED else kv_index < keys.end
-        # No page is negative. Said, because ptxas moves the extension of a sign far ahead, and so waits for the load of
-        # the number at once (H200, llama70b 64 x 4k: 271 us in place of 258, with pages of 8 300 and 270).
+        # No page is negative. The cast says so, because ptxas moves a sign extension far ahead, and so waits for the
+        # load of the number at once (H200, llama70b 64 x 4k: 271 us instead of 258, with pages of 8 300 and 270).
         page = next_page.to(tl.uint32, bitcast=True).to(tl.int64)
         next_page = pages_of_block(pages, block + 1, page_lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
         if BY_NUMBER:
@@ -346,8 +346,8 @@ def _decode_kernel(
         out_token, out_head = out_token * G.STRIDE_UNIT, out_head * G.STRIDE_UNIT
     program = tl.program_id(0)
     if G.EARLY:
-        # All that is read may be what the launch before this one writes. The merge may start when every program is past
-        # this, and so find the schedule.
+        # The launch before this one may write anything that is read here. The merge may start when every program is
+        # past this point, and so finds the schedule.
         gdc_wait()
         gdc_launch_dependents()
     if G.WHOLE_ROWS:
@@ -370,7 +370,7 @@ def _decode_kernel(
             share = tl.load(words + PROGRAM_SHARE)
             position = program * share
 
-    # q heads of a row, padding included. Where rows read two KV heads each has half of them; QUERY_ROWS is no head.
+    # q heads of a row, padding included. If rows read two KV heads, each has half of them; QUERY_ROWS is no head.
     HALF: tl.constexpr = QUERY_ROWS // R.HEADS_PER_ROW
     q_row = tl.arange(0, QUERY_ROWS)
     half = q_row // HALF
@@ -437,8 +437,8 @@ def _decode_kernel(
             slope = None
             if slopes is not None:
                 slope = tl.load(slopes + first_head + q_row, mask=is_row, other=0.0) * LOG2_E
-            # Of each q row, where rows read several heads: by the side of the accumulator. Where tokens have factors,
-            # the first one.
+            # The KV head of each q row if rows read several heads, along its side of the accumulator. If tokens have
+            # scales, the first one.
             head = first_kv_head
             if R.HEADS_PER_ROW > 1 and C.SCALES != TOKEN_SCALES:
                 head = first_kv_head + (half[None, :] if G.TRANSPOSED else half[:, None])
@@ -538,7 +538,7 @@ def _decode_kernel(
 
 
 def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: DecodeTiles) -> None:
-    """Attention of every sequence with exactly one new token; all other tokens of out and lse stay as they are.
+    """Attends for every sequence with exactly one new token; all other tokens of out and lse stay unchanged.
 
     A sequence with kv_len 0 receives 0 and LSE -inf.
     args: with cut's schedule, and a workspace of cut.partials_words(...) or longer
@@ -552,10 +552,10 @@ def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, til
 def launch_storing_decode(
     args: AttendArgs, new: NewRows, *, scores: Scores, cut: DecodeCut, tiles: DecodeTiles
 ) -> None:
-    """launch_store_kv of the new rows, then launch_paged_decode, as one. On NVIDIA: see new_rows.py.
+    """Does the same as `launch_store_kv` of the new rows and then `launch_paged_decode`. On NVIDIA: see new_rows.py.
 
     args: over linear pages of q's dtype
-    new:  of the queries' sequences. Those that it shall store of have one new token, which is the last of their keys
+    new:  of the queries' sequences. Each sequence that it stores rows of has one new token, the last of its keys
     """
     args.check_new(new)
     first_slot = args.pages.format.page_size if new.null_page else 0
@@ -565,7 +565,7 @@ def launch_storing_decode(
     _launch(args, (*tensors, k.stride(0), k.stride(1), v.stride(0), v.stride(1)), geometry, scores, cut, tiles)
 
 
-# What the kernel takes of new rows, where it stores none.
+# The kernel's arguments of new rows if it stores none.
 _NOTHING_NEW = (None,) * 8
 
 
@@ -577,7 +577,7 @@ def _launch(
     cut: DecodeCut,
     tiles: DecodeTiles,
 ) -> None:
-    """Decode, and merge by a launch of its own if it is not decode's. new: the kernel's arguments of new rows"""
+    """Launches decode, and then the merge if decode does not merge. new: the kernel's arguments of new rows"""
     queries, pages, table = args.queries, args.pages, args.table
     launch(
         _decode_kernel,
@@ -615,7 +615,7 @@ def _launch(
 
 
 def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTiles) -> DecodeGeometry:
-    """What the launch is compiled for; its arguments are checked."""
+    """Checks the arguments and returns the values that the launch is compiled for."""
     args.check("paged decode")
     head_dim, v_head_dim = args.q.shape[2], args.out.shape[2]
     num_kv_heads, gqa_ratio = args.heads

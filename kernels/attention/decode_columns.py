@@ -1,6 +1,6 @@
 """Columns of decode's blocks: where they lie in rows of K and V, and which of them are a query row's own.
 
-A row of decode reads one KV head or several beside each other, cut into blocks of columns, of which the last one may
+A row of decode reads one KV head, or several next to each other, cut into blocks of columns, of which the last one may
 be narrower. G: a DecodeGeometry
 """
 
@@ -17,17 +17,17 @@ from rocm_attn.kernels.tuning.tiles import equal_columns
 
 
 class KeyRows(NamedTuple):
-    """Of K or of V of a key block, pointers of the first block of columns, and of the last one if it has a TAIL."""
+    """Pointers into K or V of a key block: to the first block of columns, and to the last one if it has a TAIL."""
 
     first: Any
     tails: Any
 
 
 def tail_of(dim: int, heads: int, columns: int) -> int:
-    """Columns of the last block of `heads` KV heads, where it is read by offsets of its own; else 0.
+    """Columns of the last block of `heads` KV heads if it is read by offsets of its own; else 0.
 
-    columns: of the others. Of several heads it always is: a block's offsets are no others moved on, where heads have
-    something between them.
+    columns: of the others. With several heads it always has its own offsets: there may be something between heads, so
+    that its offsets are not those of another block moved on.
     """
     rest = (dim * heads - 1) % columns + 1
     if rest == dim * heads:
@@ -38,7 +38,7 @@ def tail_of(dim: int, heads: int, columns: int) -> int:
 
 @triton.jit
 def elements(rows, live, PART: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, DIM: tl.constexpr):
-    """A block of columns of K rows or V rows; 0 beyond the row and of keys that are not live, [keys].
+    """A block of columns of K rows or V rows; 0 beyond the row and for keys that are not live, [keys].
 
     rows: KeyRows; DIM: of the row
     """
@@ -69,7 +69,7 @@ def alone(block):
 
 @triton.jit
 def zeros_of_values(COLUMNS: tl.constexpr, G: tl.constexpr):
-    """The accumulator of no key, a tuple of blocks of so many columns, the last one of V_TAIL if that is not 0."""
+    """The accumulator before any key: a tuple of blocks of COLUMNS columns, the last one of V_TAIL if that is not 0."""
     blocks = ()
     PARTS: tl.constexpr = G.V_PARTS
     for i in tl.static_range(PARTS):
@@ -87,7 +87,7 @@ def _zeros(COLUMNS: tl.constexpr, G: tl.constexpr):
 def tail_offsets(
     PARTS: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, DIM: tl.constexpr, head_stride, G: tl.constexpr
 ):
-    """column_offsets of the last block."""
+    """Does the same as `column_offsets`, for the last block."""
     return column_offsets((PARTS - 1) * COLUMNS + tl.arange(0, TAIL), DIM, head_stride, G)
 
 
@@ -103,7 +103,7 @@ def tails_of_keys(side, row, lane, BY_PAGE: tl.constexpr):
 
 @triton.jit
 def column_offsets(column, DIM: tl.constexpr, head_stride, G: tl.constexpr):
-    """Where columns of a block lie in a token's rows, from its first head's on. DIM: of a head"""
+    """Offsets of a block's columns in a token's rows, from its first head on. DIM: of a head"""
     R: tl.constexpr = G.rows
     if R.HEADS_PER_ROW > 1 and are_read_by_page(G.IN_ONE_PAGE):
         column = column // DIM * near(head_stride) + column % DIM
@@ -114,7 +114,7 @@ def column_offsets(column, DIM: tl.constexpr, head_stride, G: tl.constexpr):
 
 @triton.jit
 def own_columns(half, FIRST: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, G: tl.constexpr):
-    """Of each column of a block the element of its head, and whether that is the row's own; [rows, COLUMNS] or swapped.
+    """Each column's element of its head, and whether it is the row's own column; [rows, COLUMNS] or swapped.
 
     half: [rows], which of a row's KV heads it reads; FIRST: the block's first column in the row
     """
@@ -138,7 +138,7 @@ def _own_part(
     DIM: tl.constexpr,
     G: tl.constexpr,
 ):
-    """own_columns of a block."""
+    """Does the same as `own_columns`, for the block PART."""
     return own_columns(half, PART * COLUMNS, TAIL if TAIL > 0 and PART == PARTS - 1 else COLUMNS, DIM, G)
 
 
@@ -156,7 +156,7 @@ def blocks_of_q(q_line, half, is_row, G: tl.constexpr):
 
 @triton.jit
 def own_places(half, is_row, G: tl.constexpr):
-    """Of each block of columns of the output: own_columns of the rows that are one."""
+    """own_columns of each block of columns of the output; only lines that are rows own any."""
     places, inside = (), ()
     PARTS: tl.constexpr = G.V_PARTS
     for i in tl.static_range(PARTS):

@@ -1,4 +1,4 @@
-"""What paged decode is compiled for, and when it is compiled to give every row a program of its own."""
+"""The values that paged decode is compiled for, and the condition for giving every row a program of its own."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from rocm_attn.kernels.attention.cuts import GroupShape, RowCut
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.cache.page_format import Coding
 
-# Keys of a window that are not handed out and merged: that would cost as much as reading them.
+# Windows of fewer keys are not handed out and merged: that would cost as much as reading them.
 _FEW_KEYS = 256
-# Of heads whose windows are read so: of larger ones gfx950 spills scalar registers with a cap.
+# The largest head whose windows are read so: with larger ones gfx950 spills scalar registers with a cap.
 _LARGEST_DIM = 128
 # The share of the programs, over all rounds that the rows take, that must have a row.
 _EVENLY = 0.9
 
 
 class DecodeGeometry(NamedTuple):
-    """What decode is compiled for.
+    """The values that decode is compiled for.
 
     rows:                 how a sequence is cut into rows
     HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row of one KV head
-    K_COLUMNS, V_COLUMNS: columns of a block of K and of a block of V: the KV heads of a row beside each other, then
-                          padding; or blocks of so many columns, the last one as K_TAIL and V_TAIL say
+    K_COLUMNS, V_COLUMNS: columns of a block of K and of a block of V: the KV heads of a row next to each other, then
+                          padding; or blocks of this many columns, the last one as K_TAIL and V_TAIL say
     K_PARTS, V_PARTS:     blocks of columns of a row of K and of V
-    K_TAIL, V_TAIL:       columns of the last of them, where it is read by offsets of its own; else 0
+    K_TAIL, V_TAIL:       columns of the last of them if it is read by offsets of its own; else 0
     QUERY_ROWS:           rows of the q block, a query head each, then padding
     PAGE_SIZE:            tokens of a page
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
     IN_ONE_PAGE:          whether the keys of a block lie in one page (key_rows.py)
     TRANSPOSED:           whether scores are computed as k q^T
-    PAIRED:               whether codes of K and of V are read two by two
+    PAIRED:               whether codes of K and of V are read in pairs
     WHOLE_ROWS:           whether every row has a program of its own
     EARLY:                whether launches may begin while the one before still runs
     CAPPED:               whether scores have a cap
     STAGES:               key blocks whose loads are in flight
     coding:               how elements of pages are encoded
     STRIDE_UNIT:          elements that strides of q, pages and out are counted in
-    FIRST_SLOT:           slots before it are no one's; of launches that store new rows
+    FIRST_SLOT:           slots before it belong to no sequence; of launches that store new rows
     merge:                how parts of a row are added up within the launch, if they are
     """
 
@@ -67,9 +67,9 @@ class DecodeGeometry(NamedTuple):
 
 
 def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, head_dim: int) -> bool:
-    """Whether every row of a window has a program of its own.
+    """True if every row of a window has a program of its own.
 
-    Rows of a window are equally long. So there is nothing to balance where they are short, or where they fill the
+    Rows of a window are equally long. So there is nothing to balance if they are short, or if they fill the
     num_programs that run at a time evenly, and merging would cost more than it gains. On an H200 gptoss 64 x 32k takes
     10.0 us so and 14.9 shared out with a window of 128, and 38.4 and 41.4 with one of 1024; but 1 x 32k 18.1 and 7.1.
     """

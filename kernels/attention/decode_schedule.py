@@ -1,8 +1,8 @@
-"""Hand out the KV of a decode batch evenly to a fixed number of programs, on the device, from the live lengths.
+"""Hands out the KV of a decode batch evenly to a fixed number of programs, on the device, from the live lengths.
 
 Work lies on one axis: sequence, then row of KV heads, then key block. A row costs row_cost + its key blocks + row_end.
 With `total` the cost of all rows, program p takes the positions [p * share, (p + 1) * share), share =
-ceil(total / programs). All the rest is arithmetic:
+ceil(total / programs). The rest is arithmetic:
 
   a program leaves at most two rows unfinished: the first, begun by an earlier program, and the last, which goes on;
   the key blocks of a row that starts at position x are worked on by programs (x + row_cost) // share to
@@ -10,24 +10,24 @@ ceil(total / programs). All the rest is arithmetic:
 
 So there is no list of parts and no atomic, and the cut depends on nothing but the lengths.
 
-Where all rows cost the same, and a share that a row is a multiple of, or that is a multiple of a row, is larger by a
-sixteenth at most, it is that one: then no program has an end of one row and the beginning of the next. What a row lacks
-to a multiple counts as padding after it. Of several parts of a row the last one may be without positions for its end,
-and the padding is negative then. Where programs run in rounds and no such share is near, those of the first round alone
-have work: total / programs is total / (programs / rounds) then.
+If all rows cost the same, the share may grow by up to a sixteenth, so that it is a multiple of a row or a row is a
+multiple of it: then no program has the end of one row and the beginning of the next. If a row is shorter than a
+multiple, the difference counts as padding after it. The last of several parts of a row may have no positions for the
+row's end, and the padding is negative then. If programs run in rounds and no such share is near, only the programs of
+the first round have work: total / programs is then total / (programs / rounds).
 
-Programs may work side by side: then each row of all sequences has an axis of its own, sequence by sequence, and as many
-programs as any other, and the axes follow each other, each as long as its programs' shares. So a sequence's rows are
-cut at the same keys, and what is launched one after the other has the same keys of all of them, whose pages it reads at
-the same time: launch n has not the words of program n (number_of_program). Where rows are no divisor of programs, the
-last programs have no work.
+Programs may work side by side. Then each row of all sequences has an axis of its own, sequence by sequence, and all
+axes have the same number of programs. The axes follow each other, each as long as its programs' shares. So a sequence's
+rows are cut at the same keys, and programs that are launched one after the other have the same keys of all rows, and
+read their pages at the same time: launch n does not have the words of program n (number_of_program). If rows do not
+divide programs, the last programs have no work.
 
-With a window a row has only the blocks that its new tokens see. A sequence takes part by its number of new tokens, of
-which each OF_ROW have rows of their own; each row is as long as the last one. With kv_len 0 a row costs row_cost +
-row_end, so that some program writes its zeros.
+With a window a row has only the blocks that its new tokens see. The number of new tokens decides whether a sequence
+takes part; each OF_ROW of them have rows of their own, and each row is as long as the last one. With kv_len 0 a row
+costs row_cost + row_end, so that some program writes its zeros.
 
-The schedule is int32, flat: PROGRAM_WORDS a program, then SEQ_WORDS a sequence, then the counters by which decode that
-merges within its launch finds who ends last (merge_within.py), all 0. Positions must fit int32: rounds x rows x KV
+The schedule is int32, flat: PROGRAM_WORDS per program, then SEQ_WORDS per sequence, then the counters by which decode
+that merges within its launch finds who ends last (merge_within.py), all 0. Positions must fit int32: rounds x rows x KV
 tokens / key_block below 2**31.
 """
 
@@ -61,22 +61,22 @@ SEQ_WORDS = tl.constexpr(cuts.SEQ_WORDS)
 SEQ_START = tl.constexpr(0)  # position where its rows start
 SEQ_KV_LEN = tl.constexpr(1)  # -1 if it takes no part
 _COUNTER_WORDS = tl.constexpr(cuts.COUNTER_WORDS)
-# Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
+# Sequences that a program handles at a time; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 512
-# A share may be larger by a part of it, where all rows are alike.
+# A share may be larger by a sixteenth if all rows are alike.
 _SIXTEEN = tl.constexpr(16)
 _MOST_COST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def words_of_program(schedule, program):
-    """The first word of a program."""
+    """A pointer to the first word of a program."""
     return schedule + program * PROGRAM_WORDS
 
 
 @triton.jit
 def words_of_seq(schedule, num_programs, seq):
-    """The first word of a sequence."""
+    """A pointer to the first word of a sequence."""
     return schedule + num_programs * PROGRAM_WORDS + seq * SEQ_WORDS
 
 
@@ -92,19 +92,19 @@ def heads_of_row(row, R: tl.constexpr):
 
 @triton.jit
 def new_tokens(q_indptr, seq, T: tl.constexpr):
-    """The new tokens of a sequence that takes part."""
+    """The number of new tokens of a sequence that takes part."""
     return 1 if T.MOST == 1 else tl.load(q_indptr + seq + 1) - tl.load(q_indptr + seq)
 
 
 @triton.jit
 def rows_of_tokens(q_len, ROWS: tl.constexpr, T: tl.constexpr):
-    """The rows of a sequence with so many new tokens."""
+    """The number of rows of a sequence with q_len new tokens."""
     return ROWS * ((q_len + (T.OF_ROW - 1)) // T.OF_ROW)
 
 
 @triton.jit
 def number_of_program(launched, num_programs, R: tl.constexpr):
-    """Of the program with this id, if programs work side by side."""
+    """The number of the program with this id, if programs work side by side."""
     of_row = num_programs // R.ROWS
     beside = launched % R.ROWS * of_row + launched // R.ROWS
     return tl.where(launched < R.ROWS * of_row, beside, launched)
@@ -112,15 +112,15 @@ def number_of_program(launched, num_programs, R: tl.constexpr):
 
 @triton.jit
 def positions_before(row, share, num_programs, R: tl.constexpr):
-    """Those of the rows before this one, if each row has an axis of its own."""
+    """The positions of the rows before this one, if each row has an axis of its own."""
     return row * (num_programs // R.ROWS) * share
 
 
 @triton.jit
 def next_row(schedule, num_programs, work, seq, row, num_rows, kv_len, R: tl.constexpr):
-    """Sequence, row and kv_len of the row after this one; of a sequence that takes no part (-1) no row is visited.
+    """Sequence, row and kv_len of the row after this one; a sequence that takes no part (-1) has no row visited.
 
-    work:     what the program still has to do; where that is nothing, there may be no row
+    work:     cost that the program still has to do; if there is none, there may be no row
     num_rows: of the sequence, if it takes part
     """
     if R.SIDE_BY_SIDE:
@@ -135,11 +135,11 @@ def next_row(schedule, num_programs, work, seq, row, num_rows, kv_len, R: tl.con
 
 
 class ScheduleGeometry(NamedTuple):
-    """What the schedule kernel is compiled for: a DecodeCut without its programs.
+    """The values that the schedule kernel is compiled for: a DecodeCut without its programs.
 
     AXES:      as many as a sequence has rows, if programs work side by side; else one
     ROWS:      rows of a sequence on an axis
-    IN_ROUNDS: whether programs run in more rounds than one
+    IN_ROUNDS: whether programs run in more than one round
     SEQS:      sequences of one iteration
     COUNTERS:  whether there are counters
     """
@@ -178,15 +178,15 @@ def _costs(kv_len, q_indptr, seq, num_seqs, window_left, G: tl.constexpr):
 
 @triton.jit
 def _even_share(share, shortest, longest, ROW_END: tl.constexpr):
-    """What a program takes, the padding after each row, and whether rows are cut alike.
+    """Returns the share of a program, the padding after each row, and whether rows are cut alike.
 
     shortest, longest: cost of a row; share: at least
     """
     cost = tl.maximum(longest, 1)
-    # So many rows for a program, or so many programs for a row.
+    # The number of rows per program, or of programs per row.
     rows = tl.cdiv(share, cost)
     parts = tl.maximum(cost // share, 1)
-    # At least 1, also of a row without keys that costs nothing but its end.
+    # At least 1, even for a row without keys that costs only its end.
     even = tl.where(share >= cost, rows * cost, tl.maximum(tl.cdiv(cost - ROW_END, parts), 1))
     is_even = (shortest == longest) & (even <= share + share // _SIXTEEN)
     pad = tl.where(is_even & (share < cost), even * parts - cost, 0)
@@ -227,7 +227,7 @@ def _schedule_kernel(
             share_of_first, pad_of_first, _ = _even_share(share_of_first, shortest, longest, G.ROW_END)
             share, pad = tl.where(is_even, share, share_of_first), tl.where(is_even, pad, pad_of_first)
     axis = program // of_axis
-    # Where the program begins on its axis; those that are left over begin past all work.
+    # The position where the program begins on its axis; programs that are left over begin past all work.
     start = program * share
     if G.AXES > 1:
         start = tl.where(axis < G.AXES, program % of_axis * share, _MOST_COST)
@@ -260,7 +260,7 @@ def _schedule_kernel(
     row_start = seq_start + row * row_size
     work = tl.maximum(tl.minimum(share, before - start), 0)
     if G.IS_EVEN:
-        # Of a row that padding follows, its rest.
+        # If padding follows rows, a program has only the rest of its row.
         work = tl.where(pad > 0, tl.maximum(tl.minimum(work, row_start + row_cost - start), 0), work)
 
     words = words_of_program(schedule, program)
@@ -280,7 +280,7 @@ def _schedule_kernel(
 
 
 def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -> None:
-    """Fill the schedule of the queries' sequences, on the device.
+    """Fills the schedule of the queries' sequences, on the device.
 
     schedule: int32 [cut.words(S)] or longer, written
     """

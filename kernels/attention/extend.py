@@ -4,12 +4,12 @@
 
 A row is a query block of the schedule and the query heads of one KV head (or as many as fit). The longest rows may be
 shared out (extend_schedule.py): programs take the shares, extend_merge.py adds up the parts of rows, and other programs
-take the other rows, one each. Those need fewer registers, so that tiles of many rows give them a launch of their own: a
+take the other rows, one each. Those need fewer registers, so tiles of many rows give them a launch of their own: a
 step that shares nothing then costs no more. Other tiles save that launch.
-Keys that every row sees come first, without masks; then the diagonal, under masks with other=0.0: what no row sees may
-be NaN. With a window every key block is masked. A packed mask (packed_mask.py) takes the diagonal's place: key blocks
-before the first key that has bits are as those of any step, and the bits of the others, from the window's first key on,
-say what a row sees.
+Keys that every row sees come first, without masks. The diagonal follows, under masks with other=0.0: keys that no row
+sees may be NaN. With a window every key block is masked. A packed mask (packed_mask.py) replaces the diagonal: key
+blocks before the first key that has bits are read as in any step, and the bits of the others, from the window's first
+key on, say which keys a row sees.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
 
 class Operands(NamedTuple):
-    """What rows read: pointers, strides and numbers of a launched kernel.
+    """The pointers, strides and numbers of a launched kernel that rows read.
 
     k, v:           pages of the first KV head
     line:           the table's first line; table_row: stride between lines
-    factors:        pointers of the factors of K and of V, see coded.py
+    factors:        pointers of the scales of K and of V, see coded.py
     mask:           a MaskOfStep, or None
     logits:         qk_scale, tanh_scale, and the pointer of the slopes or None
     """
@@ -85,7 +85,7 @@ class Operands(NamedTuple):
 
 @triton.jit
 def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
-    """What keys of a row give: those at [done, done + take) of its cost in a share, else all of them."""
+    """Returns the softmax state of a row's keys: those at [done, done + take) of its cost in a share, else all."""
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
     PACKED: tl.constexpr = x.mask is not None
@@ -106,7 +106,7 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
     if x.logits.slope is not None:
         slope = tl.load(x.logits.slope + head, mask=is_row, other=0.0) * LOG2_E
     # Keys [first_key, end_key) are seen by some row, those before edge_block by all. The padded tail belongs to no
-    # sequence and sees no key. Not a branch: accumulators across one cost registers.
+    # sequence and sees no key. This is no branch, because accumulators that cross one cost registers.
     first_key = 0
     if K.CAUSAL:
         end_key = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
@@ -115,7 +115,7 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
         end_key = tl.load(x.kv_len + seq, mask=seq >= 0, other=0)
         edge_block = end_key // K.KEY_BLOCK
     if K.WINDOWED:
-        # Masks all the way: a loop of its own for what lies between the edges spills.
+        # Masks for all blocks: a loop of its own for the blocks between the edges spills.
         first_key = tl.maximum(first_kv_index - x.window_left, 0)
         edge_block = first_key // K.KEY_BLOCK
     bits = None
@@ -124,12 +124,12 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
         edge_block = first_masked // K.KEY_BLOCK
     end_block = tl.cdiv(end_key, K.KEY_BLOCK)
     if G.SHARES:
-        # The blocks that begin in the share; the last one of a row takes what is left.
+        # The blocks that begin in the share; the last one of a row takes the rest.
         row_keys = tl.load(words + BLOCK_KEYS)
         row_key = end_key - row_keys
         first_block = (row_key + tl.maximum(done - G.ROW_KEYS, 0)) // K.KEY_BLOCK
         if PACKED and K.WINDOWED:
-            # A window that is counted from a draft's depth begins before what a row costs: the first share has it.
+            # A window that is counted from a draft's depth begins before a row's counted keys: the first share has it.
             first_block = tl.where(done == 0, tl.minimum(first_block, edge_block), first_block)
         share_end = (row_key + tl.maximum(done + take - G.ROW_KEYS, 0)) // K.KEY_BLOCK
         end_block = tl.where(done + take == row_keys + G.ROW_KEYS, end_block, share_end)
@@ -154,7 +154,7 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
 
 @triton.jit
 def _store_part(softmax, partials, program, num_programs, done, head, is_row, G: tl.constexpr):
-    """Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on."""
+    """Stores part 2p of program p if an earlier program began the row, and part 2p + 1 if the row goes on."""
     K: tl.constexpr = G.keys
     acc, maximum, total = softmax
     part = 2 * program + (done == 0).to(tl.int32)
@@ -234,8 +234,8 @@ def _extend_kernel(
     ROWS: tl.constexpr = G.KV_HEADS * G.HEAD_BLOCKS
     program = tl.program_id(0)
     if G.EARLY:
-        # All that is read may be what the launch before this one writes. The merge may start when every program is past
-        # this, and so find the schedule.
+        # The launch before this one may write anything that is read here. The merge may start when every program is
+        # past this point, and so finds the schedule.
         gdc_wait()
         gdc_launch_dependents()
     shares = schedule + max_blocks * BLOCK_WORDS
@@ -243,7 +243,7 @@ def _extend_kernel(
         share = shares + (tl.minimum(program, num_programs - 1) if G.WHOLE_ROWS else program) * SHARE_WORDS
         query_block, row, done, work = work_of_share(share)
         if G.WHOLE_ROWS:
-            # After the shares, or first where there are none: few rows then spread over all compute units.
+            # After the shares, or first if there are none: few rows then spread over all compute units.
             cut_blocks = tl.load(shares + SHARE_CUT)
             place = program - tl.where(cut_blocks > 0, num_programs, 0)
             if place >= 0:
@@ -281,13 +281,13 @@ def _extend_kernel(
 def launch_paged_extend(
     args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: ExtendTiles, mask: PackedMask | None = None
 ) -> None:
-    """Attention of every new token of the sequences in the schedule.
+    """Attends for every new token of the sequences in the schedule.
 
-    Tokens at or past q_indptr[S] receive 0 and LSE -inf; tokens of sequences below cut.min_q_len stay as they are.
+    Tokens at or past q_indptr[S] receive 0 and LSE -inf; tokens of sequences below cut.min_q_len stay unchanged.
 
     args: with cut's schedule, and a workspace of cut.partials_words(...) or longer
     cut:  of these tiles
-    mask: which keys each token sees, in place of scores.causal. A token that sees none receives 0 and LSE -inf
+    mask: which keys each token sees, instead of scores.causal. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -320,7 +320,7 @@ def _launch_rows(
     geometry: BlockGeometry,
     options: Mapping[str, int],
 ) -> None:
-    """The shares or the whole rows, as the geometry says."""
+    """Launches the shares or the whole rows, as the geometry says."""
     launch(
         _extend_kernel,
         (grid,),
@@ -334,7 +334,7 @@ def _launch_rows(
 def row_arguments(
     args: AttendArgs, workspace: Tensor | None, scores: Scores, cut: ExtendCut, mask: PackedMask | None
 ) -> tuple[Tensor | float | None, ...]:
-    """What kernels that walk rows of a schedule are launched with, in their order, but for strides."""
+    """Returns the arguments of kernels that walk rows of a schedule, in their order, without strides."""
     queries, pages, table = args.queries, args.pages, args.table
     return (
         args.q,
@@ -368,7 +368,7 @@ def row_arguments(
 def _geometry(
     args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: ExtendTiles, mask: PackedMask | None
 ) -> BlockGeometry:
-    """What the launch is compiled for; schedule and mask are checked."""
+    """Checks schedule and mask, and returns the values that the launch is compiled for."""
     queries = args.queries
     num_kv_heads, gqa_ratio = args.heads
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)

@@ -1,4 +1,4 @@
-"""Add up the partial results of extend's rows that several programs shared; merge.py has the formula.
+"""Adds up the partial results of extend's rows that several programs shared; merge.py has the formula.
 
 Which programs hold parts of a row follows from the schedule (see extend_schedule.py), in a fixed order.
 """
@@ -42,10 +42,10 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 @constexpr_function
 def _few_parts(columns: int) -> int:
-    """Up to how many parts of a row take longer with their loads in flight than one after the other.
+    """The most parts of a row that take longer with their loads in flight than one after the other.
 
     On an H200 heads of 128, 64 new of 2064 in eight parts: 19.6 us with them in flight, and 17.9; heads of 64, 8 x 5 of
-    2005 in seven: 14.4 and 15.3. Of heads of 128 more than eight were not measured.
+    2005 in seven: 14.4 and 15.3. More than eight parts were not measured with heads of 128.
     """
     return 6 if columns <= 64 else 16
 
@@ -60,15 +60,15 @@ class PartsAtOnce(NamedTuple):
 
 
 class ExtendMergeGeometry(NamedTuple):
-    """What the merge is compiled for.
+    """The values that the merge is compiled for.
 
     GQA_RATIO, BLOCK_HEADS, HEAD_BLOCKS, QUERY_ROWS, ROW_KEYS: extend's
     V_HEAD_DIM: elements of an output row
     LINES:      lines of a query block, a token and a query head each, of one program
     COLUMNS:    columns of a line, padding included
-    STAGES:     parts whose loads are in flight, where a row has many
+    STAGES:     parts whose loads are in flight if a row has many
     at_once:    parts that are added up in one step instead, by programs of rows
-    ROWS:       rows of a query block, where programs are of rows; 0: they are of the boundaries between shares
+    ROWS:       rows of a query block if programs take rows; 0: they take the boundaries between shares
     ALIKE:      whether rows may be cut alike (extend_schedule.py)
     DRAWS:      whether the launch before counts rows that it draws, so that the count is set back (hopper/draws.py)
     EARLY:      whether it may begin while the launch before still runs
@@ -92,10 +92,10 @@ class ExtendMergeGeometry(NamedTuple):
 
 @triton.jit
 def _sum_of_parts(parts, began, num_parts, line, column, STAGES: tl.constexpr, G: tl.constexpr):
-    """What all parts of a row give, one after the other. line: which lines of a part
+    """Returns the softmax state of all parts of a row, added one after the other. line: which lines of a part
 
-    Without masks: lines without a token and padded columns give numbers that are never stored, and what is read for
-    them lies in the workspace too, of which the sums are the end.
+    There are no masks: lines without a token and padded columns give numbers that are never stored, and their loads
+    stay within the workspace, which ends with the sums.
     """
     LINES: tl.constexpr = G.LINES
     COLUMNS: tl.constexpr = G.COLUMNS
@@ -165,14 +165,14 @@ def _extend_merge_kernel(
     num_lines = tl.load(words + BLOCK_TOKENS) * G.BLOCK_HEADS
     num_parts = ((start + cost - 1) // size).to(tl.int32) - began + 1
     if G.ALIKE:
-        # The first part has what the row costs to begin, beside as many keys as others.
+        # The first part has the cost of beginning the row in addition to as many keys as others.
         num_parts = tl.where(parts_of_alike > 0, tl.cdiv(cost - G.ROW_KEYS, size).to(tl.int32), num_parts)
     if G.EARLY:
-        # The schedule was there before extend's programs were past their wait; what they write is read after this one.
+        # The schedule was complete before extend's programs passed their wait; their results are read after this one.
         gdc_wait()
         gdc_launch_dependents()
     if G.DRAWS:
-        # Programs that store it side by side store the same. Until the wait rows are still drawn.
+        # Programs that store it at the same time store the same value. Until the wait rows are still drawn.
         tl.store(schedule + COUNTER, 0)
     if is_shared & (num_parts > 1) & (tl.program_id(1) * G.LINES < num_lines):
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
@@ -206,7 +206,7 @@ def _extend_merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class FewRows:
-    """How the parts of few rows are added up: lines and columns of a program, and parts of a step."""
+    """The cut of adding up the parts of few rows: lines and columns of a program, and parts of a step."""
 
     lines: int
     columns: int
@@ -214,10 +214,10 @@ class FewRows:
 
 
 def merge_of_few_rows(num_rows: int, num_programs: int) -> FewRows | None:
-    """The cut for num_rows rows at most; None where they are not few beside the programs that share them.
+    """The cut for at most num_rows rows; None if they are not few, given the programs that share them.
 
-    A program for each boundary between shares adds up one part after the other, of many lines. Where 264 programs share
-    one row, that takes as long as all else: on an H200 16 tokens of 8 heads after 100k take 52 us so, and 33 by row.
+    A program for each boundary between shares adds up one part after the other, of many lines. If 264 programs share
+    one row, that takes as long as the rest: on an H200 16 tokens of 8 heads after 100k take 52 us so, and 33 by row.
     """
     parts = next_power_of_2(num_programs // num_rows)
     if parts < 8:
@@ -229,7 +229,7 @@ def merge_of_few_rows(num_rows: int, num_programs: int) -> FewRows | None:
 def launch_extend_merge(
     args: AttendArgs, cut: ExtendCut, block: BlockGeometry, stages: int, *, draws: bool = False
 ) -> None:
-    """out and lse of every row of which several programs hold parts; args and cut are launch_paged_extend's.
+    """Writes out and lse of every row that several programs have parts of; args and cut are launch_paged_extend's.
 
     stages: parts whose loads are in flight
     draws:  whether the launch before drew rows

@@ -1,4 +1,4 @@
-"""List the query blocks of an extend step on the device, the longest first, and share out the longest ones.
+"""Lists the query blocks of an extend step on the device, the longest first, and shares out the longest ones.
 
 A query block is up to query_tokens consecutive new tokens of one sequence. A program places one block at its rank: the
 number of blocks of all sequences that reach further, which has a closed form for each sequence, so nothing is sorted.
@@ -7,35 +7,36 @@ read the same keys, from the L2. A row is a block and a KV head, or part of that
 that the block sees plus row_keys. The cost of all blocks that come before one has a closed form too.
 
 Rows then lie on one axis, block by block. The `cut` longest blocks are shared out: with `shared` the cost of their
-rows, program p takes the positions [p * share, (p + 1) * share), share = ceil(shared / programs). All rows after them
-are one program's each, and start as programs end. So, as in decode_schedule.py,
+rows, program p takes the positions [p * share, (p + 1) * share), share = ceil(shared / programs). Each row after them
+belongs to one program, and starts when a program ends. So, as in decode_schedule.py,
 
   a program leaves at most two rows unfinished: the first, begun by an earlier program, and the last, which goes on;
   the parts of a row that starts at position x are those of programs x // share to (x + cost - 1) // share.
 
-Where there are two programs or more for each row, tiles may have all of them cut alike (alike_keys), each part a
-program of its own: of R rows into n = P // R parts of equal size, or into fewer where these would be smaller than
-least_keys. Up to eight parts may be as small as half of least_keys. Then no program begins a second row, and programs
-of a sequence's KV heads read the same keys, beside each other in a page, at the same time. The size is that of the
-longest row, of which the last part is shorter, since it has the diagonal and the end of the row; a shorter row has an
-even shorter last part, or fewer parts. Row r counts as one that starts at r n parts. Rows are cut so where the size,
-plus alike_keys for the merge, is no more than the estimate below.
+If there are at least two programs for each row, tiles may have all rows cut alike (alike_keys), each part a program of
+its own: R rows into n = P // R parts of equal size, or into fewer if these would be smaller than least_keys. Up to
+eight parts may be as small as half of least_keys. Then no program begins a second row, and programs of a sequence's KV
+heads read the same keys, next to each other in a page, at the same time. The size is that of the longest row. Its last
+part is shorter, since it has the diagonal and the end of the row; a shorter row has an even shorter last part, or fewer
+parts. Row r counts as one that starts at r n parts. Rows are cut so if the size, plus alike_keys for the merge, is no
+more than the estimate below.
 
-The cut is the one that an estimate likes best, of _CUTS evenly spaced ones:
+The cut is the one with the lowest estimate, of _CUTS evenly spaced ones:
 
     shared / programs + split_keys + gain / 16 mean loads + max(rest / programs, (k + 1) cost of the row after k rounds)
 
-The first three only where something is shared, and no share is larger than most_keys; the last since k + 1 rows that
-long have one slot among programs. Where two whole rows run in the room of a program (rows_at_once), a round has twice
-as many, and a row takes half as long again: it runs at half the speed until its neighbour ends.
+The first three terms count only if something is shared, and no share may be larger than most_keys. The last term is
+there because k + 1 rows that long have one slot among programs. If two whole rows run in the room of a program
+(rows_at_once), a round has twice as many, and a row takes half as long again: it runs at half the speed until its
+neighbour ends.
 
-Deterministic attention shares rows by whole segments (segment_len) and keeps each as a part, so that a share takes as
-long as its segments, rounded up, and costs gain / 16 of its keys more. No share is smaller than a segment: of few rows
-some programs have none, and these take the longest of the whole rows (hopper/rows.py); or whole rows are a launch of
-their own, after that of the shares (shares_first).
+Deterministic attention shares rows by whole segments (segment_len) and keeps each as a part. So a share takes as long
+as its segments, rounded up, and costs gain / 16 of its keys more. No share is smaller than a segment: if rows are few,
+some programs have no share, and these take the longest of the whole rows (hopper/rows.py). Or whole rows are a launch
+of their own, after that of the shares (shares_first).
 
-The schedule is int32, flat, BLOCK_WORDS a block, then SHARE_WORDS a program. num_tokens // query_tokens + num_seqs + 1
-blocks are enough for any split of num_tokens, the padded tail included. Costs are in keys, 64 bits.
+The schedule is int32, flat, BLOCK_WORDS per block, then SHARE_WORDS per program. num_tokens // query_tokens + num_seqs
++ 1 blocks are enough for any split of num_tokens, the padded tail included. Costs are in keys, 64 bits.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ BLOCK_FIRST_TOKEN = tl.constexpr(1)
 BLOCK_TOKENS = tl.constexpr(2)  # 0: nothing to do
 BLOCK_KV_INDEX = tl.constexpr(3)  # of the first token
 BLOCK_KEYS = tl.constexpr(4)  # its last key is that of its last token, or of its sequence; these before it are seen
-# Of the first block: whole rows that were drawn, of a launch that runs (hopper/draws.py); else 0, as in all others.
+# In the first block: whole rows that a running launch has drawn (hopper/draws.py); 0 otherwise and in all others.
 COUNTER = tl.constexpr(5)
-BLOCK_BEFORE = tl.constexpr(6)  # 64 bits: what a row of each block before it costs
+BLOCK_BEFORE = tl.constexpr(6)  # 64 bits: cost of the blocks before it, counting one row of each
 # The words of a program's share.
 SHARE_WORDS = tl.constexpr(cuts.SHARE_WORDS)
 SHARE_BLOCK = tl.constexpr(0)
@@ -71,12 +72,12 @@ SHARE_WORK = tl.constexpr(3)
 SHARE_START = tl.constexpr(4)  # 64 bits: position where the row starts
 SHARE_SIZE = tl.constexpr(6)  # of every share
 SHARE_CUT = tl.constexpr(7)  # blocks that are shared out
-SHARE_PARTS = tl.constexpr(8)  # 64 bits: parts that each row has room for, where rows are cut alike; else 0
-# Up to so many parts of rows that are cut alike may be smaller than other shares: of many the merge takes long. On an
-# H200 8 x 1 heads of 128, 16 new of 16016, in 62 parts each 15.5 us, in 125 19.7; between 8 and 62 nothing was
+SHARE_PARTS = tl.constexpr(8)  # 64 bits: parts that each row has room for, if rows are cut alike; else 0
+# Rows that are cut alike may have up to this many parts that are smaller than other shares: merging many takes long. On
+# an H200 8 x 1 heads of 128, 16 new of 16016, in 62 parts each 15.5 us, in 125 19.7; between 8 and 62 nothing was
 # measured.
 _SMALL_PARTS = tl.constexpr(8)
-# Sequences, blocks, cuts and rounds that a program looks at in one step; fixed numbers, so that no batch size needs
+# Sequences, blocks, cuts and rounds that a program handles at a time; fixed numbers, so that no batch size needs
 # another compilation.
 _SEQS_AT_ONCE = 512
 _BLOCKS_AT_ONCE = 512
@@ -98,13 +99,13 @@ def work_of_share(share):
 
 @triton.jit
 def row_after(query_block, row, ROWS: tl.constexpr):
-    """Query block and row of the row that comes next; every query block has ROWS rows."""
+    """Query block and row of the next row; every query block has ROWS rows."""
     row += 1
     return tl.where(row == ROWS, query_block + 1, query_block), tl.where(row == ROWS, 0, row)
 
 
 class ListGeometry(NamedTuple):
-    """What the list is compiled for: QUERY_TOKENS, CAUSAL, WINDOWED of the cut; SEQS: sequences of one iteration."""
+    """Constants of the list's kernel: QUERY_TOKENS, CAUSAL, WINDOWED of the cut; SEQS: sequences per iteration."""
 
     QUERY_TOKENS: int
     CAUSAL: bool
@@ -123,13 +124,13 @@ def _blocks_of(q_indptr, seq, num_seqs, min_q_len, G: tl.constexpr):
 
 @triton.jit
 def _most_keys(q_len, window_left, G: tl.constexpr):
-    """The most keys that a block of a sequence sees with a window; if not causal, also what the first token does."""
+    """The most keys that a block of a sequence sees with a window; if not causal, also those of its first token."""
     return window_left + (G.QUERY_TOKENS if G.CAUSAL else q_len)
 
 
 @triton.jit
 def _keys_of_last(count, blocks, q_len, length, window_left, G: tl.constexpr):
-    """The keys, int64, that the last `count` of a sequence's blocks see, each block for itself."""
+    """The keys, int64, that the last `count` of a sequence's blocks see, added up over the blocks."""
     if G.CAUSAL:
         prefix = (length - q_len).to(tl.int64)
         first = (blocks - count).to(tl.int64)
@@ -199,21 +200,20 @@ def _list_kernel(
         total += tl.sum(blocks, 0)
 
     is_block = block < total
-    # Of the first sequence where there is no such block: nothing of it is used then. Some steps have no sequence.
+    # If there is no such block, the first sequence's; nothing of it is used then. Some steps have no sequence.
     length = tl.load(kv_len + seq, mask=num_seqs > 0, other=0)
     prefix = length - seq_q_len
     offset = (block - first_block) * QUERY_TOKENS
     extent = prefix + tl.minimum(seq_q_len, offset + QUERY_TOKENS) if G.CAUSAL else length
     first_alike, end_alike = _class_of(extent)
-    # Of no block the cost of all of them.
+    # If there is no such block, the cost of all blocks.
     rank = 0
     before = tl.zeros([], tl.int64)
     for first in range(0, num_seqs, SEQS):
         other = first + lane
         _, q_len, blocks = _blocks_of(q_indptr, other, num_seqs, min_q_len, G)
         other_len = tl.load(kv_len + other, mask=other < num_seqs, other=0)
-        # Blocks of the other sequence that go before this one: those of a longer class, and of earlier sequences those
-        # of the same one.
+        # Blocks of the other sequence that go before this one: of a longer class, or if it is earlier, of the same.
         if G.CAUSAL:
             edge = tl.where(other == seq, extent, tl.where(other < seq, first_alike, end_alike) - 1)
             later = tl.maximum(edge - (other_len - q_len), 0)
@@ -248,15 +248,15 @@ def _list_kernel(
 
 @triton.jit
 def _cost_before(schedule, block, is_block):
-    """What a row of each block before one costs; block: [..], is_block: which of them to look at."""
+    """Cost of the blocks before one, counting one row of each; block: [..], is_block: which of them to read."""
     return tl.load(
         (schedule + block * BLOCK_WORDS + BLOCK_BEFORE).to(tl.pointer_type(tl.int64)), mask=is_block, other=0
     )
 
 
 class ShareGeometry(NamedTuple):
-    """What shares are compiled for: ROWS of a block; SEGMENT_LEN, SHARES_FIRST, ALIKE_KEYS and ROW_KEYS of
-    cuts.Sharing; BLOCKS, CUTS, ROUNDS that are looked at in one step.
+    """The values that shares are compiled for: ROWS of a block; SEGMENT_LEN, SHARES_FIRST, ALIKE_KEYS and ROW_KEYS of
+    cuts.Sharing; BLOCKS, CUTS, ROUNDS that are handled at a time.
     """
 
     ROWS: int
@@ -271,9 +271,9 @@ class ShareGeometry(NamedTuple):
 
 @triton.jit
 def _longest_rounds(schedule, cut, num_blocks, first, slots, G: tl.constexpr):
-    """[CUTS], int64: what the rows of a slot take: k + 1 rows as long as the first one of round k.
+    """[CUTS], int64: the most that a slot's rows cost, counted as k + 1 rows as long as the first one of round k.
 
-    cut:   [CUTS] the rows are those of the blocks after it, slots of them a round
+    cut:   [CUTS] the rows are those of the blocks after it, slots of them per round
     first: [CUTS] rows that rounds 0, 2, ... begin after: slots that come first there come last in the others
     """
     rounds = tl.arange(0, G.ROUNDS)
@@ -287,7 +287,7 @@ def _longest_rounds(schedule, cut, num_blocks, first, slots, G: tl.constexpr):
 
 @triton.jit
 def _alike_parts(schedule, num_blocks, num_programs, least_keys, G: tl.constexpr):
-    """Into how many parts all rows would be cut, and the size of one in keys; one part: they would not be cut."""
+    """The number of parts that all rows would be cut into, and the size of one in keys; one part: they are not cut."""
     lane = tl.arange(0, G.BLOCKS)
     longest = tl.zeros([], tl.int64)
     for first in range(0, num_blocks, G.BLOCKS):
@@ -299,7 +299,7 @@ def _alike_parts(schedule, num_blocks, num_programs, least_keys, G: tl.constexpr
     of_halves = (keys // tl.maximum(least_keys // 2, 1)).to(tl.int32)
     most = tl.maximum(of_least, tl.minimum(of_halves, _SMALL_PARTS))
     parts = tl.maximum(tl.minimum(num_programs // tl.maximum(num_blocks * G.ROWS, 1), most), 1)
-    # What the last part of the longest row has less.
+    # The keys by which the last part of the longest row is shorter.
     row_end = tl.minimum(tl.cdiv(keys, parts) // 2, G.ROW_KEYS)
     return parts, tl.cdiv(keys + row_end, parts)
 
@@ -393,7 +393,7 @@ def _share_kernel(
 
 
 def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -> None:
-    """Fill the schedule of the queries' sequences, on the device.
+    """Fills the schedule of the queries' sequences, on the device.
 
     schedule: int32 [cut.words(T, S)] or longer, written
     """

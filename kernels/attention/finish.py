@@ -1,9 +1,9 @@
-"""What a layer does to attention's output before its projection, in one launch and in place.
+"""Finishes attention's output before a layer's projection, in one launch and in place.
 
     out[token] = unturn(out[token]) * sigmoid(gate[token])
 
-unturn is the rotary embedding of rope.py by the negative angle, of layers whose V turns with K: what is left depends on
-distances alone. Padded tokens stay as attention left them, zero, whatever their gate holds. Float32, rounded once.
+unturn is the rotary embedding of rope.py by the negative angle, for layers whose V turns with K: the result depends on
+distances alone. Padded tokens keep attention's zeros, whatever their gate holds. Float32, rounded once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ELEMENTS = 4096
 
 
 class FinishGeometry(NamedTuple):
-    """What the kernel is compiled for.
+    """The values that the kernel is compiled for.
 
     row:         how a row is cut
     HEADS:       rows of a token; HEADS_BLOCK: those of a program
@@ -46,7 +46,7 @@ def _gated(x, gates, place, is_head, mask, G: tl.constexpr):
         gate = tl.load(gates + place, mask=mask, other=0.0).to(tl.float32)
     else:
         gate = tl.load(gates, mask=is_head, other=0.0).to(tl.float32)
-    # Of the two forms of a sigmoid the one that does not overflow.
+    # A sigmoid has two forms; this one does not overflow.
     small = tl.exp2(tl.abs(gate) * -LOG2_E)
     return x * tl.where(gate < 0.0, small, 1.0) / (1.0 + small)
 
@@ -96,13 +96,13 @@ def _finish_kernel(
 
 
 def launch_finish(out: Tensor, gate: Tensor | None, rope: RopeTable | None, positions: Tensor, counts: Tensor) -> None:
-    """out with its turn undone, if there is a rope, and times the sigmoid of its gate, if there is a gate.
+    """Undoes the turn of out if there is a rope, and multiplies it by the sigmoid of its gate if there is a gate.
 
     out:       [T, q_heads, v_head_dim], any strides but the last; changed in place
     gate:      [T, q_heads] or [T, q_heads, v_head_dim], floating point, any strides but the last of three
     rope:      how out turns, at most v_head_dim elements
     positions: int32 [T], lines of the table
-    counts:    int32 [4]; [1] is num_tokens, and the tokens from there on stay as they are
+    counts:    int32 [4]; [1] is num_tokens, and the tokens from there on stay unchanged
     """
     assert gate is not None or rope is not None
     num_tokens, heads, dim = out.shape

@@ -5,8 +5,8 @@ From maximum m, sum l and accumulator a (base 2), a block with scores s and valu
     m' = max(m, max s)    l' = 2^(m - m') l + sum 2^(s - m')    a' = 2^(m - m') a + 2^(s - m') V
 
 q, K, V and a are tuples of equally wide blocks of columns: a head of 96 as three of 32 needs no padding, and one of 128
-as two of 64 fewer registers. With EXACT every sum of products is an explicit fma (segments.py says why); else the
-compiler chooses.
+as two of 64 needs fewer registers. With EXACT every sum of products is an explicit fma (segments.py says why);
+otherwise the compiler chooses.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
 
 class KeyGeometry(NamedTuple):
-    """What the loop is compiled for.
+    """The values that the loop is compiled for.
 
     HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row of one KV head
     HEADS_PER_ROW:        KV heads that are read as one
     HEAD_ROWS:            query heads that share a KV head
-    K_COLUMNS, V_COLUMNS: columns of a block of K and of a block of V, the KV heads beside each other; the last block is
-                          padded
-    K_PARTS, V_PARTS:     blocks of columns of a K row and of a V row; one where several KV heads are read as one
+    K_COLUMNS, V_COLUMNS: columns of a block of K and of a block of V, the KV heads next to each other; the last block
+                          is padded
+    K_PARTS, V_PARTS:     blocks of columns of a K row and of a V row; one if several KV heads are read as one
     PAGE_SIZE:            tokens of a page
     KEY_BLOCK:            keys of a block
-    EDGE_BLOCK:           keys of a block where rows do not see all of them; divides KEY_BLOCK
+    EDGE_BLOCK:           keys of a block if rows do not see all of them; divides KEY_BLOCK
     CAUSAL:               whether a row sees no key after its own
     WINDOWED, CAPPED:     whether scores have a window, a cap
-    BOUNDED:              whether a cap keeps exponentials within V's numbers, so that no maximum is taken off
+    BOUNDED:              whether a cap keeps exponentials within V's range, so that no maximum is subtracted
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
     IN_ONE_PAGE:          whether the keys of a block lie in one page (key_rows.py)
-    BY_NUMBER:            of the tiles: whether page numbers are loaded once for each page on NVIDIA
+    BY_NUMBER:            of the tiles: whether page numbers are loaded once per page on NVIDIA
     EXACT:                whether results may not depend on which products and sums the compiler fuses
     coding:               how elements of pages are encoded
     """
@@ -81,7 +81,7 @@ class KeyGeometry(NamedTuple):
 
 
 class Query(NamedTuple):
-    """Rows that look at keys: blocks of columns, [rows, K_COLUMNS] each; kv_index [rows] of each, or [1] of all; how
+    """Rows that attend to keys: blocks of columns, [rows, K_COLUMNS] each; kv_index [rows], or [1] for all rows; how
     they are scored.
     """
 
@@ -91,13 +91,13 @@ class Query(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """Where rows read a packed mask (packed_mask.py).
+    """The places at which rows read a packed mask (packed_mask.py).
 
     words:     of the cell that cells are counted from
     cell:      [rows] a row's first cell
     end:       [rows] the end of its cells; 0 for a row without a token
     start:     the first key that has cells; every row sees those before it, as far as its window lets
-    first_key: [rows] of a window, the first key that it holds
+    first_key: [rows] the first key of a row's window
     """
 
     words: Any
@@ -108,7 +108,7 @@ class Bits(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Which keys rows see: keys, a Span of what some row sees; window_left; bits of a packed mask, or None."""
+    """The keys that rows see: keys, a Span of those that some row sees; window_left; bits of a packed mask, or None."""
 
     keys: Any
     window_left: Any
@@ -148,7 +148,7 @@ def key_geometry(args: AttendArgs, scores: Scores, *, tiles: ExtendTiles, causal
 
 @triton.jit
 def nothing_seen(ROWS: tl.constexpr, K: tl.constexpr):
-    """The softmax of no key."""
+    """The softmax state before any key."""
     acc = ()
     PARTS: tl.constexpr = K.V_PARTS
     COLUMNS: tl.constexpr = K.V_COLUMNS
@@ -160,13 +160,13 @@ def nothing_seen(ROWS: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def is_column(PART: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr):
-    """Which columns of a block lie in the row, [1, COLUMNS]."""
+    """A mask of the columns of a block that lie in the row, [1, COLUMNS]."""
     return (PART * COLUMNS + tl.arange(0, COLUMNS) < DIM)[None, :]
 
 
 @triton.jit
 def _elements(rows, live, PART: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """A block of columns of K rows or V rows; 0 beyond the row and, if MASKED, of keys that are not live [keys, 1]."""
+    """A block of columns of K rows or V rows; 0 beyond the row and, if MASKED, for keys that are not live [keys, 1]."""
     block = rows + PART * COLUMNS
     if (PART + 1) * COLUMNS > DIM:
         x = tl.load(block, mask=live & is_column(PART, COLUMNS, DIM), other=0)
@@ -179,7 +179,7 @@ def _elements(rows, live, PART: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.con
 
 @triton.jit
 def _column_offsets(COLUMNS: tl.constexpr, DIM: tl.constexpr, head_stride, K: tl.constexpr):
-    """Where columns of a block lie in a token's rows, from its first head's on. DIM: of a head"""
+    """Offsets of a block's columns in a token's rows, from its first head on. DIM: of a head"""
     column = tl.arange(0, COLUMNS)
     if K.HEADS_PER_ROW > 1 and are_read_by_page(K.IN_ONE_PAGE):
         column = column // DIM * near(head_stride) + column % DIM
@@ -190,11 +190,11 @@ def _column_offsets(COLUMNS: tl.constexpr, DIM: tl.constexpr, head_stride, K: tl
 
 @triton.jit
 def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr):
-    """Key blocks [blocks.first, blocks.end) added to a softmax: of KEY_BLOCK keys, and of EDGE_BLOCK if MASKED.
+    """Adds key blocks [blocks.first, blocks.end) to a softmax state: of KEY_BLOCK keys, or of EDGE_BLOCK if MASKED.
 
     If not MASKED, every row sees all their keys. If MASKED, a row sees the keys of its window, and only keys in
-    seen.keys are loaded; with bits a row sees the keys before the end that have no bits or whose bits are set, of a
-    window from bits.first_key on, and only keys that some row sees are loaded.
+    seen.keys are loaded. With bits a row sees the keys before the end that have no bits or whose bits are set, and with
+    a window only those from bits.first_key on; only keys that some row sees are loaded.
 
     STAGES: blocks whose loads are in flight
     """
@@ -212,7 +212,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
     if AT_ONCE:
         # capped() gives half a tanh, of an exponent in base 2 of twice the number.
         qk_scale, tanh_scale = qk_scale * 0.5, tanh_scale * (0.5 * LN_2)
-    # Of Hopper's deterministic extend, which has these bits.
+    # Hopper's deterministic extend computes the same bits.
     BOUNDED: tl.constexpr = K.BOUNDED and AT_ONCE and slope is None
     pages = kv.line
     lane = tl.arange(0, KEY_BLOCK)
@@ -230,7 +230,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         # kv_index, offset: [KEY_BLOCK]; page: [KEY_BLOCK], or one; k_rows: [KEY_BLOCK, K_COLUMNS]; v_rows: of V_COLUMNS
         kv_index = block * KEY_BLOCK + lane
         if BY_NUMBER:
-            # No page is negative: said to save the extension of a sign.
+            # No page is negative. The cast says so, to save a sign extension.
             page = next_page.to(tl.uint32, bitcast=True).to(tl.int64)
             page = tl.reshape(tl.broadcast_to(page[:, None], [PAGES, KEY_BLOCK // PAGES]), [KEY_BLOCK])
         else:
@@ -270,7 +270,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         if K.CAPPED:
             scores = capped_at_once(scores, tanh_scale) if AT_ONCE else capped(scores, tanh_scale)
         if slope is not None:
-            # Scaled here already: the slope is not.
+            # Scaled here already, because the slope is not scaled.
             distance = kv_index[None, :] - query.kv_index[:, None]
             if K.EXACT:
                 scores = tl.fma(slope[:, None], distance.to(tl.float32), scores * qk_scale)
@@ -299,7 +299,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         else:
             weights = tl.exp2(scores * factor - base[:, None])
         total = tl.fma(total, decay, tl.sum(weights, 1)) if K.EXACT else total * decay + tl.sum(weights, 1)
-        # By the compiler: by hand (see rounded) deterministic extend of 256 columns spills 2 registers on gfx942.
+        # The compiler rounds: by hand (see rounded) deterministic extend of 256 columns spills 2 registers on gfx942.
         shares = weights.to(DTYPE) if K.EXACT and C.SCALES != TOKEN_SCALES else weights
         left = acc
         acc = ()

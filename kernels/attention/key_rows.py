@@ -1,8 +1,8 @@
-"""Where the keys of a block lie in pages: each key in a page of its own, or all of them in one.
+"""The places of a block's keys in pages: each key in a page of its own, or all of them in one.
 
-Keys of one page have one page number, a scalar. What a lane adds to it fits 32 bits then, whatever the size of the
-pool: above 2 GiB too AMD's compiler keeps buffer loads, on gfx950 those straight to LDS, and has no 64-bit address to
-compute for each key.
+Keys of one page have one page number, a scalar. The offset that a lane adds fits 32 bits then, whatever the size of
+the pool: above 2 GiB too AMD's compiler keeps buffer loads, on gfx950 those straight to LDS, and has no 64-bit address
+to compute for each key.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _NEAR = tl.constexpr(NEAR)
 
 
 def lie_in_one_page(args: AttendArgs, key_block: int) -> bool:
-    """Whether the keys of every block lie in one page, near each other."""
+    """True if the keys of every block lie in one page, near each other."""
     return args.pages.is_near and args.pages.format.page_size % key_block == 0
 
 
 @constexpr_function
 def are_read_by_page(in_one_page: bool) -> bool:
-    """Whether kernels make use of it: on AMD, and under the interpreter. On NVIDIA it gains nothing."""
+    """True if kernels read keys by page: if they lie in one, on AMD and under the interpreter. NVIDIA gains nothing."""
     target = None if knobs.runtime.interpret else current_target()
     return in_one_page and (target is None or target.backend == "hip")
 
@@ -42,10 +42,10 @@ def pages_of_block(pages, block, lane, PAGE_SIZE: tl.constexpr, KEY_BLOCK: tl.co
 
 @constexpr_function
 def pages_at_once(page_size: int, key_block: int) -> int:
-    """Page numbers that are loaded for a block on NVIDIA: one for each of its pages, where it begins or ends with one.
+    """Page numbers that are loaded for a block on NVIDIA: one per page if the block begins or ends with a page.
 
-    Fewer than a program has threads are loaded by every thread that needs them; others are handed round in shared
-    memory, at two barriers each.
+    If there are fewer than a program has threads, every thread loads those that it needs; otherwise they are passed
+    through shared memory, at two barriers each.
     """
     target = None if knobs.runtime.interpret else current_target()
     is_whole = key_block % page_size == 0 or page_size % key_block == 0
@@ -64,7 +64,7 @@ def near(stride):
 
 @triton.jit
 def offsets_in_page(lane, token, column):
-    """What a block of one page adds to its first element, int32 [keys, columns].
+    """Offsets of a block's elements from its first one, all in one page, int32 [keys, columns].
 
     token: stride between tokens; column: offset of each column in a token
     """

@@ -1,4 +1,4 @@
-"""What the paged decode and extend kernels serve, as values that a capability table can cite."""
+"""The limits of the paged decode and extend kernels, as values that a capability table can cite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def refusals(
     page_size: int,
     dtype: torch.dtype,
 ) -> list[str]:
-    """One sentence for each reason why the kernels do not serve these layers; empty when they do."""
+    """Returns one sentence for each reason why the kernels do not serve these layers; empty if they do."""
     reasons = []
     if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
         reasons.append(f"{num_q_heads} query heads are not a positive multiple of {num_kv_heads} KV heads")

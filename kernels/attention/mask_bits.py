@@ -1,4 +1,4 @@
-"""How a query block reads its bits of a packed mask (packed_mask.py): as one 32-bit word for each row."""
+"""Reads a query block's bits of a packed mask (packed_mask.py), as one 32-bit word per row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 # Keys that a row's word has room for: key blocks that are read by it have no more.
 MAX_MASK_BLOCK = 32
-# Keys of a block that is read by two words a row.
+# Keys of a block that is read by two words per row.
 TWO_WORDS = 64
 
 
@@ -18,18 +18,18 @@ def _either(a, b):
 
 @triton.jit
 def _load_word(words, word, row_end):
-    """A word of cells for each row; 0 where the row has no cell in it."""
+    """A word of cells for each row; 0 if the row has no cell in it."""
     return tl.load(words + word, mask=word * 32 < row_end, other=0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def row_bits(words, row_cell, row_end, first_key, start, end_key):
-    """Bit n of each row: whether it sees key first_key + n. Bits of keys before start are 1, at or past end_key 0.
+    """A word for each row: bit n says whether it sees key first_key + n; 1 before start, 0 at or past end_key.
 
     words:    of the cell that the query block counts its cells from
     row_cell: int32, the row's first cell, which is of key start, counted from the first bit of words
     row_end:  int32, the end of its cells; 0 for a row without a token
-    start:    the first key that has cells; where the block lies before it, no word is read
+    start:    the first key that has cells; if the block lies before it, no word is read
     """
     before = tl.minimum(tl.maximum(start - first_key, 0), 32)
     cell = row_cell + tl.maximum(first_key - start, 0)
@@ -48,7 +48,7 @@ def row_bits(words, row_cell, row_end, first_key, start, end_key):
 
 @triton.jit
 def bits_from(first):
-    """The bits of a word from bit first on: all of them where it is 0 or less, none where it is 32 or more."""
+    """The bits of a word from bit first on: all of them if it is 0 or less, none if it is 32 or more."""
     shift = tl.minimum(tl.maximum(first, 0), 31).to(tl.uint32)
     return tl.where(first < 32, tl.full([1], 0xFFFFFFFF, tl.uint32) << shift, 0)
 
@@ -61,13 +61,13 @@ def seen_by_some(bits):
 
 @triton.jit
 def bit_is_set(bits, lane):
-    """Whether the bit of a lane is set."""
+    """True if the bit of a lane is set."""
     return ((bits >> lane.to(tl.uint32)) & 1) != 0
 
 
 @triton.jit
 def row_words(packed, first_key, end_key, K: tl.constexpr, KEY_BLOCK: tl.constexpr):
-    """The bits of a block's keys, as one word a row, or as two where it has TWO_WORDS keys; then windows are in them.
+    """The bits of a block's keys within their windows, as one word per row, or as two if it has TWO_WORDS keys.
 
     packed: key_loop.Bits
     """
@@ -84,5 +84,5 @@ def row_words(packed, first_key, end_key, K: tl.constexpr, KEY_BLOCK: tl.constex
 
 @triton.jit
 def is_seen(low, high, lane, KEY_BLOCK: tl.constexpr):
-    """Whether the key of a lane is seen, by the words of a row, or of rows [rows, 1] and lanes [1, KEY_BLOCK]."""
+    """True if the key of a lane is seen, by the words of a row, or of rows [rows, 1] and lanes [1, KEY_BLOCK]."""
     return bit_is_set(tl.where(lane < 32, low, high), lane % 32) if KEY_BLOCK > 32 else bit_is_set(low, lane)

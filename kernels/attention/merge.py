@@ -1,4 +1,4 @@
-"""Add up the partial results of rows that several decode programs shared.
+"""Adds up the partial results of rows that several decode programs shared.
 
 Part i of a row holds, for each q row, an accumulator a_i, a maximum m_i and a sum l_i in base 2. With m = max m_i:
 
@@ -40,7 +40,7 @@ from rocm_attn.kernels.launch import launch
 
 
 class MergeGeometry(NamedTuple):
-    """What the merge is compiled for.
+    """The values that the merge is compiled for.
 
     rows:       how decode's rows are cut
     MOST_ROWS:  rows of a sequence, at most
@@ -62,7 +62,7 @@ class MergeGeometry(NamedTuple):
 class Parts(NamedTuple):
     """Parts of rows: acc [parts, LINES, V_HEAD_DIM]; sums [parts, LINES, 2], maximum and sum.
 
-    Where merge_within.py adds them up, acc / sum, and sums [parts, LINES, V_HEAD_DIM]: maximum + log2(sum), each time.
+    If merge_within.py adds them up: acc / sum, and sums [parts, LINES, V_HEAD_DIM], each maximum + log2(sum).
     """
 
     acc: Any
@@ -71,7 +71,7 @@ class Parts(NamedTuple):
 
 @triton.jit
 def merge_parts(parts, first_program, num_parts, q_row, num_rows, column, LINES: tl.constexpr, G: tl.constexpr):
-    """What all parts of one row give: accumulator [HEADS, COLUMNS], maximum and sum [HEADS]; PARTS are added at a time.
+    """The softmax state of all parts of one row: acc [HEADS, COLUMNS], maximum and sum [HEADS]; adds PARTS at a time.
 
     q_row: which lines, those below num_rows
     """
@@ -152,7 +152,7 @@ def _merge_kernel(
     mine = mine & (num_parts > 1)
     q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
     column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
-    # What decode does not write is loaded while it still runs, where launches are early.
+    # Memory that decode does not write is loaded while decode still runs, if launches are early.
     token = tl.load(q_indptr + seq, mask=mine, other=0).to(tl.int64)
     # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
     if T.MOST == 1:
@@ -171,7 +171,7 @@ def _merge_kernel(
         sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
     if G.EARLY:
         gdc_launch_dependents()
-        # In every program: what follows the merge may start when all have ended, and shall find decode ended too.
+        # In every program: the launch after the merge may start when all have ended, and must find decode ended too.
         gdc_wait()
     if mine:
         sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
@@ -192,12 +192,12 @@ def _merge_kernel(
 
 
 def early_options(early: bool) -> dict[str, bool]:
-    """Launch options of a kernel that may start before the one before it has ended; AMD's compiler knows none."""
+    """Launch options of a kernel that may start before the one before it has ended; AMD's compiler has none."""
     return {"launch_pdl": True} if early else {}
 
 
 def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut, *, early: bool = False) -> None:
-    """out and lse of every row of which several programs hold parts; the arguments are launch_paged_decode's.
+    """Writes out and lse of every row that several programs have parts of; the arguments are launch_paged_decode's.
 
     early: whether the launch before it, decode's, lets this one start while it runs. The merge waits for its end on the
            device ("programmatic dependent launch" of NVIDIA from sm_90 on)

@@ -1,10 +1,10 @@
-"""Merge attention over two sets of keys into attention over both.
+"""Merges attention over two sets of keys into attention over both.
 
     m   = max(lse_a, lse_b)         a = exp(lse_a - m)         b = exp(lse_b - m)
     out = out_a * (a / (a + b)) + out_b * (b / (a + b))        lse = m + ln(a + b)
 
 The sets must share no key, and a sink is in the log-sum-exp of one of them only. A side that has seen no key has LSE
--inf; its output is not read and may be NaN. Where both have seen none, out is 0 and lse is -inf.
+-inf; its output is not read and may be NaN. If both have seen none, out is 0 and lse is -inf.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def _merge_states_kernel(
     log_a = tl.load(lse_a + token * lse_a_token + head * lse_a_head, mask=is_row, other=float("-inf")) * LOG2_E
     log_b = tl.load(lse_b + token * lse_b_token + head * lse_b_head, mask=is_row, other=float("-inf")) * LOG2_E
     maximum = tl.maximum(log_a, log_b)
-    # Where both sides are empty, the subtractions must not be inf - inf.
+    # If both sides are empty, the subtractions must not be inf - inf.
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
     share_a, share_b = tl.exp2(log_a - base), tl.exp2(log_b - base)
     # Without keys 0 / 1, and -inf + log2(1).
     total = tl.where(maximum == float("-inf"), 1.0, share_a + share_b)
-    # Rounded to nearest: a plain division may miss 1 / 1, and a side beside an empty one must come out as it was.
+    # Rounded to nearest: a plain division may miss 1 / 1, and a side must stay unchanged if the other is empty.
     weight_a, weight_b = tl.div_rn(share_a, total), tl.div_rn(share_b, total)
     is_element = is_row[:, None]
     if DIM_BLOCK > DIM:
         is_element = is_element & (column < DIM)[None, :]
     at_a = out_a + (token * a_token + head * a_head)[:, None] + column[None, :]
     at_b = out_b + (token * b_token + head * b_head)[:, None] + column[None, :]
-    # What is weighed with 0 may be NaN.
+    # A value with weight 0 may be NaN.
     value_a = tl.load(at_a, mask=is_element & (share_a > 0.0)[:, None], other=0.0).to(tl.float32)
     value_b = tl.load(at_b, mask=is_element & (share_b > 0.0)[:, None], other=0.0).to(tl.float32)
     merged = value_a * weight_a[:, None] + value_b * weight_b[:, None]
@@ -77,7 +77,7 @@ def _merge_states_kernel(
 
 
 def launch_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
-    """out, lse = attention over the keys of a and of b.
+    """Writes attention over the keys of a and of b to out and lse.
 
     out_a, out_b, out: [T, heads, dim], any strides but the last, each in a floating type of its own; out may be out_a
                        or out_b

@@ -1,20 +1,20 @@
-"""Add up the partial results of a row within the launch that leaves them: who ends last with them does it.
+"""Adds up the partial results of a row within the launch that leaves them: the program that ends last with them does.
 
-The parts of a row (merge.py), in the order of their programs, make groups of GROUP. Of each group the program that
-ends last adds up the parts, in their order, and puts the sum where the first one was. These sums make groups again,
-until one is left, whose sum is the row's. So which program ends last changes no bit, and none reads all parts of a long
-row: of one sequence 264 programs leave 2.2 MB, with 8 query heads of 128.
+The parts of a row (merge.py), in the order of their programs, make groups of GROUP. The program that ends last with a
+group adds up its parts, in their order, and puts the sum where the first one was. These sums make groups again,
+until one is left, whose sum is the row's. So the program that ends last changes no bit, and none reads all parts of a
+long row: for one sequence 264 programs leave 2.2 MB, with 8 query heads of 128.
 
-A part has a counter. A group's is that of its first part, or of one after it: of as many as it has levels of groups
-below it.
+A part has a counter. A group uses the counter of its first part, or of a later one: as many parts later as it has
+levels of groups below it.
 
-Here a part is divided by its sum, and has the logarithm of it beside each element: so an element needs nothing that
-another thread has, and no barrier.
+Here a part is divided by its sum, and has the logarithm of the sum next to each element. So an element needs nothing
+that another thread has, and no barrier.
 
-Who counts has stored its part before, and who reads parts has counted before: "acq_rel" orders what the thread that
-counts does, and barriers order it with the others of its program. The last one sets the counter back for the next
-launch, which waits for the end of this one (gdc_wait, where launches are early). The schedule's kernel sets all of
-them once a step.
+A program that counts has stored its part before, and one that reads parts has counted before: "acq_rel" orders what the
+counting thread does, and barriers order it with the others of its program. The last one sets the counter back for the
+next launch, which waits for the end of this one (gdc_wait, if launches are early). The schedule's kernel sets all of
+them once per step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SharedRow(NamedTuple):
 
     first: the first of these programs
     index: this one among them
-    count: how many they are
+    count: how many programs there are
     """
 
     first: Any
@@ -43,7 +43,7 @@ class SharedRow(NamedTuple):
 
 
 class RowOutput(NamedTuple):
-    """Where a row goes. Flat, as Triton 3.6 mixes up what lies deeper where some of it is a constant.
+    """The destination of a row. Flat, because Triton 3.6 mixes up deeper fields if some of them are constants.
 
     out, lse, sinks:                          pointers; the last two may be None
     out_token, out_head, lse_token, lse_head: strides between tokens and between heads
@@ -68,8 +68,8 @@ class _Group(NamedTuple):
 
     first:  the number of its first part in the row
     apart:  parts from one to the next
-    size:   how many
-    is_row: whether they are all
+    size:   how many there are
+    is_row: whether they are all of the row
     """
 
     first: Any
@@ -80,7 +80,7 @@ class _Group(NamedTuple):
 
 @triton.jit
 def merge_if_last(parts, counters, row, to, G: tl.constexpr):
-    """Count a part that this program has stored, and add up every group that it ends last with.
+    """Counts a part that this program has stored, and adds up every group that it ends last with.
 
     parts: a Parts (merge.py); row: a SharedRow; to: a RowOutput; G: a GroupShape
     """
@@ -95,7 +95,7 @@ def merge_if_last(parts, counters, row, to, G: tl.constexpr):
         group = _Group(number * (G.GROUP * apart), apart, size, count <= G.GROUP)
         # A group of one is its sum, and has no counter: the part after it may be another row's.
         if size > 1:
-            # What is stored is there before it counts: of all threads, since one counts for all.
+            # A part is stored before it counts: by all threads, since one counts for all.
             tl.debug_barrier()
             counter = counters + _place(row.first, group.first + level)
             is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == size - 1
@@ -111,7 +111,7 @@ def merge_if_last(parts, counters, row, to, G: tl.constexpr):
 
 @triton.jit
 def _merge_group(parts, first_program, group, to, G: tl.constexpr):
-    """Add up a group: to the row's output, or to where its first part is."""
+    """Adds up a group: to the row's output, or to the place of its first part."""
     HEADS: tl.constexpr = G.HEADS
     COLUMNS: tl.constexpr = G.COLUMNS
     for first_line in range(0, G.LINES, HEADS):
@@ -137,7 +137,7 @@ def _merge_group(parts, first_program, group, to, G: tl.constexpr):
                     is_first = mask & (column == 0)[None, :]
                     tl.store(lse_row, (maximum + tl.log2(total)) * LN_2, mask=is_first)
             else:
-                # All threads have read what is written over here.
+                # All threads must have read what is overwritten here.
                 tl.debug_barrier()
                 first = _place(first_program, group.first) * (G.LINES * G.V_HEAD_DIM)
                 total = tl.where(mask, total, 1.0)
@@ -147,7 +147,7 @@ def _merge_group(parts, first_program, group, to, G: tl.constexpr):
 
 @triton.jit
 def _sum_of_group(at, first_program, group, mask, G: tl.constexpr):
-    """What a group gives some elements, a Softmax, each with its own maximum and total. at: those of part 0"""
+    """A group's softmax state of some elements, each with its own maximum and total. at: those of part 0"""
     PARTS: tl.constexpr = G.PARTS
     acc = tl.zeros(mask.shape, tl.float32)
     total = tl.zeros(mask.shape, tl.float32)
@@ -163,7 +163,7 @@ def _sum_of_group(at, first_program, group, mask, G: tl.constexpr):
             accs += (tl.load(at.acc + place, mask=live, other=0.0),)  # type: ignore[assignment]
             sums += (part_sum,)  # type: ignore[assignment]
             new_maximum = tl.maximum(new_maximum, part_sum)
-        # Of lines without a head: no inf - inf.
+        # Lines without a head have -inf: no inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         decay = tl.exp2(maximum - base)
         total *= decay
@@ -178,5 +178,5 @@ def _sum_of_group(at, first_program, group, mask, G: tl.constexpr):
 
 @triton.jit
 def _place(first_program, number):
-    """Which one of all parts is a row's: of its first program it is the second part, of the others the first."""
+    """The number of a row's part among all parts: the second part of its first program, the first one of the others."""
     return tl.maximum(2 * (first_program + number), 2 * first_program + 1)

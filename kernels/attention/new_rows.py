@@ -1,13 +1,13 @@
-"""Store K and V of new tokens within decode: of a row by the program that reads its last key, before it reads it.
+"""Stores K and V of new tokens within decode: the program that reads a row's last key does so before it reads it.
 
     k_pages[slot // page_size, slot % page_size] = k[token]      likewise v
 
-As kernels/cache/store.py does it, into linear pages of q's dtype: tokens at or past num_tokens and slots of no one are
-dropped, and what is infinite or no number is stored as 0 and sets a bit of the step's error word.
+It does the same as kernels/cache/store.py, into linear pages of q's dtype: tokens at or past num_tokens and slots that
+belong to no sequence are dropped, and an infinity or NaN is stored as 0 and sets a bit of the step's error word.
 
-A sequence has one new token, which is its last key. So no other program reads what this one writes, but those of the
-same KV head's other query heads, each of which writes the same and reads what it wrote itself. Between the two lies a
-barrier: on NVIDIA's GPUs it orders what a program's threads write before what they read.
+A sequence has one new token, which is its last key. So no other program reads what this one writes, except those of
+the same KV head's other query heads, each of which writes the same and reads what it wrote itself. A barrier separates
+the two: on NVIDIA's GPUs it orders the writes of a program's threads before their reads.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ def _new_elements(new, token, first_head, DIM: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _keep(elements, pages, slot, first_head, counts, DIM: tl.constexpr, G: tl.constexpr):
-    """Write _new_elements to their slot. pages: a Pages (bundles.py)"""
+    """Writes _new_elements to their slot. pages: a Pages (bundles.py)"""
     head, column, inside = _places(DIM, G)
     is_strange = ~(tl.abs(elements.to(tl.float32)) < float("inf"))
     cell = slot // G.PAGE_SIZE * pages.page + slot % G.PAGE_SIZE * pages.token + (first_head + head) * pages.head
     tl.store(pages.at + cell + column, tl.where(is_strange, 0.0, elements), mask=inside)
-    # Element by element, as hardly ever any is: to look whether one is takes barriers. Beside a row there is none.
+    # Element by element, because hardly any is strange: a test for it takes barriers. Columns beyond a row never are.
     words = counts + _ERROR_WORD + tl.zeros(is_strange.shape, tl.int32)
     tl.atomic_or(words, _NOT_FINITE, mask=is_strange, sem="relaxed")
 
 
 @triton.jit
 def store_new_rows(k, v, k_pages, v_pages, token, first_head, G: tl.constexpr):
-    """Store a token's K and V of a row's KV heads, if it is here, and let the program read them afterwards.
+    """Stores a token's K and V of a row's KV heads, if it is here, and lets the program read them afterwards.
 
     k, v:       Rows (bundles.py); k_pages, v_pages: Pages of the first KV head of all
     token:      a NewToken
     first_head: int64
     """
     if token.is_here:
-        # All loads before the first store, which none of those after it could pass.
+        # All loads come before the first store, because no load could pass a store.
         slot = tl.load(token.slot_of_token + token.number).to(tl.int64)
         num_tokens = tl.load(token.counts + 1)
         k_elements = _new_elements(k, token.number, first_head, G.HEAD_DIM, G)

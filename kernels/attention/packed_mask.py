@@ -5,10 +5,10 @@ bit c % 8 of byte c // 8, where
 
     c = indptr[i] + t * (kv_len[i] - start[i]) + j - start[i]
 
-A token sees every key before start[i], and of the others exactly those whose bits are set; it need not see itself, and
-may see what comes after it. A tree of drafts needs bits of its own tokens alone, and start 0 is a mask of all keys. In
-a layer with a window it sees those of them from kv_index window_start[token] on. Places of a tree's tokens are not
-their depths: what writes the mask knows both (place_trees.py, place_mask.py, pack_mask.py).
+A token sees every key before start[i], and those of the others whose bits are set; it need not see itself, and may see
+later tokens. A tree of drafts needs bits of its own tokens only, and start 0 is a mask of all keys. In a layer with a
+window it sees only those from kv_index window_start[token] on. Places of a tree's tokens are not their depths: the
+code that writes the mask knows both (place_trees.py, place_mask.py, pack_mask.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PackedMask:
     words:        int32 [n]      the cells of all sequences, and words that are not read
     indptr:       int64 [S + 1]  sequence -> its first cell
     start:        int32 [S]      sequence -> the first key that has cells, from 0 up to kv_len
-    window_start: int32 [T]      token -> the first key of its window, which may lie before the sequence's; of a layer
+    window_start: int32 [T]      token -> the first key of its window, which may lie before the sequence's; in a layer
                                  without a window empty, and not read
     """
 
@@ -36,9 +36,9 @@ class PackedMask:
     window_start: Tensor
 
     def check(self, num_seqs: int, num_tokens: int, *, windowed: bool) -> None:
-        """What a launcher asserts of the mask of a step with so many sequences and padded tokens.
+        """Asserts dtypes, shapes and contiguity.
 
-        windowed: whether the layer has a window
+        num_seqs, num_tokens: of the step, padded; windowed: whether the layer has a window
         """
         assert self.words.dtype == torch.int32
         assert self.words.is_contiguous()

@@ -1,4 +1,4 @@
-"""Clear the padded tokens of an attention output, after kernels that leave them as they are or write garbage there.
+"""Clears the padded tokens of an attention output, after kernels that leave them unchanged or write garbage there.
 
 out[t] = 0    lse[t] = -inf        for t >= num_tokens
 """
@@ -43,7 +43,7 @@ def _clear_pads_kernel(
 
 @only_launches
 def launch_clear_pads(counts: Tensor, out: Tensor, lse: Tensor | None) -> None:
-    """Write zeros to the padded tokens of out, and -inf to those of lse.
+    """Writes zeros to the padded tokens of out, and -inf to those of lse.
 
     counts: int32 [4]; [1] is num_tokens
     out:    [T, q_heads, v_head_dim], any strides but the last

@@ -1,6 +1,6 @@
-"""How an extend program reads its query block and writes what the block's tokens receive.
+"""Reads an extend program's query block and writes the results of the block's tokens.
 
-Rows of a query block are [token, head]: query heads of one KV head beside each other, so that K and V are loaded once
+Rows of a query block are [token, head]: query heads of one KV head next to each other, so that K and V are loaded once
 for all of them.
 """
 
@@ -18,7 +18,7 @@ from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 
 
 class BlockGeometry(NamedTuple):
-    """What an extend kernel is compiled for.
+    """The values that an extend kernel is compiled for.
 
     keys:        of the loop over keys: KeyGeometry, or LatentGeometry over latent pages
     KV_HEADS:    KV heads; those that are read as one count as one, here and below
@@ -30,11 +30,11 @@ class BlockGeometry(NamedTuple):
     SHARES:      whether programs take their shares of the longest rows
     WHOLE_ROWS:  whether programs take the other rows
     SEGMENT_LEN: keys of a segment of deterministic attention; 0: keys are not cut
-    STAGES:      key blocks whose loads are in flight, where every row sees all keys
-    EDGE_STAGES: the same where keys are masked
+    STAGES:      key blocks whose loads are in flight if every row sees all keys
+    EDGE_STAGES: the same if keys are masked
     EARLY:       whether launches may begin while the one before still runs
     STRIDE_UNIT: elements that strides of q, pages and out are counted in
-    SLOTS:       of deterministic attention, parts of rows that a program which shares has room for
+    SLOTS:       in deterministic attention, parts of rows that a program which shares has room for
     """
 
     keys: Any
@@ -75,7 +75,7 @@ def rows_of_block(first_token, num_tokens, kv_head, head_block, G: tl.constexpr)
 
 @triton.jit
 def rows_again(schedule, query_block, row, G: tl.constexpr):
-    """rows_of_block of a block's row: its words are read again, since loops need the registers that would keep them."""
+    """Does the same as `rows_of_block`, but reads the row's words again, because loops need the registers."""
     words = schedule + query_block * BLOCK_WORDS
     first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
     num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
@@ -83,7 +83,7 @@ def rows_again(schedule, query_block, row, G: tl.constexpr):
 
 
 class MaskOfStep(NamedTuple):
-    """A packed mask (packed_mask.py), and the tokens that it is of: words, indptr, start, window_start, q_indptr."""
+    """A packed mask (packed_mask.py), and the tokens that it covers: words, indptr, start, window_start, q_indptr."""
 
     words: Any
     indptr: Any
@@ -94,7 +94,7 @@ class MaskOfStep(NamedTuple):
 
 @triton.jit
 def bits_of_block(mask, seq, first_token, is_row, end_key, G: tl.constexpr):
-    """Where the rows of a block read the mask, and the first key that not every row sees.
+    """The places at which a block's rows read the mask, and the first key that not every row sees.
 
     seq:     below 0: the padded tail, which sees no key; its bits are those of the first sequence
     end_key: keys of the sequence
@@ -121,7 +121,7 @@ def bits_of_block(mask, seq, first_token, is_row, end_key, G: tl.constexpr):
 
 @triton.jit
 def _own_columns(head, COLUMNS: tl.constexpr, DIM: tl.constexpr, K: tl.constexpr):
-    """Where columns of several KV heads lie in a row of one of them, [1, COLUMNS], and whether they are those of the
+    """Offsets of columns of several KV heads in a row of one of them, [1, COLUMNS], and whether they are those of the
     KV head that a query head shares, [rows, COLUMNS].
     """
     column = tl.arange(0, COLUMNS)[None, :]
@@ -133,8 +133,8 @@ def _own_columns(head, COLUMNS: tl.constexpr, DIM: tl.constexpr, K: tl.constexpr
 def load_queries(q, token, head, is_row, K: tl.constexpr):
     """The rows of q, a block [QUERY_ROWS, K_COLUMNS] for each of K_PARTS; 0 without a row and in padded columns.
 
-    Where several KV heads are read as one, zero in the columns of the others too: one product over all of them gives
-    each row the scores of its own, and its result is in its own head's columns.
+    If several KV heads are read as one, the columns of the others are zero too: one product over all of them gives each
+    row the scores of its own head, and its result is in its own head's columns.
     """
     rows = q.at + (token * q.token + head * q.head)[:, None]
     blocks = ()
@@ -154,7 +154,7 @@ def load_queries(q, token, head, is_row, K: tl.constexpr):
 
 @triton.jit
 def store_columns(rows, parts, head, is_row, K: tl.constexpr):
-    """Write blocks of V's columns. rows: pointers [rows, 1]; head: [rows], query heads; is_row: [rows]"""
+    """Writes blocks of V's columns. rows: pointers [rows, 1]; head: [rows], query heads; is_row: [rows]"""
     V_PARTS: tl.constexpr = K.V_PARTS
     if K.HEADS_PER_ROW > 1:
         column, own = _own_columns(head, K.V_COLUMNS, K.V_HEAD_DIM, K)
@@ -170,7 +170,7 @@ def store_columns(rows, parts, head, is_row, K: tl.constexpr):
 
 @triton.jit
 def store_results(softmax, token, head, is_row, sinks, out, lse, K: tl.constexpr):
-    """Write out and, if lse.at is not None, LSE of the rows, with their sinks."""
+    """Writes out and, if lse.at is not None, LSE of the rows, with their sinks."""
     acc, maximum, total = softmax
     if sinks is not None:
         sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))

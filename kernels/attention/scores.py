@@ -1,4 +1,4 @@
-"""What happens between q . k and the softmax, and which keys a token sees: one definition for decode and extend.
+"""The steps from q . k to the softmax, and the keys that a token sees: one definition for decode and extend.
 
     score  s = scale * q . k
     cap    s -> soft_cap * tanh(s / soft_cap)
@@ -17,14 +17,14 @@ import numpy as np
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 UNLIMITED_WINDOW = -1
-# Exponentials of scores up to it and down to its negative are numbers of bfloat16 without a maximum taken off, and a
-# million of them times V, if it is below 3e6, add up to less than float32 goes.
+# With a cap up to it, exponentials of scores are numbers of bfloat16 without a maximum subtracted, and a million of
+# them times V, if V is below 3e6, add up to less than the largest float32.
 _MOST_BOUNDED_CAP = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a layer's scores are made.
+    """The computation of a layer's scores.
 
     scale:       factor on q . k, positive
     window_left: previous keys that a token sees besides its own; -1: all of them
@@ -45,12 +45,12 @@ class Scores:
 
     @property
     def windowed(self) -> bool:
-        """Whether a token may see fewer keys than come before it."""
+        """True if a token may see fewer keys than come before it."""
         return self.window_left != UNLIMITED_WINDOW
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a cap keeps exponentials within the numbers of bfloat16: then no maximum need be taken off."""
+        """True if a cap keeps exponentials within bfloat16's range: then no maximum need be subtracted."""
         return 0 < self.soft_cap <= _MOST_BOUNDED_CAP
 
     @property
@@ -60,15 +60,15 @@ class Scores:
 
     @property
     def base_2_scale(self) -> float:
-        """What q . k, or half the tanh of a cap, is multiplied with so that the softmax is one of powers of 2."""
+        """The factor for q . k, or for half the tanh of a cap, that makes the softmax one of powers of 2."""
         return (2 * self.soft_cap or self.scale) * LOG2_E
 
     @property
     def scales_at_once(self) -> tuple[float, float]:
-        """What q . k is multiplied with, and then its tanh, where that is one instruction (softmax.capped_at_once).
+        """The factors for q . k, and then for its tanh, if the tanh is one instruction (softmax.capped_at_once).
 
-        They are the float32 numbers that key_loop.py makes of tanh_scale and base_2_scale: deterministic kernels that
-        are given them have its bits. Without a cap there is no tanh, and both are base_2_scale.
+        They are the float32 numbers that key_loop.py makes from tanh_scale and base_2_scale: deterministic kernels that
+        receive them have its bits. Without a cap there is no tanh, and both are base_2_scale.
         """
         if not self.soft_cap:
             return self.base_2_scale, self.base_2_scale

@@ -1,8 +1,8 @@
 """Deterministic decode: paged attention of sequences with one new token, whose bits do not depend on the batch.
 
-The programs of the decode schedule share out segments in place of key blocks. Each segment's partial result goes to a
+The programs of the decode schedule share out segments instead of key blocks. Each segment's partial result goes to a
 slot of its own, the segment's place on the schedule's axis; segment_merge.py merges a row's slots from left to right.
-Where a segment runs varies with the batch; what a segment is, and the order of the merge, do not.
+The program that computes a segment varies with the batch; the segment and the order of the merge do not.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 
 
 class SegmentDecodeGeometry(NamedTuple):
-    """What deterministic decode is compiled for.
+    """The values that deterministic decode is compiled for.
 
     rows:        how a sequence is cut into rows; their key blocks are segments
     keys:        of the loop over keys
     QUERY_ROWS:  rows of the q block, a query head each, then padding
     SEGMENT_LEN: keys of a segment
-    STAGES, EDGE_STAGES: key blocks whose loads are in flight, where the row sees all keys and where keys are masked
+    STAGES, EDGE_STAGES: key blocks whose loads are in flight, if the row sees all keys and if keys are masked
     EARLY:       whether launches may begin while the one before still runs
     """
 
@@ -94,7 +94,7 @@ def _segment_decode_kernel(
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
     if G.EARLY:
-        # As in decode.py: what is read may be what the launch before this one writes.
+        # The launch before this one may write what is read, as in decode.py.
         gdc_wait()
         gdc_launch_dependents()
     words = words_of_program(schedule, tl.program_id(0))
@@ -146,7 +146,7 @@ def _segment_decode_kernel(
 def launch_segment_decode(
     args: AttendArgs, *, scores: Scores, most_segments: int, cut: DecodeCut, tiles: SegmentTiles
 ) -> None:
-    """launch_paged_decode, bitwise the same for a sequence in any batch, and as launch_segment_extend gives it.
+    """Like `launch_paged_decode`, but with the same bits for a sequence in any batch, and in launch_segment_extend.
 
     args:          with cut's schedule, and a workspace of the sum of cut.segment_words(...) or longer
     most_segments: of a sequence, see SegmentTiles
@@ -195,7 +195,7 @@ def launch_segment_decode(
 
 
 def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: SegmentTiles) -> SegmentDecodeGeometry:
-    """What the launch is compiled for; the schedule is checked."""
+    """Checks the schedule and returns the values that the launch is compiled for."""
     num_kv_heads, gqa_ratio = args.heads
     decode = tiles.decode(gqa_ratio)
     cut.check(args.schedule, args.queries.num_seqs)

@@ -1,9 +1,9 @@
-"""Deterministic extend: paged attention of sequences with several new tokens, bitwise what decode would give for each.
+"""Deterministic extend: paged attention of sequences with several new tokens, each with the bits that decode gives it.
 
 A program walks its query block over all segments that the block sees and merges them from left to right (segments.py).
-So it holds two accumulators: of the segment, and of what lies left of it. The longest rows may be shared out by whole
-segments (extend_schedule.py): programs take the shares by a launch of their own, and segment_parts.py merges what they
-keep.
+So it holds two accumulators: the segment's, and that of everything left of it. The longest rows may be shared out by
+whole segments (extend_schedule.py): programs take the shares by a launch of their own, and segment_parts.py merges the
+parts that they keep.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 
 @triton.jit
 def segments_of_share(words, seen, done, take, G: tl.constexpr):
-    """Which segments of a row, [first, end), end in a share that has [done, done + take) of its cost; whether the row
+    """The segments of a row, [first, end), that end in a share with [done, done + take) of its cost; whether the row
     ends there too.
     """
     num_keys = tl.load(words + BLOCK_KEYS)
@@ -75,7 +75,7 @@ def segments_of_share(words, seen, done, take, G: tl.constexpr):
 
 @triton.jit
 def _store_part(softmax, to, slot, is_row, G: tl.constexpr):
-    """What the program has of a row that it shares, to one of its slots."""
+    """Stores the program's part of a row that it shares, to one of its slots."""
     K: tl.constexpr = G.keys
     acc, maximum, total = softmax
     place = tl.arange(0, G.QUERY_ROWS)
@@ -87,8 +87,8 @@ def _store_part(softmax, to, slot, is_row, G: tl.constexpr):
 
 
 class Results(NamedTuple):
-    """Where results go: rows of out and LSE, sinks or None; workspace: of shares for parts, of how many programs; of
-    whole rows for what lies left of a segment (segments.left_of_program), or None.
+    """The destinations of results: rows of out and LSE, sinks or None; workspace: of shares for parts, of num_programs
+    programs; of whole rows for everything left of a segment (segments.left_of_program), or None.
     """
 
     out: Rows
@@ -100,7 +100,7 @@ class Results(NamedTuple):
 
 @triton.jit
 def _attend_row(x, to, query_block, row, done, take, G: tl.constexpr):
-    """What all keys of a row give; if G.SHARES, what those give that are at [done, done + take) of its cost.
+    """Attends over all keys of a row, or if G.SHARES over [done, done + take) of its cost, and stores the results.
 
     row: KV head and block of its query heads
     """
@@ -146,8 +146,8 @@ def _attend_row(x, to, query_block, row, done, take, G: tl.constexpr):
     seen = Seen(Span(first_key, end_key), x.window_left, bits)
     acc, maximum, total = nothing_seen(G.QUERY_ROWS, K)
     if G.SHARES:
-        # Merged from left to right, and the results where that is all of the row; of a row begun by an earlier program
-        # each segment for itself, as a part (segment_parts.py).
+        # The program that begins a row merges its segments from left to right, and writes the results if it ends the
+        # row too. If an earlier program began it, each segment is stored for itself, as a part (segment_parts.py).
         first, end, ends = segments_of_share(words, seen, done, take, G)
         for segment in range(first, end):
             part = attend_segment(segment, query, kv, seen, edge_block, G)
@@ -266,11 +266,11 @@ def _segment_extend_kernel(
 def launch_segment_extend(
     args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: SegmentTiles, mask: PackedMask | None = None
 ) -> None:
-    """launch_paged_extend, bitwise the same for a token in any batch and chunk, and as launch_segment_decode gives it.
+    """Like `launch_paged_extend`, but with the same bits in any batch and chunk, and in launch_segment_decode.
 
     args: with cut's schedule, and a workspace of tiles.extend_words(...) or longer
-    cut:  of tiles.extend. Where rows are shared out, by whole segments, and blocks of query heads are equal
-    mask: which keys each token sees, in place of scores.causal. A token that sees none receives 0 and LSE -inf
+    cut:  of tiles.extend. If rows are shared out, it is by whole segments, and blocks of query heads are equal
+    mask: which keys each token sees, instead of scores.causal. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -294,9 +294,9 @@ def _launch_rows(
     geometry: BlockGeometry,
     tiles: SegmentTiles,
 ) -> None:
-    """The shares or the whole rows, as the geometry says."""
+    """Launches the shares or the whole rows, as the geometry says."""
     has_workspace = geometry.SHARES or tiles.left_in_memory
-    # What the compiler is asked for beside the warps is for whole rows.
+    # The compiler options in addition to the warps are for whole rows.
     options = {} if geometry.SHARES else tiles.extend.options()
     launch(
         _segment_extend_kernel,
@@ -315,7 +315,7 @@ def _launch_rows(
 def _geometry(
     args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: SegmentTiles, mask: PackedMask | None
 ) -> BlockGeometry:
-    """What the launch is compiled for; the schedule is checked."""
+    """Checks the schedule and returns the values that the launch is compiled for."""
     extend = tiles.extend
     num_kv_heads, gqa_ratio = args.heads
     cut.check(args.schedule, args.queries.num_tokens, args.queries.num_seqs)

@@ -1,6 +1,6 @@
-"""Merge the segments of every decoded row from left to right (segments.py), and write out and LSE.
+"""Merges the segments of every decoded row from left to right (segments.py), and writes out and LSE.
 
-Element by element, so how rows, heads and columns are shared out decides no bit.
+It works element by element, so the way that rows, heads and columns are shared out decides no bit.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Parts of a row that are loaded before they are merged, one after the other.
 _PARTS = 8
-# Where there are few rows: fewer programs leave an H200 idle, many more come one after the other.
+# The programs to have if rows are few: fewer leave an H200 idle, many more run one after the other.
 _PROGRAMS = 2048
 
 
 class SegmentMergeGeometry(NamedTuple):
-    """What the merge is compiled for.
+    """The values that the merge is compiled for.
 
     rows:       how decode's rows are cut; their key blocks are segments
     V_HEAD_DIM: elements of an output row
@@ -73,7 +73,7 @@ def _segment_merge_kernel(
     seq_words = words_of_seq(schedule, num_programs, seq)
     kv_len = tl.load(seq_words + SEQ_KV_LEN)
     if G.EARLY:
-        # As in merge.py: what follows may start when every program has ended, and shall find decode ended too.
+        # Like in merge.py: the next launch may start when every program has ended, and must find decode ended too.
         gdc_launch_dependents()
         gdc_wait()
     if kv_len >= 0:
@@ -122,10 +122,10 @@ def _segment_merge_kernel(
 def launch_segment_merge(
     args: AttendArgs, parts: Tensor, sums: Tensor, *, cut: DecodeCut, rows: RowCut, early: bool = False
 ) -> None:
-    """out and lse of every sequence with one new token; the arguments are launch_segment_decode's.
+    """Writes out and lse of every sequence with one new token; the arguments are launch_segment_decode's.
 
     parts: float32 [slots, q_rows, v_head_dim] flat; sums: float32 [slots, q_rows, 2] flat, maximum and sum
-    early: as in launch_merge
+    early: see launch_merge
     """
     v_head_dim = args.out.shape[2]
     # Few rows need many programs; with many rows a program takes as many heads as its registers hold.

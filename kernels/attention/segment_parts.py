@@ -1,10 +1,10 @@
-"""Merge the parts of rows that several programs of deterministic extend have shared, by whole segments.
+"""Merges the parts of rows that several programs of deterministic extend have shared, by whole segments.
 
 The first program of a row has merged its segments itself, and the others have kept theirs one by one. All are merged
-from left to right: kernels/attention/segments.py has the arithmetic, and a row's bits do not tell who had a segment.
+from left to right: kernels/attention/segments.py has the arithmetic, and a row's bits do not show who had a segment.
 
-Which program has a segment follows from the schedule, as hopper/rows.steps_of and segments_of_share
-(segment_extend.py) have it: that in whose share the segment ends.
+The schedule determines which program has a segment, as hopper/rows.steps_of and segments_of_share (segment_extend.py)
+compute it: the one in whose share the segment ends.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
-# Lines of a query block, and columns of its rows, of one program; parts that are loaded before they are merged.
+# Lines of a query block, and columns of its rows, for one program; parts that are loaded before they are merged.
 _LINES, _COLUMNS, _PARTS = 16, 64, 4
 
 
 class MergeGeometry(NamedTuple):
-    """What the merge is compiled for.
+    """The values that the merge is compiled for.
 
     GQA_RATIO, QUERY_ROWS, DIM, ROW_KEYS, CAUSAL, WINDOWED: extend's
     SEGMENT_LEN: keys of a segment
@@ -72,7 +72,7 @@ class MergeGeometry(NamedTuple):
 
 class SharedRow(NamedTuple):
     """A row that several programs share: its first program and its last one; the segments [first, end) that it sees;
-    zero: where its first key would lie on the axis of costs, if it were key 0; size of each share.
+    zero: the position that key 0 would have on the axis of costs; size of each share.
     """
 
     began: Any
@@ -100,7 +100,7 @@ def _shared_row(words, start, size, kv_len, window_left, G: tl.constexpr):
 
 @triton.jit
 def _part_of_segment(row, segment, G: tl.constexpr):
-    """Where a segment's part is, and its lines: none of what the row's first program has, or no one."""
+    """The place of a segment's part, and its lines: none if the row's first program has the segment, or no program."""
     ends_at = row.zero + tl.cast(segment + 1, tl.int64) * G.SEGMENT_LEN
     program = tl.minimum(tl.maximum(tl.cdiv(ends_at, row.size) - 1, row.began), row.last)
     first = tl.maximum(tl.maximum(program * row.size - row.zero, 0) // G.SEGMENT_LEN, row.first)
@@ -110,14 +110,14 @@ def _part_of_segment(row, segment, G: tl.constexpr):
 
 @triton.jit
 def _merged_parts(partials, sums, row, line, column, G: tl.constexpr):
-    """The softmax of a row.
+    """The softmax state of a row.
 
-    Lines without a token give numbers that are never stored, and what is read for them lies in the workspace too.
+    Lines without a token give numbers that are never stored, and their loads stay within the workspace too.
     """
     PARTS: tl.constexpr = G.PARTS
     # The first program's part lies left of all others.
     at = row.began * G.SLOTS * G.QUERY_ROWS + line
-    # Columns beyond a head are what follows in the workspace, of which sums are the end; they are never stored.
+    # Columns beyond a head read on in the workspace, which ends with the sums; they are never stored.
     acc = tl.load(partials + (at * G.DIM)[:, None] + column[None, :])
     maximum = tl.load(sums + at * 2)
     total = tl.load(sums + at * 2 + 1)
@@ -125,7 +125,7 @@ def _merged_parts(partials, sums, row, line, column, G: tl.constexpr):
         for i in tl.static_range(PARTS):
             part, num_lines = _part_of_segment(row, first + i, G)
             at = part * G.QUERY_ROWS + line
-            # A part that is none changes no bit.
+            # A part that is missing changes no bit.
             is_part = line < num_lines
             part_acc = tl.load(partials + (at * G.DIM)[:, None] + column[None, :], mask=is_part[:, None], other=0.0)
             part_maximum = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
@@ -158,7 +158,7 @@ def _segment_parts_kernel(
     size = tl.load(share + SHARE_SIZE)
     goes_on = (tl.load(share + SHARE_WORK) > 0) & (tl.load(share + SHARE_DONE) > 0)
     if G.EARLY:
-        # As in extend_merge.py.
+        # See extend_merge.py.
         gdc_wait()
         gdc_launch_dependents()
     line = tl.program_id(1) * G.LINES + tl.arange(0, G.LINES)
@@ -188,9 +188,9 @@ def _segment_parts_kernel(
 def launch_merge_of_segments(
     args: AttendArgs, cut: ExtendCut, *, extend: ExtendTiles, segment_len: int, slots: int
 ) -> None:
-    """out and lse of every row of which several programs hold parts; args and cut are extend's.
+    """Writes out and lse of every row that several programs have parts of; args and cut are extend's.
 
-    extend:      the tiles that cut is of
+    extend:      the tiles that cut was made from
     segment_len: keys of a segment
     slots:       parts of rows that a program of extend has room for
     """

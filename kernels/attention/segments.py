@@ -1,15 +1,15 @@
-"""The arithmetic of deterministic attention: what a segment gives, and how segments add up. Decode and extend share it.
+"""The arithmetic of deterministic attention, which decode and extend share: softmax of a segment, sum of segments.
 
-A segment is KV [m, m + 1) * segment_len, at absolute places. From nothing, an online softmax over its key blocks,
+A segment is KV [m, m + 1) * segment_len, at absolute places. Starting empty, an online softmax over its key blocks,
 at absolute places too, gives a partial result: accumulator a, maximum m, sum l (base 2). Partial results are
 merged from left to right:
 
     m' = max(m, m_i)    l' = 2^(m - m') l + 2^(m_i - m') l_i    a' = 2^(m - m') a + 2^(m_i - m') a_i
 
-Why a row's bits depend on nothing else:
+A row's bits depend on nothing else, because:
   - every sum of products is an explicit fma, and kernels are launched without fusion, so that no compiler chooses;
   - a key block that a row does not see at all adds 0 and scales by 1 (or scales the 0 that is there by 0): with masks
-    or without, with other rows in the query block or without, the row's numbers stay as they are;
+    or without, with other rows in the query block or without, the row's numbers stay unchanged;
   - a matrix instruction computes a row from that row and from K, V alone, in one order of keys.
 """
 
@@ -22,13 +22,13 @@ from rocm_attn.kernels.attention.bundles import Softmax, Span
 from rocm_attn.kernels.attention.coded import row_factor, scaled_value_parts
 from rocm_attn.kernels.attention.key_loop import attend_key_blocks, nothing_seen
 
-# Whether a product and a sum become one rounding or two is the source's choice here, not the compiler's.
+# The source decides here whether a product and a sum become one rounding or two, not the compiler.
 UNFUSED = {"enable_fp_fusion": False}
 
 
 @triton.jit
 def attend_segment(segment, query, kv, seen, edge_block, G: tl.constexpr):
-    """The softmax of a segment's keys.
+    """The softmax state of a segment's keys.
 
     seen:       its keys are seen by some row, those of blocks before edge_block by all
     G:          QUERY_ROWS, SEGMENT_LEN, STAGES and EDGE_STAGES, and keys: KeyGeometry with EXACT
@@ -40,21 +40,21 @@ def attend_segment(segment, query, kv, seen, edge_block, G: tl.constexpr):
     end_block = tl.minimum((segment + 1) * BLOCKS, tl.cdiv(seen.keys.end, K.KEY_BLOCK))
     softmax = nothing_seen(G.QUERY_ROWS, K)
     if K.WINDOWED:
-        # Masks all the way: a loop of its own for what lies between the edges spills.
+        # Masks for all blocks: a loop of its own for the blocks between the edges spills.
         softmax = attend_key_blocks(softmax, query, kv, seen, Span(first_block, end_block), K, True, G.STAGES)
     else:
         masked_block = tl.maximum(tl.minimum(edge_block, end_block), first_block)
         softmax = attend_key_blocks(softmax, query, kv, seen, Span(first_block, masked_block), K, False, G.STAGES)
         softmax = attend_key_blocks(softmax, query, kv, seen, Span(masked_block, end_block), K, True, G.EDGE_STAGES)
-    # Here, not after all segments: decode and extend then merge the same numbers.
+    # Scaled here, not after all segments: decode and extend then merge the same numbers.
     return scaled_value_parts(softmax, row_factor(kv.factors.v, kv.factors.head, C), C)
 
 
 @triton.jit
 def merge_segment(left, segment):
-    """The softmax of what lies left of a segment, merged with the segment's.
+    """Merges the softmax state of everything left of a segment with the segment's.
 
-    A side that saw no key (0, -inf, 0) changes no bit. acc: tuples of as many blocks
+    A side that saw no key (0, -inf, 0) changes no bit. acc: tuples of equally many blocks
     """
     maximum, total, decay, weight = _merged_sums(left.maximum, left.total, segment)
     acc = ()
@@ -65,7 +65,7 @@ def merge_segment(left, segment):
 
 @triton.jit
 def _merged_sums(maximum, total, segment):
-    """Maximum and sum of what lies left of a segment and of the segment, and what both accumulators are scaled by."""
+    """Maximum and sum of a segment and everything left of it, and the factors for both accumulators."""
     merged = tl.maximum(maximum, segment.maximum)
     base = tl.where(merged == float("-inf"), 0.0, merged)
     decay = tl.exp2(maximum - base)
@@ -75,7 +75,7 @@ def _merged_sums(maximum, total, segment):
 
 @triton.jit
 def left_of_program(left, G: tl.constexpr):
-    """Where a program keeps the accumulators of what lies left of a segment: pointers [QUERY_ROWS, V_COLUMNS]."""
+    """Pointers [QUERY_ROWS, V_COLUMNS] to a program's accumulators of everything left of a segment."""
     K: tl.constexpr = G.keys
     ROW: tl.constexpr = K.V_PARTS * K.V_COLUMNS
     row = tl.program_id(0).to(tl.int64) * G.QUERY_ROWS + tl.arange(0, G.QUERY_ROWS)
@@ -84,14 +84,14 @@ def left_of_program(left, G: tl.constexpr):
 
 @triton.jit
 def merge_in_memory(rows_left, maximum, total, segment, num_left, K: tl.constexpr):
-    """merge_segment where the left accumulators are in memory. Gives maximum and sum.
+    """Does the same as `merge_segment`, with the left accumulators in memory. Returns maximum and sum.
 
-    num_left: segments that lie left of it; without any nothing was written yet
+    num_left: segments that lie left of it; if there are none, nothing was written yet
     """
     maximum, total, decay, weight = _merged_sums(maximum, total, segment)
     V_PARTS: tl.constexpr = K.V_PARTS
     is_left = tl.full([1, 1], 0, tl.int32) + num_left > 0
-    # Whichever thread wrote an element, and whichever reads it.
+    # One thread may have written an element, and another may read it.
     tl.debug_barrier()
     for i in tl.static_range(V_PARTS):
         rows = rows_left + i * K.V_COLUMNS
@@ -102,7 +102,7 @@ def merge_in_memory(rows_left, maximum, total, segment, num_left, K: tl.constexp
 
 @triton.jit
 def load_left(rows_left, num_left, K: tl.constexpr):
-    """The accumulators that merge_in_memory has written for so many segments; 0 of none."""
+    """The accumulators that merge_in_memory has written for num_left segments; 0 if there are none."""
     V_PARTS: tl.constexpr = K.V_PARTS
     is_left = tl.full([1, 1], 0, tl.int32) + num_left > 0
     tl.debug_barrier()

@@ -18,7 +18,7 @@ LN_2 = tl.constexpr(scores.LN_2)
 def capped(products, tanh_scale):
     """tanh(scale * products / cap) / 2 = 1/2 - 1 / (e^(2x) + 1); both ends saturate instead of overflowing.
 
-    Half of it is one operation a score less than all of it; the other half is in Scores.base_2_scale.
+    Half of it takes one operation per score less than all of it; the other half is in Scores.base_2_scale.
     """
     # rsqrt(x)^2 for 1 / x: AMD's division is a long sequence with a mask of its own.
     root = tl.rsqrt(tl.exp2(products * tanh_scale) + 1.0)
@@ -27,9 +27,9 @@ def capped(products, tanh_scale):
 
 @constexpr_function
 def has_tanh(dtype: tl.dtype) -> bool:
-    """Whether capped_at_once serves scores of rows of this dtype: one instruction on NVIDIA, none on AMD.
+    """True if capped_at_once serves scores of rows of this dtype: one instruction on NVIDIA, none on AMD.
 
-    Rows of float32 keep the form above, whose error is theirs.
+    Rows of float32 keep the form above, whose error is that of float32.
     """
     target = None if knobs.runtime.interpret else current_target()
     return target is not None and target.backend == "cuda" and dtype.primitive_bitwidth == 16
@@ -37,9 +37,9 @@ def has_tanh(dtype: tl.dtype) -> bool:
 
 @triton.jit
 def capped_at_once(products, half_scale):
-    """tanh(half_scale * products) by one instruction, in place of two, a sum and a product. half_scale: scale / cap
+    """tanh(half_scale * products) by one instruction, instead of two, a sum and a product. half_scale: scale / cap
 
-    Off by at most 1.1e-5 of the tanh on an H200, against float64 over 8 million numbers up to 12; PTX promises 2^-11.
+    Its error is at most 1.1e-5 of the tanh on an H200 (float64, 8 million numbers up to 12); PTX promises 2^-11.
     """
     return tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [products * half_scale], dtype=tl.float32, is_pure=True, pack=1
@@ -66,7 +66,7 @@ def visible_blocks(kv_len, window_left, KEY_BLOCK: tl.constexpr, WINDOWED: tl.co
 
 @constexpr_function
 def _halvings(n: int) -> int:
-    """How often a power of two can be halved."""
+    """The number of times that a power of two can be halved."""
     return int(n).bit_length() - 1
 
 
@@ -84,7 +84,7 @@ def sum_by_pairs(weights):
 
 @triton.jit
 def add_sink(maximum, total, sink):
-    """Maximum and sum (base 2) with a sink (natural log) added, and the factor for what was accumulated before it.
+    """Maximum and sum (base 2) with a sink (natural log) added, and the factor for earlier accumulators.
 
     Rows that have seen no key keep a sum of 0: without keys there is no output for a sink to take from.
     """
@@ -97,7 +97,7 @@ def add_sink(maximum, total, sink):
 
 @constexpr_function
 def _rounds_by_hand() -> bool:
-    """Whether the target has no instruction that rounds to bfloat16, so that Triton tests each number for NaN."""
+    """True if the target has no instruction that rounds to bfloat16, so that Triton tests each number for NaN."""
     return not knobs.runtime.interpret and is_hip_cdna3()
 
 
@@ -105,8 +105,8 @@ def _rounds_by_hand() -> bool:
 def rounded(weights, DTYPE: tl.constexpr):
     """Weights of keys, from 0 to 1, in DTYPE: the nearest number, the even one of two.
 
-    By hand on gfx942, where a bfloat16 takes Triton seven instructions, most of them for a NaN. A weight is one only
-    where a logit is. Then the row's sum, which is of weights that are not rounded, is one too, and so are the row's
+    Done by hand on gfx942, where Triton takes seven instructions for a bfloat16, most of them for NaN. A weight is NaN
+    only if a logit is. Then the row's sum, which is of weights that are not rounded, is NaN too, and so are the row's
     results, whatever the weights become here.
     """
     if weights.dtype == DTYPE:

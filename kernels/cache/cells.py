@@ -1,4 +1,4 @@
-"""Where a token and an element of its row lie in a page, linear or vectorised: see page_rows.py."""
+"""The places of a token, and of an element of its row, in a page, linear or vectorised: see page_rows.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ELEMENTS = 4096
 
 
 class CellGeometry(NamedTuple):
-    """What a kernel that writes pages is compiled for.
+    """The values that a kernel which writes pages is compiled for.
 
     HEADS:                    KV heads; HEADS_BLOCK: those of a program
     K_DIM, V_DIM:             elements of a row; K_COLUMNS, V_COLUMNS: with padding
@@ -42,7 +42,7 @@ class CellGeometry(NamedTuple):
 
     @classmethod
     def of(cls, pages: LayerPages) -> CellGeometry:
-        """Of a layer's pages."""
+        """The geometry of a layer's pages."""
         form, keys, values = pages.format, pages.keys, pages.values
         heads, dims = form.num_kv_heads, (form.head_dim, form.v_head_dim)
         k_columns, v_columns = map(triton.next_power_of_2, dims)
@@ -66,15 +66,15 @@ class CellGeometry(NamedTuple):
 
 @triton.jit
 def token_cell(offset, group_stride, GROUP_TOKENS: tl.constexpr):
-    """From the beginning of a page to a token's first element in head 0. offset: the token's place in the page"""
+    """Offset of a token's first element in head 0 from the page's beginning. offset: the token's place in the page"""
     return (offset // GROUP_TOKENS) * group_stride + offset % GROUP_TOKENS
 
 
 @triton.jit
 def element_cell(d, vector_stride, VECTOR_ELEMENTS: tl.constexpr, GROUP_TOKENS: tl.constexpr, DIM: tl.constexpr):
-    """From the first element of a row to element d of its DIM."""
+    """Offset of element d of a row's DIM from the row's first element."""
     cell = d * GROUP_TOKENS
-    # A row of one vector has no quotient: the compiler would not see that it is 0.
+    # A row of one vector needs no quotient: the compiler would not see that it is 0.
     if VECTOR_ELEMENTS < DIM:
         cell = (d // VECTOR_ELEMENTS).to(tl.int64) * vector_stride + (d % VECTOR_ELEMENTS) * GROUP_TOKENS
     return cell

@@ -1,18 +1,18 @@
-"""Eight-bit codes to numbers and back, exactly, on every target and under the interpreter.
+"""Converts eight-bit codes to numbers and back, exactly, on every target and under the interpreter.
 
     value of a code: (-1)^sign * 2^(exponent - bias) * (1 + mantissa / 2^m);  exponent 0: 2^(1 - bias) * mantissa / 2^m
 
                  exponent bits, m    bias    largest    NaN           source
     E4M3FN       4, 3                7       448        0x7f, 0xff    OCP OFP8 specification, revision 1.0
     E4M3FNUZ     4, 3                8       240        0x80          gfx942's instruction set: no negative zero
-    E5M2         5, 2                15      57344      as float16    OCP OFP8 specification: float16 cut short
+    E5M2         5, 2                15      57344      like float16  OCP OFP8 specification: float16 cut short
 
-A number becomes the nearest code, the even one of two; beyond the largest it becomes the largest. Every code that is a
-number is exact in bfloat16, float16 and float32.
+A number becomes the nearest code, or the even one of two equally near; beyond the largest it becomes the largest. Every
+code that is a number is exact in bfloat16, float16 and float32.
 
-Where a target has an instruction for an encoding it is used; elsewhere integer arithmetic does the same, bit for bit.
-Triton's own casts are asked for nothing else: on AMD some take 40 instructions an element (3.6 to 3.9), on sm_90 that
-to bfloat16 takes one of a sixteenth of the rate, E4M3FNUZ is not there, and casts that gfx950 lacks end the process.
+If a target has an instruction for an encoding, it is used; otherwise integer arithmetic does the same, bit for bit.
+Triton's own casts are used for nothing else: on AMD some take 40 instructions per element (3.6 to 3.9), on sm_90 the
+cast to bfloat16 takes one of a sixteenth of the rate, E4M3FNUZ is missing, and casts that gfx950 lacks end the process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LARGEST = {encoding.number: encoding.largest for encoding in Encoding}
 # Smallest normal exponent, and mantissa bits.
 _FIELDS = {Encoding.E4M3FN.number: (-6, 3), Encoding.E4M3FNUZ.number: (-7, 3), Encoding.E5M2.number: (-14, 2)}
 _OCP = (Encoding.E4M3FN.number, Encoding.E5M2.number)
-# In PTX, of two pairs in a word: the first codes beside each other, the second ones, and both as float16.
+# PTX for two pairs in a word: the first codes next to each other, the second ones, and both as float16.
 _PAIRS_AS_HALF = {
     number: f"""{{
         .reg .b32 sorted;
@@ -59,7 +59,7 @@ _SMALLEST_SCALE = tl.constexpr(2.0**-100)
 
 @constexpr_function
 def is_coded(encoding: int) -> bool:
-    """Whether elements of an encoding are codes."""
+    """True if elements of an encoding are codes."""
     return encoding in _FIELDS
 
 
@@ -106,7 +106,7 @@ def _field(encoding: int, name: str) -> int:
 
 @constexpr_function
 def _is_read_by_hardware(encoding: int) -> bool:
-    """Whether the target turns codes into float32 by itself, two at a time."""
+    """True if the target's hardware turns codes into float32, two at a time."""
     target = None if knobs.runtime.interpret else current_target()
     if target is None:
         return False
@@ -117,7 +117,7 @@ def _is_read_by_hardware(encoding: int) -> bool:
 
 @constexpr_function
 def _is_written_by_hardware(encoding: int) -> bool:
-    """Whether the target turns float32 into codes by itself, and Triton 3.6 knows it."""
+    """True if the target's hardware turns float32 into codes, and Triton 3.6 knows the instruction."""
     target = None if knobs.runtime.interpret else current_target()
     if target is None:
         return False
@@ -128,7 +128,7 @@ def _is_written_by_hardware(encoding: int) -> bool:
 
 @triton.jit
 def _as_dtype(numbers, DTYPE: tl.constexpr):
-    """float32 numbers that DTYPE has exactly, in it. To bfloat16 they are cut, which needs no rounding."""
+    """float32 numbers in DTYPE, which has them exactly. For bfloat16 they are cut, which needs no rounding."""
     if tl.bfloat16 == DTYPE:
         result = (numbers.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
@@ -143,7 +143,7 @@ def _half(codes, ENCODING: tl.constexpr):
     if ENCODING == _E5M2:
         half = (bits << 8).to(tl.float16, bitcast=True)
     else:
-        # The exponent's low bits in place, and its bias put right by a product, which is exact for denormals too.
+        # The exponent's low bits are in place, and a product corrects its bias, which is exact for denormals too.
         magnitude = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
         if ENCODING == _E4M3FN:
             half = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude * 256.0)
@@ -154,12 +154,12 @@ def _half(codes, ENCODING: tl.constexpr):
 
 @triton.jit
 def decoded(elements, ENCODING: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes (uint8) as DTYPE, exactly, NaN codes as NaN; elements of another encoding as they are."""
+    """Codes (uint8) as DTYPE, exactly, NaN codes as NaN; elements of another encoding unchanged."""
     if not is_coded(ENCODING):
         result = elements
     elif _is_read_by_hardware(ENCODING):
         F8: tl.constexpr = _type(ENCODING)
-        # Straight to float16 Triton 3.6 has no instruction of gfx950's, and takes 26 an element.
+        # Triton 3.6 has no gfx950 instruction straight to float16, and takes 26 per element.
         IS_DIRECT: tl.constexpr = tl.float16 == DTYPE and is_cuda()
         if IS_DIRECT:
             result = elements.to(F8, bitcast=True).to(DTYPE)
@@ -174,7 +174,7 @@ def decoded(elements, ENCODING: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def decoded_pairs(pairs, ENCODING: tl.constexpr):
-    """Codes two by two (uint16) as float16: the first of each, and the second."""
+    """Codes in pairs (uint16) as float16: the first of each, and the second."""
     if _is_read_by_hardware(ENCODING) and is_cuda():
         ASSEMBLY: tl.constexpr = _pairs_as_half(ENCODING)
         first, second = tl.inline_asm_elementwise(
@@ -201,7 +201,7 @@ def encoded(x, ENCODING: tl.constexpr):
 
 @triton.jit
 def _encoded_by_arithmetic(x, ENCODING: tl.constexpr):
-    """float32 no larger than the largest as codes."""
+    """float32 no larger than the largest code's value, as codes."""
     FIRST_NORMAL: tl.constexpr = _field(ENCODING, "first_normal")
     DENORMAL: tl.constexpr = _denormal(ENCODING)
     DENORMAL_BITS: tl.constexpr = _field(ENCODING, "denormal_bits")
@@ -209,7 +209,7 @@ def _encoded_by_arithmetic(x, ENCODING: tl.constexpr):
     DROPPED: tl.constexpr = _field(ENCODING, "dropped")
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # The sum rounds to the last place of DENORMAL, to even as all sums do.
+    # The sum rounds to the last place of DENORMAL, and to even, like all sums.
     small = (magnitude.to(tl.float32, bitcast=True) + DENORMAL).to(tl.uint32, bitcast=True) - DENORMAL_BITS
     normal = (magnitude + REBIAS + ((magnitude >> DROPPED) & 1)) >> DROPPED
     code = tl.where(magnitude < FIRST_NORMAL, small, normal)
@@ -221,6 +221,6 @@ def _encoded_by_arithmetic(x, ENCODING: tl.constexpr):
 
 @triton.jit
 def scale_of_rows(rows, ENCODING: tl.constexpr):
-    """The scale of each row of finite float32 [rows, elements], by which its largest element has the largest code."""
+    """The scale of each row of finite float32 [rows, elements], with which its largest element has the largest code."""
     RECIPROCAL: tl.constexpr = 1.0 / _largest(ENCODING)
     return tl.maximum(tl.max(tl.abs(rows), 1) * RECIPROCAL, _SMALLEST_SCALE)

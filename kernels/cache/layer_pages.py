@@ -11,10 +11,10 @@ from torch import Tensor
 from rocm_attn.kernels.cache.page_format import Coding, Encoding, FormatMismatch, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows, key_rows, value_rows
 
-# Elements that tokens and heads of a page may lie apart to be near: 1024 of them end within 2 GiB.
+# Tokens and heads of a page are near if they lie fewer elements apart than this: 1024 of them end within 2 GiB.
 NEAR = 1 << 20
 
-# Which codes are NaN in every eight-bit encoding: E4M3FNUZ has this one alone.
+# A code that is NaN, for every eight-bit encoding: E4M3FNUZ has no other one.
 _NAN_CODES = {Encoding.E4M3FN: 0x7F, Encoding.E4M3FNUZ: 0x80, Encoding.E5M2: 0x7F}
 
 
@@ -23,20 +23,20 @@ class LayerPages:
     """One layer's storage.
 
     k:                [pages, page_size, kv_heads, head_dim]
-    v:                [pages, page_size, kv_heads, v_head_dim]; of a latent layer the first v_head_dim elements of each
+    v:                [pages, page_size, kv_heads, v_head_dim]; in a latent layer the first v_head_dim elements of each
                       row of k
-    format:           what they hold
-    k_scale, v_scale: float32 factors of K and of V, as format.scales says: [1], [kv_heads] or [pages, kv_heads,
-                      page_size], contiguous; None where there are none. Of a latent layer v_scale is k_scale
-    raw_k, raw_v:     k and v as memory, which is what is launched with, written and copied: uint8 where elements are
-                      codes, as few operations and not all of Triton's targets know the dtypes of eight bits
+    format:           the format of the pages
+    k_scale, v_scale: float32 scales of K and of V, as format.scales says: [1], [kv_heads] or [pages, kv_heads,
+                      page_size], contiguous; None if there are none. In a latent layer v_scale is k_scale
+    raw_k, raw_v:     k and v as memory, for launches, writes and copies: uint8 if elements are codes, because few
+                      operations and not all of Triton's targets know the dtypes of eight bits
     keys, values:     raw_k and raw_v, token by token
-    coding:           format's
+    coding:           the format's
     is_near:          whether a token of a page and the next one, and a head and the next one, are less than 2^20
                       elements apart
     k and v have another shape in a vectorised pool (page_rows.py); pages come first in any.
 
-    Raises FormatMismatch where tensors are not what the format says.
+    Raises FormatMismatch if tensors do not have this format.
     """
 
     k: Tensor
@@ -55,7 +55,7 @@ class LayerPages:
         _check(self)
         is_fp8 = self.format.encoding.is_fp8
         raw_k, raw_v = (side.view(torch.uint8) if is_fp8 else side for side in (self.k, self.v))
-        # Made once: a launch asks for them at every layer of every step.
+        # Made once: a launch needs them for every layer of every step.
         made = {"raw_k": raw_k, "raw_v": raw_v, "keys": key_rows(raw_k), "values": value_rows(raw_v)}
         near = max(*raw_k.stride()[1:], *raw_v.stride()[1:]) < NEAR
         for name, value in {**made, "coding": self.format.coding, "is_near": near}.items():
@@ -63,12 +63,12 @@ class LayerPages:
 
     @property
     def has_aligned_sides(self) -> bool:
-        """Whether K and V begin at multiples of 16 bytes: TMA, and copies of 16 bytes, read no others."""
+        """True if K and V begin at multiples of 16 bytes: TMA, and copies of 16 bytes, read no others."""
         return self.raw_k.data_ptr() % 16 == 0 == self.raw_v.data_ptr() % 16
 
     @property
     def has_aligned_rows(self) -> bool:
-        """Whether rows of K and of V begin at multiples of 16 elements, near the others of their page (is_near).
+        """True if rows of K and of V begin at multiples of 16 elements, near the others of their page (is_near).
 
         Triton loads others element by element, or word by word.
         """
@@ -78,7 +78,7 @@ class LayerPages:
 
     @classmethod
     def plain(cls, k: Tensor, v: Tensor, *, kind: PoolKind = PoolKind.SPLIT) -> LayerPages:
-        """Pages without scales, whose format is what the tensors look like. kind: SPLIT also where they are cut"""
+        """Pages without scales, with the format that the tensors show. kind: SPLIT even if the pages are cut"""
         keys, values = key_rows(k), value_rows(v)
         form = PageFormat(
             Encoding.of(k.dtype),
@@ -91,26 +91,26 @@ class LayerPages:
         return cls(k, v, form)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Name -> tensor, of all that kernels are launched with."""
+        """The tensors that kernels are launched with, by name."""
         named = {"k_pages": self.raw_k, "v_pages": self.raw_v, "k_scale": self.k_scale, "v_scale": self.v_scale}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def read(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """What whole pages are worth: copies of K and V, [n, page_size, kv_heads, head_dim | v_head_dim].
+        """The values of whole pages: copies of K and V, [n, page_size, kv_heads, head_dim | v_head_dim].
 
         pages: integer [n]
-        float32, codes times their factors, of eight-bit pages; else elements as they are.
+        Eight-bit pages give float32, codes times their scales; other elements stay unchanged.
         """
         k, v = self.read_sides(pages)
         return k, v
 
     def read_sides(self, pages: Tensor) -> Iterator[Tensor]:
-        """read(), K before V is read, so that both are never copied at the same time."""
+        """Does the same as `read`, but reads K before V, so that both are never copied at the same time."""
         for rows, scale in ((self.keys, self.k_scale), (self.values, self.v_scale)):
             yield self._worth(rows.read(pages), scale, (pages,))
 
     def read_tokens(self, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-        """What tokens of linear pages are worth: copies of K and V, [..., kv_heads, head_dim | v_head_dim], as read().
+        """The values of tokens of linear pages, like read(): copies, [..., kv_heads, head_dim | v_head_dim].
 
         page, offset: integer [...], a token's page and its place there
         """
@@ -119,11 +119,11 @@ class LayerPages:
         return k, v
 
     def read_keys(self, page: Tensor, offset: Tensor) -> Tensor:
-        """K of read_tokens() alone."""
+        """Does the same as `read_tokens`, for K alone."""
         return self._worth(self.raw_k[page, offset], self.k_scale, (page, offset))
 
     def fill_nan(self, pages: Tensor | slice) -> None:
-        """Make every element of some pages NaN, scales of tokens too."""
+        """Makes every element of some pages NaN, scales of tokens too."""
         nan = _NAN_CODES.get(self.format.encoding, float("nan"))
         for raw in (self.raw_k, self.raw_v):
             raw[pages] = nan

@@ -1,6 +1,6 @@
-"""Move tokens between pages and contiguous rows, which is what engines send: one launch for all layers that lie alike.
+"""Moves tokens between pages and the contiguous rows that engines send: one launch for all layers laid out alike.
 
-See moved_rows.py for the formula. Tokens lie in any page sizes on either side, because rows know none.
+See moved_rows.py for the formula. Page sizes may differ on the two sides, because rows do not depend on them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import triton.language as tl
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens
 from rocm_attn.kernels.launch import launch, only_launches
 
-# Words that a program moves at a time; as many of one row as there are, up to so many.
+# Words that a program moves at a time; up to this many words of one row.
 _BLOCK, _ROW_BLOCK = 2048, 256
 
 
 class MoveGeometry(NamedTuple):
-    """What the kernel is compiled for. GROUP_TOKENS and INNER as in AlikePages"""
+    """The values that the kernel is compiled for. GROUP_TOKENS and INNER as in AlikePages"""
 
     TO_PAGES: bool
     PAGE_SIZE: int
@@ -48,7 +48,7 @@ def _move_rows_kernel(
     G: tl.constexpr,
 ):
     part = tl.program_id(1)
-    # Parts are allocations of their own: their distances need 64 bits, and `pages` must count as no allocation's begin.
+    # Parts are allocations of their own: their distances need 64 bits, and `pages` must not count as one's begin.
     its_pages = pages + tl.load(places + part)
     its_rows = rows + tl.load(words + num_pages + part)
     tokens = begin + tl.program_id(0) * G.BLOCK_TOKENS + tl.arange(0, G.BLOCK_TOKENS)
@@ -72,13 +72,13 @@ def _move_rows_kernel(
 
 @only_launches
 def launch_export_rows(pages: AlikePages, moved: MovedTokens) -> None:
-    """Copy the tokens [first, end) from pages to rows, for every part. begin is not after first, and end is until."""
+    """Copies the tokens [first, end) from pages to rows, for every part. begin is not after first, and end is until."""
     _launch(pages, moved, to_pages=False)
 
 
 @only_launches
 def launch_import_rows(pages: AlikePages, moved: MovedTokens) -> None:
-    """Copy rows to the tokens [begin, until) in pages, for every part; those outside of [first, end) become 0."""
+    """Copies rows to the tokens [begin, until) in pages, for every part; those outside of [first, end) become 0."""
     _launch(pages, moved, to_pages=True)
 
 

@@ -1,9 +1,9 @@
-"""What moving tokens between pages and contiguous rows is given: pages of many layers that lie alike, as words.
+"""The arguments of moving tokens between pages and contiguous rows: pages of many layers laid out alike, as words.
 
     rows[place[part] + (t - first) * row_words + w] = word w of token t % page_size of page[t // page_size] of the part
 
-A word is 8, 4, 2 or 1 bytes: what is moved is not looked at. A part is K or V of one layer, or its factors of tokens,
-or its index keys.
+A word is 8, 4, 2 or 1 bytes: the moved values are not interpreted. A part is K or V of one layer, or its scales of
+tokens, or its index keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AlikePages:
 
     @classmethod
     def of(cls, sides: Sequence[Tensor]) -> AlikePages:
-        """Of sides that page_words() gave, with equal strides, and shapes after the pages. One copy to the device."""
+        """The pages of page_words()'s sides, with equal strides and shapes after the pages. One copy to the device."""
         first = sides[0]
         words = [(side.data_ptr() - first.data_ptr()) // first.element_size() for side in sides]
         return cls(tuple(sides), torch.tensor(words, dtype=torch.int64).to(first.device))
@@ -51,7 +51,7 @@ class AlikePages:
 
 
 class MovedTokens(NamedTuple):
-    """Which tokens are moved, and where their rows are.
+    """The tokens that are moved, and the places of their rows.
 
     words:     int64 [n], on the device: page ids from token `begin` on, page by page; then, for each part, the place of
                its first row in rows, in words
@@ -60,7 +60,7 @@ class MovedTokens(NamedTuple):
     first:     the first token that has a row
     end:       one after the last token that has a row
     until:     one after the last token that is written in pages: end, or more of its page
-    num_pages: of the words, how many are page ids
+    num_pages: number of page ids among the words
     """
 
     words: Tensor
@@ -73,7 +73,7 @@ class MovedTokens(NamedTuple):
 
 
 def page_words(cells: PageRows) -> Tensor:
-    """Pages as AlikePages has them. cells: of words"""
+    """Returns pages in the layout of AlikePages. cells: of words"""
     rows = cells.cells.permute(0, 1, 5, 2, 3, 4)
     heads, vectors, elements = rows.shape[3:]
     if vectors == 1 or rows.stride(4) == rows.stride(5) * elements:
@@ -84,7 +84,7 @@ def page_words(cells: PageRows) -> Tensor:
 
 
 def word_dtype(raw: Tensor) -> torch.dtype:
-    """The largest word that pages consist of: of all that their rows, strides and address are multiples of."""
+    """Returns the largest word that pages consist of: their rows, strides and address are all multiples of it."""
     size = raw.element_size()
     if raw.stride(-1) != 1:
         return _WORDS[size]

@@ -1,7 +1,7 @@
-"""PageFormat: what a layer's pages hold, as one hashable value.
+"""PageFormat: the format of a layer's pages, as one hashable value.
 
-Whatever writes, reads, copies or adopts pages is checked against it: pages that were written in one encoding or layout
-and read in another give finite, wrong results, which nothing else finds.
+All code that writes, reads, copies or adopts pages is checked against it: pages that were written in one encoding or
+layout and read in another give finite, wrong results, which nothing else detects.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 import torch
 
-# Who lays pages out as page_rows.py says.
+# The producer of pages laid out as page_rows.py says.
 OWN_PRODUCER = "rocm_attn"
 
 
 class FormatMismatch(ValueError):
-    """Pages are in one format, and what would write, read, copy or adopt them is for another."""
+    """Pages are in one format, and the code that would write, read, copy or adopt them is for another."""
 
 
 class Encoding(enum.Enum):
-    """How an element of a page is encoded: the name of its dtype in torch.
+    """The encoding of an element of a page: the name of its dtype in torch.
 
     Eight-bit encodings by the Open Compute Project's OFP8 specification (E4M3 without infinities, E5M2 with them), and
-    E4M3FNUZ, which gfx942 computes in: the exponent's bias is 8 in place of 7, so that a code is worth half of what it
-    is in E4M3FN; 0x80 is its only NaN.
+    E4M3FNUZ, which gfx942 computes in: the exponent's bias is 8 instead of 7, so that a code is worth half of its
+    value in E4M3FN; 0x80 is its only NaN.
     """
 
     BF16 = "bfloat16"
@@ -37,18 +37,18 @@ class Encoding(enum.Enum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In torch."""
+        """The encoding's dtype in torch."""
         dtype: torch.dtype = getattr(torch, self.value)
         return dtype
 
     @property
     def number(self) -> int:
-        """What stands for it in a kernel's geometry: Triton 3.6 hands no tuple with a string to a function."""
+        """The number of the encoding in a kernel's geometry: Triton 3.6 passes no tuple with a string to a function."""
         return list(Encoding).index(self)
 
     @property
     def is_fp8(self) -> bool:
-        """Whether an element takes one byte, and a factor beside it says what it is worth."""
+        """True if an element takes one byte, and a separate scale gives its value."""
         return self.dtype.itemsize == 1
 
     @property
@@ -58,15 +58,15 @@ class Encoding(enum.Enum):
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Encoding:
-        """Of elements of a dtype. Raises ValueError for one that pages do not have."""
+        """The encoding of elements of a dtype. Raises ValueError for one that pages do not have."""
         return cls(str(dtype).removeprefix("torch."))
 
 
 class PoolKind(enum.Enum):
-    """How a layer's keys and values lie in its pages.
+    """The layout of a layer's keys and values in its pages.
 
     SPLIT:      K pages and V pages, each [tokens, kv_heads, dim]
-    LATENT:     one row a token, whose first v_head_dim elements are V and all of which are K
+    LATENT:     one row per token, whose first v_head_dim elements are V and all of which are K
     VECTORIZED: K pages and V pages, cut into vectors of 16 bytes in an order of their own (kernels/cache/page_rows.py)
     """
 
@@ -76,12 +76,12 @@ class PoolKind(enum.Enum):
 
 
 class Scales(enum.Enum):
-    """What shares one float32 factor, of K and of V each; an element is worth its code times the factor.
+    """The elements that share one float32 scale, of K and of V each; an element's value is its code times the scale.
 
-    NONE:  there are no factors
+    NONE:  there are no scales
     LAYER: [1]
     HEAD:  [kv_heads]
-    TOKEN: [pages, kv_heads, page_size]; the store derives them from what it writes
+    TOKEN: [pages, kv_heads, page_size]; the store derives them from the rows that it writes
     """
 
     NONE = "no scales"
@@ -91,16 +91,16 @@ class Scales(enum.Enum):
 
     @property
     def number(self) -> int:
-        """As Encoding.number."""
+        """The number of the value in a kernel's geometry, like `Encoding.number`."""
         return list(Scales).index(self)
 
 
 class Coding(NamedTuple):
-    """How K and V are encoded, as kernels are compiled for it.
+    """The encoding of K and V, as kernels are compiled for it.
 
     ENCODING:  Encoding's number
     SCALES:    Scales' number
-    KV_HEADS:  KV heads, of which each token may have a factor
+    KV_HEADS:  KV heads, each of which may have a scale per token
     PAGE_SIZE: tokens of a page
     """
 
@@ -112,16 +112,16 @@ class Coding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """What a layer's pages hold, and how.
+    """The content of a layer's pages, and its layout.
 
     encoding:                of an element
     kind:                    the layout
     page_size:               tokens in a page
     num_kv_heads:            rows of a token
-    head_dim, v_head_dim:    elements of a K row and of a V row; of latent pages v_head_dim of the head_dim are V, and
+    head_dim, v_head_dim:    elements of a K row and of a V row; in latent pages v_head_dim of the head_dim are V, and
                              the others are the part that is rotated
-    scales:                  what shares a factor
-    producer:                who laid the pages out; a layout of another project's that is no PoolKind has its name here
+    scales:                  which elements share a scale
+    producer:                who laid the pages out; another project's layout that is no PoolKind has its name here
     """
 
     encoding: Encoding
@@ -142,7 +142,7 @@ class PageFormat:
 
     @property
     def coding(self) -> Coding:
-        """Of an element."""
+        """The coding of an element."""
         return Coding(self.encoding.number, self.scales.number, self.num_kv_heads, self.page_size)
 
     @property
@@ -153,14 +153,14 @@ class PageFormat:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page: K, V, and the factors that belong to its tokens."""
+        """Bytes of a page: K, V, and the scales that belong to its tokens."""
         row_bytes = sum(self.side_elements) * self.encoding.dtype.itemsize
         factors = self.num_kv_heads * (1 if self.kind is PoolKind.LATENT else 2) * (self.scales is Scales.TOKEN)
         return self.page_size * (row_bytes + factors * torch.float32.itemsize)
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """Of the factors of K, and of V; those of tokens for one page. Empty where there are none."""
+        """The shape of the scales of K, and of V; those of tokens for one page. Empty if there are none."""
         shapes = {
             Scales.NONE: (),
             Scales.LAYER: (1,),

@@ -1,13 +1,13 @@
-"""How K and V lie in pages, and one way to look into any of them.
+"""The layouts of K and V in pages, and one way to read any of them.
 
                  K pages                                       V pages
     linear       [pages, page_size, kv_heads, head_dim]        [pages, page_size, kv_heads, v_head_dim]
     vectorised   [pages, kv_heads, head_dim / x, page_size, x] [pages, kv_heads, page_size / x, v_head_dim, x]
 
-x elements are 16 bytes, what a thread loads at once: of one key along head_dim, of x values along their tokens.
+x elements are 16 bytes, which a thread loads at once: of one key along head_dim, of x values along their tokens.
 
-All of them are the same six dimensions, the last two of which lie beside each other: tokens are counted in groups, and
-the elements of a row in vectors. Linear pages have groups of one token and rows of one vector.
+All layouts are the same six dimensions, the last two of which are adjacent: tokens are counted in groups, and the
+elements of a row in vectors. Linear pages have groups of one token and rows of one vector.
 """
 
 from __future__ import annotations
@@ -59,32 +59,32 @@ class PageRows:
         return picked.permute(0, 1, 5, 2, 3, 4).reshape(len(pages), self.page_size, self.num_heads, self.dim)
 
     def read_tokens(self, page: Tensor, offset: Tensor, rows: Tensor) -> None:
-        """Copy tokens to rows [n, kv_heads, dim]. page, offset: integer [n], a token's page and its place there"""
+        """Copies tokens to rows [n, kv_heads, dim]. page, offset: integer [n], a token's page and its place there"""
         tokens = self.group_tokens
         at = [page, offset // tokens, None, None, None, offset % tokens]
-        # By its own name: indexing with brackets allocates what it returns.
+        # Called by name: indexing with brackets allocates its result.
         torch.ops.aten.index.Tensor_out(self.cells, at, out=rows.unflatten(2, self.cells.shape[3:5]))
 
     def write_tokens(self, page: Tensor, offset: Tensor, rows: Tensor) -> None:
-        """Write rows [n, kv_heads, dim] to the places of tokens. page, offset: as for read_tokens"""
+        """Writes rows [n, kv_heads, dim] to the places of tokens. page, offset: as for read_tokens"""
         tokens = self.group_tokens
         self.cells[page, offset // tokens, :, :, :, offset % tokens] = rows.unflatten(2, self.cells.shape[3:5])
 
     def zero_tokens(self, page: Tensor, dead: Tensor) -> None:
-        """Zero tokens of pages. page: integer [n]; dead: bool [n, page_size]"""
+        """Zeroes tokens of pages. page: integer [n]; dead: bool [n, page_size]"""
         cells = dead.unflatten(1, (-1, self.group_tokens))[:, :, None, None, None, :]
         self.cells[page] = self.cells[page].masked_fill(cells, 0)
 
 
 def key_rows(k_pages: Tensor) -> PageRows:
-    """K pages, linear or vectorised."""
+    """Returns a view of K pages, linear or vectorised."""
     if k_pages.dim() == 5:
         return PageRows(k_pages.permute(0, 3, 1, 2, 4)[..., None])
     return _linear(k_pages)
 
 
 def value_rows(v_pages: Tensor) -> PageRows:
-    """V pages, linear or vectorised."""
+    """Returns a view of V pages, linear or vectorised."""
     if v_pages.dim() == 5:
         return PageRows(v_pages.permute(0, 2, 1, 3, 4)[:, :, :, None])
     return _linear(v_pages)

@@ -1,8 +1,8 @@
-"""Where the index keys of pools of tokens go: a pool's key comes with its last token.
+"""The destinations of index keys of pools of tokens: a pool's key comes with its last token.
 
-    slot_of_pool[t] = slot_of_token[t] // key_tokens     where token t is the last one of a pool, else that of no page
+    slot_of_pool[t] = slot_of_token[t] // key_tokens     if token t is the last one of a pool, else a dropped slot
 
-Operations of torch, on any device: few models pool their index keys, and a step does this once for all layers.
+It uses operations of torch, on any device: few models pool their index keys, and a step does this once for all layers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 def write_pool_slots(
     slot_of_token: Tensor, position_of_token: Tensor, slot_of_pool: Tensor, *, key_tokens: int, null_page: bool
 ) -> None:
-    """Fill slot_of_pool: slots of pages that hold one key for each key_tokens tokens.
+    """Fills slot_of_pool: slots of pages that hold one key for each key_tokens tokens.
 
     slot_of_token, position_of_token, slot_of_pool: int32 [T]
-    null_page: whether page 0 belongs to no one, so that slot 0 is dropped; else -1 is
+    null_page: whether page 0 belongs to no sequence, so that slot 0 is dropped; else -1 is
     """
     torch.div(slot_of_token, key_tokens, rounding_mode="floor", out=slot_of_pool)
     torch.where(

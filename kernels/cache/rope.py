@@ -1,6 +1,6 @@
-"""How kernels turn and normalise rows.
+"""Turns and normalises rows in kernels.
 
-Of a row's elements, those at one of its ends turn in pairs (a, b) by the angle that the table has for the token:
+The elements at one end of a row turn in pairs (a, b) by the angle that the table has for the token:
 
     a' = a cos - b sin        b' = b cos + a sin
 
@@ -17,16 +17,16 @@ import triton.language as tl
 from rocm_attn.kernels.cache.row_work import RopePairs, RopeTable, RowNorm
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
-# Lanes of AMD's waves; NVIDIA's warps have half of them.
+# Lanes of AMD's waves; NVIDIA's warps have half as many.
 _WAVE = 64
 
 
 class RowGeometry(NamedTuple):
-    """What a kernel that carries rows is compiled for.
+    """The values that a kernel which carries rows is compiled for.
 
     DIM:            elements of a row
     PAIRS:          pairs that turn; PAIR_COLUMNS: with padding, or 0; PAIR_FIRST: the first element that turns
-    NEIGHBOURS:     whether a pair's elements lie beside each other
+    NEIGHBOURS:     whether a pair's elements are adjacent
     REST:           elements that do not turn; REST_COLUMNS: with padding, or 0; REST_FIRST: the first of them
     NORM_DIM:       elements that are normalised, the first of the row; 0: none
     EPS, OFFSET:    of the norm
@@ -46,7 +46,7 @@ class RowGeometry(NamedTuple):
 
     @classmethod
     def of(cls, dim: int, rope: RopeTable | None, norm: RowNorm | None) -> RowGeometry:
-        """Of rows that turn, or not, and that are normalised, or not."""
+        """The geometry of rows that turn, or not, and that are normalised, or not."""
         turned = 0 if rope is None else rope.dim
         at_end = rope is not None and rope.at_end
         rest = dim - turned
@@ -77,8 +77,8 @@ def _columns(elements: int) -> int:
 def warps_in_place(heads_block: int, *parts: int) -> int:
     """Warps of a program that writes rows where it has read them; parts: columns of the blocks that it holds, or 0.
 
-    Several only where each element has a lane of its own: of two warps that hold the same element, one would read what
-    the other has written.
+    There are several only if each element has a lane of its own: if two warps held the same element, one would read
+    the other's results.
     """
     return 4 if heads_block * min(part for part in parts if part) >= 4 * _WAVE else 1
 
@@ -98,7 +98,7 @@ def places_of_pairs(R: tl.constexpr):
 
 @triton.jit
 def angles_at(cos_sin, position, num_positions, R: tl.constexpr):
-    """Cosines and sines of a position, float32 [1, PAIR_COLUMNS]; NaN where the table has no such position."""
+    """Cosines and sines of a position, float32 [1, PAIR_COLUMNS]; NaN if the table has no such position."""
     pair = tl.arange(0, R.PAIR_COLUMNS)[None, :]
     in_table = (position >= 0) & (position < num_positions)
     line = cos_sin + position.to(tl.int64) * (2 * R.PAIRS) + pair
@@ -110,5 +110,5 @@ def angles_at(cos_sin, position, num_positions, R: tl.constexpr):
 
 @triton.jit
 def turned(near, far, cos, sin):
-    """Pairs (near, far), turned."""
+    """Turns pairs (near, far)."""
     return near * cos - far * sin, far * cos + near * sin

@@ -1,14 +1,14 @@
-"""Norms, rotary embedding and store of a layer's new tokens, in one launch: what lies between its projections and
+"""Norms, rotary embedding and store of a layer's new tokens, in one launch: the work between its projections and
 attention.
 
     q_out[token] = turn(norm(q[token]))
     k_pages[slot // page_size, slot % page_size] = turn(norm(k[token]))      v without a turn
 
-What is stored where and in which encoding, which tokens are dropped, and what becomes of numbers that are not finite is
-as in store.py. Of a latent layer a row is normalised in front and turns at its end, and is stored once.
+The places, the encoding, the dropped tokens and the handling of numbers that are not finite are those of store.py. In a
+latent layer a row is normalised at its front and turns at its end, and is stored once.
 
-Sums and products are float32; a result is rounded once, to the dtype of what was given. Every element is read by the
-warp that writes it, and both elements of a pair by one lane: q_out may be q.
+Sums and products are float32; a result is rounded once, to the dtype of the input. Every element is read by the warp
+that writes it, and both elements of a pair by one lane: q_out may be q.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _ELEMENTS = 4096
 
 
 class SideGeometry(NamedTuple):
-    """Rows of q, of K or of V, and where they go.
+    """Rows of q, of K or of V, and their destination.
 
     row:         how a row is cut
     HEADS:       rows of a token; HEADS_BLOCK: those of a program
     ELEMENTS:    elements of a vector of the row that is written
     TOKENS:      tokens of a group, between which its elements lie
-    CHECKED:     whether what is not finite becomes 0
-    ENCODING, SCALES: numbers of Encoding and Scales, of what is written
+    CHECKED:     whether a value that is not finite becomes 0
+    ENCODING, SCALES: numbers of Encoding and Scales, of the written elements
     """
 
     row: RowGeometry
@@ -69,9 +69,9 @@ class SideGeometry(NamedTuple):
 
 
 class RopeStoreGeometry(NamedTuple):
-    """What the kernel is compiled for.
+    """The values that the kernel is compiled for.
 
-    q, k, v:   its sides; k and v do nothing where STORES is False, v where LATENT
+    q, k, v:   its sides; k and v do nothing if STORES is False, nor does v if LATENT
     Q_BLOCKS:  programs of a token for its q
     PAGE_SIZE: tokens of a page
     FIRST_SLOT: slots before it are dropped
@@ -95,10 +95,10 @@ class Angles(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where rows go: each head's first element [HEADS_BLOCK, 1], and the stride between vectors of a row.
+    """The destination of rows: each head's first element [HEADS_BLOCK, 1], and the stride between vectors of a row.
 
-    scale, first_scale: of pages that have codes: factors, and where that of the first head lies
-    scale_head:         from one head's to the next
+    scale, first_scale: of pages that have codes: scales, and the place of the first head's scale
+    scale_head:         stride from one head's to the next
     """
 
     at: Any
@@ -110,13 +110,13 @@ class Target(NamedTuple):
 
 @triton.jit
 def _weights(weight, place, R: tl.constexpr):
-    """What normalised elements at places of a row are multiplied by."""
+    """The factors of normalised elements at places of a row."""
     return tl.load(weight + place, mask=place < R.NORM_DIM, other=0.0).to(tl.float32) + R.OFFSET
 
 
 @triton.jit
 def _rounded(x, mask, dtype: tl.constexpr, CHECKED: tl.constexpr):
-    """float32 [HEADS_BLOCK, n] as dtype, 0 in the place of what is not finite; whether each head had any of that."""
+    """float32 [HEADS_BLOCK, n] as dtype, 0 instead of values that are not finite; whether each head had such values."""
     value = x.to(dtype)
     finite = tl.abs(value.to(tl.float32)) < float("inf")
     if CHECKED:
@@ -126,7 +126,7 @@ def _rounded(x, mask, dtype: tl.constexpr, CHECKED: tl.constexpr):
 
 @triton.jit
 def _put(x, to, place, mask, reciprocal, S: tl.constexpr):
-    """Elements to their places in rows, as codes where the pages have codes: x times the reciprocal of its factor."""
+    """Writes elements to their places in rows, as codes if pages have codes: x times the reciprocal of its scale."""
     R: tl.constexpr = S.row
     element = x
     if is_coded(S.ENCODING):
@@ -136,14 +136,14 @@ def _put(x, to, place, mask, reciprocal, S: tl.constexpr):
 
 @triton.jit
 def _carry(rows, to, head, weight, angles, S: tl.constexpr):
-    """Rows of a block of heads, normalised and turned, from one place to another.
+    """Moves rows of a block of heads from one place to another, normalised and turned.
 
     rows:   [HEADS_BLOCK, 1], each head's first element
     to:     a Target
     head:   [HEADS_BLOCK, 1]
     weight: of the norm, or None
-    angles: Angles, not read where nothing turns
-    Returns whether each head had what is not finite, [HEADS_BLOCK].
+    angles: Angles, not read if nothing turns
+    Returns whether each head had values that are not finite, [HEADS_BLOCK].
     """
     R: tl.constexpr = S.row
     HEADS_BLOCK: tl.constexpr = S.HEADS_BLOCK
@@ -193,7 +193,7 @@ def _carry(rows, to, head, weight, angles, S: tl.constexpr):
             factor = tl.maximum(factor, scale_of_rows(far.to(tl.float32), ENCODING))
     reciprocal = 1.0
     if S.SCALES != NO_SCALES:
-        # The rows of a token share the largest of its parts' factors, which is that of their largest element.
+        # A row's parts share the largest of their scales, which is that of the row's largest element.
         reciprocal = tl.div_rn(1.0, _factors(to, head, factor[:, None], is_head, S.SCALES))
     if R.REST > 0:
         _put(rest, to, place, is_rest, reciprocal, S)
@@ -205,7 +205,7 @@ def _carry(rows, to, head, weight, angles, S: tl.constexpr):
 
 @triton.jit
 def _factors(to, head, own, is_head, SCALES: tl.constexpr):
-    """The factor of each head's row, [HEADS_BLOCK, 1] or of the layer; own: of tokens, which are written."""
+    """The scale of each head's row, [HEADS_BLOCK, 1] or of the layer; own: of tokens, which are written."""
     if SCALES == TOKEN_SCALES:
         tl.store(to.scale + to.first_scale + head.to(tl.int64) * to.scale_head, own, mask=is_head)
         factor = own
@@ -255,7 +255,7 @@ def _rope_store_kernel(
     Q: tl.constexpr = G.q
     K: tl.constexpr = G.k
     V: tl.constexpr = G.v
-    # The rows of q that turn and those of K have pairs alike.
+    # The rows of q that turn have the same pairs as those of K.
     R: tl.constexpr = K.row
     token = tl.program_id(0)
     t = token.to(tl.int64)
@@ -305,12 +305,12 @@ def _rope_store_kernel(
 def launch_rope_store(
     given: Projected, tokens: TokenPlaces, work: QkvWork, pages: LayerPages, *, null_page: bool = True
 ) -> None:
-    """q_out, and K and V in their slots, 0 in the place of what is infinite or no number.
+    """Writes q_out, and K and V to their slots; an infinity or NaN is stored as 0.
 
-    Padded tokens of q_out are computed like others; of a position that the table has not, q_out is NaN, and K is
+    Padded tokens of q_out are computed like others. At a position that the table does not have, q_out is NaN, and K is
     stored as 0 with the error bit.
     pages:     linear, with any strides but the last, or vectorised; written in place
-    null_page: whether page 0 belongs to no one
+    null_page: whether page 0 belongs to no sequence
     """
     form = pages.format
     k_row = RowGeometry.of(form.head_dim, work.rope, work.k_norm)
@@ -330,14 +330,14 @@ def launch_rope_store(
 
 
 def launch_rope_queries(q: Tensor, q_out: Tensor, positions: Tensor, work: QkvWork) -> None:
-    """q_out alone, of a layer that reads what another one stores. See launch_rope_store."""
+    """Writes q_out alone, for a layer that reads the pages that another one stores. See launch_rope_store."""
     geometry = _geometry(q, work)
     given, tokens = Projected(q, q, q, q_out), TokenPlaces(positions, positions, positions)
     _launch(given, tokens, work, (q, q, None, None), (0,) * 8, geometry)
 
 
 def _geometry(q: Tensor, work: QkvWork) -> RopeStoreGeometry:
-    """Of queries alone."""
+    """The geometry of queries alone."""
     row = RowGeometry.of(q.shape[2], work.rope, work.q_norm)
     block = _heads_block(q.shape[1], row.columns)
     side = SideGeometry(row, q.shape[1], block, row.DIM, 1, False, Encoding.of(q.dtype).number, Scales.NONE.number)
@@ -345,7 +345,7 @@ def _geometry(q: Tensor, work: QkvWork) -> RopeStoreGeometry:
 
 
 def _side_of_pages(row: RowGeometry, heads_block: int, rows: PageRows, form: PageFormat) -> SideGeometry:
-    """K or V on its way into pages."""
+    """The geometry of K or V on its way into pages."""
     cells = rows.vector_elements, rows.group_tokens
     return SideGeometry(row, form.num_kv_heads, heads_block, *cells, True, form.encoding.number, form.scales.number)
 

@@ -1,4 +1,4 @@
-"""What a layer does to its rows around attention, as values: a rotary embedding and norms, without Triton."""
+"""The work of a layer on its rows around attention, as values without Triton: a rotary embedding and norms."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class RopePairs(enum.Enum):
-    """Which of the n elements that turn make a pair.
+    """The elements that make a pair, of the n that turn.
 
-    HALVES:     j and j + n / 2, for j < n / 2 (GPT-NeoX, and what Hugging Face calls rotate_half)
+    HALVES:     j and j + n / 2, for j < n / 2 (GPT-NeoX, and rotate_half of Hugging Face)
     NEIGHBOURS: 2j and 2j + 1 (GPT-J; interleaved)
     """
 
@@ -25,13 +25,13 @@ class RopePairs(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeTable:
-    """How far the pairs of a row turn at each position. Graphs read the table where it lies.
+    """The turn of a row's pairs at each position. Graphs read the table at its address.
 
-    cos_sin: [positions, n], float32, float16 or bfloat16, contiguous: of each position n / 2 cosines, then n / 2 sines.
-             n elements of a row turn; positions are those of the step, and may be as many as its longest sequence has
+    cos_sin: [positions, n], float32, float16 or bfloat16, contiguous: for each position n / 2 cosines, then n / 2
+             sines. n elements of a row turn; positions are those of the step, up to the length of its longest sequence
     pairs:   which elements make a pair
     at_end:  whether the last n elements of a row turn, and not the first
-    Raises ValueError.
+    Raises ValueError if the table has another shape, strides or dtype.
     """
 
     cos_sin: Tensor
@@ -81,12 +81,12 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowNorm:
-    """An RMS norm of rows: x / sqrt(mean(x^2) + eps) * (offset + weight), in float32, rounded once with what follows.
+    """An RMS norm of rows: x / sqrt(mean(x^2) + eps) * (offset + weight), in float32, rounded once with later work.
 
     weight: [n], float32, float16 or bfloat16, contiguous; the first n elements of a row are normalised. Ones for a norm
             without weights
-    offset: 1.0 where weights are stored as what they differ from one by (Gemma 2 and 3)
-    Raises ValueError.
+    offset: 1.0 if stored weights are differences from one (Gemma 2 and 3)
+    Raises ValueError if the weight has another shape, strides or dtype, or if eps is negative.
     """
 
     weight: Tensor
@@ -111,7 +111,7 @@ class RowNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QkvWork:
-    """What a layer does to its q, k and v before attention: norms, then the turn of q and k. None: not that."""
+    """The work of a layer on q, k and v before attention: norms, then the turn of q and k. None leaves a step out."""
 
     rope: RopeTable | None = None
     q_norm: RowNorm | None = None
@@ -120,10 +120,10 @@ class QkvWork:
 
 
 class Projected(NamedTuple):
-    """What a layer's projections gave for T tokens; any strides but the last.
+    """The results of a layer's projections for T tokens; any strides but the last.
 
-    q, q_out: [T, q_heads, head_dim]; q_out is written, and may be q. Of a latent layer, whose q has its first part from
-              elsewhere, [T, q_heads, elements that turn] will do
+    q, q_out: [T, q_heads, head_dim]; q_out is written, and may be q. In a latent layer, whose q gets its first part
+              elsewhere, [T, q_heads, elements that turn] is enough
     k, v:     [T, kv_heads, head_dim | v_head_dim]; of a latent layer v is the first part of k
     """
 
@@ -134,11 +134,11 @@ class Projected(NamedTuple):
 
 
 class TokenPlaces(NamedTuple):
-    """Where a step's T tokens are.
+    """The places of a step's T tokens.
 
     positions:     int32 [T], lines of the table
     slot_of_token: int32 [T]
-    counts:        int32 [4]; [1] is num_tokens, [3] receives an error bit where a token was not finite
+    counts:        int32 [4]; [1] is num_tokens, [3] receives an error bit if a token was not finite
     """
 
     positions: Tensor

@@ -1,15 +1,15 @@
-"""Write new keys and values to their slots.
+"""Writes new keys and values to their slots.
 
     k_pages[slot // page_size, slot % page_size] = k[token]      likewise v
 
-Pages are linear or vectorised (page_rows.py): two compilations of one kernel. Into eight-bit pages an element goes as
-the code that is nearest to it divided by its factor (codes.py). Factors of a layer or of heads are read; one of a token
-is made here, so that the token's largest element has the largest code.
+Pages are linear or vectorised (page_rows.py): two compilations of one kernel. In eight-bit pages an element is stored
+as the code that is nearest to its value divided by its scale (codes.py). Scales of a layer or of heads are read; the
+scale of a token is made here, so that the token's largest element has the largest code.
 
-Tokens at or past num_tokens, slots of page 0 where it belongs to no one, and negative slots are dropped: a pad's hidden
-state may be NaN, and page 0 stays zero. What is infinite or no number in a token that is stored is stored as 0 and sets
-a bit of the step's error word: attention multiplies the V of keys that a token does not see by a probability of 0, and
-0 * inf is NaN.
+Tokens at or past num_tokens, slots of page 0 if it belongs to no sequence, and negative slots are dropped: a pad's
+hidden state may be NaN, and page 0 stays zero. An infinity or NaN in a token that is stored is stored as 0 and sets a
+bit of the step's error word: attention multiplies the V of keys that a token does not see by a probability of 0,
+and 0 * inf is NaN.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from rocm_attn.kernels.metadata import error_word
 
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _NOT_FINITE = tl.constexpr(error_word.NOT_FINITE)
-# From so many programs on, the bytes that a program moves count, and below it how long it takes.
+# From this number of programs on, the bytes that a program moves decide, and below it the time that it takes.
 _MANY_PROGRAMS = 512
 
 
 @triton.jit
 def _finite_row(row):
-    """A row with 0 in the place of what is not finite, and whether each head had any of that."""
+    """Returns a row with 0 instead of values that are not finite, and whether each head had any of those."""
     finite = tl.abs(row.to(tl.float32)) < float("inf")
     return tl.where(finite, row, 0.0), tl.max((~finite).to(tl.int32), 1)
 
 
 @triton.jit
 def _given_factor(scale, head, G: tl.constexpr):
-    """The factors that rows are divided by, where they are given: one, or [HEADS_BLOCK, 1]. head: int64, so shaped"""
+    """The scales that rows are divided by, if they are given: one, or [HEADS_BLOCK, 1]. head: int64 of this shape"""
     factor = 1.0
     if G.SCALES == LAYER_SCALES:
         factor = tl.load(scale)
@@ -58,11 +58,11 @@ def _given_factor(scale, head, G: tl.constexpr):
 
 @triton.jit
 def _in_pages(row, factor, scale, head, first_scale, G: tl.constexpr):
-    """A finite row [HEADS_BLOCK, elements] as its pages hold it.
+    """Returns a finite row [HEADS_BLOCK, elements] as its pages hold it.
 
-    factor:      what _given_factor found
-    scale:       the factors of tokens, which are written, or others, or None; head: int64 [HEADS_BLOCK, 1]
-    first_scale: of the first head's, where the token's factor lies
+    factor:      the result of _given_factor
+    scale:       the scales of tokens, which are written, or others, or None; head: int64 [HEADS_BLOCK, 1]
+    first_scale: the place of the token's scale in the first head
     """
     if not is_coded(G.ENCODING):
         elements = row
@@ -73,7 +73,7 @@ def _in_pages(row, factor, scale, head, first_scale, G: tl.constexpr):
         if G.SCALES == TOKEN_SCALES:
             factor = scale_of_rows(row, G.ENCODING)[:, None]
             tl.store(scale + first_scale + head * G.PAGE_SIZE, factor, mask=head < G.HEADS)
-        # One quotient a row, and it is rounded as torch rounds it.
+        # One quotient per row, rounded as torch rounds it.
         elements = encoded(row * tl.div_rn(1.0, factor), G.ENCODING)
     return elements
 
@@ -114,7 +114,7 @@ def _store_kernel(
         head = tl.program_id(1) * G.HEADS_BLOCK + tl.arange(0, G.HEADS_BLOCK)[:, None]
         # 64-bit before multiplying: HND layouts have head strides beyond int32.
         head64 = head.to(tl.int64)
-        # All loads before the first store, which none of those after it could pass.
+        # All loads come before the first store, because no load could pass a store.
         k_d = tl.arange(0, G.K_COLUMNS)[None, :]
         is_k = (head < G.HEADS) & (k_d < G.K_DIM)
         k_row = tl.load(k + t * k_token + head64 * k_head + k_d, mask=is_k, other=0.0)
@@ -142,14 +142,14 @@ def _store_kernel(
 def launch_store_kv(
     k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool = True
 ) -> None:
-    """Write k and v to the slots of their tokens, 0 in the place of what is infinite or no number.
+    """Writes k and v to the slots of their tokens; an infinity or NaN is stored as 0.
 
-    k, v:          [T, kv_heads, head_dim | v_head_dim], any strides but the last; of a latent layer v is part of k, and
-                   is not looked at
+    k, v:          [T, kv_heads, head_dim | v_head_dim], any strides but the last; in a latent layer v is part of k, and
+                   is not read
     slot_of_token: int32 [T]
-    counts:        int32 [4]; [1] is num_tokens, [3] receives an error bit where a token was not finite
-    pages:         linear, with any strides but the last, or vectorised; written in place, as are factors of tokens
-    null_page:     whether page 0 belongs to no one
+    counts:        int32 [4]; [1] is num_tokens, [3] receives an error bit if a token was not finite
+    pages:         linear, with any strides but the last, or vectorised; written in place, as are scales of tokens
+    null_page:     whether page 0 belongs to no sequence
     """
     geometry = CellGeometry.of(pages)
     grid = k.shape[0], triton.cdiv(geometry.HEADS, geometry.HEADS_BLOCK)
@@ -177,10 +177,10 @@ def launch_store_kv(
 
 
 def _warps(grid: tuple[int, int], geometry: CellGeometry, item_bytes: int) -> int:
-    """Warps of a program: 4 where programs are few, else as many as take 32 bytes a thread, of K.
+    """Warps of a program: 4 if programs are few, else as many as take 32 bytes of K per thread.
 
-    H200, llama8b, bfloat16 and factors of tokens: 64 tokens 1.84 and 1.88 us with 4 warps, 1.95 and 1.99 with 2;
-    2,048 tokens 4.89 and 5.80 with 4 warps, 4.62 and 5.10 with 2, 5.23 and 5.03 with 1.
+    H200, llama8b, bfloat16 and scales of tokens: 64 tokens 1.84 and 1.88 us with 4 warps, 1.95 and 1.99 with 2; 2,048
+    tokens 4.89 and 5.80 with 4 warps, 4.62 and 5.10 with 2, 5.23 and 5.03 with 1.
     """
     if grid[0] * grid[1] < _MANY_PROGRAMS:
         return 4

@@ -1,11 +1,11 @@
-"""Zero what lies after each sequence in its last page, for kernels that multiply it by a probability of 0.
+"""Zeroes the rest of each sequence's last page, for kernels that multiply it by a probability of 0.
 
     k_pages[page, kv_len % page_size :] = 0    likewise v        page = table[row_of_seq[i], (kv_len - 1) // page_size]
 
 Pages are linear or vectorised, as for the store.
 
-Only of sequences that have new tokens: they have just written to that page, so no other sequence has it. A page that
-was used before holds another request's keys and values, which may be NaN, and 0 * NaN is NaN.
+Only sequences with new tokens are handled: they have just written to that page, so no other sequence has it. A page
+that was used before holds another request's keys and values, which may be NaN, and 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _zero_tails_kernel(
                 tl.store(k_row + k_cell, tl.zeros([HEADS_BLOCK, K_COLUMNS], k_pages.dtype.element_ty), mask=k_inside)
                 tl.store(v_row + v_cell, tl.zeros([HEADS_BLOCK, V_COLUMNS], v_pages.dtype.element_ty), mask=v_inside)
                 if G.SCALES == TOKEN_SCALES:
-                    # Of codes that are 0; a factor that is no number would not leave them so.
+                    # The codes are 0; a scale that is NaN would not leave their values 0.
                     first_scale = page * (G.HEADS * G.PAGE_SIZE) + token
                     nothing = tl.zeros([HEADS_BLOCK, 1], tl.float32)
                     tl.store(k_scale + first_scale + head64 * G.PAGE_SIZE, nothing, mask=head < G.HEADS)
@@ -81,13 +81,13 @@ def _zero_tails_kernel(
 def launch_zero_tails(
     table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages, *, null_page: bool = True
 ) -> None:
-    """Zero the rows after the last token of every sequence that has new tokens, in its last page.
+    """Zeroes the rows after the last token of every sequence that has new tokens, in its last page.
 
     table:                     int32 [rows, width]
     row_of_seq, kv_len, q_len: int32 [S]
-    pages:                     linear, with any strides but the last, or vectorised; written in place, as are factors
-                               of tokens
-    null_page:                 whether page 0 belongs to no one, and stays as it is
+    pages:                     linear, with any strides but the last, or vectorised; written in place, as are scales of
+                               tokens
+    null_page:                 whether page 0 belongs to no sequence, and stays unchanged
     """
     geometry = CellGeometry.of(pages)
     launch(

@@ -2,12 +2,12 @@
 
     out[token] = softmax(scores of q[token] . K^T) V      K, V: the keys that the sequence's last token sees (scores.py)
 
-A program is one wave. Rows, the programs that share them and what these leave are those of paged decode: the schedule
-is decode_schedule.py's, and merge.py adds up what several programs hold of a row. key_blocks.py says how a wave reads
-keys. Nothing is written to LDS but what a row leaves at its end.
+A program is one wave. Its rows, the programs that share them and the parts that they leave are those of paged decode:
+the schedule is decode_schedule.py's, and merge.py adds up the parts that several programs hold of a row. key_blocks.py
+says how a wave reads keys. Nothing is written to LDS but the results of a row at its end.
 
-Pages are loaded whole where a key of them is seen: what no row sees of them may be NaN, and is given weights of zero
-and values of zero.
+Pages are loaded whole if a key of them is seen: elements that no row sees may be NaN, and get weights of zero and
+values of zero.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from rocm_attn.kernels.cdna.key_blocks import (
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 
-# What the matrix units of an arch are called.
+# The number of each arch's matrix units in Gluon.
 _CDNA = {"gfx942": 3, "gfx950": 4}
 
 
 class Results(NamedTuple):
-    """Where a row's results go: out, lse or None; partial results of programs, and their maxima and sums."""
+    """The destinations of a row's results: out, lse or None; partial results of programs, and their maxima and sums."""
 
     out: Any
     lse: Any
@@ -68,7 +68,7 @@ class Results(NamedTuple):
 
 
 class RowHeads(NamedTuple):
-    """Query heads of a row of work: the first one (int64), and how many there are."""
+    """Query heads of a row of work: the first one (int64), and their number."""
 
     first: Any
     num: Any
@@ -76,9 +76,9 @@ class RowHeads(NamedTuple):
 
 @gluon.jit
 def _lines(L: gl.constexpr, G: gl.constexpr):
-    """Of each of ROWS lines the query head in its row, or ROWS of one that is none, and which KV head of the row's.
+    """Each of ROWS lines' query head in its row, or ROWS if it has none, and which of the row's KV heads it reads.
 
-    Where rows read two KV heads each has half of the lines.
+    If rows read two KV heads, each has half of the lines.
     """
     R: gl.constexpr = G.rows
     HALF: gl.constexpr = ROWS // R.HEADS_PER_ROW
@@ -111,7 +111,7 @@ def _by_line(acc, G: gl.constexpr):
 
 @gluon.jit
 def _places_of_lines(L: gl.constexpr, heads, G: gl.constexpr):
-    """Of the elements of _by_line: query head in its row, column of its KV head, and whether it is a head's own."""
+    """The elements of _by_line: query head in its row, column of its KV head, and whether it is a head's own."""
     line, half = _lines(gl.SliceLayout(1, L), G)
     column = gl.arange(0, G.COLUMNS, layout=gl.SliceLayout(0, L))
     own = (column // G.HEAD_DIM)[None, :] == half[:, None]
@@ -120,7 +120,7 @@ def _places_of_lines(L: gl.constexpr, heads, G: gl.constexpr):
 
 @gluon.jit
 def _store_whole(softmax, to, sinks, token, heads, G: gl.constexpr):
-    """Results of a row that one program has finished alone."""
+    """Stores the results of a row that one program has finished alone."""
     acc, maximum, total = softmax
     P: gl.constexpr = product_layout(G)
     head, _ = _lines(gl.SliceLayout(0, P), G)
@@ -141,7 +141,7 @@ def _store_whole(softmax, to, sinks, token, heads, G: gl.constexpr):
 
 @gluon.jit
 def _store_nothing(to, token, heads, G: gl.constexpr):
-    """Results of a sequence without keys."""
+    """Stores the results of a sequence without keys."""
     P: gl.constexpr = product_layout(G)
     zeros = _by_line(gl.full([G.COLUMNS, ROWS], 0.0, gl.float32, layout=P), G).to(to.out.at.dtype.element_ty)
     L: gl.constexpr = zeros.type.layout
@@ -158,7 +158,7 @@ def _store_nothing(to, token, heads, G: gl.constexpr):
 
 @gluon.jit
 def _store_part(softmax, to, part, heads, G: gl.constexpr):
-    """What a program leaves of a row that others have parts of."""
+    """Stores the program's part of a row that others have parts of."""
     R: gl.constexpr = G.rows
     P: gl.constexpr = product_layout(G)
     acc = _by_line(softmax.acc, G)
@@ -274,7 +274,7 @@ def _cdna_decode_kernel(
 
 
 def launch_cdna_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: DecodeCut, tiles: DecodeTiles) -> None:
-    """As launch_paged_decode, without slopes, over near pages of whole chunks in q's dtype.
+    """Does the same as `launch_paged_decode`, without slopes, over near pages of whole chunks in q's dtype.
 
     arch: one of cdna_tiles.ARCHS
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
@@ -313,7 +313,7 @@ def launch_cdna_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: Deco
 
 
 def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut, tiles: DecodeTiles) -> CdnaGeometry:
-    """What the launch is compiled for; the schedule and the pages are checked."""
+    """Checks the schedule and the pages, and returns the values that the launch is compiled for."""
     num_kv_heads, gqa_ratio = args.heads
     num_seqs, head_dim, pages = args.queries.num_seqs, args.q.shape[2], args.pages
     cut.check(args.schedule, num_seqs)

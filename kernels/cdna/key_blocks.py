@@ -3,10 +3,10 @@
     S^T = K q^T     a lane loads eight neighbouring elements of a key, as the product wants them
     O^T = V^T P^T   a lane loads eight neighbouring elements of each of 4 (CDNA 3) or 8 keys (CDNA 4). They are its own
                     operand of eight products, whose rows are every eighth element; and the weights that S^T left in it
-                    are of the same keys
+                    belong to the same keys
 
-So nothing of them is moved between lanes, by LDS or otherwise. K and V are loaded as pairs of elements: single ones
-would be taken apart where they are loaded. A block is one or two chunks of CHUNK keys, each of one page.
+So none of them moves between lanes, by LDS or otherwise. K and V are loaded as pairs of elements: single elements
+would be taken apart after the load. A block is one or two chunks of CHUNK keys, each in one page.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ ROWS = gl.constexpr(cdna_tiles.ROWS)
 
 
 class CdnaGeometry(NamedTuple):
-    """What the kernel is compiled for.
+    """The values that the kernel is compiled for.
 
     rows:       how a sequence is cut into rows
     CDNA:       3 or 4
     HEAD_DIM:   elements of a row of K and of V of one KV head
     COLUMNS:    of a row of work: its KV heads' elements side by side, 128 or 256
     PAGE_SIZE:  tokens of a page, a multiple of CHUNK
-    CHUNKS:     of a block
-    BLOCKS:     that are in flight
-    SAME_OFFSETS: whether K and V of a token lie at the same place of their pages: fewer scalar registers
+    CHUNKS:     chunks of a block
+    BLOCKS:     blocks that are in flight
+    SAME_OFFSETS: whether K and V of a token lie at the same place of their pages: takes fewer scalar registers
     WHOLE_ROWS: whether every row has a program of its own
     CAPPED:     whether scores have a cap
     """
@@ -54,7 +54,7 @@ class CdnaGeometry(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a chunk lies: page number, and its first token there."""
+    """The place of a chunk: page number, and its first token there."""
 
     page: Any
     token: Any
@@ -87,14 +87,14 @@ class KeyBlocks(NamedTuple):
 
 @constexpr_function
 def product_layout(G: CdnaGeometry) -> gl.constexpr:
-    """Of the result of a product: a lane has a column, and four rows in turn."""
+    """The layout of the result of a product: a lane has a column, and four rows in turn."""
     depth = 16 if G.CDNA == 3 else 32
     return gl.amd.AMDMFMALayout(version=G.CDNA, instr_shape=[16, 16, depth], transposed=False, warps_per_cta=[1, 1])
 
 
 @constexpr_function
 def key_pairs(G: CdnaGeometry) -> gl.constexpr:
-    """Of K as it is loaded: 16 lanes have a key each; four times four pairs side by side make 32 elements of it."""
+    """Layout of K as it is loaded: 16 lanes have a key each; four times four pairs side by side make 32 elements."""
     more = [[0, 16 << i] for i in range((G.COLUMNS // 32).bit_length() - 1)]
     lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [0, 4], [0, 8]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], *more], lanes, [], [], [16, G.COLUMNS // 2])
@@ -102,7 +102,7 @@ def key_pairs(G: CdnaGeometry) -> gl.constexpr:
 
 @constexpr_function
 def value_pairs(G: CdnaGeometry) -> gl.constexpr:
-    """Of V as it is loaded: 16 lanes have 128 elements of a key, and each lane those of four keys in turn."""
+    """Layout of V as it is loaded: 16 lanes have 128 elements of a key, and each lane those of four keys in turn."""
     more = [[0, 64 << i] for i in range((G.COLUMNS // 128).bit_length() - 1)]
     lanes = [[0, 4], [0, 8], [0, 16], [0, 32], [4, 0], [8, 0]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [1, 0], [2, 0], *more], lanes, [], [], [16, G.COLUMNS // 2])
@@ -110,7 +110,7 @@ def value_pairs(G: CdnaGeometry) -> gl.constexpr:
 
 @constexpr_function
 def query_layout(G: CdnaGeometry) -> gl.constexpr:
-    """Of q as it is loaded, [ROWS, COLUMNS], which turned over is an operand."""
+    """The layout of q as it is loaded, [ROWS, COLUMNS]; transposed it is an operand."""
     more = [[0, 32 << i] for i in range((G.COLUMNS // 32).bit_length() - 1)]
     lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [0, 8], [0, 16]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *more], lanes, [], [], [16, G.COLUMNS])
@@ -118,7 +118,7 @@ def query_layout(G: CdnaGeometry) -> gl.constexpr:
 
 @gluon.jit
 def pair_offsets(token, head, L: gl.constexpr, G: gl.constexpr):
-    """What pairs of a chunk add to its first element, in pairs, int32 [CHUNK, COLUMNS / 2]. token, head: strides"""
+    """Offsets of a chunk's pairs from its first element, in pairs, int32 [CHUNK, COLUMNS / 2]. token, head: strides"""
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))[:, None] * (token // 2)
     pair = gl.arange(0, G.COLUMNS // 2, layout=gl.SliceLayout(0, L))
     if G.rows.HEADS_PER_ROW > 1:
@@ -129,9 +129,9 @@ def pair_offsets(token, head, L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _places(read, block, G: gl.constexpr):
-    """A tuple of Place, of a block's chunks. The last one that is read stands for later ones.
+    """A tuple of Place, for a block's chunks. The last chunk that is read stands for later ones.
 
-    Of a window the first one that is seen stands for those before it, whose pages may have been given back.
+    With a window the first chunk that is seen stands for those before it, whose pages may have been given back.
     """
     A_PAGE: gl.constexpr = G.PAGE_SIZE // CHUNK
     CHUNKS: gl.constexpr = G.CHUNKS
@@ -146,7 +146,7 @@ def _places(read, block, G: gl.constexpr):
 
 @gluon.jit
 def _load(side, place):
-    """Pairs of a chunk, of which none lies outside its page. What no row sees is masked where it is used."""
+    """Pairs of a chunk, none of which lies outside its page. Pairs that no row sees are masked when they are used."""
     page, token = place
     at = side.at + page.to(gl.int64) * side.page + token * side.token
     return gl.amd.cdna3.buffer_load(at.to(gl.pointer_type(gl.int32)), side.offsets)
@@ -154,7 +154,7 @@ def _load(side, place):
 
 @gluon.jit
 def _load_block(k_side, v_side, places, G: gl.constexpr):
-    """A tuple of Chunk."""
+    """Loads a block, a tuple of Chunk."""
     CHUNKS: gl.constexpr = G.CHUNKS
     block = ()
     for i in gl.static_range(CHUNKS):
@@ -165,7 +165,7 @@ def _load_block(k_side, v_side, places, G: gl.constexpr):
 
 @gluon.jit
 def _elements(pairs, DTYPE: gl.constexpr, G: gl.constexpr):
-    """[CHUNK, COLUMNS] in DTYPE."""
+    """The elements of pairs, [CHUNK, COLUMNS] in DTYPE."""
     low = pairs.to(gl.uint16).to(DTYPE, bitcast=True)
     high = (pairs >> 16).to(gl.uint16).to(DTYPE, bitcast=True)
     return gl.reshape(gl.join(low, high), [CHUNK, G.COLUMNS])
@@ -173,14 +173,14 @@ def _elements(pairs, DTYPE: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _is_seen(first, keys, L: gl.constexpr, G: gl.constexpr):
-    """Of each key of a chunk, bool [CHUNK]. first: its first key"""
+    """True for each key of a chunk that is seen, bool [CHUNK]. first: its first key"""
     key = first + gl.arange(0, CHUNK, layout=L)
     return in_range(key, keys.first, keys.end) if G.rows.WINDOWED else key < keys.end
 
 
 @gluon.jit
 def _scores(query, chunk, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
-    """Of a chunk, [CHUNK, ROWS], but for qk_scale."""
+    """The scores of a chunk, [CHUNK, ROWS], without qk_scale."""
     P: gl.constexpr = product_layout(G)
     pairs, _ = chunk
     k = gl.convert_layout(_elements(pairs, query.dtype, G), gl.DotOperandLayout(0, P, 8), assert_trivial=True)
@@ -194,7 +194,7 @@ def _scores(query, chunk, first, keys, logits, G: gl.constexpr, MASKED: gl.const
 
 @gluon.jit
 def _values(chunk, first, keys, DTYPE: gl.constexpr, G: gl.constexpr, MASKED: gl.constexpr):
-    """V of a chunk; 0 of keys that are not seen, whatever lies in their place: 0 times NaN is NaN."""
+    """V of a chunk; 0 for keys that are not seen, whatever their memory holds: 0 times NaN is NaN."""
     _, pairs = chunk
     if MASKED:
         pairs = gl.where(_is_seen(first, keys, gl.SliceLayout(1, value_pairs(G)), G)[:, None], pairs, 0)
@@ -203,7 +203,7 @@ def _values(chunk, first, keys, DTYPE: gl.constexpr, G: gl.constexpr, MASKED: gl
 
 @gluon.jit
 def _rounded(weights, DTYPE: gl.constexpr, G: gl.constexpr):
-    """In DTYPE: the nearest, the even one of two. bfloat16 by hand on CDNA 3, see softmax.rounded."""
+    """Weights in DTYPE: the nearest number, the even one of two. bfloat16 by hand on CDNA 3, see softmax.rounded."""
     if G.CDNA == 3 and gl.bfloat16 == DTYPE:
         bits = weights.to(gl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -215,7 +215,7 @@ def _rounded(weights, DTYPE: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _attend(state, query, block, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
-    """A block added to a Softmax: acc [COLUMNS, ROWS], whose rows are 8 i + j at COLUMNS / 8 j + i."""
+    """Adds a block to a Softmax: acc [COLUMNS, ROWS], whose rows are 8 i + j at COLUMNS / 8 j + i."""
     P: gl.constexpr = product_layout(G)
     DEPTH: gl.constexpr = 4 if G.CDNA == 3 else 8
     EIGHTHS: gl.constexpr = G.COLUMNS // 8
@@ -248,16 +248,16 @@ def _attend(state, query, block, first, keys, logits, G: gl.constexpr, MASKED: g
 
 @gluon.jit
 def attend_key_blocks(query, k_side, v_side, read, logits, G: gl.constexpr):
-    """What some key blocks give each row of q, a Softmax as _attend has it.
+    """Returns the softmax state of some key blocks for each row of q, laid out as in _attend.
 
     BLOCKS blocks are in flight, each in registers of its own, and their pages' numbers are loaded two rounds ahead. The
-    loop is written out BLOCKS times, so that nothing is moved from one to another, which would wait for its load.
+    loop is written out BLOCKS times, so that nothing moves from one register to another, which would wait for its load.
     """
     P: gl.constexpr = product_layout(G)
     L: gl.constexpr = gl.SliceLayout(0, P)
     BLOCKS: gl.constexpr = G.BLOCKS
     KEYS: gl.constexpr = G.CHUNKS * CHUNK
-    # Of a window the first block may be seen in part, and all are masked: one loop is less code, and they are few.
+    # With a window the first block may be seen in part, so all are masked: one loop is less code, and blocks are few.
     WINDOWED: gl.constexpr = G.rows.WINDOWED
     _, blocks, keys, _ = read
     in_flight = ()
@@ -271,7 +271,7 @@ def attend_key_blocks(query, k_side, v_side, read, logits, G: gl.constexpr):
         gl.full([ROWS], float("-inf"), gl.float32, layout=L),
         gl.full([ROWS], 0.0, gl.float32, layout=L),
     )
-    # The last block may be seen in part: it is not among those of whole rounds, unless its keys all are.
+    # The last block may be seen in part: it is not in the whole rounds, unless all of its keys are seen.
     whole = (gl.minimum(blocks.end, keys.end // KEYS) - blocks.first) // BLOCKS * BLOCKS
     end = blocks.first + whole
     for block in range(blocks.first, end, BLOCKS):

@@ -1,4 +1,4 @@
-"""ExpertGroups: which tokens go to which expert, as the device sorts them."""
+"""ExpertGroups: the tokens of each expert, as the device sorts them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ExpertGroups(NamedTuple):
 
     @classmethod
     def of(cls, expert: Tensor, num_experts: int) -> ExpertGroups:
-        """Sorted on the device, in sizes that depend on no value.
+        """Sorts on the device, in sizes that depend on no value.
 
         expert: integer [tokens, chosen], each 0 to num_experts - 1
         """

@@ -1,4 +1,4 @@
-"""Multiply each row with the matrix of its expert, and no matrix with a row that did not choose it.
+"""Multiplies each row with the matrix of its expert, and no matrix with a row that did not choose it.
 
     out[p] = x[p // rows_per_source] @ weight[e].T + bias[e]      for each pair p of expert e
 
@@ -22,7 +22,7 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
 class ProductGeometry(NamedTuple):
-    """What the product is compiled for.
+    """The values that the product is compiled for.
 
     EXPERTS, EXPERTS_BLOCK: experts, and the next power of 2
     IN, OUT:                elements of a row of x and of out
@@ -79,7 +79,7 @@ def _expert_product_kernel(
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first in range(0, IN, STEP):
             is_element = first + element < IN
-            # Rows without a pair are the first pair's: what they come to is dropped.
+            # Rows without a pair read the first pair's: their results are dropped.
             a = tl.load(rows + first + element, mask=is_element, other=0.0)
             b = tl.load(
                 matrix + column[:, None] * weight_row + first + element,
@@ -97,7 +97,7 @@ def _expert_product_kernel(
 def launch_expert_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups, out: Tensor, *, tiles: ExpertTiles
 ) -> None:
-    """Each pair's row of x times the matrix of its expert, into the pair's row of out.
+    """Writes each pair's row of x times the matrix of its expert to the pair's row of out.
 
     x:      [rows, in]; each row belongs to as many pairs, in a row, as there are pairs for each row
     weight: [experts, out, in]

@@ -2,8 +2,8 @@
 
     pages -> ring of codes -> ring of K and ring of V, in sixteen bits -> matrix units
 
-A code is exact in float16. Factors of the layer or of a head are multiplied in where they are of rows (coded.py). A
-token's factor of K multiplies its column of the scores, and that of V its row of V, which is then rounded.
+A code is exact in float16. Scales of the layer or of a head are multiplied in where they belong to rows (coded.py). A
+token's scale of K multiplies its column of the scores, and its scale of V its row of V, which is then rounded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rocm_attn.kernels.hopper.warp_groups import leave
 
 _DECODER = gl.constexpr(Loader(4))
 
-# Four codes of a word as four float16: of E4M3FN by an instruction a pair; one of E5M2 is a float16's upper byte.
+# Four codes of a word as four float16: for E4M3FN an instruction per pair; for E5M2 a code is a float16's upper byte.
 _AS_HALF = {
     Encoding.E4M3FN.number: """{
         .reg .b16 first, second;
@@ -53,11 +53,11 @@ def _as_half(encoding: int) -> str:
 
 
 class Codes(NamedTuple):
-    """A ring of tiles of codes, of K and of V in turn.
+    """A ring of tiles of codes, K and V in turn.
 
-    boxes, pieces: it as boxes of a page, and as pieces that are decoded at a time
-    full, free:    barriers that a tile is loaded, and that it is decoded
-    k_factors:     float32 [STAGES, KEY_BLOCK], factors of tokens, with the ring of K
+    boxes, pieces: the ring as boxes of a page, and as pieces that are decoded at a time
+    full, free:    barriers for a tile being loaded, and for its being decoded
+    k_factors:     float32 [STAGES, KEY_BLOCK], scales of tokens, with the ring of K
     v_factors:     float32 [copies, KEY_BLOCK], of the step that is decoded, for each row of a piece
     """
 
@@ -70,7 +70,7 @@ class Codes(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Of products of q and K, and of the tanh of a cap: numbers; of K and of V: pointers, or None."""
+    """Factors of products of q and K, and of the tanh of a cap: numbers; scales of K and of V: pointers, or None."""
 
     products: Any
     cap: Any
@@ -80,7 +80,7 @@ class Factors(NamedTuple):
 
 @gluon.jit
 def row_factor(scale, head, G: gl.constexpr):
-    """The factor of the layer or of a head; 1 where there is none, or each token has one."""
+    """The scale of the layer or of a head; 1 if there is none, or if each token has one."""
     factor = 1.0
     if G.SCALES == LAYER_SCALES:
         factor = gl.load(scale)
@@ -91,7 +91,7 @@ def row_factor(scale, head, G: gl.constexpr):
 
 @gluon.jit
 def new_codes(G: gl.constexpr):
-    """A ring with nothing in it."""
+    """An empty ring."""
     TILES: gl.constexpr = G.CODE_TILES
     BOX: gl.constexpr = G.BOX
     PARTS: gl.constexpr = G.CODE_TILES * (G.DIM // BOX_COLUMNS)
@@ -118,7 +118,7 @@ def new_codes(G: gl.constexpr):
 
 @gluon.jit
 def _load_codes(desc, column, codes, n, slots, G: gl.constexpr):
-    """The n-th tile of codes, box by box."""
+    """Loads the n-th tile of codes, box by box."""
     BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
     place = n % G.CODE_TILES
@@ -142,14 +142,14 @@ def _load_step(task, row, step, n, ahead, G: gl.constexpr):
 
 @gluon.jit
 def produce_codes(x, cache, codes, todo, G: gl.constexpr):
-    """Load the codes of all the program's rows."""
+    """Loads the codes of all the program's rows."""
     of_all_steps(nothing_ahead, _load_step, ASKING_WARP, x, cache, (cache, codes), todo, G)
     leave()
 
 
 @gluon.jit
 def _pages_of_keys(source, step, seen, G: gl.constexpr):
-    """Where the factors of a step's keys are: page [KEY_BLOCK], offset in it, and whether some row sees the key."""
+    """The places of the scales of a step's keys: page [KEY_BLOCK], offset in it, and whether some row sees the key."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     key = step * KEY_BLOCK + gl.arange(0, KEY_BLOCK, layout=layout)
@@ -160,7 +160,7 @@ def _pages_of_keys(source, step, seen, G: gl.constexpr):
 
 @gluon.jit
 def _factors_of_keys(factors, row, at, G: gl.constexpr):
-    """Factors of K and of V; 0 of keys that no row sees."""
+    """Scales of K and of V; 0 for keys that no row sees."""
     page, offset, live = at
     place = (page.to(gl.int64) * (G.KV_HEADS // G.HEAD_BLOCKS) + row) * G.PAGE_SIZE + offset
     return gl.load(factors.k + place, mask=live, other=0.0), gl.load(factors.v + place, mask=live, other=0.0)
@@ -168,7 +168,7 @@ def _factors_of_keys(factors, row, at, G: gl.constexpr):
 
 @gluon.jit
 def _decode_tile(codes, n, ring, stage, SCALED: gl.constexpr, G: gl.constexpr):
-    """The n-th tile of codes to a stage, where it is zeroed no further. SCALED: with factors of V"""
+    """Decodes the n-th tile of codes to a stage, without zeroing anything else. SCALED: with scales of V"""
     PIECE: gl.constexpr = piece_rows(G)
     PIECES: gl.constexpr = (G.DIM // BOX_COLUMNS) * G.KEY_BLOCK // PIECE
     ASSEMBLY: gl.constexpr = _as_half(G.ENCODING)
@@ -188,7 +188,7 @@ def _decode_tile(codes, n, ring, stage, SCALED: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _pass_on(codes, n, ring, stage, G: gl.constexpr):
-    """A tile is decoded: its codes' place is free, and its stage is full."""
+    """Reports that a tile is decoded: its codes' place is free, and its stage is full."""
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(codes.free.index(n % G.CODE_TILES), count=1)
@@ -202,7 +202,7 @@ def _wait_for_codes(codes, n, G: gl.constexpr):
 
 @gluon.jit
 def _first_factors(task, row, step, G: gl.constexpr):
-    """Factors of a step's keys, where tokens have them, and where those of the next one are."""
+    """Scales of a step's keys, if tokens have them, and the places of the next step's scales."""
     ahead = ()
     if G.SCALES == TOKEN_SCALES:
         factors, _, _ = task
@@ -224,7 +224,7 @@ def _decode_step(task, row, step, n, ahead, G: gl.constexpr):
         COPIES: gl.constexpr = piece_rows(G) // G.KEY_BLOCK
         for i in gl.static_range(COPIES):
             codes.v_factors.index(i).store(v_factor)
-        # Two steps ahead, and one: a load of a factor waits for that of its page.
+        # Two steps ahead, and one: a load of a scale waits for that of its page.
         k_factor, v_factor = _factors_of_keys(factors, row.head, at, G)
         ahead = (k_factor, v_factor, _pages_of_keys(row.source, step + 2, row.seen, G))
     _decode_tile(codes, 2 * n, rings.k, stage, False, G)
@@ -239,6 +239,6 @@ def _decode_step(task, row, step, n, ahead, G: gl.constexpr):
 
 @gluon.jit
 def decode(x, cache, factors, codes, rings, todo, G: gl.constexpr):
-    """Decode the codes of all the program's rows."""
+    """Decodes the codes of all the program's rows."""
     of_all_steps(_first_factors, _decode_step, _DECODER, x, cache, (factors, codes, rings), todo, G)
     leave()

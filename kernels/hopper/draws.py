@@ -1,13 +1,13 @@
-"""Whole rows of extend for Hopper, drawn as programs come to them: an even finish, whatever rows take.
+"""Whole rows of extend for Hopper, drawn as programs come to them: an even finish, however long rows take.
 
-A counter in the schedule says how many are drawn. Of a program one group of warps draws, and tells the others in shared
-memory: a group of its own, asked two steps before the end of a row's loads, as a draw takes about a step; where
-keys are gathered, the one that gathers them. The merge, which follows each launch, sets the counter back, and so does
-the launcher where it fails before it. What a row receives does not hang on the program that drew it.
+A counter in the schedule holds the number of drawn rows. In a program one group of warps draws, and passes the row to
+the others in shared memory: a group of its own, asked two steps before the end of a row's loads, because a draw takes
+about a step; if keys are gathered, the group that gathers them. The merge, which follows each launch, sets the counter
+back, and so does the launcher if it fails before the merge. A row's result does not depend on the program that drew it.
 
-Rows lie in the order of the schedule's blocks but for this: of so many consecutive blocks at a time the rows of one KV
-head come before those of the next one. Where these blocks are of one sequence, programs that run at a time read the
-same keys, from the L2.
+Rows lie in the order of the schedule's blocks with one exception: within each DRAWN_BLOCKS consecutive blocks the rows
+of one KV head come before those of the next one. If these blocks belong to one sequence, programs that run at a time
+read the same keys, from the L2.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rocm_attn.kernels.attention.extend_schedule import BLOCK_TOKENS, BLOCK_WORD
 from rocm_attn.kernels.hopper.warp_groups import leave
 
 _LANES = gl.constexpr(32)
-# Steps of a row that are still to be loaded when the next row is asked for.
+# Steps of a row that are still to be loaded when the next row is requested.
 _AHEAD = gl.constexpr(2)
 
 
 class Draws(NamedTuple):
     """The row that was drawn, in shared memory; barriers that it is there, that all have read it, and that the next one
-    is asked for. Where keys are gathered nothing asks, and `asked` is `full`.
+    is requested. If keys are gathered nothing requests it, and `asked` is `full`.
     """
 
     row: Any
@@ -39,7 +39,7 @@ class Draws(NamedTuple):
 
 @gluon.jit
 def new_draws(G: gl.constexpr):
-    """Room for what is drawn. The consumers are told, and where keys are not gathered the two that load or decode."""
+    """Room for a drawn row. Its readers are the consumers, and if keys are not gathered the two that load or decode."""
     LANES: gl.constexpr = _LANES
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     row = gl.allocate_shared_memory(gl.int32, [LANES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -48,8 +48,8 @@ def new_draws(G: gl.constexpr):
     mbarrier.init(full, count=1)
     mbarrier.init(free, count=G.GROUPS if G.GATHERED else G.GROUPS + 2)
     asked = full
-    # A barrier that nothing uses would end here, and Triton would put what it hands to warp groups in its place. PTX
-    # allows nothing else where a barrier is: on an H200 that processes shared, its first value came last at times.
+    # An unused barrier would end here, and Triton would put the values that it passes to warp groups in its place. PTX
+    # allows nothing else at a barrier's address: on an H200 that processes shared, its first value came last at times.
     if not G.GATHERED:
         asked = gl.allocate_shared_memory(gl.int64, [1], bars)
         mbarrier.init(asked, count=1)
@@ -74,7 +74,7 @@ def row_at(x, place, G: gl.constexpr):
 
 @gluon.jit
 def first_row(x, G: gl.constexpr):
-    """That a program without a share begins with. Where nothing is shared, each program has a place of its own."""
+    """The first row of a program without a share. If nothing is shared, each program has a place of its own."""
     place = gl.program_id(0)
     if x.cut > 0:
         place = gl.atomic_add(x.words + COUNTER, 1, sem="relaxed")
@@ -83,7 +83,7 @@ def first_row(x, G: gl.constexpr):
 
 @gluon.jit
 def draw(x, turn, WARPS: gl.constexpr, G: gl.constexpr):
-    """The program's turn-th draw, told to all others."""
+    """Makes the program's turn-th draw and passes it to all others."""
     draws = x.draws
     LANES: gl.constexpr = _LANES
     place = gl.atomic_add(x.words + COUNTER, 1, sem="relaxed") + gl.where(x.cut > 0, 0, x.num_programs)
@@ -97,7 +97,7 @@ def draw(x, turn, WARPS: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def draw_rows(x, WARPS: gl.constexpr, G: gl.constexpr):
-    """Draw all of the program's whole rows, each as it is asked for, until there is none."""
+    """Draws all of the program's whole rows, each when it is requested, until there is none."""
     if G.DRAWN_BLOCKS > 0:
         turn = gl.to_tensor(0)
         row = gl.to_tensor(0)
@@ -110,14 +110,14 @@ def draw_rows(x, WARPS: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def ask_before(x, is_last, steps, G: gl.constexpr):
-    """Ask for the next row before a short one is loaded. is_last: whether a row is drawn after it"""
+    """Requests the next row before a short one is loaded. is_last: whether a row is drawn after it"""
     if G.DRAWN_BLOCKS > 0 and not G.GATHERED:
         mbarrier.arrive(x.draws.asked, count=1, pred=is_last & (steps.end - steps.first <= _AHEAD))
 
 
 @gluon.jit
 def ask_within(x, is_last, step, steps, G: gl.constexpr):
-    """Ask for it at a step of a longer one."""
+    """Requests it at a step of a longer one."""
     if G.DRAWN_BLOCKS > 0 and not G.GATHERED:
         is_time = (step + _AHEAD == steps.end) & (step > steps.first)
         mbarrier.arrive(x.draws.asked, count=1, pred=is_last & is_time)
@@ -125,7 +125,7 @@ def ask_within(x, is_last, step, steps, G: gl.constexpr):
 
 @gluon.jit
 def drawn(x, turn, WARPS: gl.constexpr):
-    """The row of the program's turn-th draw, as those that did not draw it hear of it."""
+    """The row of the program's turn-th draw, for warps that did not draw it."""
     draws = x.draws
     mbarrier.wait(draws.full, turn & 1)
     row = gl.max(draws.row.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)

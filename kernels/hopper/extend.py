@@ -1,21 +1,21 @@
-"""Paged extend for Hopper, in Gluon: extend.py's results by warp groups of which each has one task.
+"""Paged extend for Hopper, in Gluon: extend.py's results by warp groups that each have one task.
 
     out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
 
 A program is consumers, groups of four warps, 64 rows of a query block each, and warps that load for them: two that load
-K and V by TMA; one that loads codes, and four that decode them (codes.py); or four that gather keys where pages hold no
-box for it (gather.py). Where whole rows are drawn (draws.py), a warp or two do nothing else, but those that gather
+K and V by TMA; one that loads codes, and four that decode them (codes.py); or four that gather keys if pages hold no
+box for it (gather.py). If whole rows are drawn (draws.py), a warp or two do nothing else, except that warps that gather
 draw by themselves. Tiles of K and of V pass through two rings in shared memory, which run on from row to row. Each
-warp, or group of warps, walks the program's rows by itself; they meet at the barriers of the rings and of what is drawn
-alone.
+warp, or group of warps, walks the program's rows by itself; they meet only at the barriers of the rings and of drawn
+rows.
 
-Rows, and how the longest are shared out, are those of extend_schedule.py; extend_merge.py adds up what several programs
-hold of a row. There are as many programs as run at a time. Each takes its share, and then whole rows: the keys and the
-queries of the next row arrive while results are written.
+Rows, and how the longest are shared out, are those of extend_schedule.py; extend_merge.py adds up the parts that
+several programs hold of a row. There are as many programs as run at a time. Each takes its share, and then whole rows:
+the keys and the queries of the next row arrive while results are written.
 
-What no row sees may be NaN. A box of keys of which no row sees one is loaded from beyond the pages: TMA fills it with
-zeros. In a box that lies across the edge V is zeroed in shared memory. Where keys are gathered, zeros are written in
-place of those that no row sees.
+Keys that no row sees may be NaN. A box of keys of which no row sees one is loaded from beyond the pages: TMA fills it
+with zeros. In a box that lies across the edge V is zeroed in shared memory. If keys are gathered, zeros are written
+instead of those that no row sees.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
 class Own(NamedTuple):
-    """What a consumer has in shared memory: tiles of q, and room for what lies left of a segment; factors of keys."""
+    """Shared memory of a consumer: tiles of q, room for everything left of a segment, scales of keys."""
 
     tiles: Any
     left: Any
@@ -110,16 +110,16 @@ class Row(NamedTuple):
 
 @gluon.jit
 def _attend_span(n, query, rings, span, edge_step, seen, G: gl.constexpr):
-    """The softmax of the keys of some steps, and n, steps that have passed through the rings."""
+    """Returns the softmax state of the keys of some steps, and n, the steps that have passed through the rings."""
     progress = Progress(nothing_seen(G), n)
     first = span.first
     if G.OPEN_MIDDLE:
-        # Of a window every row sees the steps between the last row's first key and the first row's own.
+        # With a window every row sees the steps between the last row's first key and the first row's own key.
         last_first_key = seen.end - 1 - seen.window_left
         first = gl.minimum(gl.maximum(gl.cdiv(gl.maximum(last_first_key, 0), G.KEY_BLOCK), span.first), span.end)
         progress = _attend_steps(progress, query, rings, Span(span.first, first), seen, G, True)
     if G.OPEN_MIDDLE or not G.WINDOWED:
-        # Steps before it are seen whole by every row.
+        # Every row sees the steps before it whole.
         open_steps = Span(first, gl.minimum(edge_step, span.end))
         progress = _attend_steps(progress, query, rings, open_steps, seen, G, False)
     edge = Span(gl.maximum(edge_step, first), span.end)
@@ -128,7 +128,7 @@ def _attend_span(n, query, rings, span, edge_step, seen, G: gl.constexpr):
 
 @gluon.jit
 def _attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
-    """Steps of a span added to a softmax."""
+    """Adds steps of a span to a softmax state."""
     if G.SEGMENT_STEPS > 0:
         progress = attend_segment_steps(progress, query, rings, span, seen, G, MASKED)
     else:
@@ -138,17 +138,17 @@ def _attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: g
 
 @gluon.jit
 def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, to, G: gl.constexpr):
-    """The softmax of a row's steps, segment by segment, and n.
+    """Returns the softmax state of a row's steps, segment by segment, and n.
 
-    They are merged from left to right. Of a row begun by an earlier program they are kept as parts, which are merged
-    when all programs have ended; so is what is merged of a row that goes on.
+    Segments are merged from left to right. If an earlier program began the row, they are stored as parts, which are
+    merged when all programs have ended; so is the merged part of a row that goes on.
     """
     STEPS: gl.constexpr = G.SEGMENT_STEPS
     steps = row.steps
     softmax = nothing_seen(G)
     left = nothing_left(softmax)
     first_segment = steps.first // STEPS
-    # A program that begins a row keeps a part of it, if only of no key.
+    # A program that begins a row keeps a part of it, even of no key.
     end_segment = gl.maximum(gl.cdiv(steps.end, STEPS), first_segment + 1)
     for segment in range(first_segment, end_segment):
         span = Span(gl.maximum(steps.first, segment * STEPS), gl.minimum(steps.end, (segment + 1) * STEPS))
@@ -166,15 +166,15 @@ def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, to, G: gl.conste
 
 @gluon.jit
 def _first_part(G: gl.constexpr):
-    """Where the program's parts begin: of deterministic attention one of a row that goes on, and segments of a row
-    begun earlier; of other attention one of a row begun earlier, and one of a row that goes on.
+    """The first of the program's parts: in deterministic attention one of a row that goes on, and segments of a row
+    begun earlier; in other attention one of a row begun earlier, and one of a row that goes on.
     """
     return gl.program_id(0) * (G.SEGMENT_SLOTS if G.SEGMENT_STEPS > 0 else 2)
 
 
 @gluon.jit
 def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.constexpr):
-    """64 rows of each of the program's query blocks."""
+    """Computes 64 rows of each of the program's query blocks."""
     n = 0
     S_ROW: gl.constexpr = rows_of_scores(G)
     block = block_of(x, todo)
@@ -183,7 +183,7 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         seen = seen_by_block(x, block, G)
         steps = steps_of(block, seen, todo, G)
         if G.DRAWN_BLOCKS == 0:
-            # Loads of one another, which nothing waits for here.
+            # These loads depend on each other, and nothing here waits for them.
             after = next_row(x, todo, steps.take, False, 4, G)
             next_block = block_of(x, after)
         product_scale = factors.products * row_factor(factors.k, todo.row // G.HEAD_BLOCKS, G)
@@ -208,7 +208,7 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         if G.DRAWN_BLOCKS > 0:
             after = next_row(x, todo, steps.take, False, 4, G)
             next_block = block_of(x, after)
-        # They arrive while results are written.
+        # The queries arrive while results are written.
         queries = fetch_queries(GROUP, to.q, next_block, after, G)
         if steps.ends & (todo.done == 0):
             store_results(GROUP, softmax, to, block, todo.row, G)
@@ -251,11 +251,11 @@ def _hopper_extend_kernel(
     G: gl.constexpr,
 ):
     if G.EARLY:
-        # As in decode.py: what is read may be what the launch before this one writes.
+        # Like in decode.py: the launch before this one may write what is read.
         gdc_wait()
         gdc_launch_dependents()
     cut = gl.load(schedule + max_blocks * BLOCK_WORDS + SHARE_CUT)
-    # Where nothing is to do, nothing is drawn.
+    # If there is nothing to do, nothing is drawn.
     begun = Schedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, schedule)
     todo = work_of_program(begun, G)
     if todo.keys > 0:
@@ -263,15 +263,15 @@ def _hopper_extend_kernel(
         PARTS: gl.constexpr = G.DIM // G.COLUMNS
         COLUMNS: gl.constexpr = G.COLUMNS
         K_DTYPE: gl.constexpr = gl.float16 if G.CODE_TILES else DTYPE
-        # A row of V times the factor of its token may be larger than float16 goes.
+        # A row of V times its token's scale may exceed float16.
         V_DTYPE: gl.constexpr = DTYPE if G.SCALES == TOKEN_SCALES else K_DTYPE
         rings = new_rings(K_DTYPE, V_DTYPE, G)
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         first_q = gl.allocate_shared_memory(K_DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
         second_q = gl.allocate_shared_memory(K_DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
         factors = Factors(product_scale, cap_scale, k_scale, v_scale)
-        # Gluon hands no None to warp groups: where there is nothing left of a segment, and there are no factors of
-        # keys, these are not read.
+        # Gluon passes no None to warp groups: if there is nothing left of a segment, and keys have no scales, these are
+        # not read.
         first_left, second_left, k_factors = first_q, second_q, rings.free
         PARTS_OF_PROGRAM: gl.constexpr = G.SEGMENT_SLOTS if G.SEGMENT_STEPS > 0 else 2
         lines = num_programs * (PARTS_OF_PROGRAM * G.GROUPS * GROUP_ROWS)
@@ -297,7 +297,7 @@ def _hopper_extend_kernel(
         to = Results(q_rows, out_rows, Rows(lse, lse_token, lse_head), sinks, partials, sums)
         CONSUMER: gl.constexpr = G.CONSUMER_REGISTERS
         PRODUCER: gl.constexpr = G.PRODUCER_REGISTERS
-        # Triton asks for registers by warp groups: those that leave are the rest of the producer's.
+        # Triton requests registers by warp groups: those of the groups that leave are the rest of the producer's.
         if G.CODE_TILES > 0:
             DECODER: gl.constexpr = G.DECODER_REGISTERS
             gl.warp_specialize(
@@ -337,7 +337,7 @@ def _hopper_extend_kernel(
 
 
 def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
-    """As launch_paged_extend, without masks and slopes, over contiguous pages.
+    """Does the same as `launch_paged_extend`, without masks and slopes, over contiguous pages.
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -389,8 +389,8 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         else:
             launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages, draws=draws)
     except BaseException:
-        # Else the next launch over the schedule would not begin with the first row to draw. If the device refuses
-        # this too, the error that came first is raised.
+        # Otherwise the next launch over the schedule would not begin with the first row to draw. If the device refuses
+        # this too, the first error is raised.
         if draws:
             with suppress(RuntimeError):
                 args.schedule[COUNTER.value].zero_()
@@ -398,7 +398,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
 
 
 def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
-    """Of the schedule and the workspace."""
+    """Asserts that the schedule and the workspace fit the launch."""
     num_kv_heads, gqa_ratio = args.heads
     queries, sharing = args.queries, cut.sharing
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
@@ -416,7 +416,7 @@ def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTi
 
 
 def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> HopperGeometry:
-    """What the launch is compiled for."""
+    """Returns the values that the launch is compiled for."""
     num_kv_heads, gqa_ratio = args.heads
     sharing, page_size = cut.sharing, args.pages.format.page_size
     coding, is_fp8 = args.pages.coding, args.pages.format.encoding.is_fp8
@@ -474,24 +474,24 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
 
 
 def _last_columns(head_dim: int, columns: int) -> int:
-    """Of the last tile of a row, columns with which products are made: a power of two, of 16 at least."""
+    """Columns of a row's last tile with which products are made: a power of two, at least 16."""
     return max(16, next_power_of_2((head_dim - 1) % columns + 1))
 
 
 def _masks_columns(head_dim: int, columns: int) -> bool:
-    """Whether some of them lie beyond the head, so that they have to be zeros, and not those of the next one."""
+    """True if some of them lie beyond the head, so that they must be zeros, and not those of the next head."""
     return head_dim % columns > 0 and head_dim % columns < _last_columns(head_dim, columns)
 
 
 def _as_loaded(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescriptor | torch.Tensor:
-    """Contiguous pages as rows of slots, of which TMA loads boxes; or, to be gathered, as they are."""
+    """Returns contiguous pages as rows of slots, of which TMA loads boxes; or unchanged, if keys are gathered."""
     num_pages, page_size, num_heads, dim = pages.shape
     bits = 8 * pages.element_size()
     assert pages.is_contiguous()
     if geometry.GATHERED:
         return pages
     slots, box, row = num_pages * page_size, [geometry.BOX, BOX_COLUMNS.value], num_heads * dim
-    # By boxes of three dimensions llama8b 1 x 2048 + 6144 takes 425 us, and not 384 (H200).
+    # With boxes of three dimensions llama8b 1 x 2048 + 6144 takes 425 us instead of 384 (H200).
     shape, strides = [slots, row], [row, 1]
     if geometry.MASKS_COLUMNS:
         shape, strides, box = [num_heads, slots, dim], [dim, row, 1], [1, *box]

@@ -1,12 +1,12 @@
-"""Keys on their way to the rings one by one, by copies of 16 bytes a lane.
+"""Moves keys to the rings one by one, by copies of 16 bytes per lane.
 
-It is for pages that hold no box of 16 keys: an instruction of TMA would load few of them.
+It is for pages that hold no box of 16 keys: a TMA instruction would load few of them.
 
-The loading warps are four. A thread does not wait for its copies: they arrive at the barrier of the step's K or V when
-they are done. Matrix units read shared memory past the order of ordinary writes, so consumers put a fence between that
+Four warps load. A thread does not wait for its copies: they arrive at the barrier of the step's K or V when they are
+done. Matrix units read shared memory outside the order of ordinary writes, so consumers put a fence between that
 barrier and their products (rings.wait_for_keys).
 
-What no row sees is not read: its place in shared memory is zeroed, and so are columns beyond a head.
+Keys that no row sees are not read: their places in shared memory are zeroed, and so are columns beyond a head.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 @gluon.jit
 def _places_of_step(source, step, seen, G: gl.constexpr):
-    """Of each box of a step the slots of its keys [BOX]; -1 of keys that no row sees."""
+    """The slots of the keys [BOX] of each box of a step; -1 for keys that no row sees."""
     BOX: gl.constexpr = G.BOX
     places = ()
     for i in gl.static_range(G.KEY_BLOCK // G.BOX):
@@ -48,7 +48,7 @@ def _places_of_step(source, step, seen, G: gl.constexpr):
 
 @gluon.jit
 def _copy_tile(pages, row, ring, stage, places, FIRST: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
-    """Begin the copies of a tile of K or V to a stage. FIRST: its first box of its step"""
+    """Begins the copies of a tile of K or V to a stage. FIRST: its first box of its step"""
     column = gl.expand_dims(gl.arange(0, BOX_COLUMNS, layout=gl.SliceLayout(0, _LAYOUT)), 0)
     for i in gl.static_range(TILE_KEYS // G.BOX):
         slot = gl.expand_dims(places[FIRST + i], 1)
@@ -81,7 +81,7 @@ def _gather_step(task, row, step, n, places, G: gl.constexpr):
 
 @gluon.jit
 def gather(x, cache, rings, todo, G: gl.constexpr):
-    """Load the keys of all the program's rows."""
+    """Loads the keys of all the program's rows."""
     of_all_steps(_first_places, _gather_step, _GATHERER, x, cache, (cache, rings), todo, G)
     # No thread ends before its copies do.
     async_copy.commit_group()

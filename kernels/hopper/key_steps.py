@@ -23,18 +23,18 @@ from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_ke
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
 from rocm_attn.kernels.hopper.scaling import times_if_any
 
-# In powers of two. So much more than its maximum a row's scores may be before it is raised, as in FlashAttention-4
-# (rescale_threshold of flash_attn/cute). Weights are 256 at most then, which float16 holds. The largest one is no
-# longer exactly 1, and is rounded as the others are: of one key that outweighs all others the error grows from 1.6e-4
-# to 1.1e-3 in bfloat16, before the output is rounded. And what is added up, in float32, may overflow at 256 times
-# smaller values.
+# In powers of two. A row's scores may exceed its maximum by this much before it is raised, as in FlashAttention-4
+# (rescale_threshold of flash_attn/cute). Weights are then 256 at most, which float16 holds. The largest one is no
+# longer exactly 1, and is rounded like the others: if one key outweighs all others, the error grows from 1.6e-4 to
+# 1.1e-3 in bfloat16, before the output is rounded. And the sums, in float32, may overflow at 256 times smaller
+# values.
 SLACK = gl.constexpr(8.0)
 
 
 class Query(NamedTuple):
-    """A consumer's rows: tiles of q in shared memory, kv_index [64] of each row, what products with K are multiplied
-    with, of all or [64], and of a cap what their tanh is. In shared memory: factors of keys, where tokens have them;
-    room for what lies left of a segment, or in the workspace.
+    """A consumer's rows: tiles of q in shared memory, kv_index [64] of each row, the factor of products with K, for all
+    or [64], and with a cap the factor of their tanh. In shared memory: scales of keys, if tokens have them; room for
+    everything left of a segment, or in the workspace.
     """
 
     tiles: Any
@@ -46,7 +46,7 @@ class Query(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """A consumer in the midst of a row: the softmax of its keys, or of a segment of them; n, steps that have passed
+    """A consumer's state within a row: the softmax of its keys, or of a segment of them; n, steps that have passed
     through the rings before.
     """
 
@@ -56,7 +56,7 @@ class Progress(NamedTuple):
 
 @gluon.jit
 def is_visible(own, key, seen, G: gl.constexpr):
-    """Which keys [1, KEY_BLOCK] rows see. own: kv_index [64, 1] of the rows"""
+    """A mask of the keys [1, KEY_BLOCK] that rows see. own: kv_index [64, 1] of the rows"""
     if G.WINDOWED:
         # 0 <= own - key <= window_left by one comparison.
         visible = (own - key).to(gl.uint32, bitcast=True) <= seen.window_left.to(gl.uint32, bitcast=True)
@@ -75,7 +75,7 @@ def waited_for(products):
 
 @gluon.jit
 def _sums_of_lanes(weights, G: gl.constexpr):
-    """Sums [64, 4] of rows: of the columns that each of the four lanes has which hold a row. No lane needs another."""
+    """Sums [64, 4] of rows: over the columns of each of the four lanes that hold a row. No lane needs another."""
     ROWS: gl.constexpr = GROUP_ROWS
     BLOCKS: gl.constexpr = G.VALUE_BLOCK // 8
     return gl.sum(gl.sum(weights.reshape([ROWS, BLOCKS, 4, 2]), 3), 1)
@@ -89,7 +89,7 @@ def rows_of_scores(G):
 
 @gluon.jit
 def _zeros(WIDTH: gl.constexpr):
-    """Accumulators of so many columns."""
+    """Accumulators of WIDTH columns."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     return gl.zeros([GROUP_ROWS, WIDTH], gl.float32, layout=layout)
 
@@ -118,7 +118,7 @@ def blocks_of(numbers, G: gl.constexpr):
 
 @gluon.jit
 def scaled_by_rows(acc, factor, G: gl.constexpr):
-    """Accumulators times a number for each row, 1 of most if G.SCALES_SELDOM."""
+    """Accumulators times a number for each row, which is 1 for most if G.SCALES_SELDOM."""
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     scaled = ()
     for i in gl.static_range(PARTS):
@@ -129,7 +129,7 @@ def scaled_by_rows(acc, factor, G: gl.constexpr):
 
 @gluon.jit
 def _as_operand(weights, part: gl.constexpr, G: gl.constexpr):
-    """Weights as products with a part's columns of V take them."""
+    """Weights laid out for products with a part's columns of V."""
     WIDTH: gl.constexpr = width_of(part, G)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     return gl.convert_layout(weights, gl.DotOperandLayout(0, layout, 2))
@@ -137,7 +137,7 @@ def _as_operand(weights, part: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def add_products(acc, weights, v, stage, G: gl.constexpr):
-    """Products of weights with a tile of V, in flight, added to accumulators."""
+    """Adds products of weights with a tile of V, in flight, to accumulators."""
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     products = ()
     for i in gl.static_range(PARTS):
@@ -148,7 +148,7 @@ def add_products(acc, weights, v, stage, G: gl.constexpr):
 
 @gluon.jit
 def nothing_seen(G: gl.constexpr):
-    """The softmax of no key, with sums of lanes; of deterministic attention with sums of rows."""
+    """The softmax state before any key, with sums of lanes; in deterministic attention with sums of rows."""
     VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.SOFTMAX_BLOCK, 16])
@@ -165,7 +165,7 @@ def nothing_seen(G: gl.constexpr):
 
 @gluon.jit
 def ended(softmax, v_factor, G: gl.constexpr):
-    """A softmax with the sums of rows in place of those of lanes. v_factor: of V's codes"""
+    """A softmax state with the sums of rows instead of those of lanes. v_factor: scale of V's codes"""
     acc, maximum, total = softmax
     if G.CODE_TILES > 0 and G.SCALES != TOKEN_SCALES:
         acc = scaled_parts(acc, v_factor)
@@ -175,7 +175,7 @@ def ended(softmax, v_factor, G: gl.constexpr):
 
 @gluon.jit
 def with_bound(softmax, G: gl.constexpr):
-    """A softmax with the maximum of its rows, which is not kept if G.BOUNDED: 0, or none of rows without a key."""
+    """A softmax state with the maximum of its rows. If G.BOUNDED it was not kept: 0, or none for rows without a key."""
     acc, maximum, total = softmax
     if G.BOUNDED:
         maximum = gl.where(total > 0.0, 0.0, maximum)
@@ -184,14 +184,14 @@ def with_bound(softmax, G: gl.constexpr):
 
 @gluon.jit
 def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
-    """Steps of a span added to a softmax.
+    """Adds steps of a span to a softmax state.
 
     If G.OVERLAPS, the products with V of one step run under those with K of the next one, up to the wait for both: a
-    wait for one of two products in flight makes ptxas wait for each. What comes between two waits is mixed by ptxas,
-    but not across a wait: V is waited for before the exponentials, so that the accumulators are scaled among them.
+    wait for one of two products in flight makes ptxas wait for each. ptxas mixes the code between two waits, but moves
+    none across a wait: V is waited for before the exponentials, so that the accumulators are scaled among them.
 
-    If G.BOUNDED, the maximum stays as it is, nothing is scaled, and exponentials wait for no reduction. If
-    G.SCALES_SELDOM, it stays until a row's scores are larger by more than SLACK, so that after a row's first steps most
+    If G.BOUNDED, the maximum stays unchanged, nothing is scaled, and exponentials wait for no reduction. If
+    G.SCALES_SELDOM, it stays until a row's scores exceed it by more than SLACK, so that after a row's first steps most
     warps have nothing to scale.
     """
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
@@ -199,7 +199,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
     lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, s_layout))
     zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
-    # By products what is not seen would not become 0.
+    # Powers computed by products would not become 0 for keys that are not seen.
     BY_PRODUCTS: gl.constexpr = 0 if MASKED else G.POWERS_BY_PRODUCTS
     AT_ONCE: gl.constexpr = G.BOUNDED and not MASKED and G.EIGHTS_BY_PRODUCTS > 0
     k, v, free = rings
@@ -243,7 +243,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
         if not G.BOUNDED:
             new_maximum = gl.maximum(maximum, gl.max(scores, 1) * row_scale)
             if G.SCALES_SELDOM:
-                # A score that is NaN raises nothing; its weight is NaN either way.
+                # A score that is NaN does not raise the maximum; its weight is NaN either way.
                 new_maximum = gl.where(new_maximum > maximum + SLACK, new_maximum, maximum)
             # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
             base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
@@ -280,10 +280,10 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
 
 @gluon.jit
 def pass_steps(n, rings, span, G: gl.constexpr):
-    """Steps of a span that a consumer has no rows for; n after them.
+    """Passes over the steps of a span that a consumer has no rows for; returns n after them.
 
     It waits for keys and values all the same: barriers count in turns of two, so that no wait may be left out. It
-    arrives before it waits for values, as attend_steps does: what loads them may wait for that of both consumers.
+    arrives before it waits for values, like attend_steps: the loader of values may wait for both consumers to arrive.
     """
     for _ in range(span.first, span.end):
         wait_for_keys(rings, n, G)

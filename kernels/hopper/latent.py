@@ -1,18 +1,18 @@
-"""Decode over latent pages for Hopper, in Gluon: latent/decode.py's results by warp groups of which each has one task.
+"""Decode over latent pages for Hopper, in Gluon: latent/decode.py's results by warp groups that each have one task.
 
     out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c       c | r: rows that the token sees
 
 A program has 64 rows, a new token and a query head each, and four warp groups. One gathers blocks of latents into
-shared memory. One multiplies q with them, and makes weights of the scores. Two add up values, each those of one half of
-V's columns, since no group has registers for all accumulators. So both kinds of products are under way at the same
-time, beside loads and softmax. What the groups hand each other lies in shared memory: a block, which is K of one of
-them and V of two; its weights, and what accumulators are scaled by before they are added.
+shared memory. One multiplies q with them, and turns the scores into weights. Two add up values, one half of V's columns
+each, since no group has registers for all accumulators. So both kinds of products run at the same time, together with
+loads and softmax. The groups pass each other values in shared memory: a block, which is K for one of them and V for
+two; its weights; and the factors that scale accumulators before they are added.
 
-A row of the schedule is some new tokens of a sequence. Where a token has more query heads than a program has rows,
-neighbouring programs take a block of the heads each and walk the same keys side by side. What several programs share of
-a row is merged as in attention/decode.py.
+A row of the schedule is some new tokens of a sequence. If a token has more query heads than a program has rows,
+neighbouring programs take a block of the heads each and walk the same keys side by side. Rows that several programs
+share are merged as in attention/decode.py.
 
-What no row sees may be NaN: zeros are written in place of it.
+Latents that no row sees may be NaN: zeros are written instead of them.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from rocm_attn.kernels.latent.limits import check_latent
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles
 
-# Elements of a latent: V's, those of one group, and K's after them.
+# Elements of a latent: V's, those of one group, and K's after V's.
 V_DIM = gl.constexpr(512)
 HALF = gl.constexpr(256)
 REST = gl.constexpr(64)
-# Lanes of eight elements: a warp has four rows' 128 bytes.
+# Lanes of eight elements: a warp has 128 bytes of four rows.
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -78,7 +78,7 @@ class Latents(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Rows of q, out and lse (bundles.Rows); accumulators and sums of parts of rows; what makes products logits."""
+    """Rows of q, out and lse (bundles.Rows); accumulators and sums of parts of rows; factor from q . k to logits."""
 
     q: Any
     out: Any
@@ -89,10 +89,10 @@ class Results(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: q and latents, each as halves of V's columns and the columns after them; latents by stages. Of one
-    block weights, what accumulators are scaled by, and sums of weights up to it.
+    """Shared memory: q and latents, each as halves of V's columns and the columns after them; latents by stages. For
+    one block: weights, the factors of accumulators, and sums of weights up to it.
 
-    full, free: barriers of a stage's halves: they are there, and their values are added up; weighed: weights are there
+    full, free: barriers of a stage's halves: loaded, and their values added up; weighed: barrier of stored weights
     """
 
     q: Any
@@ -109,20 +109,20 @@ class Shared(NamedTuple):
 
 @constexpr_function
 def _layout_of_scores(G):
-    """Of scores [64, KEY_BLOCK]."""
+    """The layout of scores [64, KEY_BLOCK]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
 
 
 @gluon.jit
 def _wait_until_full(shared, n, half: gl.constexpr, G: gl.constexpr):
-    """Until a half of the n-th block is there, and matrix units may read it."""
+    """Waits until a half of the n-th block is loaded, and matrix units may read it."""
     mbarrier.wait(shared.full.index(n % G.STAGES * 2 + half), (n // G.STAGES) & 1)
     fence_async_shared()
 
 
 @gluon.jit
 def _wait_until_free(shared, n, half: gl.constexpr, G: gl.constexpr):
-    """Until what lies where a half of the n-th block will lie is read."""
+    """Waits until the previous content of the place of a half of the n-th block is read."""
     mbarrier.wait(shared.free.index(n % G.STAGES * 2 + half), ((n // G.STAGES) & 1) ^ 1)
 
 
@@ -144,7 +144,7 @@ def _columns(FIRST: gl.constexpr, MANY: gl.constexpr):
 
 @gluon.jit
 def _gather(step, latents, shared, todo, G: gl.constexpr):
-    """Load all latents that the program takes."""
+    """Loads all latents that the program takes."""
     n = 0
     while todo.work > 0:
         piece = piece_of(step, todo, G)
@@ -177,8 +177,8 @@ def _gather(step, latents, shared, todo, G: gl.constexpr):
 
 @gluon.jit
 def _put_queries(q, piece, shared, G: gl.constexpr):
-    """Rows of q to shared memory; 0 where there is none."""
-    # All warps have read those before.
+    """Writes rows of q to shared memory; 0 for rows that do not exist."""
+    # All warps must have read the rows before.
     gl.thread_barrier()
     token, head, is_row = lines(piece, gl.SliceLayout(1, _COPIED), G)
     rows = gl.expand_dims(place(q, piece, token, head), 1)
@@ -210,7 +210,7 @@ def _scores_of_block(shared, n, G: gl.constexpr):
 
 @gluon.jit
 def _is_visible(piece, key, layout: gl.constexpr, G: gl.constexpr):
-    """Which keys [1, KEY_BLOCK] rows see."""
+    """A mask of the keys [1, KEY_BLOCK] that rows see."""
     if G.CAUSAL:
         token, _, _ = lines(piece, layout, G)
         visible = key < gl.expand_dims(piece.first_end + token, 1)
@@ -221,7 +221,7 @@ def _is_visible(piece, key, layout: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _weigh(step, shared, to, todo, G: gl.constexpr):
-    """Weights of all keys that the program takes; log-sum-exps, or sums of rows that it shares."""
+    """Computes weights of all keys that the program takes; log-sum-exps, or sums of rows that it shares."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     layout: gl.constexpr = _layout_of_scores(G)
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
@@ -238,7 +238,7 @@ def _weigh(step, shared, to, todo, G: gl.constexpr):
             if (block + 1) * KEY_BLOCK > piece.first_end:
                 scores = gl.where(_is_visible(piece, block * KEY_BLOCK + lane, row_layout, G), scores, float("-inf"))
             new_maximum = gl.maximum(maximum, gl.max(scores, 1) * to.qk_scale)
-            # A score that is NaN raises nothing; its weight is NaN either way.
+            # A score that is NaN does not raise the maximum; its weight is NaN either way.
             new_maximum = gl.where(new_maximum > maximum + SLACK, new_maximum, maximum)
             # A row may have seen no key yet; the subtractions below must not be inf - inf.
             base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -246,7 +246,7 @@ def _weigh(step, shared, to, todo, G: gl.constexpr):
             weights = gl.exp2(scores * to.qk_scale - gl.expand_dims(base, 1))
             total = total * decay + gl.sum(weights, 1)
             maximum = new_maximum
-            # Until the values of the block before are added up, by the weights that lie where these will.
+            # Waits until the values of the block before are added up, by the weights whose place these take.
             for half in gl.static_range(2):
                 _wait_until_free(shared, n + G.STAGES - 1, half, G)
             shared.weights.store(weights.to(shared.weights.dtype))
@@ -266,7 +266,7 @@ def _weigh(step, shared, to, todo, G: gl.constexpr):
 
 @gluon.jit
 def _store_lse(maximum, total, piece, to, G: gl.constexpr):
-    """Log-sum-exps of a whole row, if they are asked for. Without keys: -inf + log2(1)"""
+    """Stores log-sum-exps of a whole row, if requested. Without keys: -inf + log2(1)"""
     if to.lse.at is not None:
         LAYOUT: gl.constexpr = total.type.layout
         token, head, is_row = lines(piece, LAYOUT, G)
@@ -276,7 +276,7 @@ def _store_lse(maximum, total, piece, to, G: gl.constexpr):
 
 @gluon.jit
 def _store_sums(maximum, total, piece, to, G: gl.constexpr):
-    """Maxima and sums of what the program has of a row that it shares."""
+    """Stores maxima and sums of the program's part of a row that it shares."""
     LAYOUT: gl.constexpr = total.type.layout
     token, head, is_row = lines(piece, LAYOUT, G)
     sums = to.sums + place_of_part(piece, token, head, G) * 2
@@ -286,8 +286,8 @@ def _store_sums(maximum, total, piece, to, G: gl.constexpr):
 
 @gluon.jit
 def _add_values(PART: gl.constexpr, step, shared, to, todo, G: gl.constexpr):
-    """Values of one half of V's columns of all keys that the program takes, by their weights."""
-    # Of products with all columns at once ptxas wants more registers than a thread of so many warps begins with.
+    """Adds up values of one half of V's columns, of all keys that the program takes, by their weights."""
+    # For products with all columns at once ptxas wants more registers than a thread of so large a program begins with.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF // 2, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     n = 0
@@ -322,7 +322,7 @@ def _columns_of_half(PART: gl.constexpr, acc):
 
 @gluon.jit
 def _store_values(PART: gl.constexpr, acc, total, piece, to, G: gl.constexpr):
-    """The results of a whole row. Without keys: 0 / 1"""
+    """Stores the results of a whole row. Without keys: 0 / 1"""
     LAYOUT: gl.constexpr = total.type.layout
     token, head, is_row = lines(piece, LAYOUT, G)
     values = acc * gl.expand_dims(1.0 / gl.where(total == 0.0, 1.0, total), 1)
@@ -332,7 +332,7 @@ def _store_values(PART: gl.constexpr, acc, total, piece, to, G: gl.constexpr):
 
 @gluon.jit
 def _store_part(PART: gl.constexpr, acc, piece, to, G: gl.constexpr):
-    """What the program has of a row that it shares."""
+    """Stores the program's part of a row that it shares."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     token, head, is_row = lines(piece, LAYOUT, G)
     rows = to.partials + place_of_part(piece, token, head, G) * V_DIM
@@ -342,7 +342,7 @@ def _store_part(PART: gl.constexpr, acc, piece, to, G: gl.constexpr):
 
 @gluon.jit
 def _new_shared(DTYPE: gl.constexpr, G: gl.constexpr):
-    """Shared memory with nothing in it."""
+    """Empty shared memory."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     HALVES: gl.constexpr = G.STAGES * 2
     STAGES: gl.constexpr = G.STAGES
@@ -393,7 +393,7 @@ def _hopper_latent_kernel(
     G: gl.constexpr,
 ):
     if G.EARLY:
-        # As in decode.py: what is read may be what the launch before this one writes.
+        # Like in decode.py: the launch before this one may write what is read.
         gdc_wait()
         gdc_launch_dependents()
     step = Step(schedule, num_programs, q_indptr)
@@ -413,7 +413,7 @@ def _hopper_latent_kernel(
         VALUES: gl.constexpr = G.VALUE_REGISTERS
         SCORES: gl.constexpr = G.SCORE_REGISTERS
         LOADER: gl.constexpr = G.LOADER_REGISTERS
-        # The first one has the registers that the others leave.
+        # The first warp group has the registers that the others leave.
         gl.warp_specialize(
             [
                 (_add_values, (0, step, shared, to, todo, G)),
@@ -427,7 +427,7 @@ def _hopper_latent_kernel(
 
 
 def launch_hopper_latent_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: HopperLatentTiles) -> None:
-    """As launch_latent_decode, without windows, caps, sinks and masks, over contiguous rows of 512 + 64 elements.
+    """Like `launch_latent_decode`, but without windows, caps, sinks, masks, over contiguous rows of 512 + 64 elements.
 
     Raises ValueError for heads, dims, pages or dtypes that the kernel does not serve.
     """
@@ -460,7 +460,7 @@ def launch_hopper_latent_decode(args: AttendArgs, *, scores: Scores, cut: Decode
 
 
 def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: HopperLatentTiles) -> HopperLatentGeometry:
-    """What the launch is compiled for; its arguments are checked."""
+    """Checks the arguments and returns the values that the launch is compiled for."""
     check_latent(args, "latent decode on Hopper")
     num_heads, latent = args.q.shape[1], tiles.latent
     dims = (args.q.shape[2], args.out.shape[2])

@@ -1,4 +1,4 @@
-"""Rows of latent decode for Hopper: what a program takes of each, and where its lines lie.
+"""Rows of latent decode for Hopper: a program's part of each, and the places of its lines.
 
 Each warp group walks the program's rows by itself (hopper/latent.py).
 """
@@ -25,7 +25,7 @@ from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
 
 class HopperLatentGeometry(NamedTuple):
-    """What the kernel is compiled for.
+    """The values that the kernel is compiled for.
 
     rows:        how a sequence is cut into rows
     BLOCK_HEADS: query heads of a block
@@ -35,7 +35,7 @@ class HopperLatentGeometry(NamedTuple):
     STAGES:      blocks in shared memory
     CAUSAL:      whether a token sees no key after its own
     EARLY:       whether the launch may begin while the one before still runs
-    VALUE_REGISTERS, SCORE_REGISTERS, LOADER_REGISTERS: of a thread of each warp group
+    VALUE_REGISTERS, SCORE_REGISTERS, LOADER_REGISTERS: registers of a thread of each warp group
     """
 
     rows: RowCut
@@ -52,7 +52,7 @@ class HopperLatentGeometry(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What all groups read: the schedule, how many programs it has, and where sequences' new tokens begin."""
+    """Values that all groups read: the schedule, its number of programs, and where sequences' new tokens begin."""
 
     schedule: Any
     num_programs: Any
@@ -60,7 +60,7 @@ class Step(NamedTuple):
 
 
 class Todo(NamedTuple):
-    """What a program does next: `work` positions, from the offset `done` of a row on."""
+    """A program's next work: `work` positions, from the offset `done` of a row on."""
 
     seq: Any
     row: Any
@@ -70,7 +70,7 @@ class Todo(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a program takes of a row.
+    """A program's part of a row.
 
     take:        positions
     first, end:  key blocks
@@ -78,7 +78,7 @@ class Piece(NamedTuple):
     writes:      whether there is anything to write
     q_len:       new tokens of the sequence
     first_token: of the row, and tokens: how many it has
-    first_end:   end of the keys that the first token sees, and last_end: that the last one does
+    first_end:   end of the keys that the first token sees, and last_end: of those that the last one sees
     """
 
     take: Any
@@ -95,7 +95,7 @@ class Piece(NamedTuple):
 
 @gluon.jit
 def work_of_program(step, G: gl.constexpr):
-    """Where the program begins."""
+    """The beginning of the program's work."""
     words = words_of_program(step.schedule, gl.program_id(0) // G.HEAD_BLOCKS)
     return Todo(
         gl.load(words + PROGRAM_SEQ),
@@ -108,7 +108,7 @@ def work_of_program(step, G: gl.constexpr):
 
 @gluon.jit
 def piece_of(step, todo, G: gl.constexpr):
-    """What the program takes of the row at which it is."""
+    """The program's part of the row that it has reached."""
     R: gl.constexpr = G.rows
     OF_ROW: gl.constexpr = R.TOKENS.OF_ROW
     kv_len = todo.kv_len
@@ -117,7 +117,7 @@ def piece_of(step, todo, G: gl.constexpr):
     take = gl.minimum(todo.work, row_cost - todo.done)
     first = gl.maximum(todo.done - R.ROW_COST, 0)
     end = gl.maximum(todo.done + take - R.ROW_COST, first)
-    # The program that begins it writes the zeros of a sequence without keys.
+    # The program that begins a sequence without keys writes its zeros.
     writes = ((kv_len == 0) & (todo.done == 0)) | (end > first)
     first_of_seq = gl.load(step.q_indptr + todo.seq)
     q_len = gl.load(step.q_indptr + todo.seq + 1) - first_of_seq
@@ -131,9 +131,9 @@ def piece_of(step, todo, G: gl.constexpr):
 
 @gluon.jit
 def after(step, todo, piece, G: gl.constexpr):
-    """What is left to do after a piece."""
+    """The work that is left after a piece."""
     work = todo.work - piece.take
-    # Of a sequence that takes no part (-1) no row is visited.
+    # No row is visited of a sequence that takes no part (-1).
     is_last = (todo.kv_len < 0) | ((todo.row + 1) * G.rows.TOKENS.OF_ROW >= piece.q_len)
     seq = gl.where(is_last, todo.seq + 1, todo.seq)
     row = gl.where(is_last, 0, todo.row + 1)
@@ -143,7 +143,7 @@ def after(step, todo, piece, G: gl.constexpr):
 
 @gluon.jit
 def lines(piece, layout: gl.constexpr, G: gl.constexpr):
-    """Of the program's rows [64]: token, counted from the first one, and query head; whether there is such a row."""
+    """The program's rows [64]: token, counted from the first one, and query head; whether there is such a row."""
     line = gl.arange(0, GROUP_ROWS, layout=layout)
     token = line // G.BLOCK_HEADS
     head = gl.program_id(0) % G.HEAD_BLOCKS * G.BLOCK_HEADS + line % G.BLOCK_HEADS
@@ -152,13 +152,13 @@ def lines(piece, layout: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def place(rows, piece, token, head):
-    """Where rows lie in q, out or lse."""
+    """Pointers to rows in q, out or lse."""
     return rows.at + (piece.first_token + token).to(gl.int64) * rows.token + head.to(gl.int64) * rows.head
 
 
 @gluon.jit
 def place_of_part(piece, token, head, G: gl.constexpr):
-    """Lines of the workspace for what a program has of a row that it shares.
+    """Lines of the workspace for the program's part of a row that it shares.
 
     Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
     """

@@ -1,14 +1,14 @@
 """Powers of two by the unit of special functions and by products, in turn.
 
-A capped score takes that unit twice, for its tanh and for its exponential, and then as long as its matrix products take
+A capped score uses that unit twice, for its tanh and for its exponential, and then as long as its matrix products use
 the matrix units. So some exponentials are computed by the many units for products, which would wait meanwhile:
 
     2^x = 2^n 2^f    n the integer next to x, f in [-1/2, 1/2], 2^f a polynomial of the third degree
 
-It is off by at most 7.5e-5 of the power, a twentieth of what rounding it to bfloat16 may be. Of NaN it is the largest
-float32, which is infinite in bfloat16: the output is no finite number either, though the LSE may be one.
+The error is at most 7.5e-5 of the power, a twentieth of the largest error of rounding it to bfloat16. For NaN the
+result is the largest float32, which is infinite in bfloat16: the output is not finite either, though the LSE may be.
 
-How ptxas mixes both kinds, and the tanh before them, hangs on the order in which it is given them.
+The way ptxas mixes both kinds, and the tanh before them, depends on their order in the source.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-# Of so many neighbours the first ones are computed by products.
+# The first ones of this many neighbours are computed by products.
 _NEIGHBOURS = gl.constexpr(4)
-# And of so many with their tanh, those that are computed by products lie among the others.
+# Among this many neighbours with their tanh, those that are computed by products lie between the others.
 _CAPPED_NEIGHBOURS = gl.constexpr(8)
 _BY_UNIT = """
     mul.rn.f32 x, {x}, {scale};
@@ -55,7 +55,7 @@ def _assembly(by_products):
 
 @gluon.jit
 def scaled_powers(x, scale, BY_PRODUCTS: gl.constexpr):
-    """2^(x scale), whose exponents are from -126 to 127. BY_PRODUCTS: of four neighbours, how many are"""
+    """2^(x scale), whose exponents are from -126 to 127. BY_PRODUCTS: how many of four neighbours are"""
     if BY_PRODUCTS > 0:
         ASSEMBLY: gl.constexpr = _assembly(BY_PRODUCTS)
         powers = gl.inline_asm_elementwise(
@@ -68,7 +68,7 @@ def scaled_powers(x, scale, BY_PRODUCTS: gl.constexpr):
 
 @constexpr_function
 def _capped_assembly(by_products):
-    """Of _CAPPED_NEIGHBOURS products with K, the tanh of each and then the power of each."""
+    """The tanh and then the power of each of _CAPPED_NEIGHBOURS products with K."""
     many = int(_CAPPED_NEIGHBOURS.value)
     lines = [
         f"""
@@ -85,16 +85,16 @@ def _capped_assembly(by_products):
 
 @constexpr_function
 def _capped_operands():
-    """Constraints of _capped_assembly: powers; products, and what they and their tanh are multiplied with."""
+    """Constraints of _capped_assembly: powers; products, and the factors of products and of their tanh."""
     many = int(_CAPPED_NEIGHBOURS.value)
     return ",".join(["=f"] * many + ["f"] * (3 * many))
 
 
 @gluon.jit
 def capped_powers(products, half_scale, scale, BY_PRODUCTS: gl.constexpr):
-    """2^(scale tanh(half_scale products)), as capped_at_once and scaled_powers in turn.
+    """2^(scale tanh(half_scale products)), like capped_at_once and then scaled_powers.
 
-    BY_PRODUCTS: of eight neighbours, how many powers are computed by products
+    BY_PRODUCTS: how many powers of eight neighbours are computed by products
     """
     ASSEMBLY: gl.constexpr = _capped_assembly(BY_PRODUCTS)
     OPERANDS: gl.constexpr = _capped_operands()

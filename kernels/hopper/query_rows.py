@@ -1,4 +1,4 @@
-"""How a consumer of extend for Hopper reads its rows of a query block, and writes what they receive."""
+"""Reads a consumer's rows of a query block, and writes their results, for extend on Hopper."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def lines_of_group(GROUP: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _is_row(line, block, G: gl.constexpr):
-    """Whether rows of a query block have a token."""
+    """True for rows of a query block that have a token."""
     return line < gl.minimum(block.tokens, G.TOKENS) * G.GQA_RATIO
 
 
 @gluon.jit
 def _place(rows, line, block, kv_head, G: gl.constexpr):
-    """Where rows of a query block lie in q, out or lse."""
+    """Pointers to rows of a query block in q, out or lse."""
     token = (block.first_token + line // G.GQA_RATIO).to(gl.int64)
     head = (kv_head * G.GQA_RATIO + line % G.GQA_RATIO).to(gl.int64)
     return rows.at + token * rows.token + head * rows.head
@@ -46,13 +46,13 @@ def _place(rows, line, block, kv_head, G: gl.constexpr):
 
 @gluon.jit
 def is_column(column, G: gl.constexpr):
-    """Which columns [1, COLUMNS] a row has."""
+    """A mask of the columns [1, COLUMNS] that a row has."""
     return column < G.HEAD_DIM if G.HEAD_DIM < G.DIM else True
 
 
 @gluon.jit
 def fetch_queries(GROUP: gl.constexpr, q, block, todo, G: gl.constexpr):
-    """The group's rows of q, on their way to registers; 0 of rows without a token, and where nothing is to do."""
+    """The group's rows of q, on their way to registers; 0 for rows without a token, and if there is nothing to do."""
     COLUMNS: gl.constexpr = G.COLUMNS
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
@@ -69,10 +69,10 @@ def fetch_queries(GROUP: gl.constexpr, q, block, todo, G: gl.constexpr):
 
 @gluon.jit
 def put_queries(fetched, tiles, qk_scale, LAYOUT: gl.constexpr, G: gl.constexpr):
-    """Rows of q to shared memory, and what products with them are to be multiplied with: qk_scale of any row.
+    """Writes rows of q to shared memory, and returns the factor for products with them: qk_scale of any row.
 
-    Where K is in float16, rows of bfloat16 are moved there, each by a power of two of its own: see coded.half_query.
-    That factor is of LAYOUT, [64].
+    If K is in float16, rows of bfloat16 are moved there, each by a power of two of its own: see coded.half_query. The
+    factor then has LAYOUT, [64].
     """
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     if G.MOVES_Q:
@@ -85,7 +85,7 @@ def put_queries(fetched, tiles, qk_scale, LAYOUT: gl.constexpr, G: gl.constexpr)
             moved += (moved_to_half(fetched[i], gl.expand_dims(exponent, 1)),)  # type: ignore[assignment]
         fetched = moved
         qk_scale = gl.convert_layout(factor_of_moved(exponent), LAYOUT) * qk_scale
-    # All warps have read the row before.
+    # All warps must have read the row before.
     gl.thread_barrier()
     for i in gl.static_range(PARTS):
         tiles.index(i).store(fetched[i])
@@ -109,7 +109,7 @@ def _with_sinks(softmax, sinks, line, block, kv_head, G: gl.constexpr):
 
 @gluon.jit
 def _places_of_part(GROUP: gl.constexpr, part: gl.constexpr, acc, block, G: gl.constexpr):
-    """Of a part of the accumulators: lines [64] and columns [1, width] of a row; which of them are of a token."""
+    """The places of a part of the accumulators: lines [64] and columns [1, width] of a row; which have a token."""
     WIDTH: gl.constexpr = acc.shape[1]
     line = lines_of_group(GROUP, gl.SliceLayout(1, acc.type.layout))
     column = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, acc.type.layout)), 0) + part * G.COLUMNS
@@ -118,7 +118,7 @@ def _places_of_part(GROUP: gl.constexpr, part: gl.constexpr, acc, block, G: gl.c
 
 @gluon.jit
 def store_results(GROUP: gl.constexpr, softmax, to, block, kv_head, G: gl.constexpr):
-    """The results of a whole row."""
+    """Stores the results of a whole row."""
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     acc, maximum, total = softmax
     S_ROW: gl.constexpr = maximum.type.layout
@@ -133,7 +133,7 @@ def store_results(GROUP: gl.constexpr, softmax, to, block, kv_head, G: gl.conste
         gl.store(rows, (maximum + gl.log2(total)) * LN_2, mask=_is_row(line, block, G))
     for i in gl.static_range(PARTS):
         if G.SEGMENT_STEPS > 0:
-            # As decode rounds them.
+            # Rounded as in decode.
             values = acc[i] * of_rows(decay, acc[i]) / of_rows(total, acc[i])
         else:
             values = acc[i] * of_rows(decay / total, acc[i])
@@ -144,7 +144,7 @@ def store_results(GROUP: gl.constexpr, softmax, to, block, kv_head, G: gl.conste
 
 @gluon.jit
 def store_part(GROUP: gl.constexpr, softmax, to, block, part, G: gl.constexpr):
-    """What a program holds of a row that it shares. part: its place in the workspace"""
+    """Stores the program's part of a row that it shares. part: its place in the workspace"""
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     acc, maximum, total = softmax
     S_ROW: gl.constexpr = maximum.type.layout

@@ -1,6 +1,6 @@
-"""K and V on their way through shared memory: rings of stages that a warp each fills by TMA, box by box.
+"""K and V on their way through shared memory: rings of stages that one warp each fills by TMA, box by box.
 
-Where pages hold no such boxes, four warps fill them, key by key (gather.py).
+If pages hold no such boxes, four warps fill them, key by key (gather.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rocm_attn.kernels.hopper.draws import ask_before, ask_within
 from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, block_of, next_row, piece_rows, seen_by_block, steps_of
 from rocm_attn.kernels.hopper.warp_groups import leave
 
-# Of those that gather keys (gather.py), each arrives at a barrier.
+# Each thread of the warps that gather keys (gather.py) arrives at a barrier.
 GATHERING_THREADS = gl.constexpr(128)
 
 
 class Loader(NamedTuple):
-    """Who loads: WARPS; whether the next row is asked for by it (ASKS), or drawn (DRAWS)."""
+    """The warps that load: their number, WARPS; whether they request the next row (ASKS), or draw it (DRAWS)."""
 
     WARPS: int
     ASKS: bool = False
@@ -33,7 +33,7 @@ _WARP = gl.constexpr(Loader(1))
 
 
 class Ring(NamedTuple):
-    """K or V in shared memory: the same as boxes, as pieces and as tiles; barriers that a tile's keys are there."""
+    """K or V in shared memory: the same memory as boxes, as pieces and as tiles; barriers of tiles that are loaded."""
 
     boxes: Any
     pieces: Any
@@ -42,7 +42,7 @@ class Ring(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """Those of K and of V; barriers that consumers have read the keys of a step, and the values of the one before."""
+    """The rings of K and V; barriers of steps whose keys consumers have read, and the values of the step before."""
 
     k: Any
     v: Any
@@ -50,7 +50,7 @@ class Rings(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Where pages are: descriptors of K and V, or pointers where keys are gathered; the number of slots, the table, and
+    """The pages: descriptors of K and V, or pointers if keys are gathered; the number of slots, the table, and
     the sequences' rows in it.
     """
 
@@ -64,7 +64,7 @@ class Cache(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a sequence's keys are: slots in all; its pages, and how many to read."""
+    """The place of a sequence's keys: slots in all; its pages, and how many to read."""
 
     num_slots: Any
     pages: Any
@@ -81,8 +81,8 @@ class Loaded(NamedTuple):
 
 @gluon.jit
 def _new_ring(DTYPE: gl.constexpr, STAGES: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
-    """A ring of so many stages with nothing in it, each a tile of so many keys. Boxes, one after the other, are in
-    memory what a swizzled tile is.
+    """An empty ring of STAGES stages, each a tile of TILE_KEYS keys. Boxes, one after the other, have the layout of a
+    swizzled tile in memory.
     """
     BOX: gl.constexpr = G.BOX
     BOXES: gl.constexpr = STAGES * (G.DIM // BOX_COLUMNS) * (TILE_KEYS // G.BOX)
@@ -115,8 +115,8 @@ def new_rings(K_DTYPE: gl.constexpr, V_DTYPE: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def source_of(cache, seq):
-    """The source of a sequence; of no sequence, whose keys nothing loads, any."""
-    # Where a step has no sequence there is no memory either.
+    """The source of a sequence; for no sequence, whose keys nothing loads, any."""
+    # If a step has no sequence there is no memory either.
     row = gl.load(cache.row_of_seq + seq, mask=seq >= 0, other=0)
     pages = cache.table + row.to(gl.int64) * cache.table_row
     return Source(cache.num_slots, pages, cache.width)
@@ -124,7 +124,7 @@ def source_of(cache, seq):
 
 @gluon.jit
 def slots_of_step(source, step, seen, G: gl.constexpr):
-    """First slot of each box of a step; that after the last slot of all for a box of which no row sees a key."""
+    """First slot of each box of a step; the slot after the last of all for a box of which no row sees a key."""
     BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
     slots = ()
     for i in gl.static_range(BOXES):
@@ -145,13 +145,13 @@ def box_of(ring, stage, column: gl.constexpr, at, TILE_KEYS: gl.constexpr, G: gl
 
 @constexpr_function
 def value_tiles(G):
-    """Tiles of V of a step."""
+    """The number of tiles of V of a step."""
     return G.KEY_BLOCK // G.VALUE_BLOCK
 
 
 @gluon.jit
 def _load_box(desc, row, slot, column, full, box, G: gl.constexpr):
-    """A box of a KV head by TMA. Its columns beyond the head are zeros, or the next one's if nothing reads them."""
+    """Loads a box of a KV head by TMA. Columns beyond the head are zeros, or the next head's if nothing reads them."""
     if G.MASKS_COLUMNS:
         BOX: gl.constexpr = G.BOX
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
@@ -163,7 +163,7 @@ def _load_box(desc, row, slot, column, full, box, G: gl.constexpr):
 
 @gluon.jit
 def _load_tile(desc, row, ring, stage, slots, FIRST: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
-    """A tile of K or V to a stage, box by box, of which FIRST is the first of its step."""
+    """Loads a tile of K or V to a stage, box by box. FIRST: its first box of its step"""
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
     full = ring.full.index(stage)
     mbarrier.expect(full, TILE_KEYS * G.DIM * 2)
@@ -182,32 +182,32 @@ def _wait_until_full(ring, n, STAGES: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def wait_for_keys(rings, n, G: gl.constexpr):
-    """Until the keys of the n-th step are there, and matrix units may read them."""
+    """Waits until the keys of the n-th step are loaded, and matrix units may read them."""
     _wait_until_full(rings.k, n, G.STAGES, G)
 
 
 @gluon.jit
 def value_stage(n, tile, G: gl.constexpr):
-    """Where a tile of V of the n-th step is."""
+    """The stage of a tile of V of the n-th step."""
     return (n * value_tiles(G) + tile) % G.VALUE_STAGES
 
 
 @gluon.jit
 def wait_for_values(rings, n, FIRST: gl.constexpr, END: gl.constexpr, G: gl.constexpr):
-    """Until tiles [FIRST, END) of V of the n-th step are there, and matrix units may read them."""
+    """Waits until tiles [FIRST, END) of V of the n-th step are loaded, and matrix units may read them."""
     for tile in gl.static_range(FIRST, END):
         _wait_until_full(rings.v, n * value_tiles(G) + tile, G.VALUE_STAGES, G)
 
 
 @gluon.jit
 def wait_for_place(rings, n, G: gl.constexpr):
-    """Until the keys that are where those of the n-th step will be are read."""
+    """Waits until the keys in the place of the n-th step's keys are read."""
     mbarrier.wait(rings.free.index(n % G.STAGES), ((n // G.STAGES) & 1) ^ 1)
 
 
 @gluon.jit
 def wait_for_place_of_values(rings, n, tile: gl.constexpr, G: gl.constexpr):
-    """Until the values that are where a tile of V of the n-th step will be are read.
+    """Waits until the values in the place of a tile of V of the n-th step are read.
 
     Consumers have read the values of a step when they arrive for the keys of the next one.
     """
@@ -217,10 +217,10 @@ def wait_for_place_of_values(rings, n, tile: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def of_all_steps(BEGIN: gl.constexpr, LOAD: gl.constexpr, LOADER: gl.constexpr, x, cache, task, todo, G: gl.constexpr):
-    """Load what the steps of all the program's rows need, and end.
+    """Loads the data for the steps of all the program's rows, and ends.
 
-    ahead = BEGIN(task, row, first step, G) of a row (Loaded), and ahead = LOAD(task, row, step, n, ahead, G) of each of
-    its steps; n of them came before.
+    ahead = BEGIN(task, row, first step, G) for a row (Loaded), and ahead = LOAD(task, row, step, n, ahead, G) for each
+    of its steps; n of them came before.
     """
     n = 0
     while todo.keys > 0:
@@ -242,7 +242,7 @@ def of_all_steps(BEGIN: gl.constexpr, LOAD: gl.constexpr, LOADER: gl.constexpr, 
 
 @gluon.jit
 def nothing_ahead(task, row, step, G: gl.constexpr):
-    """Of loads that do not wait for others."""
+    """Used as BEGIN by loads that do not wait for others."""
     return ()
 
 
@@ -268,21 +268,21 @@ def _load_values(task, row, step, n, ahead, G: gl.constexpr):
 
 @gluon.jit
 def produce_keys(x, cache, rings, todo, G: gl.constexpr):
-    """Load K of all the program's rows."""
+    """Loads K of all the program's rows."""
     of_all_steps(nothing_ahead, _load_keys, ASKING_WARP, x, cache, (cache, rings), todo, G)
     leave()
 
 
 @gluon.jit
 def produce_values(x, cache, rings, todo, G: gl.constexpr):
-    """Load V of them: by a warp of its own, as it waits where K need not."""
+    """Loads V of all the program's rows: by a warp of its own, because it waits when K need not."""
     of_all_steps(nothing_ahead, _load_values, _WARP, x, cache, (cache, rings), todo, G)
     leave()
 
 
 @gluon.jit
 def _zero_in_box(ring, n, at, first, end, G: gl.constexpr):
-    """Zero the values of a box's keys, counted from the n-th step, that are not in [first, end)."""
+    """Zeroes the values of a box's keys, counted from the n-th step, that are not in [first, end)."""
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
     BOXES: gl.constexpr = G.VALUE_BLOCK // G.BOX
     stage = value_stage(n, at // BOXES, G)
@@ -296,9 +296,9 @@ def _zero_in_box(ring, n, at, first, end, G: gl.constexpr):
 
 @gluon.jit
 def zero_unseen(ring, n, step, seen, G: gl.constexpr):
-    """Zero what no row sees in the boxes of V of the n-th step that lie across an edge.
+    """Zeroes the values that no row sees in the boxes of V of the n-th step that lie across an edge.
 
-    Each consumer does it, and all of them write the same, in whatever order: none waits for another.
+    Each consumer does it, and all of them write the same, in any order: none waits for another.
     """
     first = seen.first - step * G.KEY_BLOCK
     end = seen.end - step * G.KEY_BLOCK

@@ -30,7 +30,7 @@ GROUP_ROWS = gl.constexpr(64)
 
 
 class HopperGeometry(NamedTuple):
-    """What the kernel is compiled for.
+    """The values that the kernel is compiled for.
 
     KV_HEADS:  KV heads; each block of a KV head's query heads counts as one
     GQA_RATIO: query heads of such a block
@@ -39,32 +39,32 @@ class HopperGeometry(NamedTuple):
     HEAD_DIM:  elements of a q, K, V and output row
     DIM:       columns of a row in shared memory, a multiple of BOX_COLUMNS; those of q after HEAD_DIM are zeros
     COLUMNS:   columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
-    LAST_COLUMNS: of the last of them, columns with which products are made; a power of two
+    LAST_COLUMNS: columns of the last tile with which products are made; a power of two
     MASKS_COLUMNS: whether boxes hold zeros beyond the head; else products are made with no column there
     PAGE_SIZE: tokens of a page
-    GATHERED:  whether keys are copied one by one, as pages hold no boxes of enough keys (gather.py)
-    BOX:       keys of a box, of one page each where they are not gathered
+    GATHERED:  whether keys are copied one by one, because pages hold no boxes of enough keys (gather.py)
+    BOX:       keys of a box, of one page each if they are not gathered
     KEY_BLOCK: keys of a step
     VALUE_BLOCK: keys of a tile of V, whole boxes
-    SOFTMAX_BLOCK: keys that the softmax takes at a time; of deterministic attention a tile's of V, else a step's
-    STAGES:    steps of which K's ring holds the keys
+    SOFTMAX_BLOCK: keys that the softmax takes at a time: in deterministic attention a tile's of V, else a step's
+    STAGES:    steps whose keys K's ring holds
     VALUE_STAGES: tiles that V's ring holds
     GROUPS:    consumers
     ROW_KEYS:  of cuts.Sharing
-    SEGMENT_STEPS: of deterministic attention, steps of a segment; 0 of other attention
-    SEGMENT_SLOTS: of it, parts of rows that a program has room for
-    LEFT_IN_WORKSPACE: of it, whether what lies left of a segment is in the workspace, and not in shared memory
+    SEGMENT_STEPS: in deterministic attention, steps of a segment; 0 in other attention
+    SEGMENT_SLOTS: in deterministic attention, parts of rows that a program has room for
+    LEFT_IN_WORKSPACE: in it, whether everything left of a segment is in the workspace, and not in shared memory
     STRIDE_UNIT: elements that strides of q and out are counted in
     CAUSAL:    whether a row sees no key after its own
     WINDOWED:  whether there is a window
     OPEN_MIDDLE: whether steps that all rows of a window see have a loop of their own, without masks
     CAPPED:    whether scores have a cap
-    BOUNDED:   whether the cap keeps exponentials within V's numbers: then there is no running maximum
-    POWERS_BY_PRODUCTS: then, of four neighbouring scores, how many powers are computed by products (powers.py)
+    BOUNDED:   whether the cap keeps exponentials within V's range: then there is no running maximum
+    POWERS_BY_PRODUCTS: then, how many powers of four neighbouring scores are computed by products (powers.py)
     EIGHTS_BY_PRODUCTS: or of eight, each in one piece of assembly with its tanh; 0: the tanh of all come first
-    SCALES_SELDOM: whether a row's maximum is raised only by more than key_steps.SLACK; not of deterministic attention
+    SCALES_SELDOM: whether a row's maximum is raised only by more than key_steps.SLACK; not in deterministic attention
     EARLY:     whether the launch may begin while the one before still runs
-    DRAWN_BLOCKS: whole rows are drawn, of so many blocks KV head by KV head (draws.py); 0: they are dealt out
+    DRAWN_BLOCKS: whole rows are drawn, KV head by KV head within this many blocks (draws.py); 0: they are dealt out
     OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
     ENCODING, SCALES: of coding.Coding
     CODE_TILES: tiles of codes that are in shared memory at a time; 0: pages are in q's dtype
@@ -122,7 +122,7 @@ class HopperGeometry(NamedTuple):
 
 @constexpr_function
 def piece_rows(G):
-    """Rows of BOX_COLUMNS that are decoded at a time: all of a tile, or its keys where all are no power of two."""
+    """Rows of BOX_COLUMNS that are decoded at a time: all of a tile, or its keys if all are not a power of two."""
     rows = G.DIM // BOX_COLUMNS.value * G.KEY_BLOCK
     return rows if rows & (rows - 1) == 0 else G.KEY_BLOCK
 
@@ -140,10 +140,10 @@ def of_rows(numbers, acc):
 
 
 class Work(NamedTuple):
-    """What a program does next: `keys` of cost, from the offset `done` of a row on.
+    """A program's next work: `keys` of cost, from the offset `done` of a row on.
 
     row:  KV head of the query block
-    turn: how many whole rows the program has begun
+    turn: number of whole rows that the program has begun
     """
 
     block: Any
@@ -172,7 +172,7 @@ class Seen(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What a program takes of a row: cost, steps [first, end), and whether the row ends with them."""
+    """A program's part of a row: cost, steps [first, end), and whether the row ends with them."""
 
     take: Any
     first: Any
@@ -181,8 +181,8 @@ class Steps(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The words of extend_schedule.py, with how many blocks and programs there are and the blocks that are shared out
-    (cut); what else says which keys rows see: kv_len of sequences, window_left; where rows are drawn, draws.Draws.
+    """The words of extend_schedule.py, with the number of blocks and of programs and the blocks that are shared out
+    (cut); kv_len of sequences and window_left, which also decide which keys rows see; draws.Draws if rows are drawn.
     """
 
     words: Any
@@ -196,7 +196,7 @@ class Schedule(NamedTuple):
 
 @gluon.jit
 def block_of(x, todo):
-    """The query block at which a program is; of nothing to do any."""
+    """The query block that a program has reached; any, if there is nothing to do."""
     words = x.words + gl.where(todo.keys > 0, todo.block, 0) * BLOCK_WORDS
     return Block(
         gl.load(words + BLOCK_SEQ),
@@ -214,7 +214,7 @@ def seen_by_block(x, block, G: gl.constexpr):
     if G.CAUSAL:
         end_key = gl.where(seq >= 0, block.kv_index + block.tokens, 0)
     else:
-        # Where a step has no sequence, no length is there to be read.
+        # If a step has no sequence, there is no length to read.
         end_key = gl.load(x.kv_len + seq, mask=seq >= 0, other=0)
     first_key = gl.to_tensor(0)
     if G.WINDOWED:
@@ -224,7 +224,7 @@ def seen_by_block(x, block, G: gl.constexpr):
 
 @gluon.jit
 def steps_of(block, seen, todo, G: gl.constexpr):
-    """What is taken of the row at which a program is. Steps, or whole segments, are the share's in which they end."""
+    """The program's part of the row that it has reached. A step, or a segment, belongs to the share that it ends in."""
     UNIT: gl.constexpr = G.KEY_BLOCK * max(G.SEGMENT_STEPS, 1)
     cost = block.keys + G.ROW_KEYS
     take = gl.minimum(todo.keys, cost - todo.done)
@@ -241,7 +241,7 @@ def steps_of(block, seen, todo, G: gl.constexpr):
 def _whole_row(x, turn, G: gl.constexpr):
     """The program's turn-th whole row. They are dealt out back and forth, the longest first.
 
-    The last programs begin, as shares may have been too few for them.
+    The last programs begin, because there may have been too few shares for them.
     """
     program = gl.program_id(0)
     place = turn * x.num_programs + gl.where(turn % 2 == 0, x.num_programs - 1 - program, program)
@@ -274,7 +274,7 @@ def _work_of_row(x, row, turn, G: gl.constexpr):
 
 @gluon.jit
 def next_row(x, todo, take, DRAWS: gl.constexpr, WARPS: gl.constexpr, G: gl.constexpr):
-    """What is left to do after a row. DRAWS: whether this warp, or group of WARPS, draws rows for all"""
+    """The work that is left after a row. DRAWS: whether this warp, or group of WARPS, draws rows for all"""
     keys = todo.keys - take
     is_last = todo.row == G.KV_HEADS - 1
     block = gl.where(is_last, todo.block + 1, todo.block)
@@ -287,7 +287,7 @@ def next_row(x, todo, take, DRAWS: gl.constexpr, WARPS: gl.constexpr, G: gl.cons
 
 @gluon.jit
 def work_of_program(x, G: gl.constexpr):
-    """A share of the longest rows, then whole rows; no keys where there is nothing to do."""
+    """A share of the longest rows, then whole rows; no keys if there is nothing to do."""
     share = x.words + x.max_blocks * BLOCK_WORDS + gl.program_id(0) * SHARE_WORDS
     block = gl.load(share + SHARE_BLOCK)
     row = gl.load(share + SHARE_ROW)

@@ -1,7 +1,7 @@
-"""Accumulators times a factor of each row, which is 1 most of the time: a warp with no other factor leaves it out.
+"""Accumulators times a factor of each row, which is 1 most of the time: a warp with no other factor skips it.
 
-A product takes each accumulator an instruction, of which the loop has about seven for each score (machine code of heads
-of 128). Triton has no branch of one warp, so it is in a piece of assembly, which has all accumulators that a thread
+A product takes one instruction per accumulator, and the loop has about seven for each score (machine code of heads of
+128). Triton has no branch of one warp, so it is in a piece of assembly, which has all accumulators that a thread
 holds.
 """
 
@@ -14,10 +14,10 @@ from triton.runtime.jit import constexpr_function
 
 @constexpr_function
 def _assembly(many):
-    """Of so many accumulators of a thread, which lie in two rows: pairs of neighbouring columns, of one row and then of
-    the other.
+    """Assembly for `many` accumulators of a thread, which lie in two rows: pairs of neighbouring columns, of one row
+    and then of the other.
     """
-    # What they are multiplied with comes after the accumulators themselves, which share their registers with results.
+    # The factors come after the accumulators themselves, which share their registers with results.
     of_first, of_second = 2 * many, 2 * many + 2
     products = "".join(f"\n    mul.rn.f32 ${at}, ${at}, ${2 * many + at};" for at in range(many))
     return f"""{{

@@ -1,7 +1,7 @@
 """The loop over keys of deterministic extend for Hopper: steps added to a running softmax, with the bits of decode.
 
-A step's products with K are made at once, by instructions as wide as the step: of narrower ones each reads q anew, and
-shared memory is too slow. The softmax goes on block by block as decode's does, and the exponentials of the second block
+A step's products with K are made at once, by instructions as wide as the step: narrower ones each read q anew, and
+shared memory is too slow. The softmax goes on block by block like decode's, and the exponentials of the second block
 run under the products of the first one with V.
 
 Every sum of products is an explicit fma (kernels/attention/segments.py).
@@ -35,9 +35,9 @@ from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
 @gluon.jit
 def _weights_of(scores, sums, query, key, seen, G: gl.constexpr, MASKED: gl.constexpr):
-    """Weights of a block of keys, maximum and sum [64] with them, and what was added up before is scaled by.
+    """Returns the weights of a block of keys, maximum and sum [64] with them, and the factor of earlier results.
 
-    If G.BOUNDED, no maximum is taken off: it stays as it is, and so does what was added up.
+    If G.BOUNDED, no maximum is subtracted: it stays unchanged, and so do earlier results.
 
     sums: maximum and sum before; key: [1, VALUE_BLOCK]
     """
@@ -66,7 +66,7 @@ def _weights_of(scores, sums, query, key, seen, G: gl.constexpr, MASKED: gl.cons
 
 @gluon.jit
 def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
-    """Steps of a span added to a softmax; key_steps.attend_steps has what is said of G.OVERLAPS."""
+    """Adds steps of a span to a softmax state; key_steps.attend_steps describes G.OVERLAPS."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
     BLOCKS: gl.constexpr = G.KEY_BLOCK // G.VALUE_BLOCK

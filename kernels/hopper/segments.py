@@ -1,8 +1,8 @@
 """Deterministic extend for Hopper: a row's keys segment by segment, merged from left to right.
 
-kernels/attention/segments.py has the arithmetic, and why a row's bits depend on nothing else. Both accumulators have no
-room in registers. What lies left of a segment is kept in shared memory, or in the workspace where that has no room: a
-program reads what it wrote itself, from L2.
+kernels/attention/segments.py has the arithmetic, and why a row's bits depend on nothing else. Registers do not hold
+both accumulators. Everything left of a segment is kept in shared memory, or in the workspace if that has no room: a
+program reads its own writes, from L2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
 
 
 class Left(NamedTuple):
-    """Maximum and sum [64] of what lies left of a segment; its accumulators are in shared memory or the workspace."""
+    """Maximum and sum [64] of everything left of a segment; its accumulators are in shared memory or the workspace."""
 
     maximum: Any
     total: Any
@@ -35,7 +35,7 @@ def new_left(G: gl.constexpr):
 
 @gluon.jit
 def nothing_left(empty):
-    """Left of the first segment. empty: the softmax of no key"""
+    """The state left of the first segment. empty: the softmax state before any key"""
     return Left(empty.maximum, gl.zeros_like(empty.maximum))
 
 
@@ -47,7 +47,7 @@ def left_of_group(GROUP: gl.constexpr, partials, G: gl.constexpr):
 
 @gluon.jit
 def _places(room, part: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
-    """Where a part's numbers lie in the workspace: in squares of eight, so that what a warp moves at once is in one."""
+    """Places of a part's numbers in the workspace: in squares of eight, so that a warp moves whole squares."""
     WIDTH: gl.constexpr = width_of(part, G)
     COLUMNS: gl.constexpr = G.COLUMNS
     SQUARES: gl.constexpr = G.COLUMNS // 8
@@ -59,7 +59,7 @@ def _places(room, part: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _shared_part(room, part: gl.constexpr, G: gl.constexpr):
-    """A part's numbers in shared memory, as many columns as products are made with."""
+    """A part's numbers in shared memory, with the columns that products are made with."""
     WIDTH: gl.constexpr = width_of(part, G)
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     return room.index(part)._reinterpret(gl.float32, [GROUP_ROWS, WIDTH], layout)
@@ -67,7 +67,7 @@ def _shared_part(room, part: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _part_left(room, part: gl.constexpr, is_any, layout: gl.constexpr, G: gl.constexpr):
-    """A part of the accumulators; 0 of rows without any. is_any: which have some, [64, 1]"""
+    """A part of the accumulators; 0 for rows without any. is_any: which have some, [64, 1]"""
     if G.LEFT_IN_WORKSPACE:
         acc = gl.load(_places(room, part, layout, G), mask=is_any, other=0.0)
     else:
@@ -88,7 +88,7 @@ def _merge_of(left, segment):
 
 @gluon.jit
 def _merged_part(room, part: gl.constexpr, factors, acc, G: gl.constexpr):
-    """A part of the accumulators of a segment, merged with what lies left of it. factors: those of _merge_of"""
+    """A part of the accumulators of a segment, merged with everything left of it. factors: those of _merge_of"""
     decay, weight, left_maximum = factors
     is_any = of_rows(left_maximum, acc) > float("-inf")
     layout: gl.constexpr = acc.type.layout
@@ -107,18 +107,18 @@ def _store_part_left(room, part: gl.constexpr, acc, G: gl.constexpr):
 
 @gluon.jit
 def merge_segment(room, left, segment, place, G: gl.constexpr):
-    """What lies left of the next segment, and the softmax of all that lies there: segments.merge_segment of
-    kernels/attention.
+    """Merges a segment with everything left of it: returns the new left state, and the softmax state of all of it. See
+    segments.merge_segment of kernels/attention.
 
-    The room is not read of the first segment, of which nothing lies left, nor written of the last one, after which
-    nobody reads it. Nothing was written where rows have seen no key yet, so what is there is not read.
+    The room is not read for the first segment, which has nothing left of it, and not written for the last one, after
+    which nobody reads it. If rows have seen no key yet, nothing was written, so their room is not read.
 
     place: whether the segment is the program's first of the row, and whether it is its last
     """
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     is_first, is_last = place
     left, factors = _merge_of(left, segment)
-    # Of the first one as it is: its weight is 1, and what would be added 0. Only a -0.0 would become 0.0 so.
+    # The first segment stays unchanged: its weight is 1, and 0 would be added. Only a -0.0 would become 0.0 by that.
     acc = segment.acc
     if not is_first:
         acc = ()

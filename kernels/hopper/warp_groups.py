@@ -1,4 +1,4 @@
-"""How a warp group ends.
+"""Ends a warp group.
 
 Triton lets a warp group that is done wait for more work, in a loop. ptxas then finds no one number of registers at the
 loop's head, and waits after each matrix product (C7512). A kernel whose warp groups have one task each ends them.
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def leave():
-    """End these threads. What comes after it is not reached, by none of the program's warp groups."""
+    """Ends these threads. No code after it is reached, by none of the program's warp groups."""
     gl.inline_asm_elementwise(
         "exit; mov.u32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
     )

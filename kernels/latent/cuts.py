@@ -1,7 +1,7 @@
-"""How attention over latent pages hands out its work, as the values that attention/cuts.py has.
+"""The cut of the work of attention over latent pages, as the values of attention/cuts.py.
 
-A latent pool has one KV head, so all query heads of a token share a row of decode's schedule. Without Triton, so that a
-provider can choose and describe a kernel where there is none.
+A latent pool has one KV head, so all query heads of a token share a row of decode's schedule. This module does not
+import Triton, so that a provider can choose and describe a kernel where there is none.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def latent_row_cut(cut: DecodeCut, num_heads: int) -> RowCut:
         KEY_BLOCK=cut.key_block,
         ROW_COST=cut.row_cost,
         WINDOWED=cut.window_left != UNLIMITED_WINDOW,
-        # Who takes part is the schedule's to know: kernels of launches that differ in it alone are the same.
+        # The schedule decides which sequences take part: kernels of launches that differ in that alone are the same.
         TOKENS=cut.tokens._replace(FEWEST=1),
     )
 
 
 def latent_partials_words(cut: DecodeCut, *, num_heads: int, v_head_dim: int) -> int:
-    """float32 words of decode's workspace, for rows that several programs share: two parts a group of programs."""
+    """float32 words of decode's workspace, for rows that several programs share: two parts per group of programs."""
     return 2 * cut.programs * cut.tokens.OF_ROW * num_heads * (v_head_dim + 2)
 
 

@@ -2,9 +2,9 @@
 
     out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c       c | r: rows that it sees (key_loop.py)
 
-A row of the schedule is all query heads of some new tokens of a sequence. Where they are more than a program holds,
-neighbouring programs take a block of the heads each and walk the same keys side by side: what the first one reads of a
-latent row the others find in the L2 cache. What several programs share of a row is merged as in attention/decode.py.
+A row of the schedule is all query heads of some new tokens of a sequence. If they are more than a program holds,
+neighbouring programs take a block of the heads each and walk the same keys side by side: the others find in the L2
+cache the latents that the first one reads. Rows that several programs share are merged as in attention/decode.py.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 
 
 class LatentDecodeGeometry(NamedTuple):
-    """What latent decode is compiled for.
+    """The values that latent decode is compiled for.
 
     rows:        how a sequence is cut into rows
     keys:        of the loop over keys
@@ -85,11 +85,11 @@ class LatentDecodeGeometry(NamedTuple):
 
 @triton.jit
 def zero(words, EVEN: tl.constexpr):
-    """0, by a program's padding (decode_schedule.py), which is never negative, and 0 where rows are not cut alike: the
-    compiler cannot know.
+    """0, computed from a program's padding (decode_schedule.py), which is never negative, and 0 if rows are not cut
+    alike: the compiler cannot know.
 
-    What is computed from it is computed where it is used. Of offsets of rows that do not change from one sequence to
-    the next the compiler keeps 64 registers over the loop over keys else, and spills others.
+    Values computed from it are computed where they are used. Otherwise the compiler keeps offsets of rows that do not
+    change from one sequence to the next in 64 registers over the loop over keys, and spills others.
     """
     padding = tl.load(words + PROGRAM_PAD, volatile=True)
     return tl.minimum(padding, 0) if EVEN else padding
@@ -137,8 +137,8 @@ def _latent_decode_kernel(
     program = tl.program_id(0) // G.HEAD_BLOCKS
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
     if G.EARLY:
-        # All that is read may be what the launch before this one writes. The merge may start when every program is past
-        # this, and so find the schedule.
+        # The launch before this one may write anything that is read here. The merge may start when every program is
+        # past this point, and so finds the schedule.
         gdc_wait()
         gdc_launch_dependents()
     words = words_of_program(schedule, program)
@@ -156,7 +156,7 @@ def _latent_decode_kernel(
         first_block = tl.maximum(done - R.ROW_COST, 0)
         end_block = done + take - R.ROW_COST
         q_len = new_tokens(q_indptr, seq, T)
-        # The program that begins it writes the zeros of a sequence without keys.
+        # The program that begins a sequence without keys writes its zeros.
         is_empty = (kv_len == 0) & (done == 0)
         if is_empty | (end_block > first_block):
             # token, head, is_row: [QUERY_ROWS]
@@ -187,7 +187,7 @@ def _latent_decode_kernel(
             if mask_words is not None:
                 mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
                 first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
-                # Every row sees the keys before those with bits, in a loop as that of steps without a mask.
+                # Every row sees the keys before those with bits, in a loop like that of steps without a mask.
                 edge = tl.minimum(tl.maximum(first_masked // K.KEY_BLOCK, first), end)
                 seen = Seen(Span(first_key, end_key), window_left, None)
                 softmax = attend_latents(softmax, query, rows, seen, Span(first, edge), K, True, G.STAGES)
@@ -195,9 +195,9 @@ def _latent_decode_kernel(
             seen = Seen(Span(first_key, end_key), window_left, bits)
             softmax = attend_latents(softmax, query, rows, seen, Span(first, end), K, True, G.STAGES)
             softmax = scaled_latents(softmax, factor, K)
-            # Worked out again, not kept: the accumulators leave no registers to keep them in.
+            # Computed again, not kept: the accumulators leave no registers to keep them in.
             token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words, G.EVEN), G)
-            # Without blocks it is empty; a mask of that would be kept over the loop, too.
+            # A sequence without blocks is empty; a mask of that would be kept over the loop, too.
             if (num_blocks == 0) | (end_block - first_block == num_blocks):
                 out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
                 store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
@@ -218,12 +218,12 @@ def _latent_decode_kernel(
 def launch_latent_decode(
     args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: LatentTiles, mask: PackedMask | None = None
 ) -> None:
-    """Attention of every sequence with as many new tokens as the cut says; all other tokens of out and lse stay.
+    """Attends for sequences with as many new tokens as the cut says; all other tokens of out and lse stay unchanged.
 
     A sequence with kv_len 0 receives 0 and LSE -inf.
     args: with cut's schedule, and a workspace of latent_partials_words(...) or longer; pages are latent
     cut:  of latent_decode_cut, for these tiles and the scores' window; the grid is its programs times head blocks
-    mask: which keys each token sees, in place of scores.causal. A token that sees none receives 0 and LSE -inf
+    mask: which keys each token sees, instead of scores.causal. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -266,7 +266,7 @@ def launch_latent_decode(
 def _geometry(
     args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentTiles, mask: PackedMask | None
 ) -> LatentDecodeGeometry:
-    """What the launch is compiled for; its arguments are checked."""
+    """Checks the arguments and returns the values that the launch is compiled for."""
     check_latent(args, "latent decode")
     num_heads, v_head_dim = args.q.shape[1], args.out.shape[2]
     cut.check(args.schedule, args.queries.num_seqs)

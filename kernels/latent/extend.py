@@ -135,13 +135,13 @@ def _latent_extend_kernel(
 def launch_latent_extend(
     args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: LatentTiles, mask: PackedMask | None = None
 ) -> None:
-    """Attention of every new token of the sequences in the schedule.
+    """Attends for every new token of the sequences in the schedule.
 
-    Tokens at or past q_indptr[S] receive 0 and LSE -inf; tokens of sequences below cut.min_q_len stay as they are.
+    Tokens at or past q_indptr[S] receive 0 and LSE -inf; tokens of sequences below cut.min_q_len stay unchanged.
 
     args: with cut's schedule; there is no workspace; pages are latent
     cut:  of latent_extend_cut, for these tiles
-    mask: which keys each token sees, in place of scores.causal. A token that sees none receives 0 and LSE -inf
+    mask: which keys each token sees, instead of scores.causal. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -181,7 +181,7 @@ def launch_latent_extend(
 def _geometry(
     args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: LatentTiles, mask: PackedMask | None
 ) -> BlockGeometry:
-    """What the launch is compiled for; its arguments are checked."""
+    """Checks the arguments and returns the values that the launch is compiled for."""
     check_latent(args, "latent extend")
     queries, num_heads = args.queries, args.q.shape[1]
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)

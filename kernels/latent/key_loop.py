@@ -1,12 +1,12 @@
-"""The loop over latent rows: key blocks added to a running softmax, of which one load is K and V.
+"""The loop over latent rows: key blocks added to a running softmax, with one load for K and V.
 
 A token's row is c | r: v_head_dim elements that are its V, then the rest of its K (a rotated part, or nothing).
 
     score = q . (c | r)        out = sum of softmax(scores) * c
 
 So a block of rows is loaded once and multiplied twice. V's columns are two parts with an accumulator each, which gives
-shorter chains of matrix instructions: its halves, or of codes that are read two by two its even and its odd columns.
-Products of warpgroups want them as one part (WIDE).
+shorter chains of matrix instructions: its halves, or if codes are read in pairs its even and its odd columns. Products
+of warpgroups want them as one part (WIDE).
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
 class LatentGeometry(NamedTuple):
-    """What the loop is compiled for.
+    """The values that the loop is compiled for.
 
-    HEAD_DIM, V_HEAD_DIM: elements of a row, and of them those that are V
+    HEAD_DIM, V_HEAD_DIM: elements of a row, and the number of them that are V
     PART:                 columns of a part of V, padding included
-    REST:                 columns of what comes after V, padding included; 0: nothing does. Of codes in pairs: pairs
+    REST:                 columns after V, padding included; 0: there are none. With codes in pairs: pairs
     PAGE_SIZE:            tokens of a page
     KEY_BLOCK:            keys of a block
     IN_ONE_PAGE:          whether they lie in one page (attention/key_rows.py)
     CAUSAL:               whether a row sees no key after its own
     WINDOWED, CAPPED:     whether scores have a window, a cap
     EXACT:                whether results may not depend on which products and sums the compiler fuses
-    BY_PAIRS:             of EXACT, whether weights of keys are added up pair by pair (softmax.sum_by_pairs)
-    CHAINS:               sums of products that a score is added up of, 1 or 2
-    WIDE:                 whether V's columns are one part, and scores are masked only where a row does not see a key
-    PAIRED:               whether codes are read two by two, and multiplied as float16
+    BY_PAIRS:             if EXACT, whether weights of keys are added up pair by pair (softmax.sum_by_pairs)
+    CHAINS:               sums of products that a score is added up from, 1 or 2
+    WIDE:                 whether V's columns are one part, and scores are masked only if a row does not see a key
+    PAIRED:               whether codes are read in pairs, and multiplied as float16
     coding:               how rows are encoded
     """
 
@@ -76,9 +76,9 @@ class LatentGeometry(NamedTuple):
 class LatentRows(NamedTuple):
     """Latent pages, and one sequence's line of the table: pointer, strides between pages and between tokens, line.
 
-    scale: factors of codes: pointer, or None
+    scale: scales of codes: pointer, or None
 
-    Of codes in pairs the pointer is one to pairs, and strides count them.
+    With codes in pairs the pointer is one to pairs, and strides count them.
     """
 
     at: Any
@@ -91,9 +91,9 @@ class LatentRows(NamedTuple):
 class LatentQuery(NamedTuple):
     """Rows of q.
 
-    low, high: what meets the parts of V's columns, [rows, PART]; WIDE: high is not read
-    rest:      what meets the columns after V, [rows, REST]; not read where there are none
-    rest_high: of codes in pairs, what meets the second ones of those columns; elsewhere not read
+    low, high: operands for the parts of V's columns, [rows, PART]; WIDE: high is not read
+    rest:      operand for the columns after V, [rows, REST]; not read if there are none
+    rest_high: with codes in pairs, operand for the second ones of those columns; otherwise not read
     kv_index:  [rows] of each, or [1] of all
     logits:    how products become logits
     """
@@ -107,9 +107,9 @@ class LatentQuery(NamedTuple):
 
 
 class LatentSoftmax(NamedTuple):
-    """What some keys gave: accumulators of both parts [rows, PART], maximum (base 2) and total [rows]; float32.
+    """The softmax state of some keys, float32: accumulators of both parts [rows, PART], maximum (base 2), total [rows].
 
-    WIDE: high is nothing.
+    WIDE: high holds nothing.
     """
 
     low: Any
@@ -168,20 +168,20 @@ def latent_block_geometry(
 
 
 def read_strides(args: AttendArgs) -> tuple[int, ...]:
-    """Of what kernels read, in their order: q's tokens and heads, the pages' pages and tokens, the table's lines."""
+    """Strides in the kernels' order: q's tokens and heads, the pages' pages and tokens, the table's lines."""
     pages = args.pages.k
     return args.q.stride(0), args.q.stride(1), pages.stride(0), pages.stride(1), args.table.stride(0)
 
 
 def _has_pairs(args: AttendArgs) -> bool:
-    """Whether rows can be read as pairs of codes, and multiplied as float16."""
+    """True if rows can be read as pairs of codes, and multiplied as float16."""
     is_even = not any(dim % 2 for dim in (args.q.shape[2], args.out.shape[2]))
     return args.q.dtype.itemsize == 2 and is_even and args.has_pairs
 
 
 @triton.jit
 def as_loaded(pages, page, token, K: tl.constexpr):
-    """Pointer and strides of LatentRows, of those that count elements."""
+    """Returns pointer and strides of LatentRows, from those that count elements."""
     if K.PAIRED:
         pages = pages.to(tl.pointer_type(tl.uint16))
         page = page // 2
@@ -191,7 +191,7 @@ def as_loaded(pages, page, token, K: tl.constexpr):
 
 @triton.jit
 def no_latents_seen(ROWS: tl.constexpr, K: tl.constexpr):
-    """The softmax of no key."""
+    """The softmax state before any key."""
     PART: tl.constexpr = K.PART
     low = tl.zeros([ROWS, PART], tl.float32)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
@@ -206,9 +206,9 @@ def no_latents_seen(ROWS: tl.constexpr, K: tl.constexpr):
 def load_part(
     rows, near_rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.constexpr, STEP: tl.constexpr = 1
 ):
-    """COLUMNS columns of rows, every STEP-th from FIRST on, 0 from END on and where a row is not live.
+    """COLUMNS columns of rows, every STEP-th from FIRST on; 0 from END on and for rows that are not live.
 
-    rows:      pointers to the first columns [n]; or one pointer, and near_rows what each row lies after it, int32 [n]
+    rows:      pointers to the first columns [n]; or one pointer, and near_rows the offset of each row, int32 [n]
     near_rows: or None
     live:      [n]
     """
@@ -222,11 +222,11 @@ def load_part(
 
 @triton.jit
 def load_latent_query(rows, is_row, K: tl.constexpr):
-    """What meets the parts of V and the rest of rows of q, 0 where there is no row; and a factor of what they give.
+    """The operands for the parts of V and the rest, from rows of q; 0 for missing rows; and the factor for products.
 
     rows: pointers [rows]
     """
-    # What there is not is something that is not read: Triton 3.6 returns no tuple with None.
+    # A missing operand is replaced by one that is not read: Triton 3.6 returns no tuple with None.
     factor = 1.0
     if K.PAIRED:
         low = load_part(rows, None, is_row, 0, K.PART, K.V_HEAD_DIM, 2)
@@ -262,8 +262,8 @@ def load_latents(
 ):
     """Columns [FIRST, FIRST + COLUMNS) of V, or from V's end on of the rest, in DTYPE.
 
-    factor: of each token, [keys], if tokens have one. Float16's weights would lose their smallest bits by it, so there
-            rows are multiplied; elsewhere columns of scores and weights are, by the caller
+    factor: scale of each token, [keys], if tokens have one. It would cost float16's weights their smallest bits, so
+            with float16 rows are multiplied; otherwise the caller multiplies columns of scores and weights
     """
     C: tl.constexpr = K.coding
     END: tl.constexpr = K.V_HEAD_DIM if FIRST < K.V_HEAD_DIM else K.HEAD_DIM
@@ -277,7 +277,7 @@ def load_latents(
 
 @triton.jit
 def scaled_latents(softmax, factor, K: tl.constexpr):
-    """What codes gave, with the factor that all rows share."""
+    """Multiplies the scale that all rows share into the accumulators of codes."""
     C: tl.constexpr = K.coding
     low, high, maximum, total = softmax
     if C.SCALES == LAYER_SCALES or C.SCALES == HEAD_SCALES:
@@ -289,10 +289,10 @@ def scaled_latents(softmax, factor, K: tl.constexpr):
 
 @triton.jit
 def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr):
-    """Key blocks [blocks.first, blocks.end) added to a softmax. Only keys that some row sees are loaded.
+    """Adds key blocks [blocks.first, blocks.end) to a softmax state. Only keys that some row sees are loaded.
 
     If not MASKED, every row sees all keys of the blocks. If MASKED, a row sees those of its window; with bits those
-    before the end that have no bits or whose bits are set, of a window from bits.first_key on.
+    before the end that have no bits or whose bits are set, and with a window only those from bits.first_key on.
 
     seen:   key_loop.Seen
     STAGES: blocks whose loads are in flight
@@ -304,8 +304,8 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
     C: tl.constexpr = K.coding
     DTYPE: tl.constexpr = query.low.dtype
     BY_COLUMN: tl.constexpr = C.SCALES == TOKEN_SCALES and (K.PAIRED or tl.float16 != DTYPE)
-    # Whether some blocks of masked ones show all their keys to all rows, which is asked of each. Over that branch AMD's
-    # compiler moves nothing: gfx942 keeps 85 registers less with it.
+    # True if some masked blocks show all their keys to all rows, which is tested for each. AMD's compiler moves nothing
+    # across that branch: gfx942 keeps 85 registers less with it.
     PARTLY: tl.constexpr = MASKED and K.WIDE and not K.WINDOWED and not PACKED
     low, high, maximum, total = softmax
     logits = query.logits
@@ -334,7 +334,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
             live = is_seen(seen_by_some(bits), seen_by_some(more_bits), lane, KEY_BLOCK)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
-        # Without factors of tokens something that is not read.
+        # If tokens have no scales, a value that is not read.
         factor = token_factor(rows.scale, page, offset, 0, live, True, C) if C.SCALES == TOKEN_SCALES else live
         if K.PAIRED:
             k_low, k_high = decoded_pairs(load_part(row, near_row, live, 0, K.PART, K.V_HEAD_DIM // 2), C.ENCODING)
@@ -362,7 +362,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
             elif K.REST > 0:
                 others = tl.dot(query.rest, tl.trans(k_rest), others, input_precision="ieee")
             if K.CHAINS == 2 and K.WIDE:
-                # Of a plain sum Triton would make one chain again.
+                # From a plain sum Triton would make one chain again.
                 scores = tl.fma(scores, 1.0, others)
             elif K.CHAINS == 2:
                 scores = scores + others
@@ -384,8 +384,8 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
             if not PARTLY:
                 scores = tl.where(visible, scores, float("-inf"))
             elif (block + 1) * KEY_BLOCK > end_of_all:
-                # Products of a warpgroup are laid out for what follows them, but not through a branch: without one two
-                # warpgroups would work out the same scores (Triton 3.6).
+                # Products of a warpgroup are laid out for the code that follows them, but not through a branch: without
+                # one two warpgroups would compute the same scores (Triton 3.6).
                 scores = tl.where(visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * logits.qk_scale)
         # A row of a masked block may have seen no key yet; the subtractions below must not be inf - inf.
@@ -414,7 +414,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
 
 @triton.jit
 def store_part(rows, values, is_row, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.constexpr):
-    """Write values to columns [FIRST, FIRST + COLUMNS) of rows, none from END on. rows: pointers [n]; is_row: [n]"""
+    """Writes values to columns [FIRST, FIRST + COLUMNS) of rows, none from END on. rows: pointers [n]; is_row: [n]"""
     column = FIRST + tl.arange(0, COLUMNS)
     mask = is_row[:, None]
     if FIRST + COLUMNS > END:
@@ -424,7 +424,7 @@ def store_part(rows, values, is_row, FIRST: tl.constexpr, COLUMNS: tl.constexpr,
 
 @triton.jit
 def store_parts(rows, low, high, is_row, K: tl.constexpr):
-    """Write both parts of V's columns to rows. rows: pointers [n]; is_row: [n]"""
+    """Writes both parts of V's columns to rows. rows: pointers [n]; is_row: [n]"""
     if K.PAIRED:
         values = tl.reshape(tl.join(low, high), [low.shape[0], 2 * K.PART])
         store_part(rows, values, is_row, 0, 2 * K.PART, K.V_HEAD_DIM)
@@ -436,7 +436,7 @@ def store_parts(rows, low, high, is_row, K: tl.constexpr):
 
 @triton.jit
 def store_latent_results(softmax, token, head, is_row, sinks, out, lse, K: tl.constexpr):
-    """Write out and, if lse.at is not None, LSE of the rows, with their sinks."""
+    """Writes out and, if lse.at is not None, LSE of the rows, with their sinks."""
     low, high, maximum, total = softmax
     if sinks is not None:
         sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))

@@ -1,4 +1,4 @@
-"""What the kernels over latent pages serve, as values that a capability table can cite."""
+"""The limits of the kernels over latent pages, as values that a capability table can cite."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MAX_HEAD_DIM = MAX_V_HEAD_DIM + MAX_REST_DIM
 MAX_HEADS = 128
 MAX_PAGE_SIZE = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# New tokens of a sequence whose keys are still split over programs; longer ones have a program a query block.
+# New tokens of a sequence whose keys are still split over programs; longer ones have a program per query block.
 MOST_SPLIT_TOKENS = 8
 
 
 def check_latent(args: AttendArgs, kernel: str) -> None:
-    """What Triton's launchers check: cheap, on the host, and only what would corrupt memory silently.
+    """Checks only what would corrupt memory silently. Cheap, on the host.
 
-    ValueError for a problem that no kernel serves; the rest was checked by the runtime and is asserted here.
+    Raises ValueError for a problem that no kernel serves. The runtime checked the rest, which is asserted here.
     """
     q, k, out, form = args.q, args.pages.k, args.out, args.pages.format
     num_tokens, num_heads, head_dim = q.shape

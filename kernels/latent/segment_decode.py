@@ -1,8 +1,8 @@
 """Deterministic decode over latent pages of sequences with one new token, whose bits do not depend on the batch.
 
-As attention/segment_decode.py: the programs of the decode schedule share out segments in place of key blocks, each
-segment's partial result goes to a slot of its own, and segment_merge.py merges a row's slots from left to right. Blocks
-of query heads run side by side as in decode.py.
+It works like attention/segment_decode.py: the programs of the decode schedule share out segments instead of key blocks,
+each segment's partial result goes to a slot of its own, and segment_merge.py merges a row's slots from left to right.
+Blocks of query heads run side by side as in decode.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles
 
 
 class LatentSegmentGeometry(NamedTuple):
-    """What deterministic latent decode is compiled for.
+    """The values that deterministic latent decode is compiled for.
 
     rows:        how a sequence is cut into rows; their key blocks are segments
     keys:        of the loop over keys
@@ -106,7 +106,7 @@ def _latent_segment_decode_kernel(
     C: tl.constexpr = K.coding
     pages, p_page, p_token = as_loaded(pages, p_page, p_token, K)
     if G.EARLY:
-        # As in attention/decode.py: what is read may be what the launch before this one writes.
+        # Like in attention/decode.py: the launch before this one may write what is read.
         gdc_wait()
         gdc_launch_dependents()
     words = words_of_program(schedule, tl.program_id(0) // G.HEAD_BLOCKS)
@@ -151,7 +151,7 @@ def _latent_segment_decode_kernel(
 def launch_latent_segment_decode(
     args: AttendArgs, *, scores: Scores, most_segments: int, cut: DecodeCut, tiles: LatentSegmentTiles
 ) -> None:
-    """launch_latent_decode of one new token, bitwise the same for a sequence in any batch, and as extend gives it.
+    """Does the same as `launch_latent_decode` for one new token, with the same bits in any batch and from extend.
 
     args:          with cut's schedule, and a workspace of the sum of cut.segment_words(...) or longer
     most_segments: of a sequence, see LatentSegmentTiles
@@ -196,7 +196,7 @@ def launch_latent_segment_decode(
 
 
 def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentSegmentTiles) -> LatentSegmentGeometry:
-    """What the launch is compiled for; its arguments are checked."""
+    """Checks the arguments and returns the values that the launch is compiled for."""
     check_latent(args, "deterministic latent decode")
     num_heads = args.q.shape[1]
     block = tiles.of_decode(num_heads)

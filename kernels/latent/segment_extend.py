@@ -1,4 +1,4 @@
-"""Deterministic extend over latent pages: bitwise what deterministic decode would give for each token.
+"""Deterministic extend over latent pages, with the bits of deterministic decode for each token.
 
 A program walks its query block over all segments that the block sees and merges them from left to right (segments.py).
 """
@@ -124,11 +124,11 @@ def _latent_segment_extend_kernel(
 def launch_latent_segment_extend(
     args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: LatentSegmentTiles, mask: PackedMask | None = None
 ) -> None:
-    """launch_latent_extend, bitwise the same for a token in any batch and chunk, and as deterministic decode gives it.
+    """Does the same as `launch_latent_extend`, with the same bits in any batch and chunk, and in deterministic decode.
 
     args: with cut's schedule; there is no workspace; pages are latent
     cut:  of latent_extend_cut, for tiles.block
-    mask: which keys each token sees, in place of scores.causal. A token that sees none receives 0 and LSE -inf
+    mask: which keys each token sees, instead of scores.causal. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """

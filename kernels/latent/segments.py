@@ -1,8 +1,8 @@
-"""Deterministic attention over latent pages: what a segment gives, and how segments add up. Decode and extend share it.
+"""Deterministic attention over latent pages, which decode and extend share: softmax of a segment, sum of segments.
 
-As attention/segments.py has it: segment m is KV [m, m + 1) * segment_len, an online softmax over its key blocks gives a
-partial result, and partial results are merged from left to right, every sum of products an explicit fma. Decode and
-extend have the same tiles, so that a row's products are the same matrix instructions in both.
+It works like attention/segments.py: segment m is KV [m, m + 1) * segment_len, an online softmax over its key blocks
+gives a partial result, and partial results are merged from left to right, every sum of products an explicit fma. Decode
+and extend have the same tiles, so that a row's products are the same matrix instructions in both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rocm_attn.kernels.latent.key_loop import LatentSoftmax, attend_latents, no_
 
 @triton.jit
 def attend_latent_segment(segment, query, rows, seen, G: tl.constexpr):
-    """The softmax of a segment's keys. seen: its keys are seen by some row; G: QUERY_ROWS, SEGMENT_LEN, STAGES, keys"""
+    """The softmax state of a segment's keys. seen: some row sees its keys; G: QUERY_ROWS, SEGMENT_LEN, STAGES, keys"""
     K: tl.constexpr = G.keys
     BLOCKS: tl.constexpr = G.SEGMENT_LEN // K.KEY_BLOCK
     first_block = tl.maximum(segment * BLOCKS, seen.keys.first // K.KEY_BLOCK)
@@ -27,7 +27,7 @@ def attend_latent_segment(segment, query, rows, seen, G: tl.constexpr):
 
 @triton.jit
 def merge_latent_segment(left, segment):
-    """The softmax of what lies left of a segment, merged with the segment's.
+    """Merges the softmax state of everything left of a segment with the segment's.
 
     A side that saw no key (0, 0, -inf, 0) changes no bit.
     """

@@ -1,15 +1,15 @@
-"""Take sequences whose pages do not exist for pads, before anything follows from an engine's table.
+"""Turns sequences whose pages do not exist into pads, before anything is derived from an engine's table.
 
     page(i, j) = table[row_of_seq[i], j]       for first_no[i] <= j < kv_len[i] / page_size, rounded up
     first_no[i] = max(max(kv_len[i] - q_len[i], 0) - window_left, 0) // page_size
 
-Where one of them is negative, or num_pages or more, kv_len[i] receives the pads' length and row_of_seq[i] row 0: no
-kernel reads or writes by that row, and the other sequences keep their tokens. PAGE_NOT_IN_POOL in the step's error word
-tells of it. Pages before first_no are seen by no token, and may have been given back.
+If one of them is negative, or num_pages or more, kv_len[i] receives the pads' length and row_of_seq[i] row 0: no kernel
+reads or writes by that row, and the other sequences keep their tokens. PAGE_NOT_IN_POOL in the step's error word
+reports it. Pages before first_no are seen by no token, and may have been given back.
 
-A program has a share of one sequence's pages; the shares follow from the padded sizes, never from the lengths. Where
-one has found a wrong page, others of the sequence may meet the pad in its place, and leave it as it is. So the launch
-may run twice. It runs after publish_engine and gather_table, before fill, and may be captured with them.
+A program has a share of one sequence's pages; the shares follow from the padded sizes, never from the lengths. If one
+has found a wrong page, others of the sequence may meet the pad instead, and leave it unchanged. So the launch may run
+twice. It runs after publish_engine and gather_table, before fill, and may be captured with them.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def _check_pages_kernel(
     most = tl.load(num_pages)
     line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_stride
     length = tl.load(kv_len + seq)
-    # The most that is published fits a row.
+    # The largest published length fits a row.
     pages = tl.where(is_live, tl.minimum(tl.cdiv(length, PAGE_SIZE), table_width), 0)
-    # Tokens before the KV, which short ones have, see no key: nothing is lost by their place.
+    # Tokens before the KV, which short sequences have, see no key: their places lose nothing.
     first_key = tl.maximum(tl.maximum(length - tl.load(q_len + seq), 0) - window_left, 0)
     num_wrong = 0
     for first in range(first_key // PAGE_SIZE + share * BLOCK, pages, shares * BLOCK):
@@ -75,7 +75,7 @@ _variant = repeated_launches(_check_pages_kernel)
 
 
 def launch_check_pages(step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int) -> None:
-    """Take the sequences of a step for pads whose pages in its table do not exist.
+    """Turns the sequences of a step whose pages in its table do not exist into pads.
 
     step:        counts, row_of_seq, kv_len and q_len as published; row_of_seq, kv_len and the error word are written
     num_pages:   int32 [1], pages that every layer which reads the table has

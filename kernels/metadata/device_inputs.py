@@ -1,4 +1,4 @@
-"""Put lengths and token ids that only the device knows in the place of what the host has published for a step.
+"""Replaces lengths and token ids that the host has published for a step by those that only the device knows.
 
     q_len[i]  = min(max(device_q_len[i], 0), q bound[i])
     kv_len[i] = min(max(device_kv_len[i] + ahead, q_len[i]), kv bound[i])
@@ -8,13 +8,13 @@
         q_len[i]  = min(q_len[i], max(kv_len[i] - floor[i], 0))
     token t   = device_token_ids[t] for t < q_len[0] + q_len[1] + ..., 0 after them
 
-Runs after publish; the bounds are the lengths in the ring slot that publish has read. So a length that is wrong on the
-device stays within the pages that the host has reserved, leaves no gap after the stored tokens, in which an earlier
-request's may lie, and writes to no token before floor, which other rows may share; each sets a bit of the step's error
-word. What is stored counts by the host's bounds: tokens of an earlier step whose length the device alone knew, and that
-were not there, pass for stored.
+It runs after publish; the bounds are the lengths in the ring slot that publish has read. So a length that is wrong on
+the device stays within the pages that the host has reserved, leaves no gap after the stored tokens, where an earlier
+request's tokens may lie, and writes to no token before floor, which other rows may share. Each of these cuts sets a bit
+of the step's error word. The host's bounds decide which tokens count as stored: tokens of an earlier step whose length
+only the device knew, and that were missing, count as stored.
 
-Each program sums q_len itself, from what the caller and the host have written: none reads what another writes.
+Each program sums q_len itself, from the words of the caller and the host: none reads what another writes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 _TOKENS = 256
-# Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
+# Sequences that a program handles at a time; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 512
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _BEYOND_BOUND = tl.constexpr(error_word.LENGTH_BEYOND_BOUND)
@@ -84,11 +84,11 @@ def _device_inputs_kernel(
         q_bound = tl.load(slot + HEADER + 2 * num_seqs + seq, mask=live, other=0)
         given_kv = tl.load(device_kv_len + seq, mask=live, other=-ahead) + ahead
         given_q = tl.load(device_q_len + seq, mask=live, other=0)
-        # Whatever is cut from here on is counted, and told at the end.
+        # Every cut from here on is counted, and reported at the end.
         new = tl.minimum(tl.maximum(given_q, 0), q_bound)
         length = tl.minimum(tl.maximum(given_kv, new), kv_bound)
         num_beyond += tl.sum(((new != given_q) | (length != given_kv)).to(tl.int32), 0)
-        # Where the sum is beyond int32 nothing is late.
+        # If the sum is beyond int32, no sequence is late.
         room = tl.load(stored + seq, mask=live, other=0)
         late = length - new > room
         length = tl.where(late, room + new, length)
@@ -116,11 +116,11 @@ _place = RepeatedLaunch(_device_inputs_kernel)
 
 
 def launch_device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
-    """Overwrite a published step's lengths, token ids and number of tokens; pads of sequences stay as they are.
+    """Overwrites a published step's lengths, token ids and number of tokens; pads of sequences stay unchanged.
 
     slot: int32 words from which the step was published; its lengths are the bounds
     to:   counts, kv_len, q_len and token_ids are written. counts[1] receives the sum of q_len, counts[3] error bits
-          where a length was cut or moved; token_ids after the step's tokens, and all of it without ids, receives 0
+          if a length was cut or moved; token_ids after the step's tokens, and all of it without ids, receives 0
     """
     num_tokens_padded = to.token_ids.shape[0]
     _place(

@@ -1,7 +1,7 @@
-"""Derive the inputs of all steps of a round of drafts from those of its first step, which were published.
+"""Derives the inputs of all steps of a round of drafts from those of its first step, which were published.
 
     kv_len[i, s]     = kv_len[0, s] + i * K, and the pad's length for pads        for draft steps i after the first
-    token_ids[i, t]  = 0: only the device knows what a draft has picked           for draft steps i after the first
+    token_ids[i, t]  = 0: only the device knows the drafts that were picked       for draft steps i after the first
     mask_start[i, s] = kv_len[0, s] - K: keys before the drafts have no cells; 0 for pads
     parents[s, n]    = n - K, the draft of the same branch one step earlier, or NO_PARENT for the first step's
 
@@ -68,7 +68,7 @@ def _draft_steps_kernel(
         tl.store(kv_len + step * kv_len_stride + at, grown, mask=at < num_seqs_padded)
         ids = token_ids + step * token_ids_stride + at
         tl.store(ids, tl.zeros([BLOCK], tl.int32), mask=at < num_tokens_padded)
-    # The drafts of this step: branch b of sequence s stands in line s, after those of the steps before.
+    # The drafts of this step: branch b of sequence s is in line s, after those of the steps before.
     draft = step * branches + at % branches
     line = (at // branches).to(tl.int64) * (branches * steps)
     parent = tl.where(step > 0, draft - branches, _NO_PARENT)
@@ -80,7 +80,7 @@ _derive = RepeatedLaunch(_draft_steps_kernel)
 
 @only_launches
 def launch_draft_steps(steps: Sequence[StepTensors], parents: Tensor, branches: int) -> None:
-    """Write what the steps of a round start from.
+    """Writes the inputs of the steps of a round.
 
     steps:    of the round, in order; their kv_len lie at equal distances in one buffer, and so do token_ids and
               mask_start. kv_len of the first is read, like counts[0], the number of sequences
@@ -117,7 +117,7 @@ def launch_draft_steps(steps: Sequence[StepTensors], parents: Tensor, branches: 
 
 
 def _in_one(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """What these int32 tensors of one size span, and elements from the beginning of one to that of the next."""
+    """A view of the span of these int32 tensors of one size, and elements from one's beginning to the next one's."""
     first = tensors[0]
     if len(tensors) == 1 or not first.numel():
         return first, 0

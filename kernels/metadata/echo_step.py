@@ -1,4 +1,4 @@
-"""What every publication says in its ring slot of the step before it. The words: slot_layout.py."""
+"""Reports the previous step in the ring slot of every publication. The words: slot_layout.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 
 @triton.jit
 def echo_step_before(slot, counts_before):
-    """Write the echo of the step before, for one program; no program reads these words of the slot.
+    """Writes the echo of the step before, for one program; no program reads these words of the slot.
 
     counts_before is mostly the counts of the step that is published: a barrier must come before they are written.
     """

@@ -1,4 +1,4 @@
-"""What the launches that read an engine's tensors are given, and where they write."""
+"""The arguments and outputs of the launches that read an engine's tensors."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# How given_q says the new tokens of a sequence.
+# The forms in which given_q holds the new tokens of a sequence.
 Q_EACH_ONE, Q_LENGTHS, Q_BOUNDARIES = 0, 1, 2
 
-# Cells of a mask of bytes at most: the kernel that packs them counts in 32 bits, and a little beyond the last one.
+# The most cells of a mask of bytes: the kernel that packs them counts in 32 bits, and a little beyond the last one.
 MOST_MASK_CELLS = 2**31 - 2**22
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLengths:
-    """What an engine's own tensors say of a step: int32 or int64, any strides, on the device; read only.
+    """An engine's own tensors for a step: int32 or int64, any strides, on the device; read only.
 
     kv_len: [n] or more, tokens, new ones included
     rows:   [n] or more, rows of its table; None: sequence i has row i
@@ -31,7 +31,7 @@ class EngineLengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PublishedLengths:
-    """Where a step's counts and lengths go: S padded sequences; int32 and contiguous.
+    """The destinations of a step's counts and lengths: S padded sequences; int32 and contiguous.
 
     counts:     [4] receives live sequences, their new tokens, step number, error word
     engine_row: [S] receives rows of the engine's table, 0 for pads
@@ -54,10 +54,10 @@ class PublishedLengths:
 
 @dataclass(slots=True, eq=False)
 class EngineRows:
-    """The rows of an engine's table as it is now: it may be replaced while bounds and graphs stay.
+    """The rows of an engine's table at this time: it may be replaced while bounds and graphs stay.
 
-    num:        how many there are
-    named:      int32 [num or more], the number of the step that has stored in each row last; another number before that
+    num:        number of rows
+    named:      int32 [num or more], the number of the step that last stored in each row; before that another number
     csr_indptr: int32 or int64 [num + 1], row -> first entry of its pages in a list of all; None for a table of rows
     """
 
@@ -68,14 +68,14 @@ class EngineRows:
 
 @dataclass(frozen=True, slots=True)
 class LengthBounds:
-    """What an engine's lengths may be.
+    """The limits of an engine's lengths.
 
     rows:       of its table
     kv_len:     most tokens of a sequence
     min_q_len:  fewest new tokens of a sequence that has any
     max_q_len:  most new tokens of a sequence
     num_tokens: T, padded tokens of the step
-    page_size:  tokens of a page; counts where pages come as lists
+    page_size:  tokens of a page; used if pages come as lists
     causal:     whether a sequence has no more new tokens than KV
     """
 
@@ -90,7 +90,7 @@ class LengthBounds:
 
 @dataclass(frozen=True, slots=True)
 class GatherSource:
-    """Where the pages of an engine's rows stand: int32 or int64, any strides, on the device; read only.
+    """The places of the pages of an engine's rows: int32 or int64, any strides, on the device; read only.
 
     entries:    [rows, width] of pages or slots, or [n] pages, row after row, with csr_indptr
     has_slots:  whether entries are slots

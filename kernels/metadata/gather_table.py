@@ -1,16 +1,16 @@
-"""Gather the pages of a step's sequences from an engine's table into one that kernels read.
+"""Gathers the pages of a step's sequences from an engine's table into one that kernels read.
 
     table[seq + 1, j] = page of the sequence's page_no j, for the pages that kv_len takes
 
     entries[row, j]                                     a table of pages
     entries[row, j * page_size] // page_size            a table of slots
     entries[csr_indptr[row] + j]                        lists of pages
-    slot_map[entry] // page_size                        another space: slot -> its slot there, of a table of slots;
-                                                        of pages: slot_map[entry * page_size] // page_size
+    slot_map[entry] // page_size                        another space: slot -> its slot there, for a table of slots;
+                                                        for pages: slot_map[entry * page_size] // page_size
 
 An entry that is negative, outside of slot_map or past int32, and a page past the sequence's row or outside of the
-lists, give -1, which is no page in any table: check_pages tells of it. What lies after a sequence's last page stays as
-it is: fill hands none of it on, and kernels look at no page after kv_len.
+lists, give -1, which is no page in any table: check_pages reports it. Entries after a sequence's last page stay
+unchanged: fill passes none of them on, and kernels read no page after kv_len.
 
 A program has a share of one sequence's pages; the shares follow from the padded sizes, never from the lengths.
 """
@@ -70,14 +70,14 @@ def _gather_table_kernel(
     seq = tl.program_id(0) // shares
     share = tl.program_id(0) % shares
     row = tl.load(engine_row + seq).to(tl.int64)
-    # The most that is published fits a row.
+    # The largest published length fits a row.
     pages = tl.minimum(tl.cdiv(tl.load(kv_len + seq), PAGE_SIZE), table_width)
     begin = tl.full([], 0, tl.int64)
     end = begin + width
     line = entries
     if HAS_CSR:
         begin = tl.load(csr_indptr + row * csr_stride).to(tl.int64)
-        # What a list has past the end of all is no entry, and gives -1.
+        # Entries of a list past the end of all entries give -1.
         end = tl.minimum(tl.load(csr_indptr + (row + 1) * csr_stride).to(tl.int64), width)
     else:
         line += row * row_stride
@@ -105,7 +105,7 @@ _variant = repeated_launches(_gather_table_kernel)
 def launch_gather_table(
     source: GatherSource, engine_row: Tensor, kv_len: Tensor, table: Tensor, *, page_size: int
 ) -> None:
-    """Write the pages of every sequence to its row of the table, seq + 1; row 0 is left alone.
+    """Writes the pages of every sequence to its row of the table, seq + 1; row 0 stays unchanged.
 
     engine_row, kv_len: int32 [S], rows of the source and tokens of each sequence
     table:              int32 [S + 1 or more, width], written in place

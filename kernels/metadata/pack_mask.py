@@ -1,13 +1,13 @@
-"""Pack an engine's mask of one byte a cell to the bits that kernels read, and put its positions in their place.
+"""Packs an engine's mask of one byte per cell into the bits that kernels read, and places its positions.
 
     bit i of the words = cells[i] != 0              for the cells that the step has, mask_indptr[S] of them
     position t        <- positions[t] for the step's tokens, 0 after them
     window_start t     = max(position t, kv_len - q_len of its sequence) - window_left, 0 after the step's tokens
 
-Bits are in order from the lowest of each byte, as packed_mask.py says. The rest of the last word is 0; what
-lies after it stays, and no kernel looks at it. Where fewer cells or positions are given than the step has, the bits of
-the others are 0, so that their keys are hidden, and so are those positions; TOO_FEW_GIVEN in the step's error word
-tells of it. Runs after fill, which says how many cells the step has, and may be captured with it.
+Bits are in order from the lowest of each byte, as packed_mask.py says. The rest of the last word is 0; the words after
+it stay unchanged, and no kernel reads them. If fewer cells or positions are given than the step has, the bits of the
+others are 0, so that their keys are hidden, and so are those positions; TOO_FEW_GIVEN in the step's error word reports
+it. The launch runs after fill, which computes how many cells the step has, and may be captured with it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _pack_mask_kernel(
     if (program == 0) & ((needed > num_cells) | (num_tokens > num_positions)):
         tl.atomic_or(counts + _ERROR_WORD, _TOO_FEW, sem="relaxed")
     given = tl.minimum(needed, num_cells).to(tl.int32)
-    # There are words for all cells of the largest step, so none is left out that a kernel looks at.
+    # There are words for all cells of the largest step, so none is left out that a kernel reads.
     last = tl.minimum(tl.cdiv(needed, 32), num_words).to(tl.int32)
     for first in range(program * WORDS, last, PROGRAMS * WORDS):
         word = first + tl.arange(0, WORDS)
@@ -101,7 +101,7 @@ def _pack_mask_kernel(
         live = (token < num_tokens) & (token < num_window_starts)
         seq = tl.load(seq_of_token + token, mask=live, other=0)
         first_place = tl.load(kv_len + seq) - tl.load(q_len + seq)
-        # No clip but the window's definition, above.
+        # Clipped only by the window's definition, above.
         first_key = tl.where(live, tl.maximum(position.to(tl.int32), first_place) - window_left, 0)
         tl.store(window_start + token, first_key, mask=token < num_window_starts)
 
@@ -110,16 +110,16 @@ _variant = repeated_launches(_pack_mask_kernel)
 
 
 def launch_pack_mask(cells: Tensor, positions: Tensor, window_left: int, to: StepTensors) -> None:
-    """Put a mask of bytes in its place, packed.
+    """Packs a mask of bytes and writes it to its place.
 
-    cells:             bool or uint8 [n], contiguous, MOST_MASK_CELLS at most; read only: the [q_len, kv_len] cells of a
+    cells:             bool or uint8 [n], contiguous, at most MOST_MASK_CELLS; read only: the [q_len, kv_len] cells of a
                        sequence, one sequence after the other
     positions:         int32 or int64 [m], any stride; read only
     window_left:       keys before its position that a window holds, below 2**31
-    to:                counts and mask_indptr say how many tokens and cells the step has, and counts[3] receives an
-                       error bit where that is more than was given; mask_words receive the cells,
-                       mask_positions the positions, and 0 after the step's tokens. Where window_start is not empty it
-                       receives the first key of each token's window, by kv_len, q_len and seq_of_token
+    to:                counts and mask_indptr hold the number of tokens and cells of the step, and counts[3] receives an
+                       error bit if that is more than was given; mask_words receive the cells, mask_positions the
+                       positions, and 0 after the step's tokens. If window_start is not empty it receives the first key
+                       of each token's window, by kv_len, q_len and seq_of_token
     """
     num_cells = cells.shape[0]
     assert num_cells + 32 * _PROGRAMS * _WORDS < 2**31

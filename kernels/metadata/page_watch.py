@@ -1,4 +1,4 @@
-"""PageWatch: what is kept between steps to tell a page that is written under a row that still names it."""
+"""PageWatch: the state between steps that detects a page being written while a row still names it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The words of a row: of each of its last two steps the step's number, the step since which the row has been one and the
-# same sequence, and tokens before and after. A step reads what an earlier one has written, and writes over the other:
+# The words of a row, for each of its last two steps: the step's number, the step since which the row has been one and
+# the same sequence, and tokens before and after. A step reads the words of an earlier one, and overwrites the others:
 # so its launch may run twice.
 ROW_WORDS = 4
 STEPS_OF_ROW = 2
@@ -16,7 +16,7 @@ STEPS_OF_ROW = 2
 
 @dataclass(frozen=True, slots=True)
 class PageWatch:
-    """Of the table of one space. A cell is an entry of the table: row * width + page_no. Steps are numbered from 1 on.
+    """The watch of one space's table. A cell is an entry of the table: row * width + page_no. Steps count from 1.
 
     entries: int64 [rows, width], since << 32 | page: the page that a cell names, and the step since which it does
     pages:   int64 [pages], written << 32 | cell: the step that a page was written in last, and the cell that led to it
@@ -29,7 +29,7 @@ class PageWatch:
 
     @classmethod
     def of(cls, num_rows: int, width: int, num_pages: int, device: torch.device) -> PageWatch:
-        """Nothing was named or written yet."""
+        """Returns a watch in which nothing was named or written yet."""
         return cls(
             torch.zeros(num_rows, width, dtype=torch.int64, device=device),
             torch.zeros(num_pages, dtype=torch.int64, device=device),

@@ -1,14 +1,14 @@
-"""Copy a step's packed mask and positions to the fixed addresses that its kernels read, before its graph or launches.
+"""Copies a step's packed mask and positions to the fixed addresses that its kernels read, before its graph or launches.
 
-    words      <- bits, byte by byte; what comes after them stays, and no kernel looks at it
+    words      <- bits, byte by byte; the words after them stay unchanged, and no kernel reads them
     position t <- positions[t] for the step's tokens, 0 after them
     start[i]    = max(kv_len[i] - q_len[i] - keys_before, 0)
     window_start of (i, t) = max(its position, kv_len[i] - q_len[i]) - window_left; 0 after the step's tokens
 
-No window reaches further back than that of the sequence's first new token: what lies before it was given up.
+No window reaches further back than that of the sequence's first new token: keys before it were given up.
 
-A kernel does it, not a copy, for the reason that publish.py gives. Runs after publish and device_inputs, which say how
-many tokens the step has.
+A kernel does it, not a copy, for the reason in publish.py. It runs after publish and device_inputs, which write the
+number of tokens of the step.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def _place_mask_kernel(
         seq = at + lane
         older = tl.load(kv_len + seq, mask=seq < num_seqs_padded, other=0)
         older -= tl.load(q_len + seq, mask=seq < num_seqs_padded, other=0)
-        # Below 0 for a pad alone: no sequence of a runtime has more new tokens than KV. Two steps: of all keys before,
-        # keys_before is the largest number there is.
+        # It is below 0 only for a pad: no sequence of a runtime has more new tokens than KV. In two steps, because if
+        # all keys before have cells, keys_before is the largest number there is.
         shown = tl.minimum(tl.maximum(older, 0), keys_before)
         tl.store(start + seq, tl.maximum(older, 0) - shown, mask=seq < num_seqs_padded)
-    # Sequence by sequence, since q_indptr comes later; none where no window is looked at.
+    # Sequence by sequence, since q_indptr comes later; none if no window is read.
     windowed = tl.where(num_window_starts > 0, num_seqs_padded, 0)
     for seq in range(tl.program_id(0), windowed, PROGRAMS):
         tokens_before = tl.zeros([BLOCK], tl.int32)
@@ -99,7 +99,7 @@ def _place_mask_kernel(
             token = first_token + at + lane
             is_token = (at + lane < new) & (token < num_tokens)
             position = tl.load(positions + token, mask=is_token, other=0)
-            # No clip but the window's definition, above.
+            # Clipped only by the window's definition, above.
             first_key = tl.maximum(position, first_place) - window_left
             tl.store(window_start + token, first_key, mask=is_token)
 
@@ -108,7 +108,7 @@ _place = RepeatedLaunch(_place_mask_kernel)
 
 
 def launch_place_mask(bits: Tensor, positions: Tensor, keys_before: int, window_left: int, to: StepTensors) -> None:
-    """Put a mask in its place.
+    """Writes a mask to its place.
 
     bits:        uint8 [bytes], below 2 GiB; read only
     positions:   int32 [n], at least as many as the step has tokens; read only
@@ -116,8 +116,8 @@ def launch_place_mask(bits: Tensor, positions: Tensor, keys_before: int, window_
     window_left: keys before its position that a window holds, below 2**31
     to:          counts[1] is the number of the step's tokens, kv_len and q_len are its lengths. mask_words, of at least
                  as many bytes as bits, receives them; mask_positions receives positions, and 0 after the step's tokens;
-                 mask_start receives the first key that has cells, and window_start, where it is not empty, the first
-                 key of each token's window
+                 mask_start receives the first key that has cells, and window_start, if it is not empty, the first key
+                 of each token's window
     """
     assert to.mask_words.nbytes >= bits.nbytes
     assert bits.nbytes + _PROGRAMS * _BLOCK < 2**31

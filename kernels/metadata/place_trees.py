@@ -1,21 +1,21 @@
-"""Work out the mask and the positions of a step whose new tokens are nodes of trees of drafts.
+"""Computes the mask and the positions of a step whose new tokens are nodes of trees of drafts.
 
-Of each sequence the last nodes_before + q_len keys are the nodes 0, 1, ... of a tree, of which the last q_len are new.
+The last nodes_before + q_len keys of each sequence are the nodes 0, 1, ... of a tree, of which the last q_len are new.
 A node sees itself, the nodes that it descends from, and every key before the tree:
 
     start[i]              = kv_len[i] - q_len[i] - nodes_before
     bit of (t, start + n) = whether n == nodes_before + t, or n is one of its ancestors
     position of (i, t)    = start[i] + ancestors of node nodes_before + t
-    window_start of (i, t) = position - window_left, or where that is in the tree, the place of the ancestor that is so
-                             many nodes up: nodes lie beside others of their depth, so places in a tree are not depths
+    window_start of (i, t) = position - window_left, or if that is in the tree, the place of the ancestor that is so
+                             many nodes up: nodes of one depth lie side by side, so places in a tree are not depths
 
-parents[i, n] is the number of node n's parent, or negative where it has none. In a tree it is below n. In a round of
+parents[i, n] is the number of node n's parent, or negative if it has none. In a tree it is below n. In a round of
 drafts, `branches` in each step, it is one of the step before, and the first step's have none. A node with another one
-counts as a node without a parent; where it is new, BAD_PARENT in the step's error word tells of it.
+counts as a node without a parent; if the node is new, BAD_PARENT in the step's error word reports it.
 Tokens at or past num_tokens receive position 0. Words hold the cells of all sequences without gaps, so two sequences
 may share one: each writes its own bits, by an atomic and and an atomic or.
 
-Runs after publish and device_inputs, which say the lengths; may be captured, and run twice.
+The launch runs after publish and device_inputs, which write the lengths; it may be captured, and run twice.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _BAD_PARENT = tl.constexpr(error_word.BAD_PARENT)
 
 @triton.jit
 def _cells(kv_len, q_len, seq, is_seq, nodes_before):
-    """New tokens, nodes and mask cells of sequences; where lengths leave no room for the nodes before, fewer.
+    """New tokens, nodes and mask cells of sequences; fewer nodes if lengths leave no room for the nodes before.
 
-    No node is lost so: a round's drafts make its lengths, and pads have no cells that are looked at.
+    This loses no node: a round's drafts make its lengths, and no kernel reads cells of pads.
     """
     new = tl.load(q_len + seq, mask=is_seq, other=0)
     older = tl.load(kv_len + seq, mask=is_seq, other=0) - new
@@ -51,18 +51,18 @@ def _cells(kv_len, q_len, seq, is_seq, nodes_before):
 
 @triton.jit
 def _may_not_be(given, node, branches):
-    """True where what was given for a node's parent is none that it may have."""
-    # Nodes before this one may be parents: of the same step none, if there are steps.
+    """True for a node whose given parent is none of its possible ones."""
+    # Nodes before this one may be parents, but none of the same step, if there are steps.
     end = node // tl.maximum(branches, 1) * tl.maximum(branches, 1)
     first = tl.where(branches > 0, tl.maximum(end - branches, 0), 0)
-    # A tree may have several nodes without a parent, and of drafts those of the first step have none.
+    # A tree may have several nodes without a parent; among drafts only those of the first step have none.
     is_lost = (given < 0) & (end * branches > 0)
     return (given >= end) | ((given >= 0) & (given < first)) | is_lost
 
 
 @triton.jit
 def _parents(line, node, branches):
-    """The parents of nodes; negative where there is none, or one that may not be."""
+    """The parents of nodes; negative if there is none, or if it is not a possible one."""
     given = tl.load(line + tl.maximum(node, 0))
     return tl.where(_may_not_be(given, node, branches), -1, given)
 
@@ -126,10 +126,10 @@ def _place_trees_kernel(
     before = nodes - new
     tree_start = tl.load(kv_len + seq) - nodes
     if share == 0:
-        # Below 0 for a pad alone, whose length is shorter than its new tokens.
+        # It is below 0 only for a pad, whose length is shorter than its new tokens.
         tl.store(start + seq, tl.maximum(tree_start, 0))
     num_told = tl.where(seq < num_seqs, new, 0)
-    # Rows of the caller's are those of real sequences.
+    # The caller's rows are those of real sequences.
     line = parents + tl.where(seq < num_seqs, seq, 0).to(tl.int64) * parents_row
     for at in range(share * TOKENS, new, SHARES * TOKENS):
         token = at + tl.arange(0, TOKENS)
@@ -183,15 +183,15 @@ _place = RepeatedLaunch(_place_trees_kernel)
 
 
 def launch_place_trees(parents: Tensor, nodes_before: int, branches: int, window_left: int, to: StepTensors) -> None:
-    """Write a step's mask and positions.
+    """Writes a step's mask and positions.
 
     parents:      int32 [num_seqs, n], rows contiguous at any stride; read only. n is at least nodes_before and the most
                   new tokens of a sequence together
     nodes_before: nodes of each tree that are older than the step
-    branches:     of a round of drafts, nodes of a tree in each of its steps; 0 for trees of any shape
+    branches:     in a round of drafts, nodes of a tree in each of its steps; 0 for trees of any shape
     window_left:  nodes and keys before its own that a window holds, below 2**31
     to:           counts, kv_len and q_len are read; counts[3] receives an error bit; mask_words, mask_positions and
-                  mask_start are written, and window_start where it is not empty
+                  mask_start are written, and window_start if it is not empty
     """
     num_seqs_padded = to.kv_len.shape[0]
     _place(

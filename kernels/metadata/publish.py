@@ -1,9 +1,9 @@
-"""Move a step's inputs from pinned host memory to fixed device addresses, and say how the step before it went.
+"""Moves a step's inputs from pinned host memory to fixed device addresses, and reports the step before it.
 
-A kernel does it, not a copy: a DMA copy into a buffer that a graph then reads has been seen stale on ROCm (hip#3902).
+A kernel does it, not a copy: a buffer that a graph then reads has been seen stale on ROCm after a DMA copy (hip#3902).
 Every padded entry is rewritten each time. The words of a slot: slot_layout.py.
 
-The error word and the step number of the step before go back through the same slot, which the host reads when it
+The error word and the step number of the step before go back through the same slot, which the host reads when the slot
 is handed out again: no launch, no copy and no wait is needed for that.
 """
 
@@ -27,7 +27,7 @@ _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 
 @triton.jit
 def write_inputs(slot, i, to, padded_sizes, pads, HEADER: tl.constexpr, WITH_PREFIXES: tl.constexpr):
-    """Write the sequences and tokens i of a slot to the step's inputs, and pads after them.
+    """Writes the sequences and tokens i of a slot to the step's inputs, and pads after them.
 
     to:           row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids
     padded_sizes: sequences, tokens
@@ -83,10 +83,10 @@ def _publish_kernel(
     padded_sizes = (num_seqs_padded, num_tokens_padded)
     write_inputs(slot, i, to, padded_sizes, (pad_kv_len, pad_q_len), HEADER, WITH_PREFIXES)
     if tl.program_id(0) == 0:
-        # Only this program touches counts.
+        # Only this program reads or writes counts.
         echo_step_before(slot, counts_before)
         word = tl.arange(0, COUNTS)
-        # No error yet; in the slot the word says whether ids follow.
+        # There is no error yet; in the slot the word says whether ids follow.
         words = tl.load(slot + word, mask=word != _ERROR_WORD, other=0)
         # counts_before is mostly counts itself: every thread must have read it before one overwrites it.
         tl.debug_barrier()
@@ -94,7 +94,7 @@ def _publish_kernel(
 
 
 def launch_publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
-    """Copy a ring slot to the step's inputs, write the pads, and echo the step before into the slot.
+    """Copies a ring slot to the step's inputs, writes the pads, and echoes the step before into the slot.
 
     slot:          int32 words in pinned host memory (or device memory), laid out by slot_layout.py; its words ECHO and
                    ECHOED_STEP are written
@@ -119,7 +119,7 @@ def _launch_to(to: StepTensors) -> FixedLaunch:
 
 
 def arguments_of(to: StepTensors) -> tuple[Any, ...]:
-    """What each kernel that writes a step's inputs is given of it: from its counts to whether it shares prefixes."""
+    """The arguments of each kernel that writes a step's inputs: from its counts to whether it shares prefixes."""
     return (
         to.counts,
         to.row_of_seq,

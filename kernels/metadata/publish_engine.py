@@ -1,20 +1,20 @@
-"""Take a step's rows and lengths from the tensors of an engine, write the pads, and say how the step before it went.
+"""Takes a step's rows and lengths from the tensors of an engine, writes the pads, and reports the step before it.
 
-    row[i]    = rows[i], or i where the engine gives no rows
+    row[i]    = rows[i], or i if the engine gives no rows
     bound[i]  = kv_bound, or with CSR page lists min(kv_bound, page_size * (csr_indptr[row + 1] - csr_indptr[row]))
     kv_len[i] = min(max(given_kv_len[i], 0), bound[i])
     new[i]    = 1 | given_q[i] | given_q[i + 1] - given_q[i]       by Q_EACH_ONE, Q_LENGTHS, Q_BOUNDARIES
-    q_len[i]  = min(max(new[i], 0), max_q_len, T - q_len[0] - ... - q_len[i - 1]), and at most kv_len[i] where attention
+    q_len[i]  = min(max(new[i], 0), max_q_len, T - q_len[0] - ... - q_len[i - 1]), and at most kv_len[i] if attention
                 is causal
 
-A sequence without KV is one of the engine's own pads where attention is causal or every sequence has one new token; it
-gets what padded entries get, less the new tokens that others do not have. Live ones come before pads. The counts
-of the step are those up to the last live sequence, so the host need not know how many of an engine's entries are pads.
+A sequence without KV is one of the engine's own pads if attention is causal or every sequence has one new token; it
+gets the values of padded entries, less the new tokens that others do not have. Live sequences come before pads. The
+step's counts end with the last live sequence, so the host need not know how many of an engine's entries are pads.
 
-What is cut, and fewer new tokens than min_q_len, sets LENGTH_BEYOND_BOUND in the step's error word; so do boundaries
-that do not begin at 0, and new tokens of a sequence that is no live one, where a live one comes after it: the tokens
-of that one lie elsewhere in the engine's tensors. A row outside of the table sets ROW_NOT_IN_TABLE: its sequence is
-taken for a pad. Where two sequences with new tokens have the same row, ROW_TWICE is set: each writes the step's number
+A length that is cut, and fewer new tokens than min_q_len, set LENGTH_BEYOND_BOUND in the step's error word. So do
+boundaries that do not begin at 0, and new tokens of a sequence that is not live if a live one comes after it: the
+tokens of that one lie elsewhere in the engine's tensors. A row outside of the table sets ROW_NOT_IN_TABLE: its sequence
+is taken for a pad. If two sequences with new tokens have the same row, ROW_TWICE is set: each writes the step's number
 to the row's place and finds it there already.
 
 One program does it all: it alone knows the sums, and engines have some thousand sequences at most. The header of the
@@ -39,7 +39,7 @@ from rocm_attn.kernels.metadata.engine_tensors import (
 )
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, STEP
 
-# Sequences that the program looks at in one step; a fixed number, so that no batch size needs another compilation.
+# Sequences that the program handles at a time; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 512
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _BEYOND_BOUND = tl.constexpr(error_word.LENGTH_BEYOND_BOUND)
@@ -64,7 +64,7 @@ _Q_BOUNDARIES = tl.constexpr(Q_BOUNDARIES)
         "max_q_len",
         "pad_kv_len",
         "pad_q_len",
-        "named",  # Triton 3.6 would exchange by way of a buffer on AMD, where it has no such instruction
+        "named",  # Triton 3.6 would exchange through a buffer on AMD, which has no such instruction
     ],
     do_not_specialize_on_alignment=[
         "slot",
@@ -139,7 +139,7 @@ def _publish_engine_kernel(
             list_begin = tl.load(csr_indptr + row * csr_stride, mask=in_table, other=0).to(tl.int64)
             list_end = tl.load(csr_indptr + (row + 1) * csr_stride, mask=in_table, other=0).to(tl.int64)
             bound = tl.minimum(bound, (list_end - list_begin) * PAGE_SIZE)
-        # `errors` tells of whatever is cut here and below, and left_out of tokens of a sequence without KV.
+        # `errors` reports every cut here and below, and left_out new tokens of a sequence without KV.
         kept = tl.minimum(tl.maximum(length, 0), tl.maximum(bound, 0))
         new = tl.where(in_table, 1, 0).to(tl.int64)
         if Q_FORM == _Q_LENGTHS:
@@ -176,7 +176,7 @@ def _publish_engine_kernel(
         own_row = seq + 1 if GATHERED else row.to(tl.int32)
         tl.store(engine_row + seq, tl.where(is_live, row, 0).to(tl.int32), mask=inside)
         tl.store(row_of_seq + seq, tl.where(is_live, own_row, 0), mask=inside)
-        # Where a sequence has new tokens and no KV, they must see nothing.
+        # If a sequence has new tokens and no KV, they must see nothing.
         tl.store(kv_len + seq, tl.where(is_live, kept, pad_kv_len).to(tl.int32), mask=inside)
         tl.store(q_len + seq, tl.where(given, taken, pad_q_len).to(tl.int32), mask=inside)
     # counts_before is mostly counts itself: every thread must have read it before one overwrites it.
@@ -197,11 +197,11 @@ _variant = repeated_launches(_publish_engine_kernel)
 def launch_publish_engine(
     slot: Tensor, counts_before: Tensor, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
 ) -> None:
-    """Write a step's counts, rows and lengths, pads included, and echo the step before into the slot.
+    """Writes a step's counts, rows and lengths, pads included, and echoes the step before into the slot.
 
-    slot:          int32 words in pinned host memory (or device memory), the header of slot_layout.py: entries that the
-                   engine's tensors have, at most S, in [0], step number and number of the step before; words ECHO and
-                   ECHOED_STEP are written. No step before it has the same number
+    slot:          int32 words in pinned host memory (or device memory), the header of slot_layout.py: the number of
+                   entries in the engine's tensors, at most S, in [0], step number and number of the step before; words
+                   ECHO and ECHOED_STEP are written. No step before it has the same number
     counts_before: int32 [4], the counts of the step before; may be to.counts
     """
     rows = given.kv_len if given.rows is None else given.rows
@@ -246,6 +246,6 @@ def launch_publish_engine(
         to.pad_kv_len,
         to.pad_q_len,
         *fixed,
-        # As many threads of CDNA as sequences: a mask takes two scalar registers then, and none is spilled.
+        # One CDNA thread per sequence: a mask then takes two scalar registers, and none is spilled.
         num_warps=8,
     )

@@ -2,11 +2,11 @@
 
     [0] num_seqs  [1] num_tokens  [2] step number  [3] 1 if token ids follow, else 0
     [4] number of the step before  [5] echo of the step before  [6] its number as the device has it
-    [7] runs of graphs that take inputs before the one that takes these, where word 5 says that one does
+    [7] runs of graphs that take inputs before the one that takes these, if word 5 says that one does
     then the parts of SlotParts, one after the other
 
-The kernel that reads a slot writes the echo, words 5 and 6, back into it: what is known by then of the step before.
-Word 5 is that step's error word, or one of the two words below; 0 says that all was well.
+The kernel that reads a slot writes the echo of the step before, words 5 and 6, back into it. Word 5 is that step's
+error word, or one of the two words below; 0 means no error.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ UPDATE_WORDS = 3  # row, column, entry of a changed cell of the request table
 NUM_SEQS, NUM_TOKENS, STEP, HAS_IDS = 0, 1, 2, 3
 STEP_BEFORE, ECHO, ECHOED_STEP, RUNS_BEFORE = 4, 5, 6, 7
 WRONG_STEP = 1 << 16  # the device's counts held another number than word 4
-NO_ECHO = 1 << 17  # what the host puts into word 5: no kernel has read this slot
-TAKEN_BY_GRAPH = 1 << 18  # the same, of a slot that no launch reads, but the kernel at the head of a step's graph
+NO_ECHO = 1 << 17  # the host's value of word 5: no kernel has read this slot
+TAKEN_BY_GRAPH = 1 << 18  # the same in a slot that no launch reads, but the kernel at the head of a step's graph
 UNREAD = NO_ECHO | TAKEN_BY_GRAPH
 MOST_RUNS = 2**31 - 1  # word 7 goes round after it
 MOST_TAKEN = 1024  # padded sequences, and tokens, of a step that a graph takes: those of one program
@@ -45,12 +45,12 @@ def slot_header(
 
 
 class SlotParts(NamedTuple):
-    """Where a slot's parts lie after its header: n words each, n = num_seqs, but for token_ids.
+    """The places of a slot's parts after its header: n words each, n = num_seqs, but for token_ids.
 
     rows, kv_len, q_len
     token_ids:   num_token_ids words
-    prefix_len, group_end: read where the step shares prefixes
-    floor:       read where the device knows lengths: the first token that the step may store in each row
+    prefix_len, group_end: read if the step shares prefixes
+    floor:       read if the device knows lengths: the first token that the step may store in each row
     stored:      likewise: tokens of each row that are stored, at most, before the step
     """
 

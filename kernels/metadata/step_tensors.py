@@ -1,4 +1,4 @@
-"""StepTensors: every tensor of a step, each declared once: what it holds, its unit, dtype and pad, and its need.
+"""StepTensors: every tensor of a step, each declared once: its content, unit, dtype and pad, and its need.
 
 The buffers that hold them, their sizes, the views of a step and the arguments of `fill` follow from this table.
 """
@@ -13,17 +13,17 @@ from typing import Annotated, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-# Of a draft that no other one comes before.
+# The parent of a draft that no other one comes before.
 NO_PARENT = -1
-# In the place of a sequence's first parent, in a step that verifies trees: its new tokens are a prompt, and no drafts.
+# The first parent of a sequence whose new tokens are a prompt, and no drafts, in a step that verifies trees.
 BRINGS_PROMPT = -2
 
-# UNLIMITED_WINDOW where a window is subtracted from lengths: no sequence has so many keys.
+# UNLIMITED_WINDOW for subtracting a window from lengths: no sequence has so many keys.
 ALL_KEYS = 2**31 - 1
 
 
 class Unit(enum.Enum):
-    """What one element of a tensor stands for."""
+    """The thing that one element of a tensor stands for."""
 
     COUNT = "count of the step"
     SEQ = "sequence"
@@ -37,7 +37,7 @@ class Unit(enum.Enum):
 
 
 class Need(enum.Enum):
-    """Forms of a step that a kernel reads besides what every step has."""
+    """Forms of a step that a kernel reads in addition to those of every step."""
 
     PAGE_LIST = "CSR page list with page_indptr and last_page_len"
     BLOCK_TABLE = "dense block table, one row for each sequence"
@@ -51,12 +51,12 @@ EVERY_STEP: frozenset[Need] = frozenset()  # the needs of a tensor that every st
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """How a tensor of the step is made.
+    """The declaration of a tensor of the step.
 
-    pad:      what an element holds where no real sequence, token or page is, when its memory is new
-    needs:    the kernels' need that it serves; EVERY_STEP: none is asked for
+    pad:      value of an element without a real sequence, token or page, when its memory is new
+    needs:    the kernels' need that it serves; EVERY_STEP: no need is required
     of_space: whether its entries are pages or slots, so that each space has its own
-    of_round: whether the steps of a round of drafts have one of it: what each step's lengths do not change
+    of_round: whether the steps of a round of drafts share it, because the steps' lengths do not change it
     """
 
     unit: Unit
@@ -68,7 +68,7 @@ class Field:
 
 
 class Pads(NamedTuple):
-    """What publish writes for a padded sequence: its KV length and its new tokens."""
+    """The values that publish writes for a padded sequence: its KV length and its new tokens."""
 
     kv_len: int = 0
     q_len: int = 0
@@ -78,12 +78,12 @@ NO_PADS = Pads()
 
 
 class TableTerms(NamedTuple):
-    """What holds of a table, of its pages and of the sequences that read it.
+    """The properties of a table, of its pages and of the sequences that read it.
 
-    null_page: whether page 0 belongs to no one: a new token that meets it is lost, and nothing is written to it. Where
-               it is a real page, a lost token has slot -1
-    short_kv:  whether a sequence may have fewer tokens in its KV than new ones, as where attention is not causal: its
-               first new tokens have no slot then, and that is no fault
+    null_page: whether page 0 belongs to no sequence: a new token whose slot is in it is lost, and nothing is written to
+               it. If it is a real page, a lost token has slot -1
+    short_kv:  whether a sequence may have fewer tokens in its KV than new ones, as it may if attention is not causal:
+               its first new tokens have no slot then, and that is no fault
     """
 
     null_page: bool = True
@@ -101,9 +101,9 @@ _PREFIXES = frozenset({Need.PREFIXES})
 class StepTensors:
     """A step, or one half of a split one, in one space; S padded sequences, T padded tokens.
 
-    Tensors are contiguous, and int32 unless the declaration says otherwise. One that no kernel needs is empty. `table`
-    is no buffer of the step: it is the request table of the space, int32 [rows, width], row and page_no -> page, with a
-    free row stride.
+    Tensors are contiguous, and int32 unless the declaration says otherwise. A tensor that no kernel needs is empty.
+    `table` is no buffer of the step: it is the request table of the space, int32 [rows, width], row and page_no ->
+    page, with a free row stride.
     """
 
     # Published: from the host, or from the caller's tensors on the device.
@@ -115,13 +115,13 @@ class StepTensors:
     kv_len: Annotated[Tensor, Field(Unit.SEQ)]
     # [S] new tokens
     q_len: Annotated[Tensor, Field(Unit.SEQ, of_round=True)]
-    # [T] 0 for pads, and for every token where the step brings no ids
+    # [T] 0 for pads, and for every token if the step brings no ids
     token_ids: Annotated[Tensor, Field(Unit.TOKEN)]
     # [S] tokens that the sequence shares with its group, whole pages
     prefix_len: Annotated[Tensor, Field(Unit.SEQ, needs=_PREFIXES)]
     # [S] one past the last sequence of its group
     group_end: Annotated[Tensor, Field(Unit.SEQ, needs=_PREFIXES)]
-    # [S] the first key that has cells in a mask, 0 where all have; in masked steps only
+    # [S] the first key that has cells in a mask, 0 if all have; in masked steps only
     mask_start: Annotated[Tensor, Field(Unit.SEQ, needs=_MASK)]
     # [n] cells of a mask, packed: packed_mask.py; in masked steps only
     mask_words: Annotated[Tensor, Field(Unit.MASK_WORD, needs=_MASK)]
@@ -131,7 +131,7 @@ class StepTensors:
     # Derived by every fill.
     # [S + 1] sequence -> first token
     q_indptr: Annotated[Tensor, Field(Unit.SEQ_BOUNDARY)]
-    # [S] sequence -> last token, 0 where it has no new one
+    # [S] sequence -> last token, 0 if it has no new one
     last_token_of_seq: Annotated[Tensor, Field(Unit.SEQ)]
     # [T] token -> sequence; for tokens after those of all S sequences S - 1, which may be a real one
     seq_of_token: Annotated[Tensor, Field(Unit.TOKEN)]
@@ -139,15 +139,15 @@ class StepTensors:
     row_of_token: Annotated[Tensor, Field(Unit.TOKEN)]
     # [T] token -> place in its sequence's KV
     position_of_token: Annotated[Tensor, Field(Unit.TOKEN)]
-    # [T] token -> slot of the pool; for pads 0, or -1 where page 0 is a real page
+    # [T] token -> slot of the pool; for pads 0, or -1 if page 0 is a real page
     slot_of_token: Annotated[Tensor, Field(Unit.TOKEN, of_space=True)]
 
-    # Derived by every fill where a kernel needs them.
+    # Derived by every fill if a kernel needs them.
     # [S + 1] sequence -> first entry of page_list
     page_indptr: Annotated[Tensor, Field(Unit.SEQ_BOUNDARY, needs=_LIST)]
     # [L] pages, sequence after sequence, then page 0
     page_list: Annotated[Tensor, Field(Unit.LIST_ENTRY, needs=_LIST, of_space=True)]
-    # [S] tokens in the last page, 1 where kv_len is 0
+    # [S] tokens in the last page, 1 if kv_len is 0
     last_page_len: Annotated[Tensor, Field(Unit.SEQ, pad=1, needs=_LIST)]
     # [S, W] pages of each sequence, then page 0; W may exceed the table's width
     block_table: Annotated[Tensor, Field(Unit.TABLE_ENTRY, needs=frozenset({Need.BLOCK_TABLE}), of_space=True)]
@@ -163,12 +163,12 @@ class StepTensors:
     suffix_page: Annotated[Tensor, Field(Unit.SEQ, needs=_PREFIXES)]
 
     table: Tensor
-    # [T] token -> the first key of its window, in masked steps; empty where no window is looked at. Each window that
-    # masked layers have has one of its own, so it is no buffer of this table either.
+    # [T] token -> the first key of its window, in masked steps; empty if no window is read. Each window of masked
+    # layers has one of its own, so it is no buffer of this table either.
     window_start: Tensor
     pads: Pads = NO_PADS
     terms: TableTerms = OWN_TABLE
-    # What a launcher keeps for these addresses, under its own name.
+    # Launches that a launcher keeps for these addresses, under its own name.
     launches: dict[str, Callable[[Tensor, Tensor], None]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -180,7 +180,7 @@ class StepTensors:
 
     @property
     def positions(self) -> Tensor:
-        """int32 [T]; what the model's position embedding is given: derived, or as they came with a mask."""
+        """int32 [T]; the positions for the model's position embedding: derived, or as they came with a mask."""
         return self.mask_positions if self.mask_positions.numel() else self.position_of_token
 
 

@@ -1,4 +1,4 @@
-"""Write changed cells of a request table. Set semantics: applying an update twice is harmless."""
+"""Writes changed cells of a request table. Set semantics: applying an update twice is harmless."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _table_update_kernel(updates, table, table_stride, num_updates, WORDS: tl.co
     row = tl.load(updates + WORDS * i, mask=live, other=0).to(tl.int64)
     column = tl.load(updates + WORDS * i + 1, mask=live, other=0)
     entry = tl.load(updates + WORDS * i + 2, mask=live, other=0)
-    # Row 0 is reserved: a table that says otherwise would send every padded sequence into live memory. Lanes past the
-    # last update hold it too.
+    # Row 0 is reserved: an update of it would send every padded sequence into live memory. Lanes past the last update
+    # hold it too.
     tl.store(table + row * table_stride + column, entry, mask=row > 0)
 
 
@@ -28,10 +28,10 @@ _update = RepeatedLaunch(_table_update_kernel)
 
 
 def launch_table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
-    """table[row, column] = entry for the first num_updates (row, column, entry) triples.
+    """Sets table[row, column] = entry for the first num_updates (row, column, entry) triples.
 
     updates: int32 words in pinned host memory (or device memory); triples, no cell named twice
-    table:   int32 [rows, width], written in place; row 0 never
+    table:   int32 [rows, width], written in place, except for row 0
     """
     blocks = -(-num_updates // _BLOCK)
     if blocks:

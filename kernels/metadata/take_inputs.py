@@ -1,9 +1,9 @@
-"""Take a step's inputs from pinned host memory at the head of its graph: the host launches nothing but the graph.
+"""Takes a step's inputs from pinned host memory at the head of its graph: the host launches nothing but the graph.
 
 A graph has fixed arguments, and its slots come in turn: the kernel counts the runs of graphs on the device, and a slot
-that a graph is to take says how many runs come before. A run for which no slot is due takes nothing: its inputs were
-published by a launch, or are those of the run before. What is taken is what publish.py writes, from one program: its
-echo tells the host, which waits for no event, that the whole slot was read.
+that a graph is to take holds the number of runs before it. A run for which no slot is due takes nothing: its inputs
+were published by a launch, or are those of the run before. The launch writes the same as publish.py, from one program:
+its echo shows the host, which waits for no event, that the whole slot was read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _take_inputs_kernel(
     other = slots + slot_words
     first_is_due = (tl.load(slots + _ECHO) == _TAKEN_BY_GRAPH) & (tl.load(slots + _RUNS_BEFORE) == run)
     other_is_due = (tl.load(other + _ECHO) == _TAKEN_BY_GRAPH) & (tl.load(other + _RUNS_BEFORE) == run)
-    # Every thread has read the count before one writes it.
+    # Every thread must have read the count before one writes it.
     tl.debug_barrier()
     tl.store(runs, tl.where(run == _MOST_RUNS, 0, run + 1))
     if first_is_due | other_is_due:
@@ -63,20 +63,20 @@ def _take_inputs_kernel(
         padded_sizes = (num_seqs_padded, num_tokens_padded)
         write_inputs(slot, tl.arange(0, BLOCK), to, padded_sizes, (pad_kv_len, pad_q_len), HEADER, WITH_PREFIXES)
         word = tl.arange(0, COUNTS)
-        # No error yet; in the slot the word says whether ids follow.
+        # There is no error yet; in the slot the word says whether ids follow.
         words = tl.load(slot + word, mask=word != _ERROR_WORD, other=0)
         # The host may write to the slot as soon as it sees the echo: every thread must have read its part by then.
         tl.debug_barrier()
         echo_step_before(slot, counts)
-        # And every thread must have read the counts of the step before.
+        # Every thread must also have read the counts of the step before.
         tl.debug_barrier()
         tl.store(counts + word, words)
 
 
 @only_launches
 def launch_take_inputs(slots: Tensor, runs: Tensor, to: StepTensors) -> None:
-    """As launch_publish, of the slot that is due in this run, if there is one; the counts of the step before are
-    to.counts. At most MOST_TAKEN padded sequences and tokens. May be recorded.
+    """Does the same as `launch_publish`, for the slot that is due in this run, if there is one; the counts of the step
+    before are to.counts. At most MOST_TAKEN padded sequences and tokens. May be recorded.
 
     slots: int32 [2, n] in pinned host memory (or device memory), laid out by slot_layout.py
     runs:  int32 [1], runs of graphs so far; is counted up

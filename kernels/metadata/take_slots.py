@@ -1,13 +1,13 @@
-"""Take the slots that an engine gives for a step's new tokens, where its table gives the same ones.
+"""Takes the slots that an engine gives for a step's new tokens, if its table gives the same ones.
 
     slot[t] = given[t], or slot_map[given[t]] in another space
-    slot_of_token[t] stays where it is slot[t]; elsewhere the token is dropped
+    slot_of_token[t] stays unchanged if it is slot[t]; otherwise the token is dropped
 
-Fill has written to slot_of_token what the table says. A given slot that is negative, or in the page that belongs to no
-one, says that the engine wants the token not to be written: it is dropped and is no fault. Any other slot that differs
-would put a token's K and V where its sequence never reads them, and another's may lie: it is dropped too, and sets
-SLOT_NOT_IN_TABLE in the step's error word. Tokens past the step's last one are dropped; so are those past the given
-slots, which sets TOO_FEW_GIVEN.
+Fill has written the table's slots to slot_of_token. A given slot that is negative, or in the page that belongs to no
+sequence, means that the engine does not want the token written: it is dropped, which is no fault. Any other slot that
+differs would put a token's K and V where its sequence never reads them, and where another's may lie: it is dropped too,
+and sets SLOT_NOT_IN_TABLE in the step's error word. Tokens past the step's last one are dropped; so are those past the
+given slots, which sets TOO_FEW_GIVEN.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _take_slots_kernel(
     slot = tl.load(given + token.to(tl.int64) * given_stride, mask=is_given, other=-1).to(tl.int64)
     if HAS_MAP:
         in_map = (slot >= 0) & (slot < map_len)
-        # A slot past the map is no slot of the other space, unlike -1, which is not to be written.
+        # A slot past the map is no slot of the other space, unlike -1, which means not to write.
         beyond = slot >= map_len
         slot = tl.load(slot_map + slot * map_stride, mask=in_map, other=-1).to(tl.int64)
         slot = tl.where(beyond, 1 << 62, slot)
@@ -76,13 +76,13 @@ def launch_take_slots(
     page_size: int,
     null_page: bool,
 ) -> None:
-    """Drop the tokens whose given slot is not the table's.
+    """Drops the tokens whose given slot is not the table's.
 
     given:         int32 or int64 [n], any stride, read only; the engine's slot of each token
     slot_map:      int32 or int64 [slots], slot -> slot of this space; None: the same
     counts:        int32 [4]; [1] is num_tokens, [3] receives error bits
-    slot_of_token: int32 [T], as fill has written it; a dropped token receives 0, or -1 where page 0 is a real page
-    null_page:     whether page 0 belongs to no one
+    slot_of_token: int32 [T], as fill has written it; a dropped token receives 0, or -1 if page 0 is a real page
+    null_page:     whether page 0 belongs to no sequence
     """
     num_tokens_padded = slot_of_token.shape[0]
     fixed = slot_map is not None, page_size if null_page else 0, 0 if null_page else -1, _TOKENS

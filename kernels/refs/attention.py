@@ -1,7 +1,7 @@
 """Torch twins of the paged attention kernels: the same arguments, any device, no Triton.
 
-They are also what a CPU runs. So every shape follows from argument shapes and host numbers, nothing is read back from
-a tensor, and a list of their torch operations can be replayed with other values in the same tensors.
+A CPU runs them too. So every shape follows from argument shapes and host numbers, nothing is read back from a tensor,
+and a list of their torch operations can be replayed with other values in the same tensors.
 
 The unit of work is a tile: `tile_len` consecutive new tokens of one sequence against all of its pages. Decode is the
 case tile_len == 1. Softmax and accumulation are in float32, or float64 when q is.
@@ -21,14 +21,14 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
-# Elements of gathered K, V and scores in flight, 4 MiB of float32: the allocator then hands the same warm memory out
+# Elements of gathered K, V and scores in flight, 4 MiB of float32: the allocator then returns the same warm memory
 # again. 4 MiB against everything at once: 32 sequences x 512 tokens, 8 KV heads of 128, 2 cores: 13 ms, 83 ms.
 _GROUP_ELEMENTS = 1 << 20
 _SHORTEST_TILE, _LONGEST_TILE = 8, 256
 
 
 def paged_decode(args: AttendArgs, *, scores: Scores) -> None:
-    """Attention of every sequence with exactly one new token; all other tokens of out and lse stay as they are.
+    """Attends for every sequence with exactly one new token; all other tokens of out and lse stay unchanged.
 
     Twin of launch_paged_decode; schedule and workspace have no meaning here. The work is proportional to max_kv_len.
     """
@@ -53,7 +53,7 @@ def paged_decode(args: AttendArgs, *, scores: Scores) -> None:
 
 
 def paged_extend(args: AttendArgs, *, scores: Scores, mask: PackedMask | None = None) -> None:
-    """Attention of every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
+    """Attends for every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
 
     Twin of launch_paged_extend; schedule and workspace have no meaning here. Without a schedule there is no min_q_len:
     sequences with one new token are served too, with the result that decode has for them. The work is proportional to
@@ -88,7 +88,7 @@ def paged_extend(args: AttendArgs, *, scores: Scores, mask: PackedMask | None = 
 
 
 def clear(args: AttendArgs) -> None:
-    """What tokens of no sequence receive."""
+    """Writes the results of tokens of no sequence."""
     args.out.zero_()
     if args.lse is not None:
         args.lse.fill_(float("-inf"))
@@ -102,7 +102,7 @@ class TileCut:
     seq:       [tiles]  tile -> seq
     offset:    [rows]   place among the sequence's new tokens; at or past q_len in rows without a token
     has_token: [rows]   bool
-    token:     [rows]   0 where there is none
+    token:     [rows]   0 if there is none
     q_indptr:  [S + 1]  of the queries
     """
 
@@ -114,7 +114,7 @@ class TileCut:
     q_indptr: Tensor
 
     def store(self, args: AttendArgs, result: Tensor, lse: Tensor | None) -> None:
-        """Write [tiles, tile_len, ...] to the tokens of out and lse; what clear() writes to tokens of no sequence."""
+        """Writes [tiles, tile_len, ...] to the tokens of out and lse; tokens of no sequence get clear()'s values."""
         num_tokens, tile_len = args.q.shape[0], self.offset.shape[1]
         seq_of_token, is_token = seq_of_tokens(self.q_indptr, num_tokens)
         # The rows of a sequence are consecutive: its tiles are, and all but the last are full.
@@ -159,7 +159,7 @@ def seq_of_tokens(q_indptr: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _pages_of(args: AttendArgs) -> Tensor:
-    """seq -> its pages in order, [S, width]: the table cut to what the longest sequence needs."""
+    """seq -> its pages in order, [S, width]: the table cut to the width that the longest sequence needs."""
     queries, first_page = args.queries, args.queries.first_page
     table = args.table[:, : max(-(-queries.max_kv_len // args.pages.keys.page_size), 1)]
     pages = table[queries.row_of_seq]
@@ -189,11 +189,11 @@ class Cells:
         return cls(mask.words, mask.indptr[cut.seq][:, None] + cut.offset * (kv_len - start).long(), start)
 
     def cut(self, first: int, end: int) -> Cells:
-        """Those of some of the tiles."""
+        """The cells of some of the tiles."""
         return Cells(self.words, self.first[first:end], self.start[first:end])
 
     def visible(self, key: Tensor, is_cell: Tensor) -> Tensor:
-        """Whether each row sees each key; is_cell: bool [tiles, tile_len, keys], others are not looked up."""
+        """True for each key that a row sees; is_cell: bool [tiles, tile_len, keys], others are not looked up."""
         start = self.start[:, :, None]
         is_seen = is_cell & (key < start)
         is_cell = is_cell & (key >= start)
@@ -203,14 +203,14 @@ class Cells:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """Consecutive new tokens of one sequence each, and what they look at.
+    """Consecutive new tokens of one sequence each, and the keys that they read.
 
     q:            [tiles, tile_len, q_heads, head_dim]
     pages:        integer [tiles, width]: the tile's pages in order
     kv_index:     integer [tiles, tile_len]: a row's place in its sequence's KV
-    window_start: integer [tiles, tile_len]: of a windowed layer, the first key that a row's window holds
+    window_start: integer [tiles, tile_len]: in a windowed layer, the first key of a row's window
     end_key:      integer [tiles, tile_len]: a row sees keys before it; 0 gives output 0 and LSE -inf
-    cells:        of a packed mask, which hides keys besides
+    cells:        of a packed mask, which hides more keys
     """
 
     q: Tensor
@@ -232,7 +232,7 @@ class Tiles:
         )
 
     def hidden(self, key: Tensor, scores: Scores) -> Tensor:
-        """Whether a row does not see the key at a place, bool [tiles, tile_len, keys]. key: integer [keys]"""
+        """True for each key that a row does not see, bool [tiles, tile_len, keys]. key: integer [keys]"""
         hidden = key >= self.end_key[:, :, None]
         if scores.windowed:
             hidden = hidden | (key < self.window_start[:, :, None])
@@ -242,10 +242,10 @@ class Tiles:
 
 
 def _attend(args: AttendArgs, tiles: Tiles, scores: Scores) -> tuple[Tensor, Tensor | None]:
-    """Attention of each tile over its own pages, a group of tiles at a time.
+    """Attends for each tile over its own pages, a group of tiles at a time.
 
     returns [tiles, tile_len, q_heads, v_head_dim] and LSE [tiles, tile_len, q_heads], in the compute dtype; no LSE
-            where args wants none
+            if args wants none
     """
     keys, values = args.pages.keys, args.pages.values
     num_tiles, tile_len, num_q_heads, head_dim = tiles.q.shape
@@ -258,7 +258,7 @@ def _attend(args: AttendArgs, tiles: Tiles, scores: Scores) -> tuple[Tensor, Ten
 
 
 def _attend_group(args: AttendArgs, tiles: Tiles, scores: Scores) -> tuple[Tensor, Tensor | None]:
-    """_attend for tiles whose keys, values and scores are held at the same time."""
+    """Does the same as `_attend`, for tiles whose keys, values and scores are held at the same time."""
     keys = args.pages.keys
     tile_len, num_q_heads = tiles.q.shape[1:3]
     num_kv_heads, ratio = keys.num_heads, num_q_heads // keys.num_heads
@@ -302,9 +302,9 @@ def by_token(x: Tensor, ratio: int) -> Tensor:
 
 
 def _gather(pages: LayerPages, pages_of_tile: Tensor) -> Iterator[Tensor]:
-    """What the tokens of each tile's pages are worth, K and V, as [kv_heads, tiles, width * page_size, dim], copies.
+    """Yields copies of the values of each tile's pages, K and V, [kv_heads, tiles, width * page_size, dim].
 
-    Heads first, so that a batched product copies no more; picked in the pool's own order, whole pages at a time.
+    Heads come first, so that a batched product copies no more; whole pages are picked, in the pool's own order.
     """
     num_tiles, width = pages_of_tile.shape
     num_keys = width * pages.format.page_size

@@ -11,7 +11,7 @@ from rocm_attn.kernels.cache.page_format import PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, NOT_FINITE
 
-# As codes.py has it: the smallest factor that a token gets.
+# The smallest scale of a token, as in codes.py.
 _SMALLEST_SCALE = 2.0**-100
 
 
@@ -20,8 +20,8 @@ def store_kv(
 ) -> None:
     """Twin of launch_store_kv.
 
-    Shapes stay fixed: a dropped token writes again what a token that is not dropped writes, or, where all are dropped,
-    what slot 0 holds.
+    Shapes stay fixed: a dropped token repeats the write of one that is not dropped, or, if all are dropped, writes the
+    content of slot 0 again.
     """
     keys, values, form = pages.keys, pages.values, pages.format
     page_size = form.page_size
@@ -44,13 +44,13 @@ def store_kv(
 
 
 def _in_pages(rows: Tensor, scale: Tensor | None, form: PageFormat) -> tuple[Tensor, Tensor]:
-    """Finite rows [T, kv_heads, dim] as pages hold them, and the factors of their tokens [T, kv_heads]."""
+    """Finite rows [T, kv_heads, dim] as pages hold them, and the scales of their tokens [T, kv_heads]."""
     if not form.encoding.is_fp8:
         return rows, rows
     largest, rows = form.encoding.largest, rows.float()
     factor = torch.ones_like(rows[..., 0])
     if form.scales is Scales.TOKEN:
-        # By the product that the kernel has: a quotient may be rounded to another side.
+        # By the kernel's product: a quotient may be rounded to another side.
         factor = (rows.abs().amax(-1) * (1.0 / largest)).clamp(min=_SMALLEST_SCALE)
     elif scale is not None:
         factor = factor * scale
@@ -59,7 +59,7 @@ def _in_pages(rows: Tensor, scale: Tensor | None, form: PageFormat) -> tuple[Ten
 
 
 def _write(side: PageRows, page: Tensor, offset: Tensor, rows: Tensor, any_live: Tensor) -> None:
-    """Write rows to the places of tokens, or, where no token is live, what is there already."""
+    """Writes rows to the places of tokens, or, if no token is live, their present content."""
     held = torch.empty_like(rows)
     side.read_tokens(page, offset, held)
     side.write_tokens(page, offset, torch.where(any_live, rows, held))
@@ -70,8 +70,8 @@ def zero_tails(
 ) -> None:
     """Twin of launch_zero_tails.
 
-    Shapes stay fixed: a sequence that is left alone does again what is done for one that is not, or, where all are left
-    alone, writes again what page 0 holds.
+    Shapes stay fixed: a sequence that is left alone repeats the work of one that is not, or, if all are left alone,
+    writes the content of page 0 again.
     """
     keys, values = pages.keys, pages.values
     page_size = keys.page_size
@@ -109,7 +109,7 @@ def import_rows(pages: AlikePages, moved: MovedTokens) -> None:
 
 
 def _places_in_pages(pages: AlikePages, moved: MovedTokens, first: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Page, group and place in the group of the tokens [first, end); none where it ends before it begins."""
+    """Page, group and place in the group of the tokens [first, end); none if it ends before it begins."""
     token = torch.arange(first, max(first, end), device=moved.rows.device)
     offset, tokens = token % pages.page_size, pages.sides[0].shape[2]
     page = moved.words[token // pages.page_size - moved.begin // pages.page_size]
@@ -117,7 +117,7 @@ def _places_in_pages(pages: AlikePages, moved: MovedTokens, first: int, end: int
 
 
 def _places_in_rows(pages: AlikePages, moved: MovedTokens, part: int) -> Tensor:
-    """int64 [n, row_words], of a part."""
+    """The places of a part's words in rows, int64 [n, row_words]."""
     num_rows = moved.end - moved.first
     word = torch.arange(num_rows * pages.row_words, device=moved.rows.device)
     return moved.words[moved.num_pages + part] + word.view(num_rows, pages.row_words)

@@ -106,7 +106,7 @@ def gather_table(source: GatherSource, engine_row: Tensor, kv_len: Tensor, table
         entry = entries[row, column.clamp(max=entries.shape[1] - 1)].long()
     else:
         column = source.csr_indptr[row].long() + column
-        # What a list has past the end of all is no entry, and gives -1.
+        # Entries of a list past the end of all entries give -1.
         is_entry = (column >= 0) & (column < source.csr_indptr[row + 1].long().clamp(max=len(entries)))
         entry = entries[torch.where(is_entry, column, 0)].long()
     entry = torch.where(is_entry, entry, -1)
@@ -125,7 +125,7 @@ def check_pages(step: StepTensors, num_pages: Tensor, *, page_size: int, window_
     """Twin of launch_check_pages; may be recorded."""
     (_, table_width), device = step.table.shape, step.counts.device
     seq, page_no = (torch.arange(n, device=device) for n in (len(step.kv_len), table_width))
-    # The most that is published fits a row; tokens before the KV, which short ones have, see no key.
+    # The largest published length fits a row; tokens before the KV, which short sequences have, see no key.
     pages = torch.where(seq < step.counts[0], (step.kv_len + page_size - 1) // page_size, 0)
     first_no = ((step.kv_len - step.q_len).clamp(min=0) - window_left).clamp(min=0) // page_size
     looked_at = (page_no >= first_no[:, None]) & (page_no < pages[:, None])
@@ -169,12 +169,12 @@ def pack_mask(cells: Tensor, positions: Tensor, window_left: int, to: StepTensor
     needed = to.mask_indptr[-1]
     is_short = (needed > len(cells)) | (to.counts[1] > len(positions))
     to.counts[ERROR_WORD].bitwise_or_(is_short.to(torch.int32) * TOO_FEW_GIVEN)
-    # There are words for all cells of the largest step, so none is left out that a kernel looks at.
+    # There are words for all cells of the largest step, so none is left out that a kernel reads.
     num_words = min(len(words), -(-len(cells) // 32))
     cell = torch.arange(32 * num_words, device=cells.device)
     is_given = (cell < needed) & (cell < len(cells))
     bits = (cells.view(torch.uint8)[torch.where(is_given, cell, 0)] != 0) & is_given
-    # Summed up in 64 bits; the highest bit of a word is its sign.
+    # Added up in 64 bits; the highest bit of a word is its sign.
     packed = (bits.view(-1, 32).long() << torch.arange(32, device=cells.device)).sum(1)
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
     of_step = 32 * torch.arange(len(words), device=cells.device) < needed

@@ -1,6 +1,6 @@
 """Torch twin of the product of rows with the matrices of their experts, for tensors on the host.
 
-It asks how many rows an expert has, so it is for CPUs; there a recorder notes it as one launch, which asks anew.
+It reads how many rows an expert has, so it is for CPUs; there a recorder notes it as one launch, which reads anew.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rocm_attn.kernels.experts.groups import ExpertGroups
 def expert_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups, out: Tensor, *, rows: int
 ) -> None:
-    """As launch_expert_product.
+    """Does the same as `launch_expert_product`.
 
-    rows: of each product, an expert's last one filled up with zeros, for a row to give the same bits beside any others;
+    rows: of each product, an expert's last one filled up with zeros, so that a row's bits depend on no other row;
           0: all of an expert's rows in one product
     """
     pairs_of_row = out.shape[0] // max(1, x.shape[0])

@@ -45,7 +45,7 @@ def _publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
     echo_step_before(slot, counts_before)
     counts = slot[:COUNT_WORDS].clone()
     counts[ERROR_WORD] = 0
-    to.counts.copy_(counts)  # at once: where an interrupt leaves the step's number, it leaves no word of the slot's
+    to.counts.copy_(counts)  # in one copy: if an interrupt keeps the step's number, it keeps no word of the slot's
     parts = slot_parts(num_seqs, num_tokens * has_ids)
     for buffer, part, pad in (
         (to.row_of_seq, parts.rows, 0),
@@ -111,7 +111,7 @@ def place_trees(parents: Tensor, nodes_before: int, branches: int, window_left: 
     seq = torch.arange(len(new), device=new.device)
     node = torch.arange(parents.shape[1], device=new.device)
     given = parents[seq.clamp(max=len(parents) - 1)].long()
-    # Nodes before each one may be its parent: of the same step none, if there are steps.
+    # Nodes before each one may be its parent, but none of the same step, if there are steps.
     end = node // max(branches, 1) * max(branches, 1)
     is_parent = (given >= ((end - branches).clamp(min=0) if branches else 0)) & (given < end)
     is_none = (given < 0) & ((end == 0) | (branches == 0))
@@ -129,7 +129,7 @@ def place_trees(parents: Tensor, nodes_before: int, branches: int, window_left: 
     position = start[of_token] + depth[of_token, of_tree]
     to.mask_positions.copy_(torch.where(live, position, 0))
     if to.window_start.numel():
-        # Of an ancestor that is window_left nodes up: its place, by which it is the first key of the window.
+        # The place of the ancestor that is window_left nodes up is the first key of the window.
         is_oldest = sees & (depth[:, None, :] == depth[:, :, None] - window_left)
         oldest = torch.where(is_oldest, node, -1).amax(2)[of_token, of_tree]
         first_key = torch.where(oldest >= 0, start[of_token] + oldest, position - window_left)
@@ -138,7 +138,7 @@ def place_trees(parents: Tensor, nodes_before: int, branches: int, window_left: 
 
 
 def _ancestors(parent: Tensor) -> Tensor:
-    """bool [seqs, n, n]: whether a node is another one or descends from it, from parents [seqs, n], -1 for none."""
+    """bool [seqs, n, n]: True for a node and its ancestors, itself included, from parents [seqs, n], -1 for none."""
     num_nodes = parent.shape[1]
     node = torch.arange(num_nodes, device=parent.device)
     reach = (parent[:, :, None] == node) | (node[:, None] == node)
@@ -151,7 +151,7 @@ def _ancestors(parent: Tensor) -> Tensor:
 
 
 def _write_tree_cells(sees: Tensor, before: Tensor, nodes: Tensor, mask_bytes: Tensor) -> None:
-    """The cells of new nodes [before, nodes) of each sequence's tree; all other bits of the bytes stay."""
+    """Writes the cells of new nodes [before, nodes) of each sequence's tree; all other bits stay unchanged."""
     num_seqs, num_nodes, _ = sees.shape
     node = torch.arange(num_nodes, device=sees.device)
     cells = (nodes - before) * nodes
@@ -160,7 +160,7 @@ def _write_tree_cells(sees: Tensor, before: Tensor, nodes: Tensor, mask_bytes: T
     is_row = (node >= before[:, None]) & (node < nodes[:, None])
     is_cell = is_row[:, :, None] & (node < nodes[:, None])[:, None, :]
     place = torch.where(is_cell, cell // 8, 0).flatten()
-    # No two cells are the same bit, so that sums of bits are unions of them.
+    # No two cells are the same bit, so sums of bits are unions of them.
     bit = torch.where(is_cell, 1 << cell % 8, 0).flatten()
     mask_bytes = mask_bytes[: -(-num_seqs * num_nodes * num_nodes // 8)]
     nothing = torch.zeros(len(mask_bytes), dtype=torch.int64, device=sees.device)
@@ -170,7 +170,7 @@ def _write_tree_cells(sees: Tensor, before: Tensor, nodes: Tensor, mask_bytes: T
 
 
 def device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
-    """Twin of launch_device_inputs, which a recorder notes as one launch, too."""
+    """Twin of launch_device_inputs. A recorder notes it as one launch, too."""
     run_as_launch(_device_inputs, slot, given, to)
 
 
@@ -245,7 +245,7 @@ def fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEYS) -> N
 
 
 def _write_indptr(indptr: Tensor, counts: Tensor) -> Tensor:
-    """indptr[i] = counts[0] + ... + counts[i-1]; returns it without its end, int64."""
+    """Writes indptr[i] = counts[0] + ... + counts[i-1]; returns it without its end, int64."""
     ends = torch.cumsum(counts, 0)
     indptr[:1].zero_()
     indptr[1:].copy_(ends)
@@ -253,7 +253,7 @@ def _write_indptr(indptr: Tensor, counts: Tensor) -> Tensor:
 
 
 def _write_tokens(step: StepTensors, first_token: Tensor, page_size: int, window_left: int) -> None:
-    """Sequences, rows, positions, slots, and the error word of tokens that have no page or see none."""
+    """Writes sequences, rows, positions, slots, and the error word of tokens that have no page or see none."""
     no_page = 0 if step.terms.null_page else -1
     num_seqs, num_tokens = step.kv_len.shape[0], step.slot_of_token.shape[0]
     token = torch.arange(num_tokens, device=step.counts.device)
@@ -308,7 +308,7 @@ def _write_groups(step: StepTensors, page_size: int) -> None:
 
 
 def _pages_at(step: StepTensors, seq: Tensor, page_no: Tensor, past_the_row: int) -> Tensor:
-    """The page in each sequence's row, and past_the_row past the row's end."""
+    """The page in each sequence's row, or past_the_row past the row's end."""
     width = step.table.shape[1]
     page = step.table[step.row_of_seq[seq].long(), page_no.clamp(max=width - 1)]
     return torch.where(page_no < width, page, past_the_row)

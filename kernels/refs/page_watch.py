@@ -71,7 +71,7 @@ def _write(
     now: Tensor,
     page_size: int,
 ) -> Tensor:
-    """New tokens write their pages; whether a page is another entry's too."""
+    """Records the pages that new tokens write; returns whether a page is another entry's too."""
     slot, width = step.slot_of_token.long(), cell.shape[1]
     token = torch.arange(len(slot), device=slot.device)
     page = slot // page_size
@@ -85,7 +85,7 @@ def _write(
     since = entries[seq, at] >> 32
     is_known = goes_on[seq] & known[seq, at] & ((entries[seq, at] & _LOW) == page)
     taken = writes & is_known & ((before >> 32) > since) & ((before & _LOW) != mine)
-    # The lowest and the highest cell that writes a page in this step: two of them, where they differ.
+    # The lowest and the highest cell that writes a page in this step: there are two if they differ.
     nothing = torch.full_like(watch.pages, -1)
     highest = nothing.scatter_reduce(0, page, torch.where(writes, mine, -1), "amax")
     lowest = torch.full_like(watch.pages, _LOW + 1).scatter_reduce(0, page, torch.where(writes, mine, _LOW + 1), "amin")
@@ -95,7 +95,7 @@ def _write(
 
 
 def _put(memory: Tensor, row: Tensor, live: Tensor, values: Tensor) -> None:
-    """Write the rows of live sequences, each of which has one of its own."""
+    """Writes the rows of live sequences, each of which has one of its own."""
     sequences = len(row)
     of_row = torch.full((len(memory) + 1,), sequences, dtype=torch.int64, device=row.device)
     of_row.scatter_(0, torch.where(live, row, len(memory)), torch.arange(sequences, device=row.device))

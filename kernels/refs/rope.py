@@ -21,7 +21,7 @@ def rope_store(
 
 
 def stored_rows(given: Projected, tokens: TokenPlaces, work: QkvWork, pages: LayerPages) -> tuple[Tensor, Tensor]:
-    """K and V as they are handed to the store, [T, kv_heads, head_dim | v_head_dim]."""
+    """K and V as the store receives them, [T, kv_heads, head_dim | v_head_dim]."""
     k = _carried(given.k, tokens.positions, work.rope, work.k_norm)
     if pages.format.kind is PoolKind.LATENT:
         return k, k[..., : given.v.shape[2]]

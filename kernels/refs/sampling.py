@@ -1,4 +1,4 @@
-"""Torch twin of kernels/sampling: the same tokens but for rounding; here sums are in float64."""
+"""Torch twin of kernels/sampling: the same tokens except for rounding; sums are in float64 here."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from rocm_attn.kernels.sampling.asked import DEPTH, IN_PROMPT, NONE, REPETITION, TOP_K
 from rocm_attn.kernels.sampling.found import ALL_ZERO
 
-# Rows are drawn from so many logits at a time, in float64: about 4 MB.
+# Rows are drawn from this many logits at a time, in float64: about 4 MB.
 _LOGITS_AT_ONCE = 1 << 16
 
 
 def pick_rows(logits: Tensor, terms: Tensor, tokens: Tensor, found: Tensor, *, num_drawing: int) -> None:
-    """Twin of launch_pick_rows; runs outside of recordings. All tensors may lie where they like."""
+    """Twin of launch_pick_rows; runs outside of recordings. Tensors may be on any device."""
     best, ids = logits.max(-1)
     if num_drawing:
         here = terms.to(logits.device)
@@ -25,13 +25,13 @@ def pick_rows(logits: Tensor, terms: Tensor, tokens: Tensor, found: Tensor, *, n
 
 
 def draw_rows(logits: Tensor, terms: Tensor) -> Tensor:
-    """int64 [rows]: a token for each row; of a row that holds NaN, or nothing but -inf, some token.
+    """int64 [rows]: a token for each row; for a row that holds NaN, or nothing but -inf, some token.
 
-    terms: float64 [rows, 3], as of launch_pick_rows
+    terms: float64 [rows, 3], as in launch_pick_rows
     """
     temperature, top_p, uniform = (terms[:, column : column + 1].contiguous() for column in range(3))
     exact = logits.double()
-    # The best one is 0 whatever it is divided by; where the temperature is tiny, all others are -inf.
+    # The best one is 0 after any division; if the temperature is tiny, all others are -inf.
     weights = exact.sub_(exact.amax(-1, keepdim=True)).div_(temperature).exp_()
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     mass, last = ordered.cumsum(-1), logits.shape[-1] - 1
@@ -46,7 +46,7 @@ def draw_rows(logits: Tensor, terms: Tensor) -> Tensor:
 
 
 def shape_rows(logits: Tensor, asked: Tensor, counts: Tensor, masks: Tensor, shaped: Tensor) -> None:
-    """Twin of launch_shape_rows; in float32 as that one is. All tensors may lie where they like."""
+    """Twin of launch_shape_rows, also in float32. Tensors may be on any device."""
     for place, (row, counted, masked, repetition, presence, frequency, *_) in enumerate(_asked(asked)):
         x = logits[row].float()
         if counted != NONE:
@@ -61,7 +61,7 @@ def shape_rows(logits: Tensor, asked: Tensor, counts: Tensor, masks: Tensor, sha
 
 
 def cut_rows(asked: Tensor, shaped: Tensor) -> None:
-    """Twin of launch_cut_rows. All tensors may lie where they like."""
+    """Twin of launch_cut_rows. Tensors may be on any device."""
     for place, (*_, top_k, depth) in enumerate(_asked(asked)):
         x = shaped[place]
         if 0 < top_k < len(x):
@@ -71,7 +71,7 @@ def cut_rows(asked: Tensor, shaped: Tensor) -> None:
 
 
 def likeliest(logits: Tensor, asked: Tensor, tokens: Tensor, likeliest: Tensor) -> None:
-    """Twin of launch_likeliest; here sums are in float64. All tensors may lie where they like."""
+    """Twin of launch_likeliest; sums are in float64 here. Tensors may be on any device."""
     for place, (row, num) in enumerate(asked.tolist()):
         logprobs = logits[row].double().log_softmax(-1).float()
         order = logits[row].sort(descending=True, stable=True).indices[:num]

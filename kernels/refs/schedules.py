@@ -1,4 +1,4 @@
-"""Host twins of the schedule kernels in plain Python: the same words, from lists of lengths and without cleverness."""
+"""Host twins of the schedule kernels in plain Python: the same words, from lists of lengths and without shortcuts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut) -> list[int]:
     """The words that cut.build writes, see attention/decode_schedule.py.
 
-    Of a program without work only words 3 and 4 (work and share) have a meaning; the others are 0 here. So are
+    In a program without work only words 3 and 4 (work and share) have a meaning; the others are 0 here. So are
     those that align the first counter, which the kernel does not write.
     """
     fewest, most, of_row = cut.tokens
@@ -27,7 +27,7 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
         for _ in range(num_rows)
     ]
     share, pad = max(-(-sum(costs) // (of_axis // cut.rounds)), 1), 0
-    # Alike by all programs, else by those of the first round.
+    # Alike for all programs, else for those of the first round.
     for rounds in (1, cut.rounds) if cut.is_even else ():
         even = _even_share(costs, max(-(-sum(costs) // (of_axis // rounds)), 1), cut.row_end)
         if even is not None:
@@ -59,7 +59,7 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
 
 
 def _even_share(costs: Sequence[int], share: int, row_end: int) -> tuple[int, int] | None:
-    """What a program takes of rows with these costs, and the padding after each of them; None: they are not cut alike.
+    """The share of a program in rows with these costs, and the padding after each; None: they are not cut alike.
 
     share: the least it can be
     """
@@ -85,7 +85,7 @@ def visible_blocks(kv_len: int, cut: DecodeCut) -> range:
 def extend_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: ExtendCut, num_tokens: int) -> list[int]:
     """The words that cut.build writes for num_tokens padded tokens, see attention/extend_schedule.py.
 
-    Of a program without work only its work, the share and the cut have a meaning; the others are 0 here.
+    In a program without work only its work, the share and the cut have a meaning; the others are 0 here.
     """
     block_len, sharing = cut.query_tokens, cut.sharing
     # reach, sequence, first token, tokens, kv_index, keys
@@ -139,7 +139,7 @@ def _shares(costs: Sequence[int], sharing: Sharing) -> list[int]:
 
 
 def _parts_of_alike(costs: Sequence[int], estimate: int, sharing: Sharing) -> tuple[int, int] | None:
-    """How many parts of which size each row has where that is no worse than an estimate; None: they have none."""
+    """The number of each row's parts and their size, if that is no worse than an estimate; None: there are none."""
     if not sharing.alike_keys or not costs:
         return None
     keys = max(costs) - sharing.row_keys
@@ -154,14 +154,14 @@ def _parts_of_alike(costs: Sequence[int], estimate: int, sharing: Sharing) -> tu
 
 
 def _equal_parts(costs: Sequence[int], parts: int, size: int, sharing: Sharing) -> list[int]:
-    """_shares of rows of which each has room for so many parts of one size; a short row does not fill it."""
+    """Like `_shares`, but for rows that have room for `parts` parts of one size; a short row does not fill it."""
     words: list[int] = []
     for program in range(sharing.programs):
         row, part = divmod(program, parts)
         block = row // sharing.rows
         keys = costs[block] - sharing.row_keys if block < len(costs) else 0
         first, end = min(part * size, keys), min((part + 1) * size, keys)
-        # What a row costs to begin is its first part's.
+        # The cost of beginning a row is its first part's.
         done, cost = (first + sharing.row_keys, end - first) if part else (0, end + sharing.row_keys)
         if block >= len(costs) or (part and not cost):
             words += [0] * 6
@@ -178,7 +178,7 @@ def _cuts(num_blocks: int, most: int = 127) -> range:
 
 
 def _estimate(costs: Sequence[int], cut: int, sharing: Sharing) -> int:
-    """How many keys' time a step takes whose first `cut` blocks are shared out."""
+    """The time, in keys, of a step whose first `cut` blocks are shared out."""
     programs, rows = sharing.programs, sharing.rows
     shared, total = rows * sum(costs[:cut]), rows * sum(costs)
     if shared > programs * sharing.most_keys:
@@ -200,7 +200,7 @@ def _estimate(costs: Sequence[int], cut: int, sharing: Sharing) -> int:
 
 
 def _longest_rounds(whole: Sequence[int], slots: int, first: int) -> int:
-    """What the rows of a slot take, of whole rows with these costs; of 16 rounds at most.
+    """The cost of the rows of a slot, from whole rows with these costs; of 16 rounds at most.
 
     first: rows that rounds 0, 2, ... begin after
     """

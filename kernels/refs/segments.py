@@ -1,8 +1,8 @@
 """Torch twins of the deterministic attention kernels: on a CPU, the same bits for a token in any batch and any chunk.
 
-Tiles have TILE_LEN rows and segments segment_len keys, whatever the step: every product has one shape, of which only
-the number in the batch varies, and every sum is over one length. Rows without a token and keys that a row does not see
-add exact zeros. Segments lie at absolute places and are merged from left to right, as attention/segments.py has it.
+Tiles have TILE_LEN rows and segments segment_len keys in every step: every product has one shape, in which only the
+number in the batch varies, and every sum is over one length. Rows without a token and keys that a row does not see add
+exact zeros. Segments lie at absolute places and are merged from left to right, as in attention/segments.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GROUP_ELEMENTS = 1 << 20
 
 
 def segment_decode(args: AttendArgs, *, scores: Scores) -> None:
-    """Attention of every sequence with exactly one new token; all other tokens of out and lse stay as they are.
+    """Attends for every sequence with exactly one new token; all other tokens of out and lse stay unchanged.
 
     Twin of launch_segment_decode; schedule and workspace have no meaning here.
     """
@@ -42,7 +42,7 @@ def segment_decode(args: AttendArgs, *, scores: Scores) -> None:
 def segment_extend(
     args: AttendArgs, *, scores: Scores, segment_len: int = SEGMENT_LEN, mask: PackedMask | None = None
 ) -> None:
-    """Attention of every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
+    """Attends for every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
 
     Twin of launch_segment_extend; schedule and workspace have no meaning here, segments have segment_len keys. Without
     a schedule there is no min_q_len. The work is proportional to max_kv_len.
@@ -73,14 +73,14 @@ def segment_extend(
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """What some keys give: acc [kv_heads, tiles, rows, v_head_dim], maximum and total [kv_heads, tiles, rows, 1]."""
+    """The softmax state of keys: acc [kv_heads, tiles, rows, v_head_dim], maximum, total [kv_heads, tiles, rows, 1]."""
 
     acc: Tensor
     maximum: Tensor
     total: Tensor
 
     def merged(self, right: _Partial) -> _Partial:
-        """These keys, then those on their right."""
+        """Merges the state of these keys with that of keys on their right."""
         maximum = torch.maximum(self.maximum, right.maximum)
         base = maximum.masked_fill(maximum == float("-inf"), 0)
         decay, weight = (self.maximum - base).exp(), (right.maximum - base).exp()
@@ -88,7 +88,7 @@ class _Partial:
 
 
 def _attend(args: AttendArgs, rows: Tiles, scores: Scores, segment_len: int) -> tuple[Tensor, Tensor]:
-    """[tiles, TILE_LEN, q_heads, v_head_dim] and LSE [tiles, TILE_LEN, q_heads], a group of tiles at a time."""
+    """Returns [tiles, TILE_LEN, q_heads, v_head_dim] and LSE [tiles, TILE_LEN, q_heads], a group of tiles at a time."""
     num_tiles, _, num_q_heads, head_dim = rows.q.shape
     num_kv_heads, v_head_dim = args.pages.format.num_kv_heads, args.pages.format.v_head_dim
     elements = segment_len * (num_kv_heads * (head_dim + v_head_dim) + TILE_LEN * num_q_heads)
@@ -125,7 +125,7 @@ def _attend_group(args: AttendArgs, rows: Tiles, scores: Scores, segment_len: in
 
 
 def _segment(args: AttendArgs, q: Tensor, rows: Tiles, key: Tensor, scores: Scores) -> _Partial:
-    """What the keys with these places, integer [segment_len], give."""
+    """The softmax state of the keys with these places, integer [segment_len]."""
     page_size, num_kv_heads = args.pages.format.page_size, args.pages.format.num_kv_heads
     ratio = q.shape[2] // TILE_LEN
     page = rows.pages[:, (key // page_size).clamp(max=rows.pages.shape[1] - 1)].long()

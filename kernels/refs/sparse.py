@@ -1,8 +1,8 @@
 """Torch twins of the kernels of sparse attention: the same arguments, any device, no Triton.
 
-As in refs/attention.py every shape follows from argument shapes and host numbers, and nothing is read back: a list of
-their torch operations can be replayed with other values in the same tensors. The work is proportional to max_kv_len
-and to the selection's width. Memory beside the arguments is bounded, but for what one token's units are chosen by.
+Like in refs/attention.py every shape follows from argument shapes and host numbers, and nothing is read back: a list of
+their torch operations can be replayed with other values in the same tensors. The work is proportional to max_kv_len and
+to the selection's width. Memory besides the arguments is bounded, except for the data that select one token's units.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rocm_attn.kernels.sparse.arguments import (
     TokenPlaces,
 )
 
-# Words of 4 bytes that gathered keys, scores and what is computed of them may take at a time: 4 MiB, and on a GPU 128.
+# Words of 4 bytes that gathered keys, scores and values computed from them may take at a time: 4 MiB, and on a GPU 128.
 # A token over 84k keys has 24 million (an index key of 128), and with launches for each few keys the GPU would be idle.
 _MOST_WORDS, _MOST_WORDS_ON_GPU = 1 << 20, 1 << 25
 
 
 def select(args: IndexArgs, selection: Selection, *, indexing: Indexing) -> None:
-    """The units of every token. Twin of launch_select; a workspace has no meaning here."""
+    """Selects the units of every token. Twin of launch_select; a workspace has no meaning here."""
     max_units = indexing.max_units(args.tokens.max_kv_len)
     num_heads, dim = args.q.shape[1:]
-    # Of a key: itself, as it is stored and as it is computed with; products of the heads; places, of 8 bytes each. Of a
-    # unit: its scores, and the numbers that these are sorted by.
+    # For a key: itself, as it is stored and as it is computed with; products of the heads; places, of 8 bytes each. For
+    # a unit: its scores, and the numbers that sort them.
     of_key = (2 * dim + 3 * num_heads + 2 * indexing.sets + 10) * _compute(args.q).itemsize // 4
     words = indexing.unit_keys * of_key + 20 * indexing.sets
     tokens_at_once, units_at_once = _cut(args.q, max_units, words)
@@ -53,10 +53,10 @@ def select(args: IndexArgs, selection: Selection, *, indexing: Indexing) -> None
 
 
 def index_scores(args: IndexArgs, scores: Tensor, *, indexing: Indexing, first_unit: int = 0) -> None:
-    """scores [T, sets, units], of the keys that each token sees; -inf where it sees none of a unit.
+    """Writes scores [T, sets, units], of the keys that each token sees; -inf if it sees none of a unit.
 
-    Twin of launch_index_scores. Computes in float32, or float64 when q is.
-    first_unit: that scores are of
+    Twin of launch_index_scores. Computes in float32, or float64 if q is float64.
+    first_unit: the first unit of scores
     """
     num_tokens, num_heads, _ = args.q.shape
     compute, pages = _compute(args.q), args.pages
@@ -79,7 +79,7 @@ def index_scores(args: IndexArgs, scores: Tensor, *, indexing: Indexing, first_u
 
 
 def _pooled(scores: Tensor, seen: Tensor, pooling: Pooling) -> Tensor:
-    """[T, sets, units, unit_keys] -> [T, sets, units]; -inf where no key of a unit is seen."""
+    """[T, sets, units, unit_keys] -> [T, sets, units]; -inf if no key of a unit is seen."""
     if pooling is Pooling.MAX:
         return scores.masked_fill(~seen, float("-inf")).amax(3)
     num_seen = seen.sum(3)
@@ -88,7 +88,7 @@ def _pooled(scores: Tensor, seen: Tensor, pooling: Pooling) -> Tensor:
 
 
 def top_k(scores: Tensor, tokens: TokenPlaces, selection: Selection, *, indexing: Indexing) -> None:
-    """The units with the largest scores of every token's candidates. Twin of launch_top_k."""
+    """Selects the units with the largest scores of every token's candidates. Twin of launch_top_k."""
     visible = _visible(tokens)
     whole, rest = visible // indexing.unit_tokens, visible % indexing.unit_tokens
     candidates = whole + (rest > 0) * (indexing.last_unit is LastUnit.SCORED)
@@ -106,7 +106,7 @@ def top_k(scores: Tensor, tokens: TokenPlaces, selection: Selection, *, indexing
     width = selection.width
     units = torch.nn.functional.pad(units, (0, width - units.shape[2]), value=no_unit)
     if indexing.last_unit is LastUnit.ADDED:
-        # The slot after those that are taken; it is the last number, so that the order stays.
+        # The slot after those that are taken; it is the last number, so the order stays the same.
         added = torch.where(rest > 0, whole, no_unit)[:, None, None].expand(-1, indexing.sets, 1)
         units = torch.cat([units, added], 2).sort(2)[0][:, :, :width]
     is_unit = units != no_unit
@@ -115,10 +115,10 @@ def top_k(scores: Tensor, tokens: TokenPlaces, selection: Selection, *, indexing
 
 
 def selected_attention(args: SelectedArgs, *, scale: float) -> None:
-    """Attention of every token over its selection. Twin of launch_selected_attention; there is no workspace here."""
+    """Attends for every token over its selection. Twin of launch_selected_attention; there is no workspace here."""
     num_kv_heads, num_q_heads = args.heads[0], args.q.shape[1]
     num_keys = args.selection.width * args.selection.unit_tokens
-    # Of a key: K and V, as they are stored, computed with, and without what is not seen; logits, weights; places.
+    # For a key: K and V, as they are stored, computed with, and without unseen keys; logits, weights; places.
     dims = args.q.shape[2] + args.out.shape[2]
     words = (num_kv_heads * (3 * dims + 12) + 3 * num_q_heads) * _compute(args.q).itemsize // 4
     tokens_at_once, keys_at_once = _cut(args.q, num_keys, words)
@@ -156,7 +156,7 @@ def _attended(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As _attended, over K and V of selected_rows(). q: [tokens, kv_heads, ratio, head_dim], times the scale"""
+    """Like `_attended`, but over K and V of selected_rows(). q: [tokens, kv_heads, ratio, head_dim], times the scale"""
     logits = torch.einsum("thrd,thkd->thrk", q, k).masked_fill_(~seen[:, :, None], float("-inf"))
     lse = logits.logsumexp(3)
     if sink is not None:
@@ -166,12 +166,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None) 
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """What a part's output counts by in the whole, by their LSEs; 0 where no key is seen."""
+    """The weight of a part's output in the whole, by their LSEs; 0 if no key is seen."""
     return (part - whole.masked_fill(whole == float("-inf"), 0)).exp()[..., None]
 
 
 def check_selection(selection: Selection, tokens: TokenPlaces, faults: Tensor) -> None:
-    """Set bits of faults for what is wrong with a selection. Twin of launch_check_selection."""
+    """Sets bits of faults for each error in a selection. Twin of launch_check_selection."""
     units, counts = selection.units, selection.counts
     num_units = (-(-_visible(tokens) // selection.unit_tokens))[:, None]
     listed = torch.arange(selection.width, device=units.device) < counts[:, :, None]
@@ -186,7 +186,7 @@ def selected_rows(args: SelectedArgs, first: int, end: int, key: Tensor) -> tupl
     """Some keys of the selections of tokens [first, end).
 
     key:     integer [keys], places in a selection: unit after unit, token after token
-    returns: K [tokens, kv_heads, keys, head_dim] and V [.., v_head_dim], what is not seen 0 and codes times factors;
+    returns: K [tokens, kv_heads, keys, head_dim] and V [.., v_head_dim], 0 for unseen keys and codes times scales;
              whether a key is seen, bool [tokens, kv_heads, keys]
     """
     selection, tokens, pages = args.selection, _tokens(args.tokens, first, end), args.pages
@@ -211,7 +211,7 @@ def selected_rows(args: SelectedArgs, first: int, end: int, key: Tensor) -> tupl
 
 
 def _factors(factors: Tensor, scales: Scales, at: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """What the rows of these places are multiplied with, in a shape that [tokens, kv_heads, keys] takes."""
+    """The scales of the rows of these places, in a shape that broadcasts to [tokens, kv_heads, keys]."""
     if scales is Scales.TOKEN:
         page, offset, head = at
         return factors[page, head, offset]
@@ -219,7 +219,7 @@ def _factors(factors: Tensor, scales: Scales, at: tuple[Tensor, Tensor, Tensor])
 
 
 def _place(table: Tensor, row: Tensor, index: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
-    """Page and offset of index [T, n] in the lines of the table; what lies beyond the width aims at its last page."""
+    """Page and offset of index [T, n] in the lines of the table; an index beyond the width gets its last page."""
     page_no = (index // page_len).clamp(max=table.shape[1] - 1)
     # An engine may pad the lines of its table with -1.
     page = table[row.long()[:, None], page_no].clamp(min=0).long()
@@ -227,7 +227,7 @@ def _place(table: Tensor, row: Tensor, index: Tensor, page_len: int) -> tuple[Te
 
 
 def _visible(tokens: TokenPlaces) -> Tensor:
-    """int64 [T]: how many tokens of its sequence each token sees."""
+    """int64 [T]: the number of tokens of its sequence that each token sees."""
     token = torch.arange(len(tokens.position_of_token), device=tokens.position_of_token.device)
     return torch.where(token < tokens.num_tokens, tokens.position_of_token.long() + 1, 0)
 
@@ -246,9 +246,9 @@ def _compute(q: Tensor) -> torch.dtype:
 
 
 def _cut(q: Tensor, num: int, words: int) -> tuple[int, int]:
-    """How many tokens of q are worked on at the same time, and how many of the `num` units or keys of each.
+    """The number of tokens of q that are worked on at the same time, and of the `num` units or keys of each.
 
-    words: that one of these takes, for one token
+    words: of one unit or key, for one token
     """
     most = _MOST_WORDS_ON_GPU if q.is_cuda else _MOST_WORDS
     at_once = max(1, min(num, most // words))
@@ -256,5 +256,5 @@ def _cut(q: Tensor, num: int, words: int) -> tuple[int, int]:
 
 
 def _parts(num: int, at_once: int) -> list[tuple[int, int]]:
-    """[first, end) of so many at a time."""
+    """[first, end) of at_once at a time."""
     return [(first, min(first + at_once, num)) for first in range(0, num, at_once)]

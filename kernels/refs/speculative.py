@@ -11,7 +11,7 @@ from rocm_attn.kernels.metadata.step_tensors import BRINGS_PROMPT
 from rocm_attn.kernels.speculative.arguments import Accepted, GuessedRound, Probabilities, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
-# As in kernels/speculative/accept_sampled.py.
+# The same as in kernels/speculative/accept_sampled.py.
 _LEAST_REST = 2.0**-24
 
 
@@ -103,7 +103,7 @@ def next_round(picked: Tensor, given: GuessedRound, width: int, *, draws: bool, 
 
 
 def _place_before(text: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """int64 [S] each: the place after the last tokens where they were before, and how many of them are the same."""
+    """int64 [S] each: the place after an earlier occurrence of the last tokens, and the number that match."""
     places = torch.arange(text.shape[1], device=text.device)
     same = (places >= 2) & (places < num_tokens[:, None])
     num_same = torch.zeros_like(text, dtype=torch.int64)
@@ -118,20 +118,20 @@ def _place_before(text: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _left(target: Tensor, draft: Tensor, taken: Tensor) -> Tensor:
-    """What is left of rows of the target's probabilities; the draft's are not looked at where nothing is taken."""
+    """The rest of rows of the target's probabilities; the draft's are not used for rows in which nothing is taken."""
     taken = taken[:, None]
     return (target - torch.where(taken > 0, taken * draft, 0)).clamp(min=0)
 
 
 class _Walk:
-    """How far a path has come in each sequence's tree; nodes of W are a column each."""
+    """The progress of a path in each sequence's tree; nodes of W are a column each."""
 
     def __init__(self, given: Verified, to: Accepted) -> None:
         num_seqs, self.width = to.path.shape
         num_trees, device = given.parents.shape[0], to.path.device
         seq = torch.arange(num_seqs, device=device)
         new = torch.where(seq < num_trees, given.q_indptr.diff(), 0)
-        # A shape is known on the host: without trees there are no lines to look at.
+        # A shape is known on the host: without trees there are no lines to read.
         lines = given.parents[seq.clamp(max=num_trees - 1), : self.width] if num_trees else new[:, None]
         is_prompt = (new > self.width) | ((new > 0) & (lines[:, 0] == BRINGS_PROMPT))
         self.first = torch.where(is_prompt, given.q_indptr[1:] - 1, given.q_indptr[:-1]).long()
@@ -149,26 +149,26 @@ class _Walk:
         self.path = torch.where((self.places == 0) & self.has_nodes[:, None], 0, -1)
 
     def row(self, node: Tensor | None = None) -> Tensor:
-        """The token of each sequence's node, that of the path's end where none is given."""
+        """The token of each sequence's node; without a node, that of the path's end."""
         return (self.first + (self.node if node is None else node)).clamp(max=self._last_row)
 
     def children(self, node: Tensor) -> Tensor:
-        """bool [S, W]."""
+        """The children of a node, bool [S, W]."""
         return (self._parent == node[:, None]) & (self.places > node[:, None]) & self._is_node
 
     def first_of(self, which: Tensor) -> Tensor:
-        """The first node of some, W where there is none."""
+        """The first node of some, W if there is none."""
         return torch.where(which, self.places, self.width).amin(1)
 
     def accept(self, child: Tensor, is_accepted: Tensor) -> None:
-        """Go on to a child."""
+        """Goes on to a child."""
         self.count = self.count + is_accepted
         here = (self.places == self.count[:, None]) & is_accepted[:, None]
         self.path = torch.where(here, child[:, None], self.path)
         self.node = torch.where(is_accepted, child, self.node)
 
     def finish(self, next_token: Tensor, given: Verified, to: Accepted) -> None:
-        """Write what became of the sequences."""
+        """Writes the results of the sequences."""
         to.num_accepted.copy_(self.count)
         to.path.copy_(self.path)
         to.next_token.copy_(next_token)
@@ -197,12 +197,12 @@ def move_paths(pages: AlikePages, paths: AcceptedPaths) -> None:
         in_row = (page_no >= 0) & (page_no <= last)
         return torch.where(in_row, page, -1), offset // group_tokens, offset % group_tokens
 
-    # In order, as a place may be the target of one move and lie before the source of the next one.
+    # In order, because a place may be the target of one move and lie before the source of the next one.
     for at in range(1, width):
         live = moves[:, at]
         target, source = cells(older + at), cells(older + paths.path[:, at])
         is_live = live & (source[0] > paths.no_page) & (target[0] > paths.no_page)
-        # Fixed shapes: a sequence without a move does again what another one does, or writes what lies in page 0.
+        # Fixed shapes: a sequence without a move repeats another one's move, or writes the content of page 0.
         any_live = is_live.any()
         mover = torch.where(is_live, torch.arange(num_seqs, device=live.device), is_live.int().argmax())
         source = tuple(torch.where(any_live, each[mover], 0) for each in source)  # type: ignore[assignment]

@@ -1,6 +1,6 @@
-"""Rule out all but the likeliest tokens of rows, in place.
+"""Rules out all but the likeliest tokens of rows, in place.
 
-    kept:      the top_k likeliest tokens, of equal ones the first, whose logits are at least best + depth
+    kept:      the top_k likeliest tokens, the first ones of equal logits, whose logits are at least best + depth
     shaped[t]  = shaped[t] of kept tokens, else -inf
 
 best is the row's largest logit; depth is temperature * log(min_p). A program has a row, as in pick_rows.py.
@@ -52,7 +52,7 @@ _variant = repeated_launches(_cut_rows_kernel)
 
 
 def launch_cut_rows(asked: Tensor, shaped: Tensor) -> None:
-    """Rule out all but the likeliest tokens of rows.
+    """Rules out all but the likeliest tokens of rows.
 
     asked:  int32 [num, NUM_COLUMNS], contiguous; see asked.py
     shaped: float32 [num, vocab], contiguous, no NaN; changed

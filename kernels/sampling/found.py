@@ -1,4 +1,4 @@
-"""What is said of a row of logits in the place of its token."""
+"""Values that stand for a row of logits instead of its token."""
 
 ALL_ZERO = -1  # every logit of the row is 0
-NONE_LEFT = -2  # the request allows no token of a row whose own logits are good; said by the host
+NONE_LEFT = -2  # the request allows no token of a row whose own logits are good; set by the host

@@ -1,16 +1,16 @@
-"""Pick a token from each row of logits.
+"""Picks a token from each row of logits.
 
-    best      = the largest logit of the row; NaN where the row holds one
+    best      = the largest logit of the row; NaN if the row holds one
     greedy:     token = the first one whose logit is best
     drawing:    weight[t] = exp((logits[t] - best) / temperature), of the tokens that are kept; others have 0
                 token     = the first one with weight[0] + ... + weight[t] > uniform * (the sum of all)
 
-Kept are the likeliest tokens, of equal ones the first, up to the one with which the sum of the weights reaches top_p of
-the sum of all weights.
+The kept tokens are the likeliest ones, the first of equal ones, up to the one with which the sum of the weights reaches
+top_p of the sum of all weights.
 
-A program has a row and passes over it again and again, in blocks, each time in the same order: what it picks depends on
-nothing but the row. The least likely logit that is kept is found bit by bit, by what all logits above a candidate sum
-to. So nothing is sorted, and nothing is stored but what was found.
+A program has a row and passes over it again and again, in blocks, each time in the same order: its pick depends on
+nothing but the row. The least likely logit that is kept is found bit by bit, from the sum of weights of all logits
+above a candidate. So nothing is sorted, and nothing is stored but the results.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _pick_rows_kernel(
         where_top = tl.where(better, token, where_top)
     has_nan = tl.max(odd >> 1, 0) > 0
     best = tl.where(has_nan, float("nan"), tl.max(top, 0))
-    # Of a row of NaN or of -inf it is some token.
+    # A row of NaN or of -inf gets some token.
     picked = tl.min(tl.where(top == tl.max(top, 0), where_top, vocab - 1), 0)
     temperature = 0.0
     if num_drawing > 0:
@@ -78,7 +78,7 @@ def _pick_rows_kernel(
         lowest = order_of(tl.full([1], float("-inf"), tl.float32), SAME_BITS)
         least = tl.min(lowest, 0)
         mass = _mass_from(row_logits, vocab, best, sharpness, least, SAME_BITS, BLOCK)
-        num_equal = vocab  # of the tokens of the least logit that is kept, so many are
+        num_equal = vocab  # the number of tokens with the least kept logit that are kept
         if top_p < 1:
             wanted = top_p * mass
             above = tl.min(order_of(best + tl.zeros([1], tl.float32), SAME_BITS), 0) + 1
@@ -132,15 +132,15 @@ _variant = repeated_launches(_pick_rows_kernel)
 
 @only_launches
 def launch_pick_rows(logits: Tensor, terms: Tensor, tokens: Tensor, found: Tensor, *, num_drawing: int) -> None:
-    """Pick a token from each row.
+    """Picks a token from each row.
 
     logits:      float32, float16 or bfloat16 [rows, vocab], rows of contiguous logits; read only
-    terms:       float32 [rows, 3], contiguous: temperature (0: greedy; at least 1e-30 and at most 1e30 where it draws),
-                 top_p and a uniform number of [0, 1); in pinned host memory or on the device. Not read where
-                 num_drawing is 0
-    tokens:      int32 [rows], receives the tokens; some token of the vocabulary where none can be picked
-    found:       int32 [rows, 2], contiguous, receives the token, or ALL_ZERO where all logits are 0, and the bits of
-                 the largest logit as float32; may lie in pinned host memory
+    terms:       float32 [rows, 3], contiguous: temperature (0: greedy; at least 1e-30 and at most 1e30 if it draws),
+                 top_p and a uniform number of [0, 1); in pinned host memory or on the device. Not read if num_drawing
+                 is 0
+    tokens:      int32 [rows], receives the tokens; some token of the vocabulary if none can be picked
+    found:       int32 [rows, 2], contiguous, receives the token, or ALL_ZERO if all logits are 0, and the bits of the
+                 largest logit as float32; may lie in pinned host memory
     num_drawing: rows that draw
     """
     rows, vocab = logits.shape

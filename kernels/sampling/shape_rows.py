@@ -1,12 +1,12 @@
-"""Logits of rows that ask for it, with penalties and a mask.
+"""Logits of rows that request it, with penalties and a mask.
 
     x            = logits[row, t]
     seen[t]      = whether the prompt or the text has token t; n[t]: how often the text has it
-    x            = x / repetition where x > 0, else x * repetition      of seen tokens
+    x            = x / repetition if x > 0, else x * repetition      of seen tokens
     x            = x - presence * (n[t] > 0) - frequency * n[t]
-    shaped[i, t] = x where bit t % 32 of mask[t // 32] is set, else -inf
+    shaped[i, t] = x if bit t % 32 of mask[t // 32] is set, else -inf
 
-in float32, one program for each row that asks and block of tokens. What a row has no counts or no mask for is left out.
+in float32, one program for each such row and block of tokens. A row without counts or without a mask skips those steps.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _variant = repeated_launches(_shape_rows_kernel)
 
 
 def launch_shape_rows(logits: Tensor, asked: Tensor, counts: Tensor, masks: Tensor, shaped: Tensor) -> None:
-    """Put rows of logits, as they are to be picked from, into a place of their own.
+    """Writes rows of logits, in the form from which they are picked, to a place of their own.
 
     logits: float32, float16 or bfloat16 [rows, vocab], rows of contiguous logits; read only
     asked:  int32 [num, NUM_COLUMNS], contiguous; see asked.py

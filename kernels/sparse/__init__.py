@@ -1,1 +1,1 @@
-"""Sparse attention: index scores over paged keys, the top-k of each token, and attention over what was selected."""
+"""Sparse attention: index scores over paged keys, the top-k of each token, and attention over the selection."""

@@ -1,8 +1,8 @@
-"""What sparse attention is given, as values that launchers and their torch twins take whole.
+"""The arguments of sparse attention, as values that launchers and their torch twins take whole.
 
 An index key stands for one token, or for a few that a model pooled; it lies in pages that have the ids of the layer's
-own pages. A unit is what is selected: a token, a pool, or a block of tokens. Unit u of a sequence is the tokens
-[u, u + 1) * unit_tokens of its KV. Which units a token gets depends on nothing but that token: decode and extend alike.
+own pages. Units are selected: a unit is a token, a pool, or a block of tokens. Unit u of a sequence is the tokens
+[u, u + 1) * unit_tokens of its KV. The units of a token depend on nothing but that token: decode and extend agree.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 
-# Of a selection, at and past its count.
+# The entries of a selection at and past its count.
 NO_UNIT = -1
-# Bits of the word that says what is wrong with a selection: a count is negative, or larger than the units that the
+# Bits of the word that reports errors of a selection: a count is negative, or larger than the units that the
 # token sees or than the width; an entry is no unit that its token sees; an entry is not larger than the one before it.
 BAD_COUNT, OUTSIDE, NOT_ASCENDING = 1, 2, 4
 
 
 class Pooling(enum.Enum):
-    """How the scores of a unit's keys become the unit's."""
+    """The way that the scores of a unit's keys become the unit's score."""
 
     MAX = "the largest score of its keys"
     MEAN = "the mean of its keys' scores"
 
 
 class LastUnit(enum.Enum):
-    """What becomes of a unit that a token sees a part of only: the last one.
+    """The treatment of a unit of which a token sees only a part: the last one.
 
     SCORED:   it is chosen or not, by the keys that the token sees
-    ADDED:    it is added to what was chosen
+    ADDED:    it is added to the chosen units
     LEFT_OUT: the token does not get it
     """
 
@@ -46,7 +46,7 @@ class LastUnit(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Indexing:
-    """How index keys are scored, and units chosen.
+    """The way that index keys are scored, and units chosen.
 
         score[t, s, u] = pooling over keys r of unit u that t sees:   sum over heads h of set s:
                          weights[t, h] * f(scale * q[t, h] . k[r])                             f(x) = max(x, 0), or x
@@ -60,9 +60,9 @@ class Indexing:
     rectified:   whether f is max(x, 0)
     key_tokens:  tokens that an index key stands for; a key is there when all of them are
     unit_keys:   index keys of a unit
-    pooling:     of unit_keys scores; of one key it means nothing
-    first, last: candidates at the beginning and at the end of what a token sees that are chosen whatever their scores
-    last_unit:   see LastUnit; where key_tokens is more than 1, an incomplete unit cannot be scored
+    pooling:     of unit_keys scores; with one key it has no effect
+    first, last: candidates at the beginning and at the end of a token's keys that are chosen whatever their scores
+    last_unit:   see LastUnit; if key_tokens is more than 1, an incomplete unit cannot be scored
     """
 
     scale: float
@@ -78,7 +78,7 @@ class Indexing:
 
     @property
     def refusal(self) -> str:
-        """Why nothing can be chosen this way; empty where it can."""
+        """Returns the reason why nothing can be chosen this way; empty if it can."""
         if not (math.isfinite(self.scale) and self.scale > 0):
             return f"scale of an indexer is {self.scale}; it must be a positive number"
         for name in ("top", "sets", "key_tokens", "unit_keys"):
@@ -113,13 +113,13 @@ class Indexing:
 
 
 class TokenPlaces(NamedTuple):
-    """T padded tokens, and where they are. A token sees the keys of its sequence up to its own.
+    """T padded tokens, and their places. A token sees the keys of its sequence up to its own.
 
     row_of_token:      int32 [T]  token -> row of the table
     position_of_token: int32 [T]  token -> place in its sequence's KV
     num_tokens:        int32 [1]  tokens at or past it belong to no sequence, and see nothing
     max_q_len:         no sequence has more of the tokens
-    max_kv_len:        no row is read past the pages of so many tokens
+    max_kv_len:        rows are not read past the pages of this many tokens
     """
 
     row_of_token: Tensor
@@ -129,7 +129,7 @@ class TokenPlaces(NamedTuple):
     max_kv_len: int
 
     def check(self) -> None:
-        """What launchers assert of them."""
+        """Asserts dtypes, shapes and contiguity."""
         for each in (self.row_of_token, self.position_of_token, self.num_tokens):
             assert each.dtype == torch.int32
             assert each.is_contiguous()
@@ -139,7 +139,7 @@ class TokenPlaces(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The units that each token gets, in a buffer that its owner may hand to the attention of several layers.
+    """The units that each token gets, in a buffer that its owner may pass to the attention of several layers.
 
     units:       int32 [T, sets, width]  unit numbers, ascending; NO_UNIT at and past the count
     counts:      int32 [T, sets]
@@ -161,7 +161,7 @@ class Selection(NamedTuple):
         return self.units.shape[2]
 
     def check(self, num_tokens: int) -> None:
-        """What launchers assert of it."""
+        """Asserts dtypes, shapes and contiguity."""
         assert self.units.dtype == self.counts.dtype == torch.int32
         assert self.units.shape == (num_tokens, self.sets, self.width)
         assert self.counts.shape == (num_tokens, self.sets)
@@ -175,7 +175,7 @@ class IndexPages(NamedTuple):
 
     keys:  [pages, page_keys, dim], page_keys = page_size / key_tokens; the last stride is 1. bfloat16, float16, float32
            or an eight-bit encoding
-    scale: float32 factor of the keys: [1], or [pages, page_keys]; None: there is none
+    scale: float32 scale of the keys: [1], or [pages, page_keys]; None: there is none
     """
 
     keys: Tensor
@@ -187,7 +187,7 @@ class IndexArgs(NamedTuple):
 
     q:       [T, index_heads, dim], any strides but the last; in the keys' eight-bit encoding, or in bfloat16, float16
              or float32, to which keys are widened
-    weights: float32 [T, index_heads], any strides; or None: all are 1. What q's own encoding is scaled by is in them
+    weights: float32 [T, index_heads], any strides; or None: all are 1. They include the scale of q's own encoding
     pages:   the index keys
     table:   int32 [rows, width]: row, page_no -> page, of the layer's own pages
     tokens:  the step's tokens
@@ -200,7 +200,7 @@ class IndexArgs(NamedTuple):
     tokens: TokenPlaces
 
     def check(self, indexing: Indexing) -> None:
-        """What launchers assert, cheap and on the host: what would read other memory or give wrong scores."""
+        """Asserts, cheaply and on the host, that launches read no other memory and give no wrong scores."""
         num_tokens, num_heads, dim = self.q.shape
         keys, scale = self.pages
         self.tokens.check()
@@ -224,7 +224,7 @@ class IndexArgs(NamedTuple):
 class SelectedArgs(NamedTuple):
     """One layer's attention over a selection.
 
-    A token sees, of each listed unit, the tokens up to its own. An entry counts as often as it is listed; an entry
+    A token sees the tokens of each listed unit up to its own. An entry counts as often as it is listed; an entry
     outside of the sequence's KV gives no key. Tokens that see no key get 0, and LSE -inf.
 
     q, out:    [T, q_heads, head_dim | v_head_dim], any strides but the last; out is written
@@ -254,7 +254,7 @@ class SelectedArgs(NamedTuple):
         return num_kv_heads, self.q.shape[1] // num_kv_heads
 
     def check(self) -> None:
-        """What launchers assert, cheap and on the host."""
+        """Asserts the properties that launchers rely on, cheaply and on the host."""
         q, k, v, out = self.q, self.pages.k, self.pages.v, self.out
         num_tokens, num_q_heads, head_dim = q.shape
         num_pages, page_size, num_kv_heads, v_head_dim = v.shape

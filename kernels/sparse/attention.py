@@ -2,13 +2,13 @@
 
     out[token] = softmax(scale * q[token] . K^T) V      K, V: of the listed units, the tokens up to the token's own
 
-A row is the query heads that share a KV head, or a block of them. Its selection is cut into parts of as many keys each:
-a fixed number, so that one grid serves all lengths. A row of one part is written to out; of the others each part leaves
-a partial result, which merge_parts.py adds up from left to right. Key n of a selection is token n % unit_tokens of the
-unit that is listed at n // unit_tokens. Of latent pages a row is loaded once, and is K and V.
+A row is the query heads that share a KV head, or a block of them. Its selection is cut into a fixed number of parts
+with equally many keys, so that one grid serves all lengths. A row of one part is written to out; for the others each
+part leaves a partial result, which merge_parts.py adds up from left to right. Key n of a selection is token n %
+unit_tokens of the unit that is listed at n // unit_tokens. A row of latent pages is loaded once, and is K and V.
 
-Deterministic attention has segments for parts (attention/segments.py): a selection of all that a token sees, in order,
-then gives the bits that deterministic decode and extend give.
+Deterministic attention has segments as parts (attention/segments.py): if a selection holds all that a token sees, in
+order, it gives the bits of deterministic decode and extend.
 """
 
 from __future__ import annotations
@@ -66,32 +66,32 @@ class Query(NamedTuple):
 
 @triton.jit
 def _load_units(listing, key, G: tl.constexpr):
-    """The unit that each key belongs to; entries past the selection aim at its last one."""
+    """The unit that each key belongs to; entries past the selection get its last one."""
     return tl.load(listing.units + tl.minimum(key // G.UNIT_TOKENS, G.WIDTH - 1))
 
 
 @triton.jit
 def _position(listing, key, unit, G: tl.constexpr):
-    """The place of each key in the sequence's KV; -1 where there is none that the token sees."""
+    """The place of each key in the sequence's KV; -1 if the token sees no such key."""
     if G.UNIT_TOKENS == 1:
         position = unit
         is_seen = in_range(unit, 0, listing.visible)
     else:
         position = unit * G.UNIT_TOKENS + key % G.UNIT_TOKENS
-        # Units first: a number far outside would come back into the KV when it is multiplied.
+        # Units are tested first: a number far outside would come back into the KV when it is multiplied.
         is_seen = in_range(unit, 0, tl.cdiv(listing.visible, G.UNIT_TOKENS)) & (position < listing.visible)
     return tl.where(is_seen & (key < listing.end), position, -1)
 
 
 @triton.jit
 def _load_page(listing, position, G: tl.constexpr):
-    """The page of each place; of no place that of the first."""
+    """The page of each place; for no place that of the first."""
     return tl.load(listing.pages + tl.minimum(tl.maximum(position, 0) // G.PAGE_SIZE, listing.width - 1))
 
 
 @triton.jit
 def _load_rows(rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.constexpr):
-    """Columns [FIRST, FIRST + COLUMNS) of rows, 0 from END on and where a row is not live. rows: pointers [n]"""
+    """Columns [FIRST, FIRST + COLUMNS) of rows, 0 from END on and for rows that are not live. rows: pointers [n]"""
     column = FIRST + tl.arange(0, COLUMNS)
     mask = live[:, None]
     if FIRST + COLUMNS > END:
@@ -101,7 +101,7 @@ def _load_rows(rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.c
 
 @triton.jit
 def _attend(query, k_side, v_side, factors, listing, G: tl.constexpr):
-    """What the keys [listing.first, listing.end) of a selection give each row."""
+    """Returns the softmax state of the keys [listing.first, listing.end) of a selection for each row."""
     KEY_BLOCK: tl.constexpr = G.KEY_BLOCK
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
     V_COLUMNS: tl.constexpr = G.V_COLUMNS
@@ -201,7 +201,7 @@ def _selected_attention_kernel(
     kv_head, first_head, num_q_rows = heads_of_row(row, G)
     num_keys, selection = listed_keys(counts, token, kv_head, G)
     first = part * C.part_keys
-    # Of a row in several parts the merge knows which ones have keys.
+    # If a row has several parts, the merge knows which ones have keys.
     if (C.parts == 1) | (first < num_keys):
         q_row = tl.arange(0, G.QUERY_ROWS)
         is_row = q_row < num_q_rows
@@ -238,11 +238,11 @@ def _selected_attention_kernel(
 
 
 def launch_selected_attention(args: SelectedArgs, *, scale: float, tiles: SelectedTiles, programs: int) -> None:
-    """Attention of every token over its selection; tokens that see no key get 0 and LSE -inf.
+    """Attends for every token over its selection; tokens that see no key get 0 and LSE -inf.
 
     args:     with a workspace of selected_cut(...).words(...) or longer
     scale:    factor on q . k
-    programs: that the device shall have; a selection is cut in no more parts than that takes
+    programs: that the device is to have; a selection is cut in no more parts than that takes
 
     Raises ValueError for pages that the kernel does not read.
     """
@@ -256,12 +256,12 @@ def launch_selected_attention(args: SelectedArgs, *, scale: float, tiles: Select
 
 
 def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: SegmentTiles, by_pairs: bool) -> None:
-    """launch_selected_attention, whose bits depend on nothing but a token and its selection.
+    """Does the same as `launch_selected_attention`, with bits that depend on nothing but a token and its selection.
 
-    A token that selects all that it sees gets the bits that launch_segment_decode and launch_segment_extend give it.
+    A token that selects all that it sees gets the bits of launch_segment_decode and launch_segment_extend.
 
     args:     with a workspace of segment_cut(...).words(...) or longer
-    by_pairs: whether weights are added up pair by pair, as deterministic attention to all latents may do it
+    by_pairs: whether weights are added up pair by pair, as deterministic attention to all latents may do
 
     Raises ValueError for pages that the kernel does not read.
     """
@@ -320,7 +320,7 @@ def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **opti
 
 
 def _geometry(args: SelectedArgs, cut: SelectedCut, query_rows: int, key_block: int, stages: int) -> SelectedGeometry:
-    """What the launch is compiled for; its arguments are checked."""
+    """Checks the arguments and returns the values that the launch is compiled for."""
     args.check()
     form = args.pages.format
     if form.kind is PoolKind.VECTORIZED:

@@ -1,6 +1,6 @@
-"""Whether a selection keeps to its sequences: ascending units, each once, within what its token sees.
+"""Checks that a selection keeps to its sequences: ascending units, each once, within the keys that its token sees.
 
-Attention needs none of it. An entry outside of a sequence's KV gives no key, and an entry that is listed twice counts
+Attention does not need it. An entry outside of a sequence's KV gives no key, and an entry that is listed twice counts
 twice. Both are mistakes of the selection's author, and a debug run reports them.
 """
 
@@ -51,7 +51,7 @@ def _check_selection_kernel(
 
 
 def launch_check_selection(selection: Selection, tokens: TokenPlaces, faults: Tensor) -> None:
-    """Set bits of a fault word for what is wrong with a selection.
+    """Sets bits of a fault word for each error in a selection.
 
     faults: int32 [1]; bits are added:
             BAD_COUNT      a count is negative, or larger than the units that the token sees or the selection's width

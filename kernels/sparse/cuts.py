@@ -1,6 +1,6 @@
-"""How sparse attention's work is cut, and the scratch that it takes: by shapes alone, so a graph serves all lengths.
+"""The cut of sparse attention's work, and its scratch: both depend on shapes alone, so a graph serves all lengths.
 
-Without Triton, so that a provider can choose and describe a kernel where there is none.
+This module does not import Triton, so that a provider can choose and describe a kernel where there is none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_ROUNDS = 4
 
 
 def index_splits(blocks: int, key_blocks: int, programs: int) -> int:
-    """Programs that share the keys of a block of tokens: such that the last round of them leaves the device least idle.
+    """Programs that share the keys of a block of tokens: their last round leaves the device as little idle as possible.
 
     blocks, key_blocks: of tokens, and the most of keys that one of them meets
     programs:           that the device holds at a time
@@ -39,7 +39,7 @@ def index_splits(blocks: int, key_blocks: int, programs: int) -> int:
 
 
 class TopKCut(NamedTuple):
-    """How the candidates of a token and set, its line, are searched for the best ones (top_k.py).
+    """The cut of the search for the best candidates of a token and set, its line (top_k.py).
 
     stride:      words of a line of scores
     parts:       parts of a line that are filtered side by side; 0: the line is short, and nothing is filtered
@@ -61,21 +61,21 @@ class TopKCut(NamedTuple):
 
     @property
     def line_words(self) -> int:
-        """Words of scratch of a line: scores; of each part the candidates and their number; maxima and their bound."""
+        """Words of scratch of a line: scores; for each part the candidates and their number; maxima and their bound."""
         return self.stride + (self.parts * (2 * self.part_units + 1) + self.groups + 1 if self.parts else 0)
 
 
 def top_k_cut(max_units: int, indexing: Indexing, *, longest_part: int = 8192) -> TopKCut:
     """The cut of lines of up to max_units candidates.
 
-    longest_part: units that a program holds that searches, a power of two; one that filters has a quarter of them
+    longest_part: units that a searching program holds, a power of two; a filtering one has a quarter of them
     """
     # Lines begin at 16 bytes.
     stride = max(-(-max_units // 4) * 4, 4)
     if max_units <= longest_part:
         return TopKCut(stride, 0, 0, 0, max(next_power_of_2(max_units), 16))
-    # Two maxima for each unit that is chosen: of random scores about 1.4 * top units then reach the bound. With four,
-    # whose bound is nearer, all of top-k takes 76 us in place of 56 (64 lines of 64k, top 2048; H200).
+    # Two maxima for each unit that is chosen: with random scores about 1.4 * top units then reach the bound. With four,
+    # whose bound is nearer, all of top-k takes 76 us instead of 56 (64 lines of 64k, top 2048; H200).
     groups = min(max(next_power_of_2(2 * indexing.top), 256), longest_part)
     block_units = min(max(next_power_of_2(2 * indexing.top), 256), longest_part)
     part_units = longest_part // 4
@@ -89,17 +89,17 @@ def select_chunk(num_tokens: int, max_kv_len: int, indexing: Indexing) -> int:
 
 
 def select_words(num_tokens: int, max_kv_len: int, indexing: Indexing) -> int:
-    """float32 words of scratch of launch_select, for so many padded tokens."""
+    """float32 words of scratch of launch_select, for num_tokens padded tokens."""
     cut = top_k_cut(indexing.max_units(max_kv_len), indexing)
     return select_chunk(num_tokens, max_kv_len, indexing) * indexing.sets * cut.line_words
 
 
 class SelectedCut(NamedTuple):
-    """How attention over a selection is handed out: a program for each part of a token's row.
+    """The cut of attention over a selection: a program for each part of a token's row.
 
     rows:      rows of a token: KV heads, times the blocks that the query heads of one are cut into
     row_heads: query heads of a row; the last block of a KV head may have fewer
-    parts:     parts of a selection; they are merged where there are several
+    parts:     parts of a selection; they are merged if there are several
     part_keys: places of a part, whole key blocks
     """
 
@@ -109,18 +109,18 @@ class SelectedCut(NamedTuple):
     part_keys: int
 
     def words(self, num_tokens: int, v_head_dim: int) -> int:
-        """float32 words of scratch for so many padded tokens: an accumulator, a maximum and a sum of each part."""
+        """float32 words of scratch for num_tokens padded tokens: an accumulator, a maximum and a sum of each part."""
         return num_tokens * self.rows * self.parts * self.row_heads * (v_head_dim + 2) if self.parts > 1 else 0
 
 
 def selected_cut(
     num_tokens: int, selection_keys: int, *, heads: tuple[int, int], tiles: SelectedTiles, programs: int
 ) -> SelectedCut:
-    """The cut of so many padded tokens.
+    """The cut of num_tokens padded tokens.
 
     selection_keys: width * unit_tokens
     heads:          KV heads, and query heads that share one
-    programs:       that the device shall have; tokens are cut in no more parts than give so many
+    programs:       that the device is to have; tokens are cut in no more parts than give this many
     """
     num_kv_heads, ratio = heads
     head_blocks = -(-ratio // tiles.query_rows)
@@ -132,7 +132,7 @@ def selected_cut(
 
 
 def segment_cut(selection_keys: int, *, heads: tuple[int, int], tiles: SegmentTiles) -> SelectedCut:
-    """The cut of deterministic attention, of any number of tokens: a part is a segment. Arguments: selected_cut's."""
+    """The cut of deterministic attention, for any number of tokens: a part is a segment. Arguments: selected_cut's."""
     num_kv_heads, ratio = heads
     head_blocks = -(-ratio // tiles.decode_rows)
     parts = max(-(-selection_keys // tiles.segment_len), 1)

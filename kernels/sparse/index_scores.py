@@ -3,10 +3,10 @@
     score[t, s, u] = pooling over keys r of unit u that t sees:   sum over heads h of set s:
                      weights[t, h] * f(scale * q[t, h] . k[r]) * factor of k[r]
 
-A program takes a block of tokens and every so many-th block of keys of their sequence, so that work is shared out
-evenly at any length. Products are computed as k q^T: keys fill the long side of the matrix unit, and the sum over heads
-stays within a thread's own registers for the most part. Keys are loaded once for all tokens of a block that share a
-sequence; where sequences meet in a block, it is walked once for each of them.
+A program takes a block of tokens and every splits-th block of keys of their sequence, so that work is shared out evenly
+at any length. Products are computed as k q^T: keys fill the long side of the matrix unit, and the sum over heads stays
+mostly within a thread's own registers. Keys are loaded once for all tokens of a block that share a sequence; if
+sequences meet in a block, it is walked once for each of them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _TYPES = {Encoding.E4M3FN.number: tl.float8e4nv, Encoding.E4M3FNUZ.number: tl.fl
 
 
 class IndexGeometry(NamedTuple):
-    """What scoring is compiled for.
+    """The values that scoring is compiled for.
 
     DIM, D_COLUMNS:      elements of a key, and padding
     ENCODING:            of keys; Encoding's number
     CODED_Q:             whether q is in that encoding too
-    TOKEN_SCALES:        whether keys have a factor each
+    TOKEN_SCALES:        whether each key has a scale
     PAGE_KEYS:           index keys of a page
     KEY_BLOCK:           keys of a block, whole units
     TOKENS:              tokens of a block
@@ -75,7 +75,7 @@ class IndexGeometry(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of products, [COLUMNS] but for the last two: weight, or None; whether a column is a head of a token;
+    """The columns of products, [COLUMNS] except the last two: weight, or None; whether a column is a head of a token;
     of a line (a token and a set) [TOKENS * SET_COLUMNS]: keys that it sees, and where its scores are written or -1."""
 
     weight: Any
@@ -86,7 +86,7 @@ class Columns(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Index keys of one sequence: pages, strides between pages and keys; factors; its line of the table, its width."""
+    """Index keys of one sequence: pages, strides between pages and keys; scales; its line of the table, its width."""
 
     at: Any
     page: Any
@@ -98,7 +98,7 @@ class Keys(NamedTuple):
 
 @constexpr_function
 def _multiplies_codes(encoding: int) -> bool:
-    """Whether the target's matrix unit takes codes of an encoding as they are."""
+    """True if the target's matrix unit multiplies codes of an encoding directly."""
     target = None if knobs.runtime.interpret else current_target()
     if target is None:
         return False
@@ -109,7 +109,7 @@ def _multiplies_codes(encoding: int) -> bool:
 
 @constexpr_function
 def _is_half_sooner(encoding: int) -> bool:
-    """Whether codes become float16 by fewer instructions than bfloat16."""
+    """True if codes become float16 by fewer instructions than bfloat16."""
     target = None if knobs.runtime.interpret else current_target()
     return (
         encoding in (Encoding.E4M3FN.number, Encoding.E5M2.number) and target is not None and target.backend == "cuda"
@@ -123,7 +123,7 @@ def _type(encoding: int) -> tl.dtype:
 
 @triton.jit
 def _factor_of_products(x, ENCODING: tl.constexpr, DTYPE: tl.constexpr, CODED_Q: tl.constexpr):
-    """q or keys as they are multiplied: codes as they are where both are codes and the target multiplies them."""
+    """q or keys as factors of products: unchanged codes if both are codes and the target multiplies them."""
     if CODED_Q and _multiplies_codes(ENCODING):
         F8: tl.constexpr = _type(ENCODING)
         result = x.to(F8, bitcast=True)
@@ -134,7 +134,7 @@ def _factor_of_products(x, ENCODING: tl.constexpr, DTYPE: tl.constexpr, CODED_Q:
 
 @triton.jit
 def _pooled(scores, seen, G: tl.constexpr):
-    """Scores of keys [KEY_BLOCK, lines] -> of units; -inf where a line sees no key of a unit, NaN where one is NaN."""
+    """Scores of keys [KEY_BLOCK, lines] -> of units; -inf if a line sees no key of a unit, NaN if one is NaN."""
     LINES: tl.constexpr = G.TOKENS * G.SET_COLUMNS
     UNITS: tl.constexpr = G.KEY_BLOCK // G.UNIT_KEYS
     of_unit = tl.reshape(scores, [UNITS, G.UNIT_KEYS, LINES])
@@ -146,7 +146,7 @@ def _pooled(scores, seen, G: tl.constexpr):
         result = tl.where(num_seen > 0, result, float("-inf"))
     else:
         largest = tl.max(tl.where(is_seen > 0, of_unit, float("-inf")), 1)
-        # A maximum of NaN and a number is the number.
+        # The maximum of NaN and a number is the number.
         num_nan = tl.sum(((is_seen > 0) & (of_unit != of_unit)).to(tl.int32), 1)
         result = tl.where(num_nan > 0, float("nan"), largest)
     return result
@@ -154,7 +154,7 @@ def _pooled(scores, seen, G: tl.constexpr):
 
 @triton.jit
 def _score_key_blocks(scores, q, keys, columns, first_block, step, factor, G: tl.constexpr):
-    """Write the scores of every step-th key block from first_block on. q: [D_COLUMNS, COLUMNS]"""
+    """Writes the scores of every step-th key block from first_block on. q: [D_COLUMNS, COLUMNS]"""
     KEY_BLOCK: tl.constexpr = G.KEY_BLOCK
     LINES: tl.constexpr = G.TOKENS * G.SET_COLUMNS
     lane = tl.arange(0, KEY_BLOCK)
@@ -242,7 +242,7 @@ def _index_scores_kernel(
     q_block = tl.load(q_at[None, :] + d[:, None], mask=is_head[None, :] & (d < G.DIM)[:, None], other=0)
     factor = scale
     if G.CODED_Q:
-        # Decoded where the target cannot multiply codes; float16 has every one of them.
+        # Decoded if the target cannot multiply codes; float16 represents all of them.
         q_block = _factor_of_products(q_block, G.ENCODING, tl.float16, True)
     elif _is_half_sooner(G.ENCODING):
         q_block, q_factor = half_query(q_block)
@@ -259,7 +259,7 @@ def _index_scores_kernel(
     line_at = ((line_token - first_token) * G.SETS + line % G.SET_COLUMNS).to(tl.int64) * scores_line
     visible = visible_tokens(position_of_token, num_tokens, line_token, is_line)
     line_row = tl.load(row_of_token + line_token, mask=is_line, other=-1)
-    # Tokens of one sequence lie beside each other: walk the keys of each sequence that the block has tokens of.
+    # Tokens of one sequence are adjacent: walk the keys of each sequence that the block has tokens of.
     done = 0
     while done < TOKENS:
         row = tl.load(row_of_token + tl.minimum(block_token + done, end_token - 1))
@@ -290,7 +290,7 @@ def launch_index_scores(
     programs: int,
     first_token: int = 0,
 ) -> None:
-    """Scores of the candidates of tokens [first_token, first_token + n); what else a line holds stays as it is.
+    """Writes scores of the candidates of tokens [first_token, first_token + n); the rest of a line stays unchanged.
 
     scores:   float32 [n, sets, stride], contiguous; stride is no less than any token's candidates
     programs: that the device holds at a time
@@ -339,7 +339,7 @@ def launch_index_scores(
 def launch_select(
     args: IndexArgs, selection: Selection, workspace: Tensor, *, indexing: Indexing, tiles: IndexTiles, programs: int
 ) -> None:
-    """The units of every token: scores, then the best of them, for as many tokens at a time as the scratch holds.
+    """Selects the units of every token: scores, then the best units, for as many tokens at a time as the scratch holds.
 
     selection: of indexing's sets and width; written whole
     workspace: float32, select_words(...) or longer; content is undefined
@@ -361,7 +361,7 @@ def launch_select(
 
 
 def _geometry(args: IndexArgs, indexing: Indexing, tiles: IndexTiles) -> IndexGeometry:
-    """What the launch is compiled for."""
+    """Returns the values that the launch is compiled for."""
     keys, k_scale = args.pages
     heads, dim = args.q.shape[1] // indexing.sets, args.q.shape[2]
     set_columns = next_power_of_2(indexing.sets)

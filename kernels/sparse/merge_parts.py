@@ -1,6 +1,6 @@
-"""Merge the parts of rows from left to right (attention/segments.py), and write out and LSE.
+"""Merges the parts of rows from left to right (attention/segments.py), and writes out and LSE.
 
-Element by element, so how rows and columns are shared out decides no bit.
+It works element by element, so the way that rows and columns are shared out decides no bit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rocm_attn.kernels.sparse.rows import HeadsOfToken, SelectedGeometry, heads_
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Elements of an accumulator that a program merges, rows times columns, and parts of a row that are loaded before they
-# are merged, one after the other. Where a row has many parts, tokens are few and programs may be smaller: one token of
-# 16 heads in 64 parts takes 13 us in place of 25, and 64 tokens in 4 parts would take 59 in place of 58 (H200).
+# are merged, one after the other. If a row has many parts, tokens are few and programs may be smaller: one token of
+# 16 heads in 64 parts takes 13 us instead of 25, and 64 tokens in 4 parts would take 59 instead of 58 (H200).
 _ELEMENTS, _PARTS = 512, 4
 _MANY_PARTS = 8
 _ELEMENTS_OF_MANY, _PARTS_OF_MANY = 128, 8
@@ -73,7 +73,7 @@ def _merge_parts_kernel(
 
 
 def launch_merge_parts(args: SelectedArgs, parts: Tensor, sums: Tensor, geometry: SelectedGeometry) -> None:
-    """out and LSE of every row; the arguments are launch_selected_attention's.
+    """Writes out and LSE of every row; the arguments are launch_selected_attention's.
 
     parts: float32 [tokens, rows, parts, row_heads, v_head_dim] flat; sums: [.., 2] flat, maximum (base 2) and sum
     """

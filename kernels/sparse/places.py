@@ -1,4 +1,4 @@
-"""What a token sees, as kernels of sparse attention derive it."""
+"""The keys that a token sees, as kernels of sparse attention derive them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import triton.language as tl
 
 @triton.jit
 def visible_tokens(position_of_token, num_tokens, token, live):
-    """How many tokens of its sequence each token sees; 0 of no sequence. token: int32; live: which are looked up"""
+    """The tokens of its sequence that each token sees; 0 without a sequence. token: int32; live: which are looked up"""
     live = live & (token < tl.load(num_tokens))
     return tl.load(position_of_token + token, mask=live, other=-1) + 1
 
 
 @triton.jit
 def candidate_units(visible, UNIT_TOKENS: tl.constexpr, LAST_SCORED: tl.constexpr):
-    """How many units a token chooses among; LAST_SCORED: a unit that it sees a part of is one of them."""
+    """The number of units that a token chooses from; LAST_SCORED: including a unit that it sees a part of."""
     return tl.cdiv(visible, UNIT_TOKENS) if LAST_SCORED else visible // UNIT_TOKENS

@@ -1,4 +1,4 @@
-"""Rows of attention over a selection: what kernels are compiled for, whose rows these are, and how they are written."""
+"""Rows of attention over a selection: the values that kernels are compiled for, the rows' heads, and their output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rocm_attn.kernels.sparse.cuts import SelectedCut
 
 
 class SelectedGeometry(NamedTuple):
-    """What attention over a selection is compiled for.
+    """The values that attention over a selection is compiled for.
 
     cut:                  how tokens are cut
     GQA_RATIO:            query heads that share a KV head
@@ -21,16 +21,16 @@ class SelectedGeometry(NamedTuple):
     SHARED:               whether all KV heads have one selection
     WIDTH, UNIT_TOKENS:   units of a selection, tokens of a unit
     HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row
-    K_DIM:                elements of a K row, of latent pages those that are V too
+    K_DIM:                elements of a K row; in latent pages only those that are V too
     K_COLUMNS, V_COLUMNS: columns of a block of them and of a block of V, padding included
-    REST:                 of latent pages, columns of what comes after V in a row, padding included; 0: nothing
+    REST:                 in latent pages, columns after V in a row, padding included; 0: there are none
     LATENT:               whether V is the beginning of K
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
     PAGE_SIZE:            tokens of a page
     QUERY_ROWS:           rows of the q block, a query head each, then padding
     KEY_BLOCK:            keys of a block
     EXACT:                whether results may not depend on which products and sums the compiler fuses
-    BY_PAIRS:             of EXACT, whether weights of keys are added up pair by pair (softmax.sum_by_pairs)
+    BY_PAIRS:             if EXACT, whether weights of keys are added up pair by pair (softmax.sum_by_pairs)
     STAGES:               key blocks whose loads are in flight
     coding:               how elements of pages are encoded
     """
@@ -68,7 +68,7 @@ class HeadsOfToken(NamedTuple):
 
 @triton.jit
 def store_rows(softmax, heads, sinks, out, lse, columns, V_HEAD_DIM: tl.constexpr):
-    """Write out and, if lse.at is not None, LSE of rows of a token, with their sinks. columns: of acc"""
+    """Writes out and, if lse.at is not None, LSE of rows of a token, with their sinks. columns: of acc"""
     acc, maximum, total = softmax
     token, head, is_row = heads
     if sinks is not None:
@@ -86,7 +86,7 @@ def store_rows(softmax, heads, sinks, out, lse, columns, V_HEAD_DIM: tl.constexp
 
 @triton.jit
 def heads_of_row(row, G: tl.constexpr):
-    """A row's KV head and its first query head (int64), and how many query heads it has."""
+    """A row's KV head and its first query head (int64), and its number of query heads."""
     block_head = row % G.HEAD_BLOCKS * G.cut.row_heads
     kv_head = (row // G.HEAD_BLOCKS).to(tl.int64)
     return kv_head, kv_head * G.GQA_RATIO + block_head, tl.minimum(G.cut.row_heads, G.GQA_RATIO - block_head)

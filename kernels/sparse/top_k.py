@@ -1,19 +1,19 @@
 """The units with the largest scores of each token: exact, equal scores in order of their units, in ascending order.
 
 A line is the scores of one token and set. Scores become int32 keys of the same order, so that a search over keys finds
-the top-th largest exactly: it divides a range of keys and counts those from each part on, until as many are left as are
-wanted, or the range is one key, of which the first units are taken.
+the top-th largest exactly: it divides a range of keys and counts those from each part on, until only the wanted number
+is left, or the range is one key, of which the first units are taken.
 
 Short lines are searched by one program each, in registers. A long line is first cut down, in three launches:
 
   1. maxima: unit u belongs to group u % groups; the groups' maxima are taken side by side.
-  2. bound:  the top-th largest maximum, found once a line, since as many units reach it.
+  2. bound:  the top-th largest maximum, found once per line, since as many units reach it.
   3. filter: units that reach the bound are the line's candidates; each part of the line lists its own in order, with
-     their keys, and how many they are.
+             their keys, and their number.
 
-The last launch searches the candidates. Of random scores they are few; of scores that are all equal they are the whole
-line, which then takes longer and gives the same answer. Nothing that a line holds can make a program read or write
-past it.
+The last launch searches the candidates. With random scores they are few; if scores are all equal they are the whole
+line, which then takes longer and gives the same answer. A program never reads or writes past a line, whatever
+the line holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing, LastUnit, Sele
 from rocm_attn.kernels.sparse.cuts import TopKCut
 from rocm_attn.kernels.sparse.places import candidate_units, visible_tokens
 
-# Keys: of no candidate, which is never chosen; the least one of a score; of a unit that is chosen whatever its score.
+# Keys: of no candidate, which is never chosen; the least one of a score; of a unit that is always chosen.
 _NO_KEY = tl.constexpr(-(2**31))
 _LEAST_KEY = tl.constexpr(-(2**31) + 1)
 _FORCED_KEY = tl.constexpr(2**31 - 1)
@@ -38,9 +38,9 @@ _NO_UNIT = tl.constexpr(NO_UNIT)
 _MANY = tl.constexpr(2**31 - 1)
 # Maxima that a program takes at a time: rows of groups, and groups.
 _MAXIMA_ROWS, _MAXIMA_GROUPS = 8, 256
-# Groups of a warp. With 32, 64 lines of 64k take 10.7 us in place of 7.2 (H200).
+# Groups of a warp. With 32, 64 lines of 64k take 10.7 us instead of 7.2 (H200).
 _MAXIMA_OF_WARP = 64
-# Units that a program filters at a time, and its warps. With 2,048 and 16 top-k of 64 lines of 64k takes 61 us in place
+# Units that a program filters at a time, and its warps. With 2,048 and 16 top-k of 64 lines of 64k takes 61 us instead
 # of 42 (H200).
 _FILTER_UNITS, _FILTER_WARPS = 512, 4
 # Three counts of units are summed in one word of 64 bits.
@@ -51,7 +51,7 @@ _FILL = 1024
 
 
 class TopKGeometry(NamedTuple):
-    """What the search is compiled for.
+    """The values that the search is compiled for.
 
     cut:          how lines are cut
     TOP, WIDTH:   units that are chosen, slots of a selection
@@ -59,7 +59,7 @@ class TopKGeometry(NamedTuple):
     SETS:         lines of a token
     UNIT_TOKENS:  tokens of a unit
     LAST_SCORED:  whether a unit that a token sees a part of is a candidate
-    LAST_ADDED:   whether it is added to those that are chosen
+    LAST_ADDED:   whether it is added to the chosen ones
     PARTS:        parts of a line, and padding to a power of two
     """
 
@@ -76,15 +76,15 @@ class TopKGeometry(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One token's candidates in one set: its scores, and how many they are."""
+    """One token's candidates in one set: their scores and their number."""
 
     scores: Any
     num_units: Any
 
 
 class Listed(NamedTuple):
-    """The filtered candidates of a line: keys and units in pairs, in ascending order of units, of each part from its
-    first slot on; how many each part has, how many parts there are, and how many candidates."""
+    """The filtered candidates of a line: keys and units in pairs, in ascending order of units, for each part from its
+    first slot on; the number of candidates in each part, of parts, and of all candidates."""
 
     pairs: Any
     counts: Any
@@ -93,7 +93,7 @@ class Listed(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The end of a search: keys above low are chosen, and of those that equal it the first most_ties."""
+    """The end of a search: keys above low are chosen, and the first most_ties of those that equal it."""
 
     low: Any
     most_ties: Any
@@ -101,7 +101,7 @@ class Found(NamedTuple):
 
 @triton.jit
 def _keys(line, unit, G: tl.constexpr):
-    """The keys of units of a line; NO_KEY where a unit is no candidate, or its score NaN."""
+    """The keys of units of a line; NO_KEY if a unit is no candidate, or its score NaN."""
     is_unit = unit < line.num_units
     score = tl.load(line.scores + unit, mask=is_unit, other=0.0)
     # -0 is as large as 0.
@@ -114,7 +114,7 @@ def _keys(line, unit, G: tl.constexpr):
 
 @triton.jit
 def _visible(position_of_token, num_tokens, first_token, G: tl.constexpr):
-    """What the token of this program's line sees."""
+    """The number of tokens that the token of this program's line sees."""
     token = first_token + tl.program_id(0) // G.SETS
     return visible_tokens(position_of_token, num_tokens, token, True)
 
@@ -129,7 +129,7 @@ def _line(scores, visible, G: tl.constexpr):
 
 @triton.jit
 def _span(low, largest):
-    """Keys from low to the largest one, both among them. In uint32: all keys but NO_KEY are not more."""
+    """The number of keys from low to the largest one, both included. It fits uint32: NO_KEY is not among them."""
     return (tl.maximum(largest, low) - low).to(tl.uint32, bitcast=True) + 1
 
 
@@ -141,18 +141,18 @@ def _middle(low, span):
 
 @triton.jit
 def _found(low, num_low, num_above, TOP: tl.constexpr):
-    """What is chosen: everything from low on if that is not too much, else the range is one key."""
+    """The chosen keys: all from low on if that is not too many, else the range is one key."""
     return Found(low, tl.where(num_low > TOP, TOP - num_above, _MANY))
 
 
 @triton.jit
 def _search(keys, TOP: tl.constexpr, ENOUGH: tl.constexpr):
-    """The search over keys in registers, until at most ENOUGH of them, TOP or more, are left.
+    """Searches keys in registers, until at most ENOUGH of them, and at least TOP, are left.
 
     num_low keys are at least low; num_above are above the range [low, low + span), and are fewer than TOP.
     """
     num_low = tl.sum((keys > _NO_KEY).to(tl.int32), 0)
-    # Scores are near each other, and far from the least of all keys.
+    # Scores lie near each other, and far from the least of all keys.
     smallest = tl.min(tl.where(keys > _NO_KEY, keys, _FORCED_KEY), 0)
     low = tl.where(num_low > ENOUGH, smallest, _LEAST_KEY)
     span = _span(low, tl.max(keys, 0))
@@ -210,7 +210,7 @@ def _bound_kernel(maxima, bounds, G: tl.constexpr):
     GROUPS: tl.constexpr = G.cut.groups
     line_number = tl.program_id(0).to(tl.int64)
     of_groups = tl.load(maxima + line_number * GROUPS + tl.arange(0, GROUPS))
-    # As many units as there are maxima from here on reach it. A few more than wanted are no harm.
+    # TOP maxima reach this key, so at least as many units do. A few more than wanted are no harm.
     tl.store(bounds + line_number, _search(of_groups, G.TOP, G.TOP + G.TOP // 8).low)
 
 
@@ -238,12 +238,12 @@ def _filter_kernel(
         next_key = _keys(line, next_unit, G)
         for _ in tl.static_range(PART // UNITS):
             unit, key = next_unit, next_key
-            # Loads travel one turn ahead; those of the last turn are of no unit, or of the next part's.
+            # Loads travel one iteration ahead; those of the last one read no unit, or the next part's.
             next_unit = unit + UNITS
             next_key = _keys(line, next_unit, G)
             keep = key >= bound
             kept = num_kept + tl.cumsum(keep.to(tl.int32), 0)
-            # A unit is never negative: its word is the lower half as it is.
+            # A unit is never negative: its word is the lower half unchanged.
             tl.store(pairs + (kept - 1), (key.to(tl.int64) << 32) | unit, mask=keep)
             num_kept = tl.max(kept, 0)
         tl.store(counts + line_number * G.cut.parts + part, num_kept)
@@ -252,7 +252,7 @@ def _filter_kernel(
 @triton.jit
 def _listed(listed, place, G: tl.constexpr):
     """Keys and units of a line's candidates, in ascending order of their units."""
-    # The slot of a place: in the last part that begins at it or before. A place past the last one reads that.
+    # The slot of a place is in the last part that begins at it or before. A place past the last one reads the last.
     at = tl.maximum(tl.minimum(place, listed.total - 1), 0)
     slot = at
     begin = tl.zeros_like(listed.total)
@@ -260,13 +260,13 @@ def _listed(listed, place, G: tl.constexpr):
         slot = tl.where(at >= begin, part * G.cut.part_units + (at - begin), slot)
         begin += tl.load(listed.counts + part)
     pair = tl.load(listed.pairs + slot)
-    # What has no key is not chosen.
+    # An entry without a key is not chosen.
     return tl.where(place < listed.total, (pair >> 32).to(tl.int32), _NO_KEY), pair.to(tl.int32)
 
 
 @triton.jit
 def _write(key, unit, found, written, ties, selected):
-    """Add the chosen ones of a block to a selection. Returns how many are written, and how many ties were met."""
+    """Adds the chosen ones of a block to a selection. Returns how many are written, and how many ties were met."""
     tie = key == found.low
     above = key > found.low
     # Both are counted at once, in halves of a word: a block has fewer than 2^15 units.
@@ -283,7 +283,7 @@ def _write(key, unit, found, written, ties, selected):
 
 @triton.jit
 def _search_listed(listed, G: tl.constexpr):
-    """_search over more candidates than a program holds: they are read again for every count."""
+    """Does the same as `_search`, over more candidates than a program holds: they are read again for every count."""
     TOP: tl.constexpr = G.TOP
     BLOCK: tl.constexpr = G.cut.block_units
     lane = tl.arange(0, BLOCK)
@@ -312,12 +312,12 @@ def _search_listed(listed, G: tl.constexpr):
 
 @triton.jit
 def _choose_listed(listed, selected, G: tl.constexpr):
-    """Choose among filtered candidates, and write them. Returns how many."""
+    """Chooses among filtered candidates, and writes them. Returns their number."""
     BLOCK: tl.constexpr = G.cut.block_units
     lane = tl.arange(0, BLOCK)
     written = tl.zeros_like(listed.total)
     ties = tl.zeros_like(listed.total)
-    # What a program holds is listed once.
+    # Candidates that fit the program are listed once.
     key, unit = _listed(listed, lane, G)
     if listed.total <= BLOCK:
         low, most_ties = _search(key, G.TOP, G.TOP)
@@ -362,7 +362,7 @@ def _choose_kernel(
         part = tl.arange(0, G.PARTS)
         total = tl.sum(tl.load(counts + part, mask=part < num_parts, other=0), 0)
         written = _choose_listed(Listed(pairs, counts, num_parts, total), selected, G)
-    # The rest of the line, with the unit that is added to what was chosen: the last one that the token sees.
+    # The rest of the line, with the unit that is added to the chosen ones: the last one that the token sees.
     added = 0
     if G.LAST_ADDED:
         added = (visible % G.UNIT_TOKENS > 0).to(tl.int32)
@@ -383,9 +383,9 @@ def launch_top_k(
     cut: TopKCut,
     first_token: int = 0,
 ) -> None:
-    """The units with the largest scores of the candidates of some tokens.
+    """Selects the units with the largest scores of the candidates of some tokens.
 
-    scores:      float32 [n, sets, cut.stride]; those of units that are no candidates are not looked at
+    scores:      float32 [n, sets, cut.stride]; those of units that are no candidates are not read
     scratch:     int32, n * sets * (cut.line_words - cut.stride) words or more; content is undefined
     tokens:      the step's
     selection:   of the step's tokens; lines of tokens [first_token, first_token + n) are written, whole
@@ -440,12 +440,12 @@ def _geometry(indexing: Indexing, cut: TopKCut) -> TopKGeometry:
 
 
 def _warps(elements: int) -> int:
-    """Warps of a program that holds so many elements. Few elements a thread: they and their masks stay in registers."""
+    """Warps of a program that holds these elements. Threads hold few: they and their masks stay in registers."""
     return min(max(elements // 256, 1), 16)
 
 
 def _scratch(scratch: Tensor, lines: int, cut: TopKCut) -> list[Tensor]:
-    """Maxima, bounds, counts and candidates of so many lines; the last begin at 16 bytes, pairs of a unit and a key."""
+    """Maxima, bounds, counts and candidates of `lines` lines; the last begin at 16 bytes, pairs of a unit and a key."""
     assert scratch.dtype == torch.int32
     assert scratch.is_contiguous()
     assert scratch.numel() >= lines * (cut.line_words - cut.stride)

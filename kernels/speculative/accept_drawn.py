@@ -1,8 +1,8 @@
-"""Accept the drafts that a model would have chosen by itself.
+"""Accepts the drafts that a model would have chosen by itself.
 
     drawn[t] = the token that the model chooses after token t: the most likely one, or one that it draws
 
-From node 0 on: the first child whose token is the one drawn at its parent is accepted, and so on from that child. Where
+From node 0 on the first child whose token is the one drawn at its parent is accepted, and so on from that child. If
 there is none the path ends, and the token drawn there comes next. So a sequence gets exactly the tokens that steps of
 one token each would have given it, if the draw at a place follows from its probabilities and the place alone. Drafts
 may come from anywhere.
@@ -25,7 +25,7 @@ _BRINGS_PROMPT = tl.constexpr(BRINGS_PROMPT)
 
 
 class Outcome(NamedTuple):
-    """What became of a sequence. count, next_token: scalars; path, token_ids: [NODES]"""
+    """The outcome of a sequence. count, next_token: scalars; path, token_ids: [NODES]"""
 
     count: tl.tensor
     path: tl.tensor
@@ -45,7 +45,7 @@ class Outputs(NamedTuple):
 
 @triton.jit
 def load_tree(parents, parents_row, num_trees, q_indptr, seq, num_nodes, NODES: tl.constexpr):
-    """A sequence's first node, how many nodes it has, and their parents [NODES]; -1 where there is no node.
+    """A sequence's first node, its number of nodes, and their parents [NODES]; -1 for missing nodes.
 
     The one node of a sequence that brings a prompt is its last token.
     """
@@ -63,7 +63,7 @@ def load_tree(parents, parents_row, num_trees, q_indptr, seq, num_nodes, NODES: 
 
 @triton.jit
 def next_child(parent, node, tried, nodes, NODES: tl.constexpr):
-    """The first child of a node after the one that was tried last; NODES where there is none."""
+    """The first child of a node after the one that was tried last; NODES if there is none."""
     lane = tl.arange(0, NODES)
     is_child = (parent == node) & (lane > node) & (lane > tried) & (lane < nodes)
     return tl.min(tl.where(is_child, lane, NODES), 0)
@@ -71,7 +71,7 @@ def next_child(parent, node, tried, nodes, NODES: tl.constexpr):
 
 @triton.jit
 def store_accepted(seq, nodes, kv_len, outcome, to, num_nodes, NODES: tl.constexpr):
-    """Write what became of a sequence of so many nodes; rows of `to` are num_nodes long. outcome, to: see above"""
+    """Writes the outcome of a sequence with `nodes` nodes; rows of `to` are num_nodes long. outcome, to: see above"""
     lane = tl.arange(0, NODES)
     row = seq.to(tl.int64) * num_nodes + lane
     tl.store(to.path + row, outcome.path, mask=lane < num_nodes)
@@ -138,7 +138,7 @@ _variant = repeated_launches(_accept_drawn_kernel)
 
 
 def launch_accept_drawn(drawn: Tensor, given: Verified, to: Accepted) -> None:
-    """Follow the drawn tokens down each sequence's tree.
+    """Follows the drawn tokens down each sequence's tree.
 
     drawn: int32 [T], contiguous
     """

@@ -1,16 +1,16 @@
-"""Accept drafts that were drawn by probabilities of their own, such that the result is drawn by the target's.
+"""Accepts drafts that were drawn by probabilities of their own, so that the result is drawn by the target's.
 
-Rejection sampling over several drafts of a node in turn, drawn by q without replacement (Jeon et al., Recursive
-Speculative Decoding, 2024); of one draft it is that of Leviathan et al. (2023). With p of the target, at a node whose
+It is rejection sampling over several drafts of a node in turn, drawn by q without replacement (Jeon et al., Recursive
+Speculative Decoding, 2024); with one draft it is that of Leviathan et al. (2023). With p of the target, at a node whose
 drafts x_1, x_2, ... are tried:
 
     q_j = q without x_1 .. x_j-1, normalised
     r_0 = p                                 x_j is accepted if u_j < r_j-1(x_j) / q_j(x_j), both of sum 1
-    r_j = max(r_j-1 - q_j, 0), normalised   where x_j was not; after the last one the next token is drawn by r
+    r_j = max(r_j-1 - q_j, 0), normalised   if x_j was not; after the last one the next token is drawn by r
 
-What is left is a difference at every time: r_j is max(p - w_j q, 0) but for its sum, where w_0 = 0 and w_j+1 is w_j
-plus that sum over the part of q that was not drawn. That holds of drawn tokens too: one that was refused had less than
-q_j, so nothing of it is left. So nothing is written between passes, and a draft that is accepted costs two numbers.
+The remainder is a difference at every time: r_j is max(p - w_j q, 0) divided by its sum, w_0 is 0, and w_j+1 is w_j
+plus that sum divided by the part of q that was not drawn. This holds for drawn tokens too: a refused one had less than
+q_j, so nothing of it is left. So nothing is written between passes, and an accepted draft costs two numbers.
 
 Drafts that were chosen and not drawn, the most likely ones or those of a look-up, are for accept_drawn.py.
 """
@@ -26,18 +26,18 @@ from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Ver
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _BLOCK = 4096
-# Of q, what drafts before one leave to it at least; what draws them stops before.
+# The least part of q that earlier drafts leave to the next one; the code that draws them stops before.
 _LEAST_REST = tl.constexpr(2.0**-24)
 
 
 @triton.jit
 def _left(target, draft, taken, token, end):
-    """What is left of the target's probabilities of tokens; 0 from the end on."""
+    """The rest of the target's probabilities of tokens; 0 from the end on."""
     p = tl.load(target + token, mask=token < end, other=0.0)
-    # Of a node without drafts the draft's row holds anything.
+    # If a node has no drafts, the draft's row holds anything.
     q = tl.load(draft + token, mask=token < tl.where(taken > 0, end, 0), other=0.0)
     left = p - taken * q
-    # Not the larger of both: that is 0 on a device where one is no number, and the row would look like a distribution.
+    # Not tl.maximum: on a device it gives 0 if one of both is NaN, and the row would look like a distribution.
     return tl.where(left < 0.0, 0.0, left)
 
 
@@ -108,13 +108,13 @@ def _accept_sampled_kernel(
         p = tl.load(target + row * target_row + token, mask=is_token, other=0.0)
         q = tl.load(draft + row * draft_row + token, mask=is_token, other=0.0)
         u = tl.load(accept_uniform + first + child)
-        # A number, as the interpreter joins no two comparisons of single floats.
+        # A number, because the interpreter joins no two comparisons of single floats.
         accepted = tl.where(tl.where(q > 0, u * left * q / rest, float("inf")) < p - taken * q, 1, 0)
         is_accepted = accepted > 0
         count += accepted
         path = tl.where(is_accepted & (lane == count), child, path)
         ids = tl.where(is_accepted & (lane == count - 1), token, ids)
-        # An accepted draft begins anew; one that is not takes its share.
+        # After an accepted draft it begins anew; a refused one takes its share.
         taken = tl.where(is_accepted, 0.0, taken + left / rest)
         rest = tl.where(is_accepted, 1.0, tl.maximum(rest - q, _LEAST_REST))
         end = tl.where(is_accepted, 0, vocab)
@@ -125,7 +125,7 @@ def _accept_sampled_kernel(
     row = (first + node).to(tl.int64)
     end = tl.where(nodes > 0, vocab, 0)
     total = _sum_of_left(target + row * target_row, draft + row * draft_row, taken, end, BLOCK)
-    # Nothing is left where both rows are the same but for rounding.
+    # Nothing is left if both rows are the same except for rounding.
     again = tl.where(total > 0, 0, end)
     taken = tl.where(total > 0, taken, 0.0)
     whole = _sum_of_left(target + row * target_row, draft + row * draft_row, taken, again, BLOCK)
@@ -143,7 +143,7 @@ def _accept_sampled_kernel(
         before += tl.sum(share, 0)
     # By rounding the last sum may stay below the limit.
     next_token = tl.where(drawn < vocab, drawn, last)
-    # A sum that is no number has no order.
+    # A sum that is NaN has no order.
     is_number = tl.where(total > 0, total, float("inf")) < float("inf")
     next_token = tl.where(nodes > 0, tl.where(is_number, next_token, -1), -1)
     ids = tl.where((lane == count) & (nodes > 0), next_token, ids)
@@ -156,7 +156,7 @@ _variant = repeated_launches(_accept_sampled_kernel)
 
 
 def launch_accept_sampled(probabilities: Probabilities, given: Verified, to: Accepted) -> None:
-    """Accept drafts by their probabilities, and draw each sequence's next token."""
+    """Accepts drafts by their probabilities, and draws each sequence's next token."""
     check_trees(given, to)
     target, draft = probabilities.target, probabilities.draft
     num_nodes, vocab = to.path.shape[1], target.shape[1]

@@ -1,4 +1,4 @@
-"""What acceptance of drafts reads and writes: trees of drafts that a step has verified, and what became of them.
+"""The inputs and outputs of the acceptance of drafts: trees of drafts that a step has verified, and their outcome.
 
 The new tokens of a sequence are the nodes 0, 1, ... of a tree. Node 0 is the sequence's last token, which is no draft:
 no step has stored it before. Every other node is a draft and descends from it; a parent comes before its children.
@@ -20,11 +20,11 @@ class Verified(NamedTuple):
     token_ids: int32 [T]
     q_indptr:  int32 [S + 1]
     kv_len:    int32 [S]    tokens, nodes included
-    parents:   int32 [n, W] node -> its parent, rows contiguous at any stride; of a node that does not come after its
-               parent nothing descends. What lies after a sequence's nodes is not read; sequences at or past n have none
+    parents:   int32 [n, W] node -> its parent, rows contiguous at any stride; a node that does not come after its
+               parent has no descendants. Entries after a sequence's nodes are not read. Sequences from n on have none
 
     A sequence of more than W new tokens, or whose first parent is BRINGS_PROMPT, brings a part of its prompt: none of
-    its tokens is a draft, and what is chosen after its last one comes next.
+    its tokens is a draft, and the token that is chosen after its last one comes next.
     """
 
     token_ids: Tensor
@@ -39,12 +39,12 @@ class Verified(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What became of drafts, by sequence; contiguous.
+    """The outcome of drafts, by sequence; contiguous.
 
     num_accepted: int32 [S]     drafts that were accepted
     path:         int32 [S, W]  0, then their nodes in order, then -1
     token_ids:    int32 [S, W]  their ids, then the next token, then -1
-    next_token:   int32 [S]     -1 where a sequence has no node, or no token can be drawn
+    next_token:   int32 [S]     -1 if a sequence has no node, or no token can be drawn
     kv_len:       int32 [S]     tokens of the sequence with the accepted drafts, and without the next token
     """
 
@@ -56,7 +56,7 @@ class Accepted(NamedTuple):
 
     @classmethod
     def empty(cls, num_seqs: int, num_nodes: int, device: torch.device) -> Accepted:
-        """Room for what becomes of trees of up to num_nodes nodes."""
+        """Room for the outcome of trees of up to num_nodes nodes."""
 
         def ints(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
@@ -65,13 +65,13 @@ class Accepted(NamedTuple):
 
 
 class Probabilities(NamedTuple):
-    """What rejection sampling needs, float32, rows contiguous at any stride.
+    """The inputs of rejection sampling, float32, rows contiguous at any stride.
 
-    target:         [T, V]  node -> of each token to come after it, by the model that verifies
-    draft:          [T, V]  node -> by which its children were drawn, in their order and no token twice: each by what
-                            those before it leave; not read for a node without any
+    target:         [T, V]  node -> the verifying model's probability of each token to come after it
+    draft:          [T, V]  node -> the probabilities by which its children were drawn, in order and no token twice:
+                            each by those that earlier ones leave; not read for a node without any
     accept_uniform: [T]     draft -> a number of [0, 1) that decides whether it is accepted
-    draw_uniform:   [T]     node -> a number of [0, 1) that decides on the next token where the path ends there
+    draw_uniform:   [T]     node -> a number of [0, 1) that decides on the next token if the path ends there
     """
 
     target: Tensor
@@ -81,7 +81,7 @@ class Probabilities(NamedTuple):
 
 
 def check_trees(given: Verified, to: Accepted) -> None:
-    """What launchers assert."""
+    """Asserts dtypes, shapes and contiguity."""
     num_nodes = to.path.shape[1]
     assert 1 <= num_nodes <= MOST_NODES
     assert given.parents.shape[1] >= num_nodes
@@ -92,12 +92,12 @@ def check_trees(given: Verified, to: Accepted) -> None:
     assert all(each.shape[0] == given.num_seqs for each in to)
 
 
-# Of GuessedRound.told, for each sequence.
+# Words of GuessedRound.told for each sequence.
 TOLD_WORDS = 3
 
 
 class GuessedRound(NamedTuple):
-    """A step of n sequences of W new tokens each, all of them guesses but the first, and the texts that it goes on.
+    """A step of n sequences with W new tokens each, all of them drafts but the first, and the texts that it continues.
 
     counts:     int32 [4]  of the step; the last one is its error word
     row_of_seq: int32 [S]  sequence -> row; S is n or more
@@ -105,13 +105,13 @@ class GuessedRound(NamedTuple):
     token_ids:  int32 [T]  W for each sequence; T is n * W or more
     texts:      int32 [rows, most], contiguous: row -> the tokens of its sequence. most is W + 1 more than any limit
     limit:      int32 [n]  bounds of kv_len, W or more: as many tokens have pages
-    told:       int32 [n, TOLD_WORDS]  receives how many tokens a sequence got; of how many tokens before the guesses
-                that come next the text tells them, 0 if it does not and 4 if it is not asked; the error word. May lie
-                in pinned host memory
-    numbers:    float32 [rows, most], contiguous: row -> by which number the token of each place in its text is drawn
-    terms:      float32 [n * W, 3], contiguous, as of launch_pick_rows: by which the next round's tokens are picked, of
-                which the last column is written, and only where a sequence draws
-    num_taken:  int32 [n]  receives how many tokens a sequence got, once more, on the device
+    told:       int32 [n, TOLD_WORDS]  receives the number of tokens that a sequence got; the number of tokens before
+                the next drafts by which the text finds them, 0 if it does not and 4 if it is not used; the error word.
+                May lie in pinned host memory
+    numbers:    float32 [rows, most], contiguous: row -> the number that draws the token of each place in its text
+    terms:      float32 [n * W, 3], contiguous, as in launch_pick_rows: the terms by which the next round's tokens are
+                picked. Their last column is written, and only if a sequence draws
+    num_taken:  int32 [n]  receives the number of tokens that a sequence got, once more, on the device
     """
 
     counts: Tensor

@@ -1,4 +1,4 @@
-"""What the kernels that accept drafts can hold. Nothing here imports torch."""
+"""The limits of the kernels that accept drafts. Nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Move the K and V of accepted paths to the places that their tokens have from then on, in all layers.
+"""Moves the K and V of accepted paths to the places that their tokens have from then on, in all layers.
 
     row of token older + i of sequence s <- row of token older + path[s, i]      0 < i <= num_accepted[s]
     older = kv_len[s] - 1 - num_accepted[s]
 
-A path rises, and so path[i] >= i: what is written is read by no later move, and in a block of moves all rows are loaded
-before one is stored. What is moved is not looked at: words of K, of V, of factors of tokens, of index keys
+A path rises, so path[i] >= i: no later move reads what one has written, and in a block of moves all rows are loaded
+before one is stored. The moved words are not interpreted: words of K, of V, of scales of tokens, of index keys
 (cache/moved_rows.py). Each word of a row has one program. A place without a page is neither read nor written.
 """
 
@@ -25,7 +25,7 @@ _ROW_WORDS, _WORDS = 128, 2048
 
 
 class PathGeometry(NamedTuple):
-    """What the kernel is compiled for. GROUP_TOKENS and INNER as in AlikePages"""
+    """The values that the kernel is compiled for. GROUP_TOKENS and INNER as in AlikePages"""
 
     PAGE_SIZE: int
     GROUP_TOKENS: int
@@ -36,7 +36,7 @@ class PathGeometry(NamedTuple):
 
 
 class Line(NamedTuple):
-    """The pages of a sequence in order, int32: pointer, and how many there are; pages up to no_page are none."""
+    """The pages of a sequence in order, int32: pointer, and their number; pages up to no_page are none."""
 
     at: tl.tensor
     width: tl.tensor
@@ -53,7 +53,7 @@ class Strides(NamedTuple):
 
 @triton.jit
 def _cells_of(line, strides, kv_index, live, G: tl.constexpr):
-    """Where rows of tokens begin in their pages, int64 words, and whether there is a page. line: Line"""
+    """Offsets of rows of tokens in their pages, int64 words, and whether there is a page. line: Line"""
     page_no = kv_index // G.PAGE_SIZE
     in_row = live & (kv_index >= 0) & (page_no < line.width)
     page = tl.load(line.at + page_no, mask=in_row, other=-1)
@@ -85,7 +85,7 @@ def _move_paths_kernel(
     WORD_BLOCKS: tl.constexpr = (G.ROW_WORDS + G.BLOCK_WORDS - 1) // G.BLOCK_WORDS
     seq = tl.program_id(0) // WORD_BLOCKS
     word = tl.program_id(0) % WORD_BLOCKS * G.BLOCK_WORDS + tl.arange(0, G.BLOCK_WORDS)
-    # Parts are allocations of their own: their distances need 64 bits, and `pages` must count as no allocation's begin.
+    # Parts are allocations of their own: their distances need 64 bits, and `pages` must not count as one's begin.
     of_part = pages + tl.load(places + tl.program_id(1))
     num_moves = tl.minimum(tl.load(num_accepted + seq), num_nodes - 1)
     older = tl.load(kv_len + seq) - 1 - num_moves
@@ -101,7 +101,7 @@ def _move_paths_kernel(
         target, has_target = _cells_of(line, strides, older + at, is_move, G)
         live = (has_source & has_target)[:, None] & (word < G.ROW_WORDS)[None, :]
         moved = tl.load(of_part + source[:, None] + in_row[None, :], mask=live, other=0)
-        # Threads may load other words than they store.
+        # Threads may load other words than they store, so all wait.
         tl.debug_barrier()
         tl.store(of_part + target[:, None] + in_row[None, :], moved, mask=live)
         tl.debug_barrier()
@@ -109,7 +109,7 @@ def _move_paths_kernel(
 
 @only_launches
 def launch_move_paths(pages: AlikePages, paths: AcceptedPaths) -> None:
-    """Move the rows of accepted drafts in every part."""
+    """Moves the rows of accepted drafts in every part."""
     side, num_nodes = pages.sides[0], paths.path.shape[1]
     num_seqs = paths.path.shape[0]
     assert paths.path.is_contiguous()

@@ -1,20 +1,20 @@
-"""Make the next round of guessed tokens out of the last one, where the device has all that it takes.
+"""Makes the next round of drafts out of the last one, if the device has all that it takes.
 
-A round feeds each sequence its last token and the W - 1 guesses after it; then a token was picked after each of them.
+A round feeds each sequence its last token and the W - 1 drafts after it; then a token was picked after each of them.
 
-    taken    = 1 + the number of guesses, from the first one on, that were picked themselves
+    taken    = 1 + the number of drafts, from the first one on, that were picked themselves
     text    += the first `taken` picks
     kv_len   = max(min(kv_len + taken, limit), W)
     token 0  = the text's last token
-    guesses  = what came after the last tokens when they were there before, over and over past the text's end
+    drafts   = the tokens that followed the last tokens when they occurred before, over and over past the text's end
     numbers  = those of the places after the text's last token, by which the round's tokens are drawn
 
-Of the places after the text's last two tokens that is the one where most of the two tokens before them are the same
-too, the last one of equals. Where there is none, the last token is guessed to come again.
+Among the places that follow the text's last two tokens, the one is taken where most of the two tokens before those
+match too, the last one of equals. If there is none, the drafts are the last token again.
 
-The inputs of the step that has run are written over: it can run again at once, on nothing that the host has sent. A
-length beyond its limit is cut, so it stays within the pages that the host has reserved, and sets a bit of the step's
-error word. That word is told with the rest, and not cleared: the next publication says it once more.
+The inputs of the finished step are overwritten: it can run again at once, without input from the host. A length
+beyond its limit is cut, so it stays within the pages that the host has reserved, and sets a bit of the step's error
+word. That word is reported with the rest, and not cleared: the next publication reports it once more.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _next_round_kernel(
     wrong = (guess != pick) | (lane + 1 >= width)
     taken = tl.min(tl.where(wrong & (lane < width), lane, WIDTH), 0) + 1
     length = tl.load(kv_len + seq)
-    # Whatever the length is by now, what is written stays within the text's row.
+    # Whatever the length is by now, writes stay within the text's row.
     known = tl.minimum(tl.maximum(length - width + 1, 1), text_row - width)
     num_tokens = known + taken
     row = tl.load(row_of_seq + seq).to(tl.int64) * text_row
@@ -116,13 +116,13 @@ def _next_round_kernel(
         found = tl.where(most_here > most_same, here, found)
         most_same = tl.maximum(most_here, most_same)
         begin -= BLOCK
-    # Past the end those that were copied come again; without a place, the last token.
+    # Past the end the copied tokens come again; without a place, the last token.
     place = tl.where(most_same > 0, found, num_tokens - 1)
     place += lane % (num_tokens - place)
     guess = _tokens_at(text, picks, place, known, lane + 1 < width)
     beyond = length + taken > tl.load(limit + seq)
     error = tl.load(counts + _ERROR_WORD) | tl.where(beyond, _BEYOND_BOUND, 0)
-    # Every thread has read what is written now.
+    # Every thread must have read the words that are written now.
     tl.debug_barrier()
     tl.store(text + known + lane, pick, mask=lane < taken)
     if draws != 0:
@@ -143,13 +143,13 @@ _variant = repeated_launches(_next_round_kernel)
 
 @only_launches
 def launch_next_round(picked: Tensor, given: GuessedRound, width: int, *, draws: bool, looks_up: bool) -> None:
-    """Write the next round over the last one, and tell what came of that.
+    """Writes the next round over the last one, and reports the last one's outcome.
 
     picked:   int32 [num_seqs * width or more], the token that was picked after each token of the round
     width:    new tokens of each sequence, W, at least 1
     draws:    whether any sequence draws its tokens
-    looks_up: whether the guesses are those of the texts; else the caller puts them there, and those of the last round
-              stay
+    looks_up: whether the drafts come from the texts; else the caller writes them, and those of the last round stay
+              unchanged
     """
     num_seqs = given.limit.shape[0]
     assert given.texts.is_contiguous()

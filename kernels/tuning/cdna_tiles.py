@@ -1,7 +1,7 @@
 """Tiles of the decode kernel for CDNA (kernels/cdna), by arch and head dim.
 
-No AMD GPU has run them: they were chosen from what the compiler reports (no spills, registers) and from the static
-model of the hot loop, as all AMD rows (tiles.py); docs/amd_tuning.md has the figures beside those of paged decode.
+No AMD GPU has run them: they were chosen from the compiler's reports (no spills, registers) and from the static model
+of the hot loop, like all AMD rows (tiles.py); docs/amd_tuning.md has the figures next to those of paged decode.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, NoTiles
 
-# Keys of a chunk: what one product with K takes. A chunk lies in one page.
+# Keys of a chunk, the number that one product with K takes. A chunk lies in one page.
 CHUNK = 16
 # Query heads of a row, padded.
 ROWS = 16
 
 # A block is as deep as a product with V: 16 keys on CDNA 3, 32 on CDNA 4. num_stages is the blocks that are in flight.
-# How long a load may take before HBM idles, beside the tiles of paged decode (docs/amd_tuning.md):
+# The time that a load may take before HBM idles, next to the tiles of paged decode (docs/amd_tuning.md):
 _TILES: Mapping[tuple[str, int], CdnaTiles] = {
     # 10.9 us, 244 VGPRs; paged decode 3.4.
     ("gfx942", 64): CdnaTiles(16, 1, 3, 8, heads_per_row=2),

@@ -1,6 +1,6 @@
 """Tiles of the product of rows with the matrices of their experts, a literal row for each arch and size of group.
 
-No row was measured; "gfx942" and "gfx950" rows were chosen from what the compiler reports (no spills, LDS).
+No row was measured; "gfx942" and "gfx950" rows were chosen from the compiler's reports (no spills, LDS).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rocm_attn.kernels.tuning.tiles import NoTiles, names_of
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """How a program cuts an expert's product.
+    """The cut of an expert's product by programs.
 
     rows, columns: of the result
     step:          elements of a row that are multiplied at a time

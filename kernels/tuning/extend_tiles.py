@@ -9,11 +9,11 @@ import torch
 
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, ExtendRow, ExtendTiles, NoTiles, names_of, no_row
 
-# Of few new tokens on Hopper. 64 x 8 heads of 192, 16 x 5 new of 2505: 72 us, 78 launched early alone, 80 without both;
-# 32 x 8 of 128, 16 x 5 of 4101: 73.7, 76.5 and 78.4. Where rows may be cut into more than three parts alike: 12 x 4 of
-# 64, 8 x 5 of 1005: 11.8 us, 14.7 without; 64 x 8 of 128, 2 x 5 of 4005: 22.0 and 26.9.
+# For few new tokens on Hopper. 64 x 8 heads of 192, 16 x 5 new of 2505: 72 us, 78 launched early alone, 80 without
+# both; 32 x 8 of 128, 16 x 5 of 4101: 73.7, 76.5 and 78.4. If rows may be cut into more than three parts alike: 12 x 4
+# of 64, 8 x 5 of 1005: 11.8 us, 14.7 without; 64 x 8 of 128, 2 x 5 of 4005: 22.0 and 26.9.
 _TOGETHER: dict[str, Any] = {"early": True, "alike_keys": 256}
-# 32 x 8 heads of 32, 32 x 12 new of 2000: 28.5 us, 29.3 where each key has its page number loaded. Of heads of 128 it
+# 32 x 8 heads of 32, 32 x 12 new of 2000: 28.5 us, 29.3 if each key has its page number loaded. With heads of 128 it
 # gains nothing: 162.9 and 162.4 at 32 x 8, 64 x 5 of 2505.
 _BY_NUMBER = {**_TOGETHER, "by_number": True}
 _TWO_OF_16 = ExtendTiles(
@@ -33,7 +33,7 @@ _TWO_OF_16 = ExtendTiles(
 EXTEND_ROWS = (
     # KV heads of few elements, read as one. 8 x 8 heads of 16, 69 x 3 new of 33..560: 13.9 us, 15.0 by 64 keys
     # of rows that are shared sooner, 15.2 one by one; 64 x 3 of 4096: 45, 48 and 95. Then 44, launched early 42.2, in
-    # equal parts 39.3, and with page numbers loaded once for each page 40.7.
+    # equal parts 39.3, and with page numbers loaded once per page 40.7.
     ExtendRow(
         "sm_90",
         2,
@@ -77,7 +77,7 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=16,
     ),
-    # Of windows. 96 x 16 heads of 16, a window of 4096, 15 x 4 new of 6067: 42.6 us, 46.2 in the tiles below.
+    # For windows. 96 x 16 heads of 16, a window of 4096, 15 x 4 new of 6067: 42.6 us, 46.2 in the tiles below.
     ExtendRow(
         "sm_90",
         2,
@@ -90,8 +90,8 @@ EXTEND_ROWS = (
     ),
     # 96 x 16 heads of 16, 15 x 4 new of 6067: 47 us, 48 in two launches, 61 one by one, 45.5 four at a time in blocks
     # of 128 rows; but 32 x 8, 64 x 8 of 1000: 19.6, 23.4 in two launches and 28.4 four at a time. The first,
-    # of 46 us in another run, takes 44.3 launched early, 39.5 in equal parts, and 37.6 with page numbers loaded once of
-    # a page; 39.9 and 39.4 where the last part has 1 and 512 keys fewer in place of 256, 42.3 with three programs an
+    # of 46 us in another run, takes 44.3 launched early, 39.5 in equal parts, and 37.6 with page numbers loaded once
+    # per page; 39.9 and 39.4 if the last part has 1 and 512 keys fewer instead of 256, 42.3 with three programs per
     # SM, 39.0 in blocks of 64 keys and three.
     ExtendRow(
         "sm_90",
@@ -102,7 +102,7 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=32,
     ),
-    # 48 x 12 heads of 24, 26 x 6 new of 591..6547, a window of 4096: 52 us, 60 with two programs an SM, 76 one by one;
+    # 48 x 12 heads of 24, 26 x 6 new of 591..6547, a window of 4096: 52 us, 60 with two programs per SM, 76 one by one;
     # 16 x 2, 10 x 3 of 5000: 16.4 and 19.6.
     ExtendRow(
         "sm_90",
@@ -124,8 +124,8 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=32,
     ),
-    # 96 x 16 heads of 16, 15 x 4 new of 6067: 60 us; in the tiles of 64 72, with three programs an SM 96. 32 x 8 of 32,
-    # 32 x 12 of 2000: 31 us, 37 in two launches.
+    # 96 x 16 heads of 16, 15 x 4 new of 6067: 60 us; in the tiles of 64 72, with three programs per SM 96. 32 x 8 of
+    # 32, 32 x 12 of 2000: 31 us, 37 in two launches.
     ExtendRow(
         "sm_90",
         2,
@@ -146,7 +146,7 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=64,
     ),
-    # Of short sequences, 64 x 5 new tokens of 2505 and FA3 beside it. 12 x 4 heads: 49 us and 56.
+    # For short sequences, 64 x 5 new tokens of 2505, compared with FA3. 12 x 4 heads: 49 us and 56.
     ExtendRow(
         "sm_90",
         2,
@@ -166,8 +166,8 @@ EXTEND_ROWS = (
         max_rows=64,
     ),
     # gptoss 1 x 2048 new + 6144 cached: 634 us, 646 with sinks; 657 with 4 warps, 791 and 847 with blocks of 32 keys
-    # and 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with blocks of 32. Where blocks of V are narrower
-    # than K's, what Triton 3.6 makes of blocks of 64 keys reads beyond the pages.
+    # and 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with blocks of 32. If blocks of V are narrower
+    # than K's, the code that Triton 3.6 generates for blocks of 64 keys reads beyond the pages.
     ExtendRow(
         "sm_90",
         2,
@@ -179,7 +179,7 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
     ),
     ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3), alike=True, codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
-    # 16 x 8 heads of 96, 64 x 5 new of 2505: 137 us, 171 where each key has its page number loaded.
+    # 16 x 8 heads of 96, 64 x 5 new of 2505: 137 us, 171 if each key has its page number loaded.
     ExtendRow(
         "sm_90",
         2,
@@ -211,8 +211,8 @@ EXTEND_ROWS = (
         max_rows=32,
     ),
     # 2 x 2 heads of 80, 4 x 27..64 new: 5.5 us, in Hopper's 8.7; 32 x 8 of 80, 16 x 16 of 8192: 116 and 117, in
-    # blocks of 32 columns 126; of 96, 64 x 16 of 2505: 152 and 158. Page numbers loaded once a page would spill
-    # up to 24 bytes with Triton 3.9, and take 105 of 107 us at 16 x 16 of 8192.
+    # blocks of 32 columns 126; of 96, 64 x 16 of 2505: 152 and 158. Page numbers loaded once per page would spill
+    # up to 24 bytes with Triton 3.9, and take 105 instead of 107 us at 16 x 16 of 8192.
     ExtendRow(
         "sm_90",
         2,
@@ -222,7 +222,7 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=64,
     ),
-    # Of windows. 64 x 8 heads of 80, a window of 128, 2048 new of 8192: 48 us, 67 in the tiles below; 32 x 8 of 96, of
+    # For windows. 64 x 8 heads of 80, a window of 128, 2048 new of 8192: 48 us, 67 in the tiles below; 32 x 8 of 96, of
     # 512: 57 and 75; 80 x 8 of 72, of 1024, 4 x 76..150 new: 15.8 and 19.2; 40 x 2 of 80, of 128, 35 x 1..123 new of
     # 457..635: 8.3 and 11.1.
     ExtendRow(
@@ -247,7 +247,7 @@ EXTEND_ROWS = (
         max_window=2047,
     ),
     # 32 x 32 heads of 96, 777 new of 5778: 153 us where blocks of 128 columns took 266. With 128 registers at most, of
-    # which two programs fit an SM, what scores may have beside that spills up to 48 bytes.
+    # which two programs fit an SM, layers with other options for scores spill up to 48 bytes.
     ExtendRow(
         "sm_90",
         2,
@@ -293,7 +293,7 @@ EXTEND_ROWS = (
         max_rows=64,
     ),
     # llama8b 1 x 2048 new + 6144 cached: 530 us, with a window of 4096 of 32k 362, though 8 to 32 bytes spill; 552 and
-    # 409 in blocks of 32 keys, 589 and 541 in (128, 32, 4, 3), one program an SM. 16 new after 100k: 132, 173, 2766.
+    # 409 in blocks of 32 keys, 589 and 541 in (128, 32, 4, 3), one program per SM. 16 new after 100k: 132, 173, 2766.
     ExtendRow(
         "sm_90",
         2,
@@ -456,7 +456,7 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=512,
     ),
-    # Of many new tokens, blocks of fewer query heads: the first of these 547 us.
+    # For many new tokens, blocks of fewer query heads: the first of these 547 us.
     ExtendRow(
         "sm_90",
         2,
@@ -529,7 +529,7 @@ EXTEND_ROWS = (
         alike=True,
         codes=(Codes.NONE,),
     ),
-    # Beside rows of up to 32 elements. Blocks of 64 rows spill where a head is one block of columns.
+    # Next to rows of up to 32 elements. Blocks of 64 rows spill if a head is one block of columns.
     ExtendRow(
         "sm_90",
         2,
@@ -552,9 +552,9 @@ EXTEND_ROWS = (
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
-    # Of whole rows. Programs with shares keep up to 18 SGPRs in lanes of VGPRs.
-    # Blocks of 64 keys have fewer steps of the softmax a key, which bounds it, and need no single loads from LDS: 164
-    # clocks where blocks of 32 take 188. 184 to 200 VGPRs, 16 KiB of LDS: 2 workgroups a CU.
+    # For whole rows. Programs with shares keep up to 18 SGPRs in lanes of VGPRs.
+    # Blocks of 64 keys have fewer steps of the softmax per key, which bounds it, and need no single loads from LDS: 164
+    # clocks where blocks of 32 take 188. 184 to 200 VGPRs, 16 KiB of LDS: 2 workgroups per CU.
     ExtendRow(
         "gfx942",
         2,
@@ -571,15 +571,15 @@ EXTEND_ROWS = (
         ExtendTiles(128, 32, 4, 2, waves_per_eu=2, dim_block=64, programs_per_cu=2),
         codes=(Codes.NONE,),
     ),
-    # 110 to 190 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. Blocks of 32 keys: twice the issue cycles.
+    # 110 to 190 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 per SIMD. Blocks of 32 keys: twice the issue cycles.
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2, programs_per_cu=1)),
-    # 171 to 214 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    # 171 to 214 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 per SIMD.
     ExtendRow("gfx942", 2, 512, ExtendTiles(64, 16, 8, 2), codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
     ExtendRow("gfx942", 2, 512, ExtendTiles(64, 16, 8, 2, programs_per_cu=1)),
     ExtendRow("gfx942", 4, 128, ExtendTiles(64, 16, 4, 1, programs_per_cu=1)),
     ExtendRow("gfx942", 4, 256, ExtendTiles(32, 16, 8, 1, programs_per_cu=1)),
-    # With blocks of 128 rows up to 69 VGPRs spill; with factors of heads and 4 waves, 2.
+    # With blocks of 128 rows up to 69 VGPRs spill; with scales of heads and 4 waves, 2.
     ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_TOKEN,)),
     ExtendRow("gfx950", 2, 128, ExtendTiles(64, 16, 4, 2, waves_per_eu=2), codes=(Codes.BY_TOKEN,)),
     ExtendRow("gfx950", 2, 256, ExtendTiles(64, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
@@ -588,11 +588,11 @@ EXTEND_ROWS = (
     ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=(Codes.BY_ROW,)),
-    # 142 clocks, in blocks of 32 keys 165. 174 to 192 VGPRs, 17 to 33 KiB of LDS: 2 workgroups a CU. With blocks of 64
-    # programs with shares keep up to 30 SGPRs in lanes of VGPRs.
+    # 142 clocks, in blocks of 32 keys 165. 174 to 192 VGPRs, 17 to 33 KiB of LDS: 2 workgroups per CU. With blocks of
+    # 64 programs with shares keep up to 30 SGPRs in lanes of VGPRs.
     ExtendRow("gfx950", 2, 64, ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_block=32)),
-    # Of 80 and 96 in blocks of 128 columns up to 72 registers spill with slopes and pages of one token. 169 to 250
-    # VGPRs, 29 to 49 KiB of LDS.
+    # Heads of 80 and 96 in blocks of 128 columns spill up to 72 registers with slopes and pages of one token. 169 to
+    # 250 VGPRs, 29 to 49 KiB of LDS.
     ExtendRow(
         "gfx950",
         2,
@@ -602,16 +602,16 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
     ),
     # 165 clocks, in blocks of 32 keys 193. 224 to 256 VGPRs, 32 KiB of LDS (66 with Triton's asynchronous copies): 2
-    # workgroups a CU. Blocks of 64 columns take 157, and up to 21 registers spill.
+    # workgroups per CU. Blocks of 64 columns take 157, and up to 21 registers spill.
     ExtendRow("gfx950", 2, 128, ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_block=32)),
     # 328 clocks, in blocks of 16 keys and 8 waves 520: fewer waves read less of LDS. 304 VGPRs, 66 KiB of LDS: one
     # workgroup of 4 waves.
     ExtendRow("gfx950", 2, 256, ExtendTiles(128, 32, 4, 2, programs_per_cu=1, share_block=16)),
-    # 193 to 226 VGPRs, 68 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    # 193 to 226 VGPRs, 68 KiB of LDS: one workgroup of 8 waves, 2 per SIMD.
     ExtendRow("gfx950", 2, 512, ExtendTiles(64, 16, 8, 2, programs_per_cu=1)),
     ExtendRow("gfx950", 4, 128, ExtendTiles(64, 16, 4, 1, programs_per_cu=1)),
     ExtendRow("gfx950", 4, 256, ExtendTiles(32, 16, 8, 1, programs_per_cu=1)),
-    # Costs so small that short steps share rows too.
+    # Costs so small that short steps also share rows.
     ExtendRow(
         "interpreter",
         2,
@@ -642,9 +642,9 @@ def extend_rows(
     codes: Codes = Codes.NONE,
     window: int = ANY_ROWS,
 ) -> tuple[ExtendRow, ...]:
-    """The tuning rows of paged extend: of a step the first whose max_rows holds its rows. The last one holds any.
+    """The tuning rows of paged extend. The first whose max_rows holds a step's rows serves it; the last one holds any.
 
-    window: keys that a token sees at most, its own among them; ANY_ROWS: all. Raises NoTiles.
+    window: the most keys that a token sees, its own among them; ANY_ROWS: all. Raises NoTiles.
     """
     for name in names_of(arch):
         found: list[ExtendRow] = []

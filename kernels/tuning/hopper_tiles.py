@@ -14,25 +14,25 @@ from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
 @dataclass(frozen=True, slots=True)
 class HopperTiles:
-    """How new tokens and KV are cut.
+    """The cut of new tokens and KV.
 
     extend:   query blocks of two groups of 64 rows, of num_warps each; num_stages key blocks of K and of V in flight
     overlaps: whether products with V run under those of the next key block with K, which takes registers
     registers, decoder_registers: of a thread of a consumer, and of the group that decodes codes, if there is one; the
-              warps that load pages have what is left
+              warps that load pages have the rest
     code_tiles: key blocks of K or of V whose codes are in flight; 0: pages are in q's dtype
-    segment_len: of deterministic attention, as SegmentTiles has it; else 0
-    value_keys: keys of a tile of V, a key block's or half of them; 0: all. Of deterministic attention the softmax takes
-              so many at a time
+    segment_len: in deterministic attention, as in SegmentTiles; else 0
+    value_keys: keys of a tile of V, a key block's or half of them; 0: all. In deterministic attention the softmax takes
+              this many at a time
     value_tiles: tiles of V in flight; 0: those of num_stages key blocks
-    most_segments: of it, segments of the largest share of a program, which has room for them in the workspace
-    left_in_workspace: of it, whether what lies left of a segment is in the workspace: shared memory has no room beside
-              the rings
-    drawn_blocks: whole rows are drawn as programs come to them, and of so many consecutive query blocks KV head by KV
-              head (hopper/draws.py); 0: they are dealt out
-    open_middle: whether steps that all rows of a window see have a loop of their own, without masks. Of heads of 96 and
-              256 ptxas then waits for each product: 16 x 8 of 256, a window of 4096, 2048 new of 8192: 297 us, and 248
-    powers_by_products: of four exponentials of scores with a cap, how many are computed by products (hopper/powers.py)
+    most_segments: in deterministic attention, segments of the largest share of a program, whose workspace holds them
+    left_in_workspace: in deterministic attention, whether everything left of a segment is in the workspace: shared
+              memory has no room for it next to the rings
+    drawn_blocks: whole rows are drawn as programs come to them, KV head by KV head within this many consecutive query
+              blocks (hopper/draws.py); 0: they are dealt out
+    open_middle: whether steps that all rows of a window see have a loop of their own, without masks. With heads of 96
+              and 256 ptxas then waits for each product: 16 x 8 of 256, a window of 4096, 2048 new of 8192: 297 us, 248
+    powers_by_products: how many of four exponentials of scores with a cap are computed by products (hopper/powers.py)
     scales_seldom: whether a row's maximum is raised only by more than key_steps.SLACK, so that most steps scale nothing
               of it. llama8b 1 x 2048 new + 6144: 350 us, 361 without; + 30720: 1448 and 1517. Heads of 80 (777 new of
               5778) and of 256 (1 x 2048 + 6144) lose by it: 110 and 105, 367 and 354
@@ -65,7 +65,7 @@ class HopperTiles:
 
     @property
     def producer_registers(self) -> int:
-        """What an SM has for a thread of each warp group together, in units of eight, and the others leave."""
+        """The registers that the other warp groups leave of an SM's for a thread of each, in units of eight."""
         return (512 if self.code_tiles else 504) - 2 * self.registers - self.decoder_registers
 
     @property
@@ -80,16 +80,16 @@ class HopperTiles:
 
     @property
     def most_keys(self) -> int:
-        """Of deterministic attention, keys of the largest share of a program."""
+        """Keys of the largest share of a program, in deterministic attention."""
         return self.most_segments * self.segment_len
 
     @property
     def segment_slots(self) -> int:
-        """Of deterministic attention, parts of rows that a program has room for."""
+        """Parts of rows that a program has room for, in deterministic attention."""
         return slots_of(self.most_segments)
 
     def segment_words(self, *, programs: int, head_dim: int) -> int:
-        """float32 words of deterministic attention's workspace: parts of rows with their sums, and what lies left of a
+        """float32 words of deterministic attention's workspace: parts of rows with their sums, and everything left of a
         segment.
         """
         lines = programs * self.extend.query_rows
@@ -97,11 +97,11 @@ class HopperTiles:
         return parts_words(lines, slots=self.segment_slots, v_head_dim=head_dim) + left
 
 
-# Keys of the smallest box that TMA loads; of codes it is 8. llama8b 1 x 2048 + 6144, pages of 8: by TMA 421 us,
+# Keys of the smallest box that TMA loads; for codes it is 8. llama8b 1 x 2048 + 6144, pages of 8: by TMA 421 us,
 # gathered 392; of 16: 384 and 389. With heads of 64 598 and 562, 544 and 569.
 LEAST_BOX = 16
 
-# 32 x 8 heads of 128, 128 new of 1128: 16.1 us, and 21.3 where rows are not cut alike; 24 x 8 of 192, 105 of 605: 19.6
+# 32 x 8 heads of 128, 128 new of 1128: 16.1 us, and 21.3 if rows are not cut alike; 24 x 8 of 192, 105 of 605: 19.6
 # and 25.9; 96 x 3 of 224, 2 x 27 of 4027: 49.7 and 58.5.
 _SHARED: Mapping[str, Any] = {"programs_per_cu": 1, "merge_stages": 4, "alike_keys": 256}
 
@@ -119,9 +119,9 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         open_middle=True,
         scales_seldom=True,
     ),
-    # Of 64 columns, and as many as a head has beyond them. 777 new of 5778, 32 x 8 heads of 80: 115 us, in one block
-    # of 128 128, FA3 168; 32 x 32 of 96: 151, 162 and 186. 12 ragged chunks of the latter: 285 us where rows are dealt
-    # out, 261 where they are drawn, 250 with three stages too, 242 with boxes of two dimensions, FA3 283.
+    # One tile of 64 columns, and one of the columns beyond them. 777 new of 5778, 32 x 8 heads of 80: 115 us, in one
+    # block of 128 128, FA3 168; 32 x 32 of 96: 151, 162 and 186. 12 ragged chunks of the latter: 285 us if rows are
+    # dealt out, 261 if they are drawn, 250 with three stages too, 242 with boxes of two dimensions, FA3 283.
     96: HopperTiles(
         ExtendTiles(128, 128, 4, 3, dim_block=64, **_SHARED),
         overlaps=True,
@@ -129,12 +129,12 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         powers_by_products=2,
         drawn_blocks=8,
     ),
-    # llama8b 1 x 2048 + 6144: 374 us, 8 x 512 + 4096: 486, 1 x 2048 + 30720: 1569; V multiplied with by 64 keys: 384,
-    # 514 and 1744. While one warp loaded both K and V: 394, 506 and 1664; then with three stages 396, 519 and 1683; in
-    # blocks of 64 keys with four 423, 566 and 1936; the plain kernel 694 of the second. Where the groups take turns at
-    # the matrix units: 504, 636 and 2121.
+    # llama8b 1 x 2048 + 6144: 374 us, 8 x 512 + 4096: 486, 1 x 2048 + 30720: 1569; V multiplied 64 keys at a time:
+    # 384, 514 and 1744. While one warp loaded both K and V: 394, 506 and 1664; then with three stages 396, 519 and
+    # 1683; in blocks of 64 keys with four 423, 566 and 1936; the plain kernel takes 694 for the second. If the groups
+    # take turns at the matrix units: 504, 636 and 2121.
     # With a cap 454 us, 507 with all exponentials by their unit. With a window of 4096, 1 x 2048 + 30720: 241 us, 374
-    # where all steps are masked, FA3 264; of 2048, 1 x 2048 + 6144: 144, 201 and 145. With 224 registers 374 us where
+    # if all steps are masked, FA3 264; of 2048, 1 x 2048 + 6144: 144, 201 and 145. With 224 registers 374 us where
     # these take 367, and with a cap 402 and 398.
     128: HopperTiles(
         ExtendTiles(128, 128, 4, 2, **_SHARED),
@@ -145,7 +145,7 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         scales_seldom=True,
     ),
     # 64 x 8 heads, 777 new of 5778: 327 us, 12 ragged chunks 498; by blocks of 64 keys with three stages 348 and 530.
-    # Registers have no room for the weights of 128 keys beside the accumulators, so V is multiplied with by 64.
+    # Registers do not hold the weights of 128 keys next to the accumulators, so V is multiplied 64 keys at a time.
     192: HopperTiles(
         ExtendTiles(128, 128, 4, 2, dim_block=64, **_SHARED),
         overlaps=True,
@@ -164,8 +164,8 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     ),
 }
 
-# A group that gathers K and V in turn would wait for V where K could go on: heads of 192, pages of 2, 777 new of 5778:
-# 367 us, by the tiles above 499. Of deterministic attention: 409, 432.
+# A group that gathers K and V in turn would wait for V when K could go on: heads of 192, pages of 2, 777 new of 5778:
+# 367 us, by the tiles above 499. In deterministic attention: 409, 432.
 _GATHERED_TILES: Mapping[int, HopperTiles] = {
     **_EXTEND_TILES,
     # With fewer registers the group that gathers keys of heads of 128 spills.
@@ -177,9 +177,9 @@ _GATHERED_TILES: Mapping[int, HopperTiles] = {
 # Head dim -> microseconds of this kernel and of the plain one at 1 x 2048 new + 6144 cached, as above.
 BESIDE_THE_PLAIN: Mapping[int, tuple[float, float]] = {64: (536, 631), 128: (394, 535)}
 
-# Of eight-bit pages. llama8b 1 x 2048 + 6144 with factors of heads: 425 us, 386 over bfloat16 pages in the same run;
-# 8 x 512 + 4096: 563 and 511; of tokens: 539 and 713. What it costs to cut rows alike was not measured of them, nor of
-# pages whose keys are gathered.
+# For eight-bit pages. llama8b 1 x 2048 + 6144 with scales of heads: 425 us, 386 over bfloat16 pages in the same run;
+# 8 x 512 + 4096: 563 and 511; with scales of tokens: 539 and 713. The cost of cutting rows alike was not measured for
+# them, nor for pages whose keys are gathered.
 _CODED_TILES: Mapping[int, HopperTiles] = {
     64: HopperTiles(
         ExtendTiles(128, 128, 4, 4, **_SHARED),
@@ -215,7 +215,7 @@ def padded_dim(head_dim: int) -> int:
     return -(-head_dim // 64) * 64
 
 
-# Of eight-bit pages. With heads of 256 the threads of the group that decodes leave too few registers: ptxas waits for
+# For eight-bit pages. With heads of 256 the threads of the group that decodes leave too few registers: ptxas waits for
 # each product.
 CODED_HEAD_DIMS = tuple(_CODED_TILES)
 # Stages of deterministic attention.
@@ -225,7 +225,7 @@ _SEGMENT_STAGES: Mapping[int, int] = {64: 4, 96: 2, 128: 2, 192: 3, 256: 2}
 _MOST_SEGMENTS: Mapping[int, int] = {64: 8, 96: 8, 128: 8, 192: 5, 256: 5}
 # 24 x 4 heads of 128, 12 ragged chunks: 169 us, with 224 registers 177, which spill twice as much around the merge.
 _SEGMENT_REGISTERS = 240
-# The largest heads of which both accumulators have room beside the rings in shared memory.
+# The largest heads whose two accumulators both fit next to the rings in shared memory.
 _MOST_LEFT_SHARED = 128
 
 
@@ -237,7 +237,7 @@ def hopper_tiles(head_dim: int, page_size: int, *, coded: bool) -> HopperTiles:
 
 
 def is_gathered(page_size: int) -> bool:
-    """Whether pages in q's dtype hold no boxes of LEAST_BOX keys, so that keys are copied one by one."""
+    """True if pages in q's dtype hold no boxes of LEAST_BOX keys, so that keys are copied one by one."""
     return page_size % LEAST_BOX > 0
 
 
@@ -247,11 +247,11 @@ def _row(head_dim: int) -> int:
 
 
 def hopper_segment_tiles(head_dim: int, page_size: int) -> HopperTiles:
-    """The tiles of deterministic attention, of heads of up to HEAD_DIMS.
+    """The tiles of deterministic attention, for heads of up to HEAD_DIMS.
 
-    Segments and key blocks are those by which decode walks them.
+    Segments and key blocks are those of decode.
     """
-    # llama8b 1 x 2048 + 6144: 456 us, and 517 where products with K are of 64 keys too; normal mode 410, same run.
+    # llama8b 1 x 2048 + 6144: 456 us, and 517 if products with K are of 64 keys too; normal mode 410, same run.
     # With heads of 64: 599, 686 and 536. In decode blocks of 128 keys would take 1.17 to 1.27 of the normal mode, and
     # masks of deterministic steps are read for 64 keys at most (mask_bits.TWO_WORDS).
     of_decode = segment_tiles("sm_90", head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)

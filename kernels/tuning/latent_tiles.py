@@ -1,7 +1,7 @@
 """Tiles of attention over latent pages: how programs walk latent rows, a literal row for each arch and count of rows.
 
 "sm_90" rows with times in their comments were measured on one H200 (torch 2.11, Triton 3.6, CUDA-graph replays). AMD's
-were chosen from what the compiler reports: no spills, registers, LDS.
+were chosen from the compiler's reports: no spills, registers, LDS.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from rocm_attn.kernels.tuning.tiles import NoTiles, names_of
 
 @dataclass(frozen=True, slots=True)
 class LatentTiles:
-    """How a program walks latent rows.
+    """The way that a program walks latent rows.
 
     query_rows:      rows of a query block: new tokens times query heads
     key_block:       keys of a block of the loop
     num_warps:       warps (waves on AMD) of a program
     num_stages:      key blocks whose loads are in flight at the same time
     programs_per_cu: programs that a decode grid holds for each compute unit
-    row_cost:        what starting a row costs beside its key blocks, in blocks; at least 1
-    chains:          sums of products that a score is added up of, 1 or 2: two are shorter, and take registers
-    wide:            whether V's columns are one part, not two: what products of sm_90's warpgroups want
-    paired:          whether codes are read two by two, as float16 that matrix units take in turn; not wide
-    waves_per_eu:    waves a SIMD that the AMD compiler shall make room for; 0: its own choice, and elsewhere
+    row_cost:        cost of starting a row in addition to its key blocks, in blocks; at least 1
+    chains:          sums of products that a score is added up from, 1 or 2: two are shorter, and take registers
+    wide:            whether V's columns are one part, not two: products of sm_90's warpgroups want that
+    paired:          whether codes are read in pairs, as float16 that matrix units take in turn; not wide
+    waves_per_eu:    waves per SIMD that the AMD compiler must make room for; 0: its own choice, and elsewhere
     early:           whether launches of decode may begin while the one before still runs (tiles.py)
-    even:            whether decode cuts rows that are alike alike, of one new token each (DecodeCut)
+    even:            whether decode cuts rows that are alike alike, with one new token each (DecodeCut)
     """
 
     query_rows: int
@@ -57,31 +57,31 @@ class LatentTiles:
         return self.query_rows // self.block_heads(num_heads)
 
     def of_masked_steps(self) -> LatentTiles:
-        """At most 32 rows and 32 keys, for steps with packed masks.
+        """The tiles for steps with packed masks: at most 32 rows and 32 keys.
 
         A row's bits of one key block are a word of 32; they take registers, and trees are small.
         """
         return replace(self, query_rows=min(32, self.query_rows), key_block=min(32, self.key_block))
 
     def of_few_masked_tokens(self, arch: str) -> LatentTiles:
-        """For masked steps whose keys are split as in decode: at most 32 rows, but for warpgroup products."""
+        """The tiles for masked steps with keys split as in decode: at most 32 rows, except for warpgroup products."""
         if arch.startswith("gfx"):
             # 269 to 299 VGPRs. In one part, or with two blocks in flight, registers spill; and so they do with 64 rows.
             return LatentTiles(32, 16, 4, 1)
         return self if self.wide else replace(self, query_rows=min(32, self.query_rows))
 
     def options(self) -> dict[str, int]:
-        """Launch options beside the warps."""
+        """Launch options in addition to the warps."""
         return {"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {}
 
 
 @dataclass(frozen=True, slots=True)
 class HopperLatentTiles:
-    """How decode for Hopper walks latent rows (hopper/latent.py).
+    """The way that decode for Hopper walks latent rows (hopper/latent.py).
 
     latent: its programs, and how rows are cut; a program's warps are four groups of num_warps
     score_registers, loader_registers: of a thread of the group that weighs keys, and of the one that loads them; both
-            that add up values have what is left
+            that add up values have the rest
     """
 
     latent: LatentTiles
@@ -90,19 +90,19 @@ class HopperLatentTiles:
 
     @property
     def value_registers(self) -> int:
-        """What an SM has for a thread of each warp group together, in units of eight, and the others leave."""
+        """The registers that the other warp groups leave of an SM's for a thread of each, in units of eight."""
         return (512 - self.score_registers - self.loader_registers) // 16 * 8
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSegmentTiles:
-    """How deterministic attention cuts latent KV into segments, and how its programs walk them.
+    """The segments of latent KV in deterministic attention, and the way that its programs walk them.
 
     segment_len: KV tokens in a segment, a multiple of block.key_block; segment m is [m, m + 1) * segment_len
     block:       of extend; key_block, chains and wide decide a result's bits, and so are common to all
-    matrix_dim:  rows of a matrix instruction that AMD's compiler shall take; 0: its own choice, and elsewhere
+    matrix_dim:  rows of a matrix instruction that AMD's compiler must use; 0: its own choice, and elsewhere
     decoders:    of decode: the first whose query_rows hold a token's query heads, else the last. Without any, block is
-                 of decode too, and all of it decides a result's bits
+                 decode's too, and all of it decides a result's bits
     """
 
     segment_len: int
@@ -121,21 +121,21 @@ class LatentSegmentTiles:
 
     @property
     def by_pairs(self) -> bool:
-        """Whether weights of keys are added up pair by pair: else the order follows from the shape of a tile."""
+        """True if weights of keys are added up pair by pair; else the order follows from the shape of a tile."""
         return bool(self.decoders)
 
     def of_decode(self, num_heads: int) -> LatentTiles:
-        """How decode walks a segment."""
+        """The tiles by which decode walks a segment."""
         tiles = self.decoders or (self.block,)
         return next((each for each in tiles if num_heads <= each.query_rows), tiles[-1])
 
     def decode(self, num_heads: int) -> LatentTiles:
-        """What decode's schedule is cut by: its key blocks are segments."""
-        # As in SegmentTiles.decode. 128 sequences x 4k: some programs would have 5 segments of 512 keys, where 4 do.
+        """The tiles by which decode's schedule is cut: its key blocks are segments."""
+        # Like in SegmentTiles.decode. 128 sequences x 4k: some programs would have 5 segments of 512 keys, where 4 do.
         return replace(self.of_decode(num_heads), key_block=self.segment_len, row_cost=0)
 
     def options(self) -> dict[str, int]:
-        """Launch options beside the warps."""
+        """Launch options in addition to the warps."""
         return self.block.options() | ({"matrix_instr_nonkdim": self.matrix_dim} if self.matrix_dim else {})
 
     def most_segments(self, max_kv_len: int, window_left: int) -> int:
@@ -170,10 +170,10 @@ class LatentRow:
 # Elements of V, and after it.
 _LARGEST = (512, 64)
 
-# Of the rows that serve, the first one whose query_rows hold all that are wanted is taken, else the last one. Rows for
-# codes come before those that serve them too.
+# Among the rows that serve, the first one whose query_rows hold all wanted rows is taken, else the last one. Rows for
+# codes come before rows that serve codes too.
 DECODE_ROWS: tuple[LatentRow, ...] = (
-    # 128 sequences x 4k: 120 us, 1.25 of the floor; 122 where rows are not cut alike, 124 with launches that are not
+    # 128 sequences x 4k: 120 us, 1.25 of the floor; 122 if rows are not cut alike, 124 with launches that are not
     # early either; 136 with two stages, 153 to 272 in other tiles.
     LatentRow(
         "sm_90", 2, _LARGEST, LatentTiles(16, 64, 4, 3, 2, chains=2, paired=True, early=True, even=True), coded=True
@@ -182,21 +182,21 @@ DECODE_ROWS: tuple[LatentRow, ...] = (
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2, paired=True), coded=True),
     # 128 heads, 128 x 4k: 521 us, 2.83 of the products; 593 with two stages, 754 in the tiles of 32 heads.
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 3, chains=2, wide=True), coded=True),
-    # 16 heads, 128 x 4k: 159 us, 1.02 of the floor; 164 where rows are not cut alike, 166 with launches that are not
+    # 16 heads, 128 x 4k: 159 us, 1.02 of the floor; 164 if rows are not cut alike, 166 with launches that are not
     # early either.
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 32, 4, 3, 2, chains=2, early=True, even=True)),
     # 32 heads, 128 x 4k: 217 us, 1.37 of the floor; 415 with 8 warps.
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2, early=True, even=True)),
-    # 128 heads, 128 x 4k: 525 us, 2.85 of the products; 535 where rows are not cut alike, of which the merge takes 12;
-    # 566 in two parts, 765 in the tiles of 32 heads, 605 with blocks of 32 keys and three or four stages, 528 where the
-    # next rows are fetched to L2 ahead. The only tiles with warpgroup products. What they spill lies outside of them.
+    # 128 heads, 128 x 4k: 525 us, 2.85 of the products; 535 if rows are not cut alike, of which the merge takes 12; 566
+    # in two parts, 765 in the tiles of 32 heads, 605 with blocks of 32 keys and three or four stages, 528 if the next
+    # rows are fetched to L2 ahead. The only tiles with warpgroup products. Their spills lie outside of these products.
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2, chains=2, wide=True, early=True, even=True)),
-    # Of float32, which no model is served in: 72 KiB of shared memory, up to 128 registers, 8 bytes of stack.
+    # For float32, which no model is served in: 72 KiB of shared memory, up to 128 registers, 8 bytes of stack.
     LatentRow("sm_90", 4, _LARGEST, LatentTiles(16, 16, 8, 1)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(16, 32, 4, 2)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(32, 32, 8, 2)),
-    # AMD's: clocks of a CU for a key where a load takes 1.5 us, by the model of docs/amd_tuning.md. HBM takes 139 of
-    # them on gfx942 and 89 on gfx950, of codes half; with 128 heads LDS and the matrix units take about as many.
+    # AMD's: clocks of a CU per key if a load takes 1.5 us, by the model of docs/amd_tuning.md. HBM takes 139 of them on
+    # gfx942 and 89 on gfx950, half of that for codes; with 128 heads LDS and the matrix units take about as many.
     # 152 clocks. With blocks of 32 keys 81, and up to 187 VGPRs spill with a cap and a window.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 16, 2, 2, 2, wide=True), coded=True),
     # 304 clocks. In two waves 164, and up to 51 VGPRs spill.
@@ -207,13 +207,13 @@ DECODE_ROWS: tuple[LatentRow, ...] = (
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 2, 2, wide=True), coded=True),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 2, 2, 2, wide=True), coded=True),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 2, chains=2, wide=True), coded=True),
-    # 139 clocks: 222 VGPRs, so that a SIMD has two waves. One wave a program 78, and up to 119 VGPRs spill.
+    # 139 clocks: 222 VGPRs, so that a SIMD has two waves. One wave per program 78, and up to 119 VGPRs spill.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 16, 4, 2, 2, wide=True)),
     # 137 clocks, 413 to 439 VGPRs.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(32, 16, 2, 2, 2, wide=True)),
     # 538 clocks, 357 to 397 VGPRs, 64 KiB of LDS. Blocks of 32 keys spill 11 VGPRs.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 2, wide=True)),
-    # 122 clocks, 238 VGPRs, two waves a SIMD. One wave a program 75, of which 67 VGPRs spill with Triton 3.6.
+    # 122 clocks, 238 VGPRs, two waves per SIMD. One wave per program 75, of which 67 VGPRs spill with Triton 3.6.
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 2, 2, wide=True)),
     # 127 clocks, 348 to 421 VGPRs.
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 2, 2, 2, wide=True)),
@@ -230,10 +230,10 @@ EXTEND_ROWS: tuple[LatentRow, ...] = (
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2)),
     LatentRow("sm_90", 4, _LARGEST, LatentTiles(16, 16, 8, 1)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(32, 32, 8, 2)),
-    # Of codes: 320 to 421 VGPRs. With 8 waves up to 17 spill.
+    # For codes: 320 to 421 VGPRs. With 8 waves up to 17 spill.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
-    # 230 to 250 VGPRs, 32 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    # 230 to 250 VGPRs, 32 KiB of LDS: one workgroup of 8 waves, 2 per SIMD.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 8, 1)),
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 8, 1)),
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(32, 16, 1, 1)),
@@ -241,7 +241,7 @@ EXTEND_ROWS: tuple[LatentRow, ...] = (
 )
 # 128 heads, 128 x 4k: 280 us, 520 by the plain kernel; 64 heads 168 and 299; 32 heads 155 and 219 (H200, torch 2.11,
 # Triton 3.6). In blocks of 32 keys 1.2 of the time. Loads by TMA take 0.96 to 1.04; rows fetched to L2 ahead 1.07 to
-# 1.26; with the next block's first products under a block's softmax 1.25, since it is there late. Where the second
+# 1.26; with the next block's first products under a block's softmax 1.25, since it is there late. If the second
 # half's values wait for the next block's scores 0.97, with 16 heads 1.05.
 HOPPER_LATENT_TILES = HopperLatentTiles(LatentTiles(64, 64, 4, 2, early=True, even=True), 128, 48)
 _INTERPRETED = LatentSegmentTiles(64, LatentTiles(32, 16, 1, 1), decoders=(LatentTiles(16, 16, 1, 1),))
@@ -313,7 +313,7 @@ def _tiles(
 
 
 def _fit(dims: tuple[int, int], most: tuple[int, int]) -> bool:
-    """Whether rows of (head_dim, v_head_dim) have at most so many elements of V, and after it."""
+    """True if rows of (head_dim, v_head_dim) have at most `most` elements of V, and after it."""
     return dims[1] <= most[0] and dims[0] - dims[1] <= most[1]
 
 

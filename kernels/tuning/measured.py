@@ -1,6 +1,6 @@
-"""Rows of tiles that were measured on one GPU, for layers of one geometry: what `rocm-attn tune` finds.
+"""Rows of tiles that were measured on one GPU, for layers of one geometry: the results of `rocm-attn tune`.
 
-A measured row beats the row of the table for the layer that it was measured with, and for no other one: it is a fact
+A measured row replaces the row of the table for the layer that it was measured with, and for no other one: it is a fact
 about that layer and GPU. Tiles of masked steps, of deterministic attention and of sparse attention are never measured.
 """
 
@@ -28,7 +28,7 @@ _LARGEST_BLOCK = 256
 
 
 class Table(enum.Enum):
-    """What a row of tiles is of."""
+    """The table that a row of tiles belongs to."""
 
     DECODE = "decode"
     CDNA_DECODE = "cdna_decode"
@@ -48,22 +48,22 @@ class Table(enum.Enum):
 
     @property
     def is_decode(self) -> bool:
-        """Whether its rows are of steps with one new token of a sequence."""
+        """True if its rows are for steps with one new token per sequence."""
         return self in (Table.DECODE, Table.CDNA_DECODE, Table.LATENT_DECODE)
 
     @property
     def rivals(self) -> tuple[Table, ...]:
-        """Itself, and the others whose kernels take the same steps: of one layer only one row of theirs serves."""
+        """Itself, and the others whose kernels take the same steps: only one row of theirs serves a layer."""
         decodes = Table.DECODE, Table.CDNA_DECODE
         return decodes if self in decodes else (self,)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLayer:
-    """What a layer's kernel is compiled for, as far as time hangs on it; in plain values, which a file can hold.
+    """The values that a layer's kernel is compiled for and time depends on; plain ones, which a file can hold.
 
     dtype:       of q, by torch's name without "torch."
-    kv_encoding: how K and V are encoded, and kv_scales what shares a factor; names of the members of their enums
+    kv_encoding: how K and V are encoded, and kv_scales which elements share a scale; names of members of their enums
     soft_cap, sinks, alibi, causal: whether the layer has them
     """
 
@@ -94,7 +94,7 @@ class MeasuredLayer:
 
 @dataclass(frozen=True, slots=True)
 class ShapeTimes:
-    """Medians at one shape of a step: sequences x cached + new tokens; of the row in use, and of the measured one."""
+    """Medians at one shape of a step (sequences x cached + new tokens) of the row in use, and of the measured one."""
 
     shape: str
     in_use_us: float
@@ -103,14 +103,14 @@ class ShapeTimes:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a measured row comes from.
+    """The origin of a measured row.
 
-    device, compute_units: the GPU; arch and triton are what a row must share with a GPU that it serves
+    device, compute_units: the GPU; arch and triton must match those of a GPU that the row serves
     rocm:     of torch's build, or CUDA's release; software is this package's version, commit the checkout's
     date:     ISO 8601, UTC
-    shapes:   what was timed
+    shapes:   the timed steps
     samples:  of each of the two, taken in turn
-    gain:     of the time over all shapes, as a fraction of that of the row in use; low and high are quartiles
+    gain:     in time over all shapes, as a fraction of that of the row in use; low and high are quartiles
     spilled:  registers that the compiler keeps in memory
     """
 
@@ -135,7 +135,7 @@ class Provenance:
 class MeasuredRow:
     """Tiles that serve a layer on GPUs of an arch, with one release of Triton.
 
-    max_rows: of EXTEND: the row's steps are those of the table's row with that bound; ANY_ROWS elsewhere
+    max_rows: for EXTEND: the row's steps are those of the table's row with that bound; ANY_ROWS elsewhere
     """
 
     table: Table
@@ -145,11 +145,11 @@ class MeasuredRow:
     measured: Provenance
 
     def serves(self, table: Table, layer: MeasuredLayer, max_rows: int = ANY_ROWS) -> bool:
-        """Whether it is the row of a layer."""
+        """True if it is the row of a layer."""
         return (self.table, self.layer, self.max_rows) == (table, layer, max_rows)
 
     def origin(self) -> str:
-        """Where it comes from, in words."""
+        """The row's origin, in words."""
         of = self.measured
         return (
             f"measured on {of.device} ({of.arch}, {of.compute_units} units) with Triton {of.triton}, commit "
@@ -158,12 +158,12 @@ class MeasuredRow:
         )
 
 
-# Of MeasuredLayer.kv_encoding: elements are in q's dtype.
+# The value of MeasuredLayer.kv_encoding if elements are in q's dtype.
 _NOT_CODED = "LIKE_Q"
 
 
 def refusal(table: Table, tiles: Tiles, layer: MeasuredLayer) -> str:
-    """Why no kernel takes these tiles for a layer; empty where one does, as far as that can be said without it."""
+    """Returns why no kernel takes these tiles for a layer; empty if, as far as is known without it, one does."""
     if type(tiles) is not table.tiles:
         return f"tiles of {table.value} are {table.tiles.__name__}, not {type(tiles).__name__}"
     wrong = [f"{name} {getattr(tiles, name)} is not {allowed}" for name, allowed in _wrong_numbers(tiles)]
@@ -179,7 +179,7 @@ def refusal(table: Table, tiles: Tiles, layer: MeasuredLayer) -> str:
 
 
 def _wrong_numbers(tiles: Tiles) -> list[tuple[str, str]]:
-    """Fields outside of what any kernel takes, with what it may be."""
+    """Fields that no kernel accepts, with the allowed values."""
     blocks = _powers(16, _LARGEST_BLOCK)
     allowed: dict[str, tuple[object, str]] = {
         "key_block": blocks,
@@ -236,7 +236,7 @@ def _decode_refusal(tiles: DecodeTiles, layer: MeasuredLayer) -> str:
 
 
 def _cdna_refusal(tiles: CdnaTiles, layer: MeasuredLayer) -> str:
-    """What a block and a program are follows from the arch and the layer; these numbers are searched."""
+    """Only the numbers below are searched; the arch and the layer determine blocks and programs."""
     searched = ("num_stages", "programs_per_cu", "row_cost", "row_end", "waves_per_eu")
     given = {name: getattr(tiles, name) for name in searched}
     heads = 2 if layer.head_dim == 64 else 1

@@ -1,8 +1,8 @@
-"""Tiles of deterministic attention: what a segment is, and how decode and extend walk it; a literal row for each arch.
+"""Tiles of deterministic attention: segments, and how decode and extend walk them; a literal row for each arch.
 
-segment_len, key_block and matrix_dim decide a result's bits and are therefore common to decode and extend. Where no
-matrix unit computes the products, and on "sm_", a sum's order follows from the query block's shape: decode_rows is
-query_rows there, with the same warps. No row was measured on AMD.
+segment_len, key_block and matrix_dim decide a result's bits and are therefore common to decode and extend. If no matrix
+unit computes the products, and on "sm_", a sum's order follows from the query block's shape: decode_rows is query_rows
+there, with the same warps. No row was measured on AMD.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles, NoTi
 
 
 def slots_of(most_segments: int) -> int:
-    """Parts of rows that a program has room for, if its share has so many segments at most: one of a row that goes on,
-    and segments of a row begun earlier, of which a share may have the end of one more.
+    """Parts of rows that a program has room for, if its share has at most most_segments segments: one of a row that
+    goes on, and segments of a row begun earlier, of which a share may have the end of one more.
     """
     return most_segments + 2 if most_segments else 0
 
 
 def parts_words(lines: int, *, slots: int, v_head_dim: int) -> int:
-    """float32 words of as many parts of so many lines: accumulators, maximum and sum."""
+    """float32 words of `slots` parts of `lines` lines each: accumulators, maximum and sum."""
     return lines * slots * (v_head_dim + 2)
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentTiles:
-    """How KV is cut into segments, and how programs walk them.
+    """The cut of KV into segments, and the way that programs walk them.
 
     segment_len:      KV tokens in a segment, a multiple of key_block; segment m is [m, m + 1) * segment_len
     key_block:        keys of a block of the loop
@@ -36,14 +36,14 @@ class SegmentTiles:
     decode_warps, decode_stages: warps of a decode program, key blocks whose loads are in flight
     programs_per_cu:  decode programs for each compute unit
     extend:           how extend cuts new tokens; its key_block is the one above
-    matrix_dim:       rows of a matrix instruction that AMD's compiler shall take; 0: its own choice, and elsewhere
+    matrix_dim:       rows of a matrix instruction that AMD's compiler must use; 0: its own choice, and elsewhere
     early:            whether launches of decode may begin while the one before still runs (tiles.py)
-    short:            how extend cuts the new tokens of steps whose sequences have few, if not as others. Rows meet the
-                      same matrix instructions, so no bit tells which tiles served
-    shared_segments:  where extend's rows are shared out, segments of the largest share of a program, which has room for
-                      them in the workspace
-    left_in_memory:   whether extend keeps the accumulators of what lies left of a segment in its workspace: with those
-                      of the segment they have no room in registers
+    short:            how extend cuts the new tokens of steps whose sequences have few, if not like others. Rows meet
+                      the same matrix instructions, so no bit shows which tiles served
+    shared_segments:  if extend's rows are shared out, segments of the largest share of a program, whose workspace holds
+                      them
+    left_in_memory:   whether extend keeps the accumulators left of a segment in its workspace: registers do not hold
+                      them together with those of the segment
     """
 
     segment_len: int
@@ -64,29 +64,29 @@ class SegmentTiles:
         assert all(tiles.key_block == self.key_block for tiles in (*self.short, self.extend))
 
     def decode(self, gqa_ratio: int) -> DecodeTiles:
-        """What decode's schedule is cut by: its key blocks are segments."""
+        """The tiles by which decode's schedule is cut: its key blocks are segments."""
         return DecodeTiles(
             key_block=self.segment_len,
             num_warps=self.decode_warps,
             num_stages=self.decode_stages,
             programs_per_cu=self.programs_per_cu,
             head_blocks=-(-gqa_ratio // self.decode_rows),
-            # A program's share is a few segments: counted as one more, the start of a row would unbalance them.
+            # A program's share is a few segments: the start of a row, counted as one more, would unbalance them.
             row_cost=0,
         )
 
     def of_short_steps(self, gqa_ratio: int) -> tuple[SegmentTiles, ...]:
-        """For steps whose sequences have few new tokens, the fewest first."""
+        """The tiles for steps whose sequences have few new tokens, the fewest first."""
         return tuple(replace(self, extend=tiles, short=()) for tiles in self.short if gqa_ratio <= tiles.query_rows)
 
     def of_masked_steps(self) -> SegmentTiles:
-        """For masked steps on NVIDIA: half of extend's rows, as bits take registers, or as many as decode's.
+        """Tiles for masked steps on NVIDIA: half of extend's rows, as bits take registers, but no fewer than decode's.
 
-        Fewer would be other matrix instructions than decode's, and so other bits.
+        Fewer would use other matrix instructions than decode's, and so give other bits.
         """
         # With all rows sm_90 spills 24 bytes at a head dim of 128.
         query_rows = max(self.decode_rows, self.extend.query_rows // 2)
-        # Two groups of four warps work out the same scores, in the same order.
+        # Two groups of four warps compute the same scores, in the same order.
         num_warps = 8 if query_rows >= 64 else self.extend.num_warps
         return replace(self, extend=replace(self.extend, query_rows=query_rows, num_warps=num_warps), short=())
 
@@ -100,7 +100,7 @@ class SegmentTiles:
         return slots_of(self.shared_segments)
 
     def extend_words(self, blocks: int, *, programs: int, num_kv_heads: int, gqa_ratio: int, v_head_dim: int) -> int:
-        """float32 words of extend's workspace, for so many query blocks and programs that share rows."""
+        """float32 words of extend's workspace, for this many query blocks and programs that share rows."""
         extend = self.extend
         if programs:
             return parts_words(programs * extend.query_rows, slots=self.segment_slots, v_head_dim=v_head_dim)
@@ -118,7 +118,7 @@ class SegmentTiles:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRow:
-    """tiles serve an arch, an element size in bytes and head dims up to max_head_dim; codes: what K and V may be."""
+    """tiles serve an arch, an element size in bytes and head dims up to max_head_dim; codes: allowed for K and V."""
 
     arch: str
     item_bytes: int
@@ -138,14 +138,14 @@ _INTERPRETED = SegmentTiles(
 )
 # The first row that serves wins.
 SEGMENT_ROWS = (
-    # With the factors of tokens the next row spills up to 200 bytes.
+    # With scales of tokens the next row spills up to 200 bytes.
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 32, 64, 8, 2, 1, ExtendTiles(128, 32, 8, 2)), _BY_TOKEN),
-    # Decode of 64 x 8 heads, 64 x 4k: 156 us, in normal mode 129; 165 with 2 programs an SM, 153 in segments of 2048.
+    # Decode of 64 x 8 heads, 64 x 4k: 156 us, in normal mode 129; 165 with 2 programs per SM, 153 in segments of 2048.
     # Extend, 64 x 5 new of 2500: 50 us with 12 x 4 heads, in tiles of 128 rows 69.
     SegmentRow("sm_90", 2, 64, SegmentTiles(1024, 64, 64, 4, 3, 3, _OF_64, short=(_OF_64,), early=True), _NO_CODES),
     # 32 x 32 heads of 96, 64 x 5 new of 2500: 521 us, 922 in tiles of 128 rows; 777 new of 5778: 213, 246.
     SegmentRow("sm_90", 2, 96, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_96, short=(_OF_96,), early=True), _NO_CODES),
-    # Extend: 250 registers, both accumulators among them, so one program an SM; with 4 warps it spills. llama8b
+    # Extend: 250 registers, both accumulators among them, so one program per SM; with 4 warps it spills. llama8b
     # 1 x 2048 new + 6144 cached: 585 us, 653 in one block of columns.
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_128, short=_SHORT_128, early=True), _NO_CODES),
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_128, early=True)),
@@ -177,10 +177,10 @@ SEGMENT_ROWS = (
     SegmentRow("sm_", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(16, 16, 8, 1))),
     SegmentRow("sm_", 4, 128, SegmentTiles(512, 32, 16, 4, 1, 1, ExtendTiles(16, 32, 4, 1))),
     SegmentRow("sm_", 4, 256, SegmentTiles(512, 32, 16, 8, 1, 1, ExtendTiles(16, 32, 8, 1))),
-    # Decode: 124 VGPRs, 16 KiB of LDS. Extend: 192 to 244 VGPRs, 32 KiB: one workgroup of 8 waves, 2 a SIMD.
-    # Codes, whose factors take scalar registers: with two blocks in flight up to 64 of them spill. Of larger heads no
-    # shape of these kernels keeps all of its registers. Programs that share rows would spill 17 to 23 with heads of 256
-    # on gfx942 above 2 GiB, and 22 with heads of 512 by Triton 3.6: these share none.
+    # Decode: 124 VGPRs, 16 KiB of LDS. Extend: 192 to 244 VGPRs, 32 KiB: one workgroup of 8 waves, 2 per SIMD.
+    # For codes, whose scales take scalar registers: with two blocks in flight up to 64 of them spill. For larger heads
+    # no shape of these kernels keeps all of its registers. Programs that share rows would spill 17 to 23 with heads of
+    # 256 on gfx942 above 2 GiB, and 22 with heads of 512 by Triton 3.6: these share none.
     SegmentRow(
         "gfx942", 2, 128, SegmentTiles(1024, 32, 16, 4, 1, 3, ExtendTiles(64, 32, 8, 1, programs_per_cu=1), 16), _BY_ROW
     ),

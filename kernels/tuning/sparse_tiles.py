@@ -13,7 +13,7 @@ from rocm_attn.kernels.tuning.tiles import Codes, ExtendTiles, NoTiles, names_of
 
 @dataclass(frozen=True, slots=True)
 class IndexTiles:
-    """How index keys are scored.
+    """The way that index keys are scored.
 
     key_block:       index keys of a block of the loop; a unit that has more of them makes it longer
     columns:         most columns of a block of products: tokens that share a block of keys, times index heads
@@ -31,13 +31,13 @@ class IndexTiles:
 
 @dataclass(frozen=True, slots=True)
 class SelectedTiles:
-    """How a selection is attended.
+    """The way that a selection is attended.
 
     query_rows:      most query heads of a program; each such block reads the selection
     key_block:       keys of a block of the loop
     num_warps:       warps (waves on AMD) of a program
     num_stages:      key blocks whose loads are in flight
-    programs_per_cu: programs that the grid holds for each compute unit, at most, where it cuts selections in parts
+    programs_per_cu: most programs that the grid holds for each compute unit, if it cuts selections in parts
     """
 
     query_rows: int
@@ -49,8 +49,8 @@ class SelectedTiles:
 
 @dataclass(frozen=True, slots=True)
 class IndexRow:
-    """tiles serve an arch, keys of so many bytes an element, dims up to max_dim, and tokens of up to max_heads index
-    heads, of all sets.
+    """tiles serve an arch, keys with item_bytes bytes per element, dims up to max_dim, and tokens of up to max_heads
+    index heads, of all sets.
 
     coded_q: whether they serve queries of eight bits only
     """
@@ -103,13 +103,13 @@ INDEX_ROWS = (
     IndexRow("interpreter", 2, 256, IndexTiles(16, 32, 1, 1, 2)),
     IndexRow("interpreter", 4, 256, IndexTiles(16, 32, 1, 1, 2)),
 )
-# Of the rows that serve, the first one whose query_rows hold the query heads of a KV head is taken, else the last one.
+# Among the rows that serve, the first one whose query_rows hold the query heads of a KV head is taken, else the last.
 SELECTED_ROWS = (
     SelectedRow("sm_90", 2, 128, SelectedTiles(16, 64, 4, 3, 2)),
     SelectedRow("sm_90", 2, 128, SelectedTiles(64, 64, 4, 2, 2)),
     SelectedRow("sm_90", 2, 256, SelectedTiles(16, 32, 4, 3, 2)),
     SelectedRow("sm_90", 2, 256, SelectedTiles(64, 32, 8, 2, 1)),
-    # With 4 warps what becomes of codes spills 16 bytes.
+    # With 4 warps the values decoded from codes spill 16 bytes.
     SelectedRow("sm_90", 2, 576, SelectedTiles(16, 32, 8, 3, 1), coded=True),
     SelectedRow("sm_90", 2, 576, SelectedTiles(16, 32, 4, 3, 2)),
     SelectedRow("sm_90", 2, 576, SelectedTiles(32, 32, 8, 2, 1)),
@@ -162,7 +162,7 @@ def selected_tiles(
             and max(head_dim, v_head_dim) <= row.max_head_dim
             and (is_coded or not row.coded)
         ]
-        # Rows for larger dims serve where none is for these.
+        # Rows for larger dims serve if there is none for these.
         tiles = [row.tiles for row in serving if row.max_head_dim == serving[0].max_head_dim]
         for each in tiles:
             if gqa_ratio <= each.query_rows:
@@ -186,14 +186,14 @@ def selected_segment_tiles(
     if not is_latent:
         return segment_tiles(arch, head_dim=dims[0], v_head_dim=dims[1], dtype=dtype, codes=codes), False
     latent = latent_segment_tiles(arch, dims=dims, dtype=dtype)
-    # Of the fewest rows, for any number of heads: with 32 of them sm_90 spills.
+    # The decoder of the fewest rows, for any number of heads: with 32 of them sm_90 spills.
     block = latent.of_decode(1)
     tiles = SegmentTiles(
         latent.segment_len,
         block.key_block,
         block.query_rows,
         block.num_warps,
-        min(block.num_stages, 2),  # with three sm_90 spills 8 bytes where latents are codes
+        min(block.num_stages, 2),  # with three sm_90 spills 8 bytes if latents are codes
         programs_per_cu=1,  # a grid of tokens and segments has no schedule
         extend=ExtendTiles(block.query_rows, block.key_block, block.num_warps, 1),
         matrix_dim=latent.matrix_dim,

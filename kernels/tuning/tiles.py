@@ -1,8 +1,8 @@
 """Tiles: the shapes that the attention kernels are compiled with. decode_tiles.py and extend_tiles.py have the rows.
 
 A row with times in its comment was measured on one H200 (torch 2.11, Triton 3.6, CUDA-graph replays); the other "sm_90"
-rows follow it. No AMD row was measured: "gfx942" and "gfx950" rows were chosen from what the compiler reports (no
-spills, registers, LDS) and from llvm-mca's static model of the hot loop; docs/amd_tuning.md has the candidates. "sm_"
+rows follow it. No AMD row was measured: "gfx942" and "gfx950" rows were chosen from the compiler's reports (no spills,
+registers, LDS) and from llvm-mca's static model of the hot loop; docs/amd_tuning.md has the candidates. "sm_"
 serves NVIDIA GPUs that have no row of their own with shapes that fit all of them. "interpreter" is Triton's
 interpreter on a CPU.
 """
@@ -17,16 +17,16 @@ from typing import Protocol
 
 import torch
 
-# Of the rows that a query block can have, those that it must have before it has fewer query heads for more of them.
+# A query block with this fraction of the rows that it can have gets no fewer query heads for more of them.
 _FULL = 0.97
 
 
 class Codes(enum.Enum):
-    """Whether K and V are eight-bit codes, and what shares a factor: both take registers.
+    """The kind of K and V: eight-bit codes or not, and which elements share a scale. Both take registers.
 
-    NONE:     elements are read as they are
-    BY_ROW:   a row of q meets one factor of K and one of V: of the layer, or of its KV head
-    BY_TOKEN: keys have factors
+    NONE:     elements are read unchanged
+    BY_ROW:   a row of q meets one scale of K and one of V: of the layer, or of its KV head
+    BY_TOKEN: keys have scales
     """
 
     NONE = "no codes"
@@ -40,34 +40,32 @@ class NoTiles(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """How paged decode walks its rows; a row is a sequence and heads_per_row KV heads, or a block of one's query heads.
+    """The way decode walks its rows; a row is a sequence and heads_per_row KV heads, or a block of one's query heads.
 
     key_block:        keys of a block of the loop
     num_warps:        warps (waves on AMD) of a program
     num_stages:       key blocks whose loads are in flight at the same time
     programs_per_cu:  programs that the grid holds for each compute unit
     transposed:       whether scores are computed as k q^T: KV tokens then fill the long side of the matrix unit
-    heads_per_row:    KV heads that are read as one, beside each other: two of 64 as one of 128. More than one only with
-                      head_blocks 1, and more than two only where elements have no factors
+    heads_per_row:    KV heads that are read as one, next to each other: two of 64 as one of 128. More than one only
+                      with head_blocks 1, and more than two only if elements have no scales
     head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
-    row_cost:         what starting a row costs beside its key blocks, in blocks; 0: no more than a later part of it
-    row_end:          what finishing it costs, in blocks; 0: no more than an earlier part of it. At least 1 where
-                      row_cost is 0
-    paired:           whether codes of K and of V are read two by two, as float16 that matrix units take in turned; not
+    row_cost:         cost of starting a row besides its key blocks, in blocks; 0: no more than a later part of it
+    row_end:          cost of finishing it, in blocks; 0: no more than an earlier part. At least 1 if row_cost is 0
+    paired:           whether codes of K and of V are read in pairs, as float16 that matrix units take in turn; not
                       transposed
-    waves_per_eu:     as in ExtendTiles
+    waves_per_eu:     see ExtendTiles
     dim_block:        columns of the blocks that rows of K and of V are cut into; 0: they are one block. The last one
-                      has as many as it needs, a power of two from 16 on: 72 columns are 64 and 16. Not paired, and of
-                      several heads a row two blocks at most
+                      has as many as it needs, a power of two from 16 on: 72 columns are 64 and 16. Not paired, and with
+                      several heads per row two blocks at most
     max_registers:    registers of a thread that NVIDIA's compiler may take; 0: its own choice
     early:            whether launches may begin while the one before still runs, and wait on the device for its end
                       ("programmatic dependent launch" of NVIDIA from sm_90 on)
     side_by_side:     whether programs work side by side, each on the same keys of a sequence's rows (DecodeCut)
-    most_rounds:      how many times the programs that the grid holds it may hold, where rows are that many
-                      (DecodeCut.of_step)
-    fewer_of_few:     how many times fewer programs serve steps of a few rows, each of which so many would share that
-                      to add up their parts takes as long as to read K and V (DecodeCut.of_step)
-    merge_group:      parts of a row that the program that ends last with them adds up, and then what came of so many
+    most_rounds:      how many times its programs the grid may hold, if there are that many rows (DecodeCut.of_step)
+    fewer_of_few:     how many times fewer programs serve steps of a few rows, if so many would share each row that
+                      adding up their parts takes as long as reading K and V (DecodeCut.of_step)
+    merge_group:      parts of a row that the program that ends last with them adds up, and then results of this many
                       groups (merge_within.py); 0: a launch of its own adds up all
     """
 
@@ -104,14 +102,14 @@ class DecodeTiles:
         return -(-gqa_ratio // self.head_blocks) * self.heads_per_row
 
     def options(self) -> dict[str, int]:
-        """Launch options beside the warps."""
+        """Launch options in addition to the warps."""
         named = {"waves_per_eu": self.waves_per_eu, "maxnreg": self.max_registers}
         return {name: value for name, value in named.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
 class CdnaTiles(DecodeTiles):
-    """How decode for CDNA (kernels/cdna) walks the same rows: key_block is what one product with V takes.
+    """The way decode for CDNA (kernels/cdna) walks the same rows: key_block is the keys that one product with V takes.
 
     A program is one wave, which has all columns; num_stages blocks are in flight, in its registers.
     """
@@ -119,33 +117,33 @@ class CdnaTiles(DecodeTiles):
 
 @dataclass(frozen=True, slots=True)
 class ExtendTiles:
-    """How paged extend cuts new tokens and KV.
+    """The cut of new tokens and KV by paged extend.
 
     query_rows:       rows of a query block: new tokens times the query heads that share a KV head
     key_block:        keys of a block of the loop
     num_warps:        warps (waves on AMD) of a program
-    num_stages:       key blocks whose loads are in flight, where all keys are visible to all rows
+    num_stages:       key blocks whose loads are in flight, if all keys are visible to all rows
     diagonal_stages:  the same on the diagonal
-    waves_per_eu:     waves a SIMD that the AMD compiler shall make room for; 0: its own choice, and elsewhere
+    waves_per_eu:     waves per SIMD that the AMD compiler must make room for; 0: its own choice, and elsewhere
     dim_block:        columns of the equal blocks that a head dim is cut into; 0: it is one block
     max_registers:    registers of a thread that NVIDIA's compiler may take for whole rows; 0: its own choice
     programs_per_cu:  programs for each compute unit that share out the longest rows; 0: every row is one program's
     share_stages:     num_stages of those programs, which take more registers
-    share_block:      key_block of those programs, where they are a launch of their own; 0: key_block
+    share_block:      key_block of those programs, if they are a launch of their own; 0: key_block
     rows_at_once:     whole rows that run in the room of such a program, 1 or 2
     one_launch:       whether a launch takes shares and whole rows, and not one for each
     merge_stages:     parts of a row whose loads are in flight as they are added up
-    row_keys:         what starting a row costs beside its keys, in keys
-    split_keys:       what sharing costs a program, in keys
-    heads_per_row:    KV heads that are read as one, beside each other; more than one only with dim_block 0, and where
+    row_keys:         cost of starting a row in addition to its keys, in keys
+    split_keys:       cost of sharing for a program, in keys
+    heads_per_row:    KV heads that are read as one, next to each other; more than one only with dim_block 0, and if
                       their query heads fit a query block
-    early:            as in DecodeTiles; but a launch of shares alone begins when the one before it has ended
-    alike_keys:       what it costs, in keys, to cut all rows into parts of one size, each a program of its own, where
-                      there are two programs or more for each row: these begin no second row, and those of a sequence's
-                      rows read the same keys at a time; 0: rows are not cut so
-    by_number:        whether a block's page numbers are loaded once for each page on NVIDIA (key_rows.py)
-    fills:            whether blocks of fewer query heads of a KV head are made where more rows of a query block have
-                      one then: for long sequences, since each block reads K and V
+    early:            see DecodeTiles; but a launch of shares alone begins when the one before it has ended
+    alike_keys:       cost, in keys, of cutting all rows into parts of one size, each a program of its own, if there are
+                      two programs or more for each row: these begin no second row, and those of a sequence's rows read
+                      the same keys at a time; 0: rows are not cut so
+    by_number:        whether a block's page numbers are loaded once per page on NVIDIA (key_rows.py)
+    fills:            whether blocks have fewer query heads of a KV head if more rows of a query block then have one:
+                      for long sequences, since each block reads K and V
     """
 
     query_rows: int
@@ -184,7 +182,7 @@ class ExtendTiles:
         return -(-gqa_ratio * self.heads_per_row // self.heads_per_block(gqa_ratio))
 
     def has_equal_blocks(self, gqa_ratio: int) -> bool:
-        """Whether such blocks have as many query heads each."""
+        """True if such blocks have equally many query heads."""
         return gqa_ratio * self.heads_per_row % self.heads_per_block(gqa_ratio) == 0
 
     def tokens_per_block(self, gqa_ratio: int) -> int:
@@ -192,20 +190,20 @@ class ExtendTiles:
         return self.query_rows // self.heads_per_block(gqa_ratio)
 
     def options(self) -> dict[str, int]:
-        """Launch options beside the warps; of whole rows, where others are shared out."""
+        """Launch options in addition to the warps; those of whole rows, if others are shared out."""
         named = {"waves_per_eu": self.waves_per_eu, "maxnreg": self.max_registers}
         return {name: value for name, value in named.items() if value}
 
     def of_masked_steps(self, gqa_ratio: int, codes: Codes = Codes.NONE) -> ExtendTiles:
-        """Half the rows and at most 32 keys, for steps with packed masks: bits take registers, and trees are small.
+        """Tiles for steps with packed masks: half the rows, at most 32 keys; bits take registers, and trees are small.
 
-        Tiles of short sequences, of up to 64 rows, stay as they are, lest each reads its keys twice, or those before
-        the mask slower than in other steps. KV heads that are read as one keep room for their query heads.
+        Tiles of short sequences, of up to 64 rows, stay unchanged: otherwise each would read its keys twice, or
+        those before the mask slower than in other steps. KV heads that are read as one keep room for their query heads.
         """
         least = max(16, next_power_of_2(gqa_ratio * self.heads_per_row)) if self.heads_per_row > 1 else 16
         # With all rows sm_90 spills 32 bytes at head_dim 128.
         tiles = replace(self, query_rows=max(least, self.query_rows // 2), key_block=min(32, self.key_block))
-        # With factors of tokens and two stages up to 33 SGPRs spill on AMD.
+        # With scales of tokens and two stages up to 33 SGPRs spill on AMD.
         return replace(tiles, num_stages=1) if codes is Codes.BY_TOKEN else tiles
 
 
@@ -213,9 +211,9 @@ class ExtendTiles:
 class DecodeRow:
     """tiles serve an arch, an element size in bytes, head dims up to max_head_dim and rows of up to max_q_rows heads.
 
-    The last row that fits but for max_q_rows serves larger groups of query heads too, cut into blocks.
+    The last row that fits in all but max_q_rows serves larger groups of query heads too, cut into blocks.
 
-    codes:   what K and V may be
+    codes:   allowed codes of K and V
     any_dim: whether several KV heads of a row may have a dim that is no power of two
     """
 
@@ -236,10 +234,10 @@ ANY_ROWS = 1 << 62
 class ExtendRow:
     """tiles serve an arch, an element size in bytes and head dims up to max_head_dim.
 
-    alike:    whether they serve only rows of K and of V whose blocks have as many columns
-    codes:    as in DecodeRow
-    max_window: for layers whose tokens see so many keys at most, their own among them; ANY_ROWS: for all
-    max_rows: for steps whose sequences have so many rows at most: new tokens times the query heads of one KV head,
+    alike:    whether they serve only rows of K and of V whose blocks have equally many columns
+    codes:    see DecodeRow
+    max_window: for layers whose tokens see at most this many keys, their own among them; ANY_ROWS: for all
+    max_rows: for steps whose sequences have at most this many rows: new tokens times the query heads of one KV head,
               however many are read as one. ANY_ROWS: for all
     """
 
@@ -259,7 +257,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def equal_columns(dim: int, dim_block: int) -> int:
-    """Columns of the blocks that rows of dim elements are cut into, of dim_block at most if it is not 0."""
+    """Columns of the blocks that rows of dim elements are cut into, at most dim_block if it is not 0."""
     whole = max(16, next_power_of_2(dim))
     return min(dim_block, whole) if dim_block else whole
 
@@ -275,14 +273,14 @@ def names_of(arch: str) -> Iterator[str]:
 
 @functools.cache
 def _filling_part(heads: int, query_rows: int) -> int:
-    """The largest divisor of heads of which whole multiples fill nearly as many rows as of any."""
+    """The largest divisor of heads of which whole multiples fill nearly as many rows as those of any other."""
     parts = [part for part in range(1, min(heads, query_rows) + 1) if heads % part == 0]
     filled = {part: query_rows // part * part for part in parts}
     return max(part for part in parts if filled[part] >= _FULL * max(filled.values()))
 
 
 class _Row(Protocol):
-    """What a row of any table says about the problems that it serves."""
+    """The properties that a row of any table has for the problems that it serves."""
 
     @property
     def arch(self) -> str: ...
@@ -297,7 +295,7 @@ class _Row(Protocol):
 def no_row(
     what: str, rows: Sequence[_Row], arch: str, dtype: torch.dtype, dims: tuple[int, int], codes: Codes = Codes.NONE
 ) -> str:
-    """Why no row of a table serves an arch, a dtype, head dims and codes: the nearest thing that one does serve."""
+    """Returns why no row of a table serves an arch, a dtype, head dims and codes: the nearest case that one serves."""
     given = str(dtype) if codes is Codes.NONE else f"{dtype} over {codes.value}"
     found = f"no {what} tiles for {arch} with {given} and head dims {dims[0]} and {dims[1]}; "
     for name in names_of(arch):

@@ -1,7 +1,8 @@
-"""StepKind: what a step asks of the kernels, and one table of all that follows from it.
+"""StepKind: the kernels that a step needs, and one table of all that follows from it.
 
-A new kind is a row here, kernels of its own in the providers, and what truly differs: how a batch is found to be of the
-kind (padding.step_kind), what it brings (Extra), and a draw of it to check its graphs with (capture/probe_requests.py).
+A new kind needs a row here, kernels in the providers, and code for the differences: how a batch is recognised as this
+kind (padding.step_kind), its extra inputs (Extra), and a random step to check its graphs with
+(capture/probe_requests.py).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 
 
 class Extra(enum.Enum):
-    """What a step brings besides rows, lengths and token ids."""
+    """The inputs of a step in addition to rows, lengths and token ids."""
 
     NOTHING = "nothing"
     MASK = "a mask"  # for layers whose problem has custom_mask
-    PREFIXES = "shared prefixes"  # for layers that can share them, where graphs are asked for with shared_prefixes
+    PREFIXES = "shared prefixes"  # for layers that can share them, if graphs are requested with shared_prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class _Facts:
 
 
 class StepKind(enum.Enum):
-    """What a step asks of the kernels, by its new tokens."""
+    """The kind of a step, by its new tokens; it decides the kernels."""
 
     DECODE = "decode"  # one new token in every sequence
     EXTEND = "extend"  # no sequence with exactly one new token
@@ -43,32 +44,32 @@ class StepKind(enum.Enum):
 
     @property
     def decodes(self) -> bool:
-        """Whether every sequence has one new token, padded ones too."""
+        """True if every sequence has one new token, padded ones too."""
         return _FACTS[self].decodes
 
     @property
     def mixes(self) -> bool:
-        """Whether sequences with one new token stand beside others with more."""
+        """True if sequences with one new token come together with others that have more."""
         return _FACTS[self].mixes
 
     @property
     def splits(self) -> bool:
-        """Whether such a step may run as two halves."""
+        """True if such a step may run as two halves."""
         return _FACTS[self].splits
 
     @property
     def captured(self) -> bool:
-        """Whether such a step may run as a graph."""
+        """True if such a step may run as a graph."""
         return _FACTS[self].captured
 
     @property
     def extra(self) -> Extra:
-        """What such a step brings."""
+        """The extra inputs of such a step."""
         return _FACTS[self].extra
 
     @property
     def instead(self) -> StepKind:
-        """The kind whose kernel serves such a step in layers without one of its own; itself: every layer has one."""
+        """The kind whose kernel serves such a step in layers without one of its own; itself if every layer has one."""
         return _FACTS[self].instead
 
 

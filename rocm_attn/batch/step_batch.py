@@ -44,8 +44,8 @@ class StepBatch:
                 steps new tokens. Without a mask and prefixes, and with q_len on the host. draft_batch() makes such a
                 batch
 
-    rows, kv_len, q_len and token_ids are copies: the caller's arrays may change afterwards. row_bytes, kv_len_bytes and
-    q_len_bytes hold their bytes, which compare in a tenth of the time of arrays.
+    rows, kv_len, q_len and token_ids are copies: the caller's arrays may change afterwards.
+    row_bytes, kv_len_bytes and q_len_bytes hold their bytes, which compare in a tenth of the time of arrays.
     num_fed: new tokens that the forward is given at a time: all of them, or those of one draft step
     is_plain: True if the batch has only rows and lengths of the host, with or without token ids
     decodes: True if it is plain and each sequence has one new token, as in most steps

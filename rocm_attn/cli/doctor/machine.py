@@ -126,7 +126,7 @@ class Folder:
     path:       the folder that was asked for
     writable:   True if this user may create files in it
     owner:      uid
-    filesystem: "ext4", "nfs4",...; empty if it is not known
+    filesystem: "ext4", "nfs4", ...; empty if it is not known
     """
 
     purpose: str

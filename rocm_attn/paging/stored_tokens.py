@@ -180,7 +180,7 @@ class StepStores:
         return layers
 
     def before_replay(self, layers: int) -> None:
-        """Checks a graph that stores in these layers before it runs. Raises errors of before_store and before_attend."""
+        """Checks a graph that stores in these layers before it runs. Raises what before_store and before_attend do."""
         if layers:
             if self.refusal:
                 raise BadBatch(self.refusal)

@@ -66,7 +66,7 @@ class WrongState(RocmAttnError):
 
 
 class DeviceFault(RocmAttnError, RuntimeError):
-    """Something went wrong on the device in a step that was run before; the runtime goes on with the next one.
+    """Something went wrong on the device in a step that was run before; the runtime continues with the next one.
 
     Reported once. If an interrupt comes while the error is being raised, the error is the interrupt's __context__. The
     step that reports it was not begun: it changed no KV; call again to run it.
@@ -76,9 +76,9 @@ class DeviceFault(RocmAttnError, RuntimeError):
     tokens that were known before that step, or gives them up. Other sequences are right. A fault without a step is in
     the memory that padded sequences read: build a new runtime.
 
-    step:  the number of the faulty step; AttentionRuntime.step_number counts them. None where no step can be named. If
-           one error reports several faults: the step of the first; `each` has them all
-    rows:  request rows of its sequences, as they were then: a row may have been freed and admitted again since
+    step:  the number of the faulty step; AttentionRuntime.step_number counts them. None if no step can be named. If one
+           error reports several faults: the step of the first; `each` has them all
+    rows:  request rows of its sequences in that step: a row may have been freed and admitted again since
     is_contained: True if no sequence of the step can have harmed another. It is not known which of them are wrong;
                   serving each again alone shows it
     """

@@ -89,7 +89,7 @@ def raise_fault(fault: DeviceFault) -> None:
 
 
 class LogAndCount:
-    """Faults are logged and counted, and serving goes on.
+    """Logs and counts faults, and serving continues.
 
     log:   not given: this package's own logger
     count: the faults so far
@@ -118,7 +118,7 @@ class ExternalOptions:
     short_kv:      whether sequences may have fewer tokens in their KV than new ones; in steps that are not causal
     causalities:   what steps may say of causality; kernels are chosen for each
     binds_calls:   whether a layer may have other pages at each call, also after seal(): pages.bind() comes before the
-                   call, and the caller keeps the pages of captured calls where they are
+                   call, and the caller does not move the pages of captured calls
     watches_pages: whether a page that is written under a row that still names it is a fault: PAGE_TAKEN. It takes 8
                    bytes per page of a row, and per page of the pool
     on_fault:      called with the fault of an earlier step on the device
@@ -245,8 +245,10 @@ class ExternalAttention:
         return self._runs.core(causality).kinds
 
     def set_head_weights(self, layer: int, weights: HeadWeights) -> None:
-        """Give a layer its sinks or ALiBi slopes, which are copied; graphs read the new ones too. Raises BadTensor, and
-        WrongState while another thread has a step."""
+        """Gives a layer its sinks or ALiBi slopes, which are copied; graphs read the new ones too.
+
+        Raises BadTensor, and WrongState while another thread has a step.
+        """
         self.gate.change("set_head_weights()")
         for core in self.cores.values():
             core.head_weights.set(layer, weights)
@@ -259,10 +261,10 @@ class ExternalAttention:
         self.gate.take_over()
 
     def seal(self, bounds: Bounds | None = None) -> None:
-        """Fix the addresses that graphs read, with room for steps of these bounds and smaller ones: before the first
-        capture, after every layer has its pages. From then on tables and pages stay where they are.
+        """Fixes the addresses that graphs read, with room for steps of these bounds and smaller ones.
 
-        bounds: not given: of the largest step
+        Call it before the first capture, after every layer has its pages. From then on tables and pages must not move.
+        bounds: if not given, those of the largest step
         Raises WrongState, NeverFits.
         """
         bounds, gate = self.bounds if bounds is None else bounds, self.gate
@@ -280,7 +282,7 @@ class ExternalAttention:
         gate.is_sealed = True
 
     def begin(self, step: ExternalStep) -> StepPlan:
-        """Plan a step and publish its lengths: one launch, and one for each table that is copied. Outside of graphs.
+        """Plans a step and publishes its lengths: one launch, and one for each table that is copied. Outside of graphs.
 
         Raises BadBatch, NeverFits, WrongState, and what on_fault raises of an earlier step; no step is begun then.
         """
@@ -305,7 +307,7 @@ class ExternalAttention:
         return run.plan
 
     def fill(self, slots: Tensor | None = None) -> None:
-        """Derive the step's metadata on the device. May be captured; running it twice is harmless.
+        """Derives the step's metadata on the device. May be captured; running it twice is harmless.
 
         slots: int32 or int64 [n], any stride, on the device: where each new token's K and V go, in the space of the
                table's entries. A slot that is negative, or in page 0 if that belongs to no one: nowhere; any other must

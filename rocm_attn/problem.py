@@ -1,4 +1,4 @@
-"""Problem: what a model fixes about one kind of attention layer."""
+"""Problem: the properties of one kind of attention layer that a model fixes."""
 
 from __future__ import annotations
 

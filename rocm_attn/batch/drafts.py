@@ -1,7 +1,7 @@
 """Drafts: a round of speculative drafting, as one step that runs in several parts.
 
 A draft model proposes K branches in each of S steps, one step after the other. All K * S drafts of a sequence are new
-tokens of one step of the runtime. They lie in the sequence's own row, after what is stored there:
+tokens of one step of the runtime. They lie in the sequence's own row, after its stored tokens:
 
     place of branch b of draft step i = prefix + i * K + b,    where prefix = kv_len - K * S
 

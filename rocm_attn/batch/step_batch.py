@@ -37,7 +37,7 @@ class StepBatch:
                 With drafts, those of the first draft step alone: int32 [num_seqs * branches]
     inputs:     values that only the device knows. kv_len and q_len are then upper bounds, and so are num_tokens,
                 max_q_len and max_kv_len; pages are reserved for the bounds
-    mask:       what the new tokens see in layers whose problem has custom_mask
+    mask:       the keys that new tokens see in layers whose problem has custom_mask
     prefixes:   which sequences of a decode step share pages, to be read once for all of them; without a mask, and with
                 lengths that the host knows
     drafts:     a round of drafts, which runs in drafts.steps steps (batch/drafts.py): each sequence has branches *
@@ -144,10 +144,10 @@ def draft_batch(
     """A round of drafts.
 
     rows:       int32 [num_seqs]  seq -> row of the request table, which has room for prefix_len + drafts.tokens
-    prefix_len: int32 [num_seqs]  tokens that are stored before the drafts; upper bounds where inputs have kv_len
+    prefix_len: int32 [num_seqs]  tokens that are stored before the drafts; upper bounds if inputs have kv_len
     token_ids:  int32 [num_seqs * branches]  the tokens that the first draft step is fed, sequence after sequence; or
                 none
-    inputs:     DeviceInputs(kv_len=prefix lengths, ahead=drafts.tokens) where only the device knows them
+    inputs:     DeviceInputs(kv_len=prefix lengths, ahead=drafts.tokens) if only the device knows them
 
     Raises BadBatch.
     """

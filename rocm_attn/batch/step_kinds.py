@@ -39,7 +39,7 @@ class StepKind(enum.Enum):
     EXTEND = "extend"  # no sequence with exactly one new token
     MIXED = "mixed"  # some sequences with one new token, others with more, or none
     PREFILL = "prefill"  # an extend step in which no sequence has a token in the cache
-    MASKED = "masked"  # any number of new tokens in each sequence, which see what a mask says
+    MASKED = "masked"  # any number of new tokens in each sequence; a mask says which keys they see
     SHARED = "shared"  # one new token in every sequence, and prefixes that several of them share
 
     @property

@@ -54,7 +54,7 @@ def recorder_for(device: torch.device) -> JoiningRecorder:
 class Graph(Generic[Outputs]):
     """A graph that runs all steps of a plan.
 
-    recording:    replays it; its runs are counted where it takes inputs
+    recording:    replays it; its runs are counted if it takes inputs
     outputs:      its outputs, rows of pads included
     seconds:      of warm-up and recording
     effects:      of each step that it replays

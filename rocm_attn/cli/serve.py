@@ -74,5 +74,5 @@ def _make_ready(engine: Engine | RankedEngine, device_type: str) -> None:
     """Does the work ahead that the first request would wait for."""
     if device_type == "cuda":  # see `rocm-attn generate`
         engine.capture_all(ProgressBar(sys.stderr))
-    with suppress(BadRequest):  # a request with a constraint is told why there can be none
+    with suppress(BadRequest):  # a request with a constraint gets the reason why there can be none
         engine.prepare_constraints()

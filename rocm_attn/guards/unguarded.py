@@ -342,7 +342,7 @@ def all_in_one_place(child: int, elements: int) -> int:
 
 
 def room_for_older_keys(shape: PaddedShape, mask_keys: int) -> int:
-    """The mask of a step has the size for keys before its new tokens, without room for the new ones."""
+    """The mask of a step has room for the cells of keys before its new tokens, and none for those of the new ones."""
     if isinstance(shape.drafts, Drafts):
         return shape.num_tokens * (shape.drafts.tokens - shape.drafts.branches)
     return shape.num_tokens * mask_keys
@@ -477,6 +477,6 @@ def whatever_was_selected(layer: int, wanted: int, found: int) -> None:
 
 
 def over_the_boundaries(counts: Tensor, step: StepTensors) -> Tensor:
-    """Counts of a selection are written to the step's boundaries of sequences, like a sparse plan over a dense one."""
+    """A selection's counts overwrite the step's sequence boundaries, like a sparse plan that overwrites a dense one."""
     place = step.q_indptr[1:]
     return place[: counts.numel()] if counts.numel() <= place.numel() else counts

@@ -31,9 +31,9 @@ class Settings:
     """The values of the environment.
 
     debug:           True if debugging was requested
-    disable_guards:  ids of the safeguards to switch off, as they were written; none without debug
-    disable_plugins: names of the plug-ins to switch off, as they were written
-    take_backends:   names of engines' own backends that ours serves, as they were written
+    disable_guards:  ids of the safeguards to switch off, as written; none without debug
+    disable_plugins: names of the plug-ins to switch off, as written
+    take_backends:   names of engines' own backends that ours serves, as written
     tuning:          the file of measured tiles, or "off"; empty: the one in the cache
     """
 

@@ -83,7 +83,7 @@ def _digest(said: Mapping[str, Any]) -> str:
 
 
 def _rows(content: object) -> tuple[MeasuredRow, ...]:
-    """The rows of a parsed file. Raises ValueError with what is wrong."""
+    """The rows of a parsed file. Raises ValueError that says what is wrong."""
     if not isinstance(content, dict) or "version" not in content:
         raise ValueError("it is no JSON object with a version")
     if content["version"] != VERSION or isinstance(content["version"], bool):

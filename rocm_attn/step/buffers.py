@@ -185,7 +185,7 @@ class MemoryGuards:
     capacity:       sizes of buffers and of their views
     first_of_child: child, elements of each -> its first element in a buffer
     sealed_growth:  called with a sentence if memory that graphs read would have to move
-    selection_place: memory for the counts of a selection, the step -> where a selection's counts are written
+    selection_place: memory for the counts of a selection, the step -> memory that the counts are written to
     mask_room:      as of TableSizes
     """
 

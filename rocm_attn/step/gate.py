@@ -1,7 +1,7 @@
 """StepGate: the one way into a step, and the one place that decides what may touch its rows, pages and graphs.
 
     stage    host: check, pad, plan, grow buffers;  device: page copies, table updates, publish
-    fill     device: derive metadata; captured where a step is
+    fill     device: derive metadata; captured with a captured step
     layers   store and attend, or the replay of a graph that is all of the step
     end      host only
 

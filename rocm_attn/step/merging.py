@@ -32,7 +32,7 @@ def merge_states(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
     merged, merged_lse = sides[0]
     dtype, others = merged.dtype, list(sides[1:])
     if not others:
-        # A second side without keys: a token that sees no key gets 0, whatever its only side holds there.
+        # A second side without keys: a token that sees no key gets 0, for any content of its only side.
         others = [(merged, torch.full_like(merged_lse, float("-inf")))]
     for left, (out, lse) in zip(reversed(range(len(others))), others, strict=True):
         target = torch.empty(out.shape, dtype=torch.float32 if left else dtype, device=out.device)

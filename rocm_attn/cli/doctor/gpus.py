@@ -63,7 +63,7 @@ def _visible(machine: Machine) -> Verdict:
 
 
 def _beyond_rocr(given: Mapping[str, str]) -> str:
-    """The variable that asks for a GPU which ROCR_VISIBLE_DEVICES leaves out; empty if none does."""
+    """The variable that selects a GPU which ROCR_VISIBLE_DEVICES leaves out; empty if none does."""
     if _ROCR not in given:
         return ""
     left = len(given[_ROCR].split(","))

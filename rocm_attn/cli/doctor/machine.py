@@ -122,7 +122,7 @@ class AiterCopy:
 class Folder:
     """A folder that will be written to, or the nearest folder above it that exists.
 
-    purpose:    what is written there
+    purpose:    the data that is written there
     path:       the folder that was asked for
     writable:   True if this user may create files in it
     owner:      uid

@@ -2,8 +2,8 @@
 
     python -m rocm_attn.cli.doctor.probe torch | triton | loaded | modules PATH...
 
-prints one JSON object: a library's facts, the ROCm libraries that torch has loaded, or {path: what the dynamic linker
-says} of modules. No GPU memory is touched.
+prints one JSON object: a library's facts, the ROCm libraries that torch has loaded, or {path: message of the dynamic
+linker} for modules. No GPU memory is touched.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Search:
     """Searches jobs until they are done or time is up.
 
     has_time: True while another candidate may be begun
-    keep:     called with each row that is faster than what was kept before
+    keep:     called with each row that is faster than the one kept before
     kept:     the row that an earlier search kept for a job, if any
     """
 

@@ -116,7 +116,7 @@ FAR_SLOPES = Fault(
     _BOTH,
 )
 
-# The meaning of its dtypes.fp8 there, and the format in which the matrix units compute.
+# float8_e4m3fnuz is its dtypes.fp8 there, and the format in which the matrix units compute.
 READS_FNUZ = Fault(
     "it reads eight bits as float8_e4m3fnuz on gfx942, where a code of float8_e4m3fn would be worth half",
     lambda problem, pool: problem.kv_encoding is KVEncoding.E4M3FN,

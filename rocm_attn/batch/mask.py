@@ -30,7 +30,7 @@ _MOST_NODES = 1 << 15
 
 
 class NoMask:
-    """A step whose tokens see the keys that their layers' problems say."""
+    """A step without a mask: its tokens see the keys that their layers' problems determine."""
 
     __slots__ = ()
     device: ClassVar[None] = None

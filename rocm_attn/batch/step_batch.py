@@ -161,7 +161,7 @@ def draft_batch(
 def _fed_at_once(
     drafts: Drafts, extremes: tuple[int, int], num_seqs: int, beside: tuple[Inputs, Mask, Prefixes]
 ) -> int:
-    """Drafts of a draft step. extremes: the smallest and the largest q_len. Raises BadBatch if they are no round."""
+    """Drafts per draft step. extremes: the smallest and the largest q_len. Raises BadBatch for an invalid round."""
     inputs, mask, prefixes = beside
     if num_seqs and extremes != (drafts.tokens, drafts.tokens):
         raise BadBatch(

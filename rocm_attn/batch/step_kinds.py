@@ -1,4 +1,4 @@
-"""StepKind: the kernels that a step needs, and one table of all that follows from it.
+"""StepKind: the kind of a step, which decides its kernels, and one table of its properties.
 
 A new kind needs a row here, kernels in the providers, and code for the differences: how a batch is recognised as this
 kind (padding.step_kind), its extra inputs (Extra), and a random step to check its graphs with

@@ -40,7 +40,7 @@ class JoiningRecorder(GraphRecorder, Joiner, Protocol):
 
 
 def recorder_for(device: torch.device) -> JoiningRecorder:
-    """Records HIP or CUDA graphs on a GPU; on a CPU the recorder replays torch operations and kernel launches."""
+    """A recorder of HIP or CUDA graphs on a GPU; on a CPU one that replays torch operations and kernel launches."""
     if device.type == "cuda":
         from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 

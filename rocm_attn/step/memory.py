@@ -136,7 +136,7 @@ class StepMemory:
         self._sealed = part
 
     def device_steps(self, plan: StepPlan) -> tuple[DeviceStep, ...]:
-        """The views of each child of a step, after growing small buffers. They are kept for steps of this plan.
+        """The views of each child of a step, whose buffers grow if needed. They are kept for steps of this plan.
 
         Raises CapacityExceeded if such a buffer is sealed.
         """

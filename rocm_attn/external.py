@@ -339,8 +339,7 @@ class ExternalAttention:
     def forget(self, rows: Tensor) -> None:
         """Resets the watch on these rows of the tables, because they go to other requests.
 
-        Needed if watches_pages is set, and the next request begins with as many cached tokens as the last one ended
-        with.
+        Needed if watches_pages is set and the next request begins with as many cached tokens as the last one had.
         rows: int32 or int64 [n], on the device
         """
         for watch in self._watches:

@@ -198,8 +198,7 @@ class AttentionRuntime:
 
         Call it once after a verify step of trees has stored, in its forward or after it, and before the next step.
         Chains need none.
-        row_of_seq: int32 [S], as the step has it. Given on the host: the rows in which something is moved; others may
-                    be gone
+        row_of_seq: int32 [S], as the step has it. On the host: the rows in which something is moved; others may be gone
         Raises BadTensor; WrongState for a second move, after a step without a mask, and after a row of the step was
         freed, cut, forked or kept; BadBatch if the step may not store; Unsupported for layers whose index keys stand
         for several tokens.

@@ -1,8 +1,7 @@
 """Where a step's lengths and token ids are known: on the host, or on the device alone.
 
 With speculative decoding, the device knows before the host how many drafts were accepted. With overlapped scheduling,
-it knows before the host which tokens were sampled. The host then gives upper bounds, and the device reads the values
-from its tensors.
+it knows the sampled tokens first. The host then gives upper bounds, and the device reads the values from its tensors.
 """
 
 from __future__ import annotations

@@ -110,11 +110,9 @@ class TreeMask:
 
     parents: int32 [num_seqs, n] on the runtime's device, rows contiguous at any stride: new token -> its parent's place
              among the sequence's new tokens, or NO_PARENT; a parent comes before its children. One that does not counts
-             as NO_PARENT, and raises DeviceFault later. n is max_q_len or more; entries after a sequence's new tokens
-             are not read
+             as NO_PARENT, and raises DeviceFault later. n is max_q_len or more; later entries are not read
 
-    Read in place, like the tensors of a StepMask. Lengths are those of the step, on the host or the device. Raises
-    BadTensor.
+    Read in place, like the tensors of a StepMask. Lengths are the step's, on host or device. Raises BadTensor.
     """
 
     parents: Tensor

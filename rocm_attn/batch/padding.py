@@ -80,8 +80,7 @@ class PadTo(NamedTuple):
     seqs:   padded sequences
     tokens: padded tokens of a step in which some rank has more or fewer new tokens than one per sequence. A rank that
             decodes, or has no sequence, gives the same number. If such steps may be captured, all ranks run mixed ones,
-            so that all have one graph. 0: kind and tokens are the batch's, which is right if each rank decodes or has
-            no sequence
+            so that all have one graph. 0: kind and tokens are the batch's, as when each rank decodes or has no sequence
     kv_len: tokens of the longest sequence of any rank, for kernels that freeze it; 0: of the batch
     """
 

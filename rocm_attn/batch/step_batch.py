@@ -145,8 +145,7 @@ def draft_batch(
 
     rows:       int32 [num_seqs]  seq -> row of the request table, which has room for prefix_len + drafts.tokens
     prefix_len: int32 [num_seqs]  tokens that are stored before the drafts; upper bounds if inputs have kv_len
-    token_ids:  int32 [num_seqs * branches]  the tokens that the first draft step is fed, sequence after sequence; or
-                none
+    token_ids:  int32 [num_seqs * branches]  tokens that the first draft step is fed, sequence after sequence; or none
     inputs:     DeviceInputs(kv_len=prefix lengths, ahead=drafts.tokens) if only the device knows them
 
     Raises BadBatch.
@@ -195,8 +194,8 @@ def _refuse_lengths(kv_len: Int32Array, q_len: Int32Array) -> None:
     )
 
 
-# Every step of a server makes a batch, so fractions of a microsecond count here: argmax takes a quarter of the time of
-# a reduction, and comparing bytes a tenth.
+# Every step of a server makes a batch, so fractions of a microsecond count: argmax takes a quarter of the time of a
+# reduction, and comparing bytes a tenth.
 
 
 def _extremes(values: Int32Array) -> tuple[int, int]:

@@ -1,8 +1,7 @@
 """StepKind: the kind of a step, which decides its kernels, and one table of its properties.
 
-A new kind needs a row here, kernels in the providers, and code for the differences: how a batch is recognised as this
-kind (padding.step_kind), its extra inputs (Extra), and a random step to check its graphs with
-(capture/probe_requests.py).
+A new kind needs a row here, kernels in the providers, and code for the differences: how a batch is recognised
+(padding.step_kind), its extra inputs (Extra), and a random step to check its graphs with (capture/probe_requests.py).
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ class CapturePlan:
     buckets: graphs, in the order in which they are made; none if a kernel cannot be captured
     lengths: True if more graphs follow, one for each length bucket, because a kernel bakes in a length
     parts:   every allocation that is made before the first step
-    draft_bytes: bytes that would not be allocated without rounds of drafts; the number of pages is num_pages in both
-                 cases
+    draft_bytes: bytes that would not be allocated without rounds of drafts; num_pages is the same
     """
 
     buckets: tuple[Bucket, ...]

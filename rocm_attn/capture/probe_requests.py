@@ -316,8 +316,7 @@ def evenly(num_tokens: int, num_seqs: int) -> list[int]:
 def as_steps_of(shape: PaddedShape, batch: StepBatch, generator: torch.Generator) -> StepBatch:
     """Turns a batch with as many new tokens as steps of a shape into such a step.
 
-    It gets a random mask (of trees if it runs in halves), or prefixes that no sequence shares, or becomes a round of
-    drafts.
+    It gets a random mask (of trees in halves), or prefixes that no sequence shares, or becomes a round of drafts.
     """
     if isinstance(shape.drafts, Drafts):
         first = batch.token_ids[: batch.num_seqs * shape.drafts.branches]

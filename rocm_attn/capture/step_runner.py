@@ -50,16 +50,14 @@ _LOG = logging.getLogger(__name__)
 CAPTURE_SECONDS = 300.0
 _WATCHDOG = Watchdog(CAPTURE_SECONDS)
 
-# Eager steps of a plan before its graph is tried again, after forward has raised in a trial or a rank had no room for
-# it.
+# Eager steps of a plan before its graph is tried again, after forward raised in a trial or a rank had no room for it.
 _STEPS_BEFORE_ANOTHER_TRY = 64
 _TOO_FEW_PAGES = "too few pages are free to check it on"
 _RAISED = "its forward has raised while it was recorded"
 # Errors after which a graph does not serve, and is not made again.
 _REFUSALS = (RecordingRefused, StaleRecording, torch.OutOfMemoryError, DeviceFault)
 
-# Makes the plan of a step, after the step before it has ended, and again after a capture. None: by the runtime's
-# ladders.
+# Makes a step's plan, after the step before it has ended, and again after a capture. None: by the runtime's ladders.
 PlanOf = Callable[[StepBatch], AnyPlan] | None
 
 
@@ -71,11 +69,11 @@ class StepRunner(Generic[Outputs]):
 
     forward:  Part -> tensor [S, ...], one row for each sequence; or PerToken of a tensor [T, ...], a tree of these, or
               None: step/outputs.py. It must not synchronise, must not branch on lengths, and must do the same work and
-              return the same tree each time it is called with the same metadata. It runs the halves of a split step one
-              by one
+              return the same tree each time it is called with the same metadata. It runs the halves of a split step in
+              turn
     recorder: makes graphs of steps at the runtime's capture sizes; None runs every step eagerly
-    draft:    the parts of a round, or of a half of one, in order -> outputs like forward's; PerToken is for the tokens
-              of a draft step. Not given: rounds are refused. A graph of a round of RuntimeOptions.drafts holds all its
+    draft:    the parts of a round, or of a half of one, in order -> outputs like forward's; PerToken is for a draft
+              step's tokens. Not given: rounds are refused. A graph of a round of RuntimeOptions.drafts holds all its
               draft steps
     split_forward: used in graphs of split steps and rounds, if its outputs are bitwise those of one half after the
                    other; if not given, the halves run one after the other

@@ -210,8 +210,8 @@ class AdoptedTables:
     def copied(self) -> torch.Event:
         """The event after which the engine may write its copied tables; begin() records it.
 
-        copied.wait(stream) makes a stream wait for it, and copied.synchronize() the host. Raises WrongState if no table
-        is copied.
+        copied.wait(stream) makes a stream wait for it, copied.synchronize() the host. Raises WrongState if none is
+        copied.
         """
         if not self.gathered_in_begin:
             raise WrongState(

@@ -51,8 +51,7 @@ class TableGuards:
 
     row_width:  refuses lengths that a row has no room for
     writers:    holders that a partly filled page may have when a row writes to it; with more, it is copied first
-    sources:    copies that no launch has made yet -> pages that are not handed out before them, though no one holds
-                them
+    sources:    copies that no launch has made yet -> pages that are not handed out yet, though no one holds them
     new_tokens: makes the record of tokens that neither a fork nor its parent stores again
     is_kept:    given ids, ids in their places -> which of them are kept
     """
@@ -70,7 +69,7 @@ class SpacePages:
 
     num_pages:   of its pool, the reserved page 0 included
     knob:        the setting that num_pages came from
-    window_left: previous keys that a query sees in the layer with the longest window; ALL_KEYS: all of them
+    window_left: previous keys that a query sees in the layer with the longest window; ALL_KEYS: all
     kept:        tokens before such a window that stay: the most that a sequence may go back, by rejected drafts
     first_page:  the first id that is handed out. If two spaces share no ids, mixing them up is always noticed
     """
@@ -112,8 +111,7 @@ class PageTable:
     row's last page_no.
 
     space:            the meaning of the ids
-    window_left:      previous keys that a query sees in the space's layer with the longest window; ALL_KEYS: all of
-                      them
+    window_left:      previous keys that a query sees in the space's layer with the longest window; ALL_KEYS: all
     entries:          int32 [num_rows, width], on the device; entries_host is on the host
     pending:          changes that the device does not have yet
     num_usable_pages: pages that can be handed out
@@ -143,8 +141,7 @@ class PageTable:
         # Pages without a holder that are still the source of a pending copy.
         self._sources: list[int] = []
         # For each row: the first page_no that it holds or will hold, the earliest start of a step whose windows are all
-        # there, and the start at which every later step no longer reaches the next page. int64, because two bounds are
-        # added.
+        # there, and the start at which every later step no longer reaches the next page. int64: sums of two bounds.
         self._first = np.zeros(num_rows, np.int64)
         self._earliest_start = np.zeros(num_rows, np.int64)
         self._next_eviction = np.zeros(num_rows, np.int64)
@@ -305,8 +302,7 @@ class PageTable:
     def pending_updates(self) -> Int32Array:
         """Changed cells as (row, column, entry), int32 [n, 3].
 
-        Entries are read at this moment from the host's copy: a cell that changed twice occurs twice, with the same
-        entry.
+        Entries are read now, from the host's copy: a cell that changed twice occurs twice, with the same entry.
         """
         cells = np.concatenate((_NO_CELLS, *self.pending.cells))
         updates = np.empty((len(cells), 3), np.int32)

@@ -19,7 +19,7 @@ class SpaceTable(Protocol):
 
     space:       the meaning of the ids
     entries:     int32 [num_rows, width], at a fixed address
-    window_left: previous keys that a query sees in the space's layer with the longest window; ALL_KEYS: all of them
+    window_left: previous keys that a query sees in the space's layer with the longest window; ALL_KEYS: all
     terms:       whether page 0 belongs to no one, and whether KV may be shorter than the new tokens
     """
 

@@ -70,8 +70,7 @@ class LayerCalls(Protocol):
         The result is that of the same work in float32, rounded once, then store(layer, k, v). Positions are the step's.
 
         q, q_out: [T, q_heads, head_dim]; any strides but the last. q_out is the input of attend(), and may be q itself.
-                  In a latent layer, which gets the first part of q from elsewhere, [T, q_heads, work.rope.dim] is
-                  enough
+                  In a latent layer, which gets q's first part from elsewhere, [T, q_heads, work.rope.dim] is enough
         k, v:     as in store(); not changed
         work:     the layer's; made once, it is checked once
         A token at a position outside of the rope's table gets NaN in q_out, and is reported as not finite.
@@ -110,8 +109,7 @@ class LayerCalls(Protocol):
 
         q:       [T, index heads, head_dim of the indexer] of the layer's dtype, or of its index keys' dtype if they
                  take eight bits; any strides but the last
-        weights: float32 [T, index heads], any strides but the last: factors of each index head's scores; if not given,
-                 1
+        weights: float32 [T, index heads], any strides but the last: factors of each index head's scores; default: 1
         Raises BadBatch if index keys are needed that were never stored.
         """
 
@@ -128,8 +126,7 @@ class LayerCalls(Protocol):
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Attends to the keys that were chosen in this step.
 
-        They were chosen by the layer's own indexer, or by that of the nearest earlier layer with one, as its problem
-        says.
+        Its problem says by which indexer: the layer's own, or that of the nearest earlier layer with one.
 
         q, out, lse: as in attend()
         Raises what attend() raises, and WrongState if nothing was chosen in this step, or another layer has chosen

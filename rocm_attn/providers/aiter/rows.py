@@ -92,8 +92,7 @@ _COMPOSABLE = replace(
     sinks=True,
     alibi=True,
     non_causal=True,
-    # The causal bias is slope * key, without the query's part, which all keys share: out is right, and the log-sum-exp
-    # wrong.
+    # The causal bias is slope * key, without the query's part, which all keys share: out is right, and the sum is not.
     lse_of_slopes=False,
 )
 
@@ -357,8 +356,7 @@ ROWS: tuple[KernelRow, ...] = (
         "it rounds shares of 256 keys to eight bits without a factor, so that those below 1/2048 vanish (1/1024 on "
         "gfx950) and with them up to an eighth (a quarter) of a result",
     ),
-    # For vectorised pools: kernels that split sequences come first, because one long sequence alone then fills a
-    # device.
+    # For vectorised pools: parts of a sequence before whole ones, because one long sequence alone fills a device.
     replace(
         _row("pa_decode_gluon", StepKind.DECODE, _GLUON, bind_gluon),
         needs=_TABLE,
@@ -373,8 +371,7 @@ ROWS: tuple[KernelRow, ...] = (
         notes=(oddities.TABLE_OVER_READ,),
     ),
     *_unified(StepKind.DECODE, _MAX_KV_LEN),
-    # Equal shares of all keys come before equal splits of each sequence, for steps of few sequences: one long one then
-    # fills a device.
+    # Equal shares of all keys before equal splits of each sequence, in steps of few: one long sequence fills a device.
     replace(
         _row(
             "mla_decode_fwd+get_mla_metadata_v1",

@@ -1,7 +1,7 @@
 """A ROCm-first attention runtime: `import rocm_attn as ra`, and then `ra.build_runtime`, `ra.StepRunner` and so on.
 
-Its stable names are those of __init__.pyi, and each is imported when it is first used: importing rocm_attn itself
-imports no other module of the package, and not torch. See docs/stability.md, docs/names.md and docs/architecture.md.
+Its stable names are those of __init__.pyi. Each is imported when it is first used: importing rocm_attn itself imports
+no other module of the package, and not torch. See docs/stability.md, docs/names.md and docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def _modules_of_names() -> dict[str, str]:
-    """Each stable name with the module that has it. Type checkers read the same file, so neither is told apart."""
+    """Maps each stable name to its module. Type checkers read the same file, so neither is named in two places."""
     stub = pkgutil.get_data(__name__, "__init__.pyi")
     assert stub is not None
     imports = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
@@ -25,7 +25,7 @@ __all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """A stable name, where it is used for the first time (PEP 562)."""
+    """Returns a stable name when it is used for the first time (PEP 562)."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; docs/names.md lists what it has")
     value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
@@ -33,5 +33,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What the module has, names that were not used yet included."""
+    """All names of the module, including those that were not used yet."""
     return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""What a caller can act on. Every message says what was given, what is allowed and what to do."""
+"""The errors that a caller can act on. Each message says what was given, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CapacityExceeded(RocmAttnError):
 
 
 class FitsLater(CapacityExceeded):
-    """What it needs is taken at the moment. Nothing was changed: free requests, drop kept pages, and call again."""
+    """The room is in use at the moment. Nothing was changed: free requests, drop kept pages, and call again."""
 
 
 class OutOfPages(FitsLater):
@@ -54,7 +54,7 @@ class OutOfRows(FitsLater):
 
 
 class NeverFits(CapacityExceeded):
-    """It does not fit what was built, whatever is freed; a smaller request does, or a runtime with other settings."""
+    """It does not fit the runtime, however much is freed. A smaller request does, or a runtime with other settings."""
 
 
 class GraphStale(RocmAttnError):
@@ -66,21 +66,21 @@ class WrongState(RocmAttnError):
 
 
 class DeviceFault(RocmAttnError, RuntimeError):
-    """Something went wrong on the device in a step that was run before; the runtime goes on with the next one.
+    """Something went wrong on the device in a step that was run before; the runtime continues with the next one.
 
-    Reported once; an interrupt that comes while it is on its way to the caller has it as its __context__. The step that
-    reports it was not begun: it changed no KV, and is served by calling again.
+    Reported once. If an interrupt comes while the error is being raised, the error is the interrupt's __context__. The
+    step that reports it was not begun: it changed no KV; call again to run it.
 
-    Of the faulty step, no sequence can be trusted: K and V of its new tokens may be missing, its rows may be wrong, and
-    so may be all that was computed from them since. The owner frees these sequences' rows, and serves them again from
-    the tokens that were known before that step, or gives them up. Other sequences are right. A fault that names no step
-    is one of the memory that padded sequences read: build the runtime anew.
+    No sequence of the faulty step can be trusted: K and V of its new tokens may be missing, its rows may be wrong, and
+    so may everything computed from them since. The owner frees these sequences' rows, and serves them again from the
+    tokens that were known before that step, or gives them up. Other sequences are right. A fault without a step is in
+    the memory that padded sequences read: build a new runtime.
 
-    step:  the number of the faulty step; AttentionRuntime.step_number counts them. None where no step can be named.
-           Where one error reports several faults, the first one's; `each` has them all
-    rows:  request rows of its sequences, as they were then: a row may have been freed and admitted again since
-    is_contained: whether no sequence of the step can have harmed another. Which of them are wrong is not known, and
-           shows when each is served again alone
+    step:  the number of the faulty step; AttentionRuntime.step_number counts them. None if no step can be named. If one
+           error reports several faults: the step of the first; `each` has them all
+    rows:  request rows of its sequences in that step: a row may have been freed and admitted again since
+    is_contained: True if no sequence of the step can have harmed another. It is not known which of them are wrong;
+                  serving each again alone shows it
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DeviceFault(RocmAttnError, RuntimeError):
 
     @classmethod
     def of_all(cls, faults: Sequence[DeviceFault]) -> DeviceFault:
-        """Several faults as one, in the order given: the first one's step, and every one's rows and words."""
+        """Several faults as one, in the order given: the step of the first, the rows and messages of all."""
         if len(faults) == 1:
             return faults[0]
         rows = dict.fromkeys(row for fault in faults for row in fault.rows)

@@ -48,7 +48,7 @@ from rocm_attn.step.selections import StepSelections
 class LayerSource:
     """One attention layer of an engine's model.
 
-    space:        of its KV cache group
+    space:        the index space of its KV cache group
     head_weights: sinks or ALiBi slopes that its problem has; may be given later, by set_head_weights()
     """
 
@@ -84,12 +84,12 @@ FaultPolicy = Callable[[DeviceFault], None]
 
 
 def raise_fault(fault: DeviceFault) -> None:
-    """The step that a fault is reported to is not begun; it may be begun again."""
+    """Raises the fault. The step that it is reported to is not begun; it may be begun again."""
     raise fault
 
 
 class LogAndCount:
-    """Faults are logged and counted, and serving goes on.
+    """Logs and counts faults, and serving continues.
 
     log:   not given: this package's own logger
     count: the faults so far
@@ -110,18 +110,18 @@ class ExternalOptions:
 
     provider:      "auto", "torch", "triton" or "aiter"
     deterministic: whether a sequence's results must be bitwise the same in any batch
-    page_strides:  whether pages have strides of their own, as where K and V are packed into one tensor
+    page_strides:  whether pages have strides of their own, as when K and V are packed into one tensor
     unaligned_rows: whether K and V, and their rows, may begin anywhere in memory. Else pages.bind() refuses those that
-                   fast kernels do not read: K and V off multiples of 16 bytes, or rows off 16 elements
-    zero_tails:    whether what follows a sequence in its last page may be zeroed, which some kernels need. If not,
+                    fast kernels do not read: K and V off multiples of 16 bytes, or rows off 16 elements
+    zero_tails:    whether the slots after a sequence in its last page may be zeroed, which some kernels need. If not,
                    nothing is written but K and V of new tokens, to their slots
     short_kv:      whether sequences may have fewer tokens in their KV than new ones; in steps that are not causal
     causalities:   what steps may say of causality; kernels are chosen for each
     binds_calls:   whether a layer may have other pages at each call, also after seal(): pages.bind() comes before the
-                   call, and the caller keeps the pages of captured calls where they are
+                   call, and the caller does not move the pages of captured calls
     watches_pages: whether a page that is written under a row that still names it is a fault: PAGE_TAKEN. It takes 8
-                   bytes for each page of a row, and for each page of the pool
-    on_fault:      called with what went wrong on the device in an earlier step
+                   bytes per page of a row, and per page of the pool
+    on_fault:      called with the fault of an earlier step on the device
     """
 
     provider: str = "auto"
@@ -147,7 +147,7 @@ class ExternalOptions:
 
 @dataclass(frozen=True, slots=True)
 class RecordedFill:
-    """A fill() as a graph, for steps that run as this one."""
+    """A fill() recorded as a graph, for steps with the same ExternalRun."""
 
     run: ExternalRun
     recording: Recording
@@ -245,22 +245,26 @@ class ExternalAttention:
         return self._runs.core(causality).kinds
 
     def set_head_weights(self, layer: int, weights: HeadWeights) -> None:
-        """Give a layer its sinks or ALiBi slopes, which are copied; graphs read the new ones too. Raises BadTensor, and
-        WrongState while another thread has a step."""
+        """Gives a layer its sinks or ALiBi slopes, which are copied; graphs read the new ones too.
+
+        Raises BadTensor, and WrongState while another thread has a step.
+        """
         self.gate.change("set_head_weights()")
         for core in self.cores.values():
             core.head_weights.set(layer, weights)
 
     def take_over(self) -> None:
-        """This thread has the step that was begun last from now on; the thread that had it must be done with it, and is
-        refused. For engines that serve from several threads, one after the other."""
+        """Moves the step that was begun last to this thread, for engines that serve from one thread after the other.
+
+        The thread that had the step must be done with it, and is refused from then on.
+        """
         self.gate.take_over()
 
     def seal(self, bounds: Bounds | None = None) -> None:
-        """Fix the addresses that graphs read, with room for steps of these bounds and smaller ones: before the first
-        capture, after every layer has its pages. From then on tables and pages stay where they are.
+        """Fixes the addresses that graphs read, with room for steps of these bounds and smaller ones.
 
-        bounds: not given: of the largest step
+        Call it before the first capture, after every layer has its pages. From then on tables and pages must not move.
+        bounds: if not given, those of the largest step
         Raises WrongState, NeverFits.
         """
         bounds, gate = self.bounds if bounds is None else bounds, self.gate
@@ -278,7 +282,7 @@ class ExternalAttention:
         gate.is_sealed = True
 
     def begin(self, step: ExternalStep) -> StepPlan:
-        """Plan a step and publish its lengths: one launch, and one for each table that is copied. Outside of graphs.
+        """Plans a step and publishes its lengths: one launch, and one for each table that is copied. Outside of graphs.
 
         Raises BadBatch, NeverFits, WrongState, and what on_fault raises of an earlier step; no step is begun then.
         """
@@ -303,11 +307,11 @@ class ExternalAttention:
         return run.plan
 
     def fill(self, slots: Tensor | None = None) -> None:
-        """Derive the step's metadata on the device. May be captured; running it twice is harmless.
+        """Derives the step's metadata on the device. May be captured; running it twice is harmless.
 
         slots: int32 or int64 [n], any stride, on the device: where each new token's K and V go, in the space of the
-               table's entries. A slot that is negative, or in page 0 where that belongs to no one: nowhere; any other
-               must be the one that the table gives. Not given: the table's
+               table's entries. A slot that is negative, or in page 0 if that belongs to no one: nowhere; any other must
+               be the one that the table gives. Not given: the table's
         Raises WrongState, BadTensor.
         """
         gate, tables = self.gate, self.tables
@@ -333,18 +337,18 @@ class ExternalAttention:
         gate.is_filled = True
 
     def forget(self, rows: Tensor) -> None:
-        """These rows of the tables go to other requests: what was seen of their pages counts no more.
+        """Resets the watch on these rows of the tables, because they go to other requests.
 
-        Needed where watches_pages, and where the next request begins with as many cached tokens as the last one ended
-        with. rows: int32 or int64 [n], on the device
+        Needed if watches_pages is set and the next request begins with as many cached tokens as the last one had.
+        rows: int32 or int64 [n], on the device
         """
         for watch in self._watches:
             watch.rows.index_fill_(0, rows.long(), 0)
 
     def record_fill(self, recorder: Recorder, slots: Tensor | None = None) -> RecordedFill:
-        """Fill the captured step that has begun, outside of captures, and record that for replay_fill().
+        """Fills the captured step that has begun, outside of captures, and records the fill for replay_fill().
 
-        slots: see fill(); they are read where they are now
+        slots: see fill(); they are read at their present addresses
         Raises WrongState, BadTensor, RecordingRefused.
         """
         run = self.gate.begun()
@@ -354,7 +358,7 @@ class ExternalAttention:
         return RecordedFill(run, recording)
 
     def replay_fill(self, fill: RecordedFill) -> None:
-        """Do what fill() does, by a graph of record_fill(). Raises WrongState for one of steps of another shape."""
+        """Does what fill() does, by a graph of record_fill(). Raises WrongState for one of steps of another shape."""
         if fill.run is not self.gate.begun():
             raise WrongState("this graph fills steps of another shape than the one that has begun; call fill()")
         with on_device(self.device):
@@ -362,7 +366,7 @@ class ExternalAttention:
         self.gate.is_filled = True
 
     def check_device(self) -> None:
-        """Wait for the device, and give on_fault what went wrong in steps and was not reported yet.
+        """Waits for the device, and calls on_fault with the faults of steps that were not reported yet.
 
         Raises WrongState while another thread has a step, and what on_fault raises.
         """
@@ -371,7 +375,7 @@ class ExternalAttention:
         self._publisher.find_faults()
 
     def _new_core(self, problems: Sequence[Problem], spaces: Sequence[Space], target: Target, agree: Agree) -> StepCore:
-        """What runs the steps of a causality."""
+        """Returns the core that runs the steps of a causality."""
         selections = choose_kernels(
             list(dict.fromkeys(problems)),
             target,
@@ -387,14 +391,14 @@ class ExternalAttention:
         return StepCore(kinds, self.tables, self.pages, self.guards.step)
 
     def _gather(self, tables: Sequence[AdoptedSpace], run: ExternalRun) -> None:
-        """Copy what a step needs of the engine's tables into those that kernels read."""
+        """Copies the entries that a step needs from the engine's tables into those that kernels read."""
         rows, kv_len = run.to.engine_row, run.to.kv_len
         for table in tables:
             self.ops.gather_table(table.gather, rows, kv_len, table.entries, page_size=self.tables.page_size)
 
 
 def _check_layers(problems: Sequence[Problem], spaces: Sequence[Space], tables: Mapping[Space, Source]) -> None:
-    """Layers have one page size, every space of a layer has a table, and every table a layer. Raises BadProblem."""
+    """Layers must have one page size, every space of a layer a table, and every table a layer. Raises BadProblem."""
     if not problems:
         raise BadProblem("no layers: pass one LayerSource for each attention layer of the model")
     sizes = sorted({problem.page_size for problem in problems})
@@ -406,7 +410,7 @@ def _check_layers(problems: Sequence[Problem], spaces: Sequence[Space], tables: 
 
 
 def _window(problems: Sequence[Problem]) -> int:
-    """Previous keys that the furthest-looking of a space's layers sees."""
+    """Previous keys that a query sees in the layer of a space with the longest window."""
     windows = [problem.window_left for problem in problems]
     return ALL_KEYS if UNLIMITED_WINDOW in windows else max(windows)
 

@@ -1,4 +1,4 @@
-"""Problem: what a model fixes about one kind of attention layer."""
+"""Problem: the properties of one kind of attention layer that a model fixes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine import choices
 from rocm_attn.machine.settings import whole_number
 
-# What a Problem is made of, importable from here.
+# The types and values that a Problem is made of, importable from here.
 __all__ = [
     "ALL_KEYS",
     "DTYPES",
@@ -36,20 +36,20 @@ __all__ = [
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in choices.DTYPES)
 UNLIMITED_WINDOW = scores.UNLIMITED_WINDOW
-# Kernels count keys in int32, and take scales and caps as float32: their products with scores are finite, too. Stores
-# divide by the factors of codes: reciprocals, and products with any code, are then normal float32.
+# Kernels count keys in int32, and take scales and caps as float32, so their products with scores are finite. Stores
+# divide by the scales of codes: reciprocals, and products with any code, are then normal float32.
 _LARGEST_WINDOW = 2**31 - 2
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-100, 2.0**100
-# Problem.v_head_dim, Problem.scale: those of most models.
+# Default of Problem.v_head_dim and Problem.scale: derived from head_dim, as in most models.
 AS_HEAD_DIM = 0
-# Of a vectorised pool: what a thread loads at once.
+# Bytes of a vector in a vectorised pool, which a thread loads at once.
 VECTOR_BYTES = 16
 
 
 class KVEncoding(enum.Enum):
-    """How K and V are encoded in pages: as they are given, or in eight bits with a factor (page_format.py).
+    """The encoding of K and V in pages: the dtype of q, or eight bits with a scale (page_format.py).
 
-    A factor stands for what Problem.kv_scales says: value = code * factor.
+    Problem.kv_scales says what shares a scale: value = code * scale.
     """
 
     LIKE_Q = "as q"
@@ -64,7 +64,7 @@ class KVEncoding(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AllKeys:
-    """Of a layer whose queries attend to every key that they may see."""
+    """No indexer: the layer's queries attend to every key that they may see."""
 
 
 ALL_KEYS = AllKeys()
@@ -72,16 +72,16 @@ ALL_KEYS = AllKeys()
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """What chooses the keys that a layer's queries attend to: index queries over index keys of the layer's own.
+    """Chooses the keys that a layer's queries attend to: index queries over index keys of the layer's own.
 
-    Index keys are one row for each token, or for each key_tokens of them that the model pools. They lie in pages with
-    the ids of the layer's own.
+    There is one index key per token, or per key_tokens tokens if the model pools them. Index keys lie in pages with the
+    ids of the layer's own.
 
     num_heads:    index query heads; sets of indexing share them evenly
     head_dim:     elements of an index query and of an index key
     indexing:     how index keys are scored, and what is chosen
     key_encoding: how index keys are encoded in their pages
-    key_scales:   of eight-bit encodings, what shares a factor: LAYER or TOKEN
+    key_scales:   what shares a scale in eight-bit encodings: LAYER or TOKEN
 
     Raises BadProblem.
     """
@@ -109,9 +109,9 @@ class Indexer:
 
 @dataclass(frozen=True, slots=True)
 class EarlierSelection:
-    """Of a layer that attends to what the nearest layer before it that has an Indexer has chosen.
+    """The keys that the nearest earlier layer with an Indexer has chosen; this layer attends to the same.
 
-    indexing: of that layer
+    indexing: the indexing of that layer
     Raises BadProblem.
     """
 
@@ -167,13 +167,13 @@ class Problem:
     has_sinks:                  whether each head adds a learned logit to the softmax denominator
     pool:                       how K and V are kept; LATENT (multi-head latent attention) has one KV head
     kv_encoding:                how K and V are encoded in the pool
-    kv_scales:                  of eight-bit encodings, what shares a factor
-    wants_lse:                  whether attend() will be asked for the log-sum-exp; not every kernel gives it
+    kv_scales:                  what shares a scale in eight-bit encodings
+    wants_lse:                  whether attend() will be asked for the log-sum-exp; not every kernel returns it
     has_alibi_slopes:           whether each head subtracts slope * distance from its scaled (and capped) logits
     causal:                     whether a query sees no key after its own; if not, it sees all of its sequence's KV
     custom_mask:                whether a step may bring a mask (step_mask.py) that says what its queries see, in place
-                                of causality; of what it shows, a window hides what lies further back
-    indexer:                    what chooses the keys that attend_selected() attends to
+                                of causality; a window still hides keys further back
+    indexer:                    how the keys are chosen that attend_selected() attends to
     """
 
     num_q_heads: int
@@ -286,7 +286,7 @@ class Problem:
 
     @property
     def page_format(self) -> PageFormat:
-        """What the layer's pages hold."""
+        """The format of the layer's pages."""
         return PageFormat(
             self.kv_encoding.over(self.dtype),
             self.pool,
@@ -299,7 +299,7 @@ class Problem:
 
     @property
     def index_format(self) -> PageFormat | None:
-        """What the layer's index pages hold; None where it has none. They are latent: one row a key, and no V."""
+        """The format of the layer's index pages; None if it has none. They are latent: one row per key, and no V."""
         if not isinstance(self.indexer, Indexer):
             return None
         dim = self.indexer.head_dim

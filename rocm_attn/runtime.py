@@ -37,8 +37,8 @@ from rocm_attn.step.step import Step
 class AttentionRuntime:
     """Paged attention for all layers of a model.
 
-    One thread at a time: a step is begun and ended by one thread, and a call of another one in between raises
-    WrongState. Layers may be called from other threads while the step runs. A runtime cannot be copied or pickled.
+    One thread begins and ends a step; a call from another thread in between raises WrongState. Layers may be called
+    from other threads while the step runs. A runtime cannot be copied or pickled.
 
     kinds:         the layers, with the kernels that were chosen for them
     options:       its sizes, and which steps may be captured
@@ -51,11 +51,11 @@ class AttentionRuntime:
     max_kv_len:    tokens of the longest sequence
     deterministic: whether a sequence's results are bitwise the same in any batch, in every layer
     table, pool:   the rows of requests, and the pages of every layer
-    gate:          the way into steps, for what runs them by graphs
+    gate:          the way into steps, for callers that run them by graphs
     faults:        the faults of its steps, for ranks and for steps that are tried out
     seals:         the addresses that graphs read
 
-    Raises BadProblem and CapacityExceeded for a pool that cannot be.
+    Raises BadProblem and CapacityExceeded for a pool that is not possible.
     """
 
     kinds: LayerKinds
@@ -115,10 +115,10 @@ class AttentionRuntime:
         self.seals = Seals(core, self.gate, publisher, options, lambda found: self.agree(found), self.check_device)
 
     def set_kv_scales(self, layer: int, scales: KVScales) -> None:
-        """Give a layer of eight-bit K and V its scales, which are 1 until then. Graphs use the new ones too.
+        """Gives a layer of eight-bit K and V its scales, which are 1 until then. Graphs use the new ones too.
 
-        Values are copied, to the place that graphs read. Only while no request is admitted and no page is kept: codes
-        that are stored would mean other values. Raises BadTensor, WrongState; nothing has changed then.
+        The values are copied into the memory that graphs read. Call it only while no request is admitted and no page is
+        kept, because stored codes would change their values. Raises BadTensor, WrongState; nothing has changed then.
         """
         with self.gate.holder.idle("scales of K and V cannot change"), on_device(self.device):
             k, v = scales.of(layer, self.core.layers.problem(layer))
@@ -146,13 +146,13 @@ class AttentionRuntime:
         return self.gate.planner.padding
 
     def plan(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None, *, halves: int = 1) -> StepPlan:
-        """How a batch runs. The plan serves every batch that fits it.
+        """Plans how a batch runs. The plan serves every batch that fits it.
 
-        pad_to: sizes that ranks must agree on, of both halves together; or the padded shape to run at, halves
-                included. Not given: the ladders decide
+        pad_to: sizes that ranks must agree on, of both halves together; or the padded shape to run at, halves included.
+                If not given, the ladders decide
         halves: 1: the step runs whole; 2: in two halves, for two-batch overlap
         Raises NeverFits, BadBatch; Unsupported for prefixes that no layer can share, and for several branches of drafts
-        where a layer's problem has no custom_mask; BadTensor for inputs on another device.
+        if a layer's problem has no custom_mask; BadTensor for inputs on another device.
         """
         if isinstance(pad_to, PaddedShape):
             return self.gate.planner.plan_as(batch, pad_to)
@@ -163,14 +163,14 @@ class AttentionRuntime:
         return self.gate.stage(batch, plan)
 
     def step(self, batch: StepBatch, plan: AnyPlan | None = None) -> Step:
-        """Begin a step: stage it, and fill the metadata that follows from its inputs. Then call its parts' layers.
+        """Begins a step: stages it, and fills the metadata that follows from its inputs. Call its parts' layers next.
 
-        The step is a context, whose end is end_step().
+        The step is a context manager; leaving it calls end_step().
         plan: plan()'s, for two halves, or for sizes that ranks agree on; AGAIN: the step that was staged last runs once
               more, on inputs that the device has written over its own. Not given: plan(batch), a whole step or a round
               of drafts
         Raises BadBatch, CapacityExceeded, NeverFits, WrongState, and DeviceFault for an earlier step, once; no step is
-        begun then. What plan() raises, too.
+        begun then. Also raises what plan() raises.
         """
         self.gate.holder.require_free("a step cannot begin")
         try:
@@ -184,10 +184,10 @@ class AttentionRuntime:
             raise
 
     def end_step(self) -> None:
-        """Close the step, so that the next one may begin. Also the way back after an exception inside a step.
+        """Closes the step, so that the next one may begin. Also call it after an exception inside a step.
 
         The step's tokens count as stored if it has stored in every layer. Does nothing in a thread that has begun no
-        step: that of another thread goes on.
+        step; a step of another thread continues.
         """
         self.gate.end()
 
@@ -208,11 +208,12 @@ class AttentionRuntime:
         self.core.moves.move(accepted, row_of_seq)
 
     def check_device(self) -> None:
-        """Wait for the device, and raise DeviceFault if steps went wrong that no later step has reported.
+        """Waits for the device, and raises DeviceFault if steps went wrong that no later step has reported.
 
-        Also if something was written to row 0 of the table or to page 0 of a layer. Ranks that share the layers
-        (`agree`) call it together, and raise what any of them has found. For tests, debugging, and whenever serving
-        goes idle. Raises WrongState where a step was staged and the graph that takes its inputs was not launched yet.
+        Also raises it if something was written to row 0 of the table or to page 0 of a layer. Ranks that share the
+        layers (`agree`) call it together, and raise what any of them has found. For tests, debugging, and whenever
+        serving goes idle. Raises WrongState if a step was staged and the graph that takes its inputs was not launched
+        yet.
         """
         self.faults.check()
 

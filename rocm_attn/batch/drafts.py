@@ -1,13 +1,13 @@
 """Drafts: a round of speculative drafting, as one step that runs in several parts.
 
 A draft model proposes K branches in each of S steps, one step after the other. All K * S drafts of a sequence are new
-tokens of one step of the runtime. They lie in the sequence's own row, after what is stored there:
+tokens of one step of the runtime. They lie in the sequence's own row, after its stored tokens:
 
     place of branch b of draft step i = prefix + i * K + b,    where prefix = kv_len - K * S
 
-So a sequence has one list of pages, however many branches it has; the partly filled page at its end is shared by all of
-them; and reserve(row, kv_len) is the one bound on where drafts go. What a draft sees besides the prefix and itself are
-its ancestors, which a mask says. With one branch, drafts are a chain, and each draft step decodes.
+So a sequence has one list of pages, however many branches it has; all branches share the partly filled page at its end;
+and reserve(row, kv_len) is the one bound on where drafts go. A draft sees the prefix, itself and its ancestors, which a
+mask describes. With one branch, drafts are a chain, and each draft step decodes.
 """
 
 from __future__ import annotations

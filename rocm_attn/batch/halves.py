@@ -1,4 +1,4 @@
-"""split_batch: where a step is cut in two, and the two batches that come of it. Host values only."""
+"""split_batch: where a step is cut in two, and the two batches that result. Host values only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ HALVES = 2
 
 
 def split_point(q_len: Int32Array, most: int) -> int:
-    """How many of the sequences go into the first half.
+    """Returns the number of sequences that go into the first half.
 
-    q_len: int32 [num_seqs], new tokens; the halves get as equal a share of them as a cut between sequences can give,
-           the first half the larger one of two that are equally good
+    q_len: int32 [num_seqs], new tokens; the halves get as equal a share of them as a cut between sequences can give. If
+           two cuts are equally good, the first half gets the larger share
     most:  sequences that a half has room for; at least half of them
     """
     num_seqs = len(q_len)
@@ -32,9 +32,9 @@ def split_point(q_len: Int32Array, most: int) -> int:
 def split_batch(batch: StepBatch, most: int) -> tuple[StepBatch, StepBatch]:
     """The sequences before and after the cut, in order; either may be empty.
 
-    most: as in split_point
-    Raises BadBatch for new tokens that only the device counts: where they are cut follows from their numbers; for the
-    bits of a mask, whose second part would begin within a byte; and for shared prefixes, which both halves would read.
+    most: see split_point
+    Raises BadBatch for new tokens that only the device counts, because the cut depends on their numbers; for the bits
+    of a mask, whose second part would begin within a byte; and for shared prefixes, which both halves would read.
     """
     if isinstance(batch.mask, StepMask):
         raise BadBatch(

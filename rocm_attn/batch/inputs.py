@@ -1,7 +1,7 @@
 """Where a step's lengths and token ids are known: on the host, or on the device alone.
 
-With speculative decoding the device knows how many drafts were accepted before the host does, and with overlapped
-scheduling which tokens were sampled. The host then gives upper bounds, and the device takes the rest from its tensors.
+With speculative decoding, the device knows before the host how many drafts were accepted. With overlapped scheduling,
+it knows the sampled tokens first. The host then gives upper bounds, and the device reads the values from its tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor
 
-# In the place of a tensor of DeviceInputs: the host has these values; for token ids, there may be none.
+# Takes the place of a tensor in DeviceInputs: the host has these values. For token ids, there may be none.
 ON_HOST = torch.empty(0, dtype=torch.int32, device="cpu")
 
 
@@ -58,24 +58,24 @@ class HostInputs:
         return self
 
     def cut(self, num_seqs: int, num_tokens: int) -> tuple[Inputs, Inputs]:
-        """The inputs of a step's first sequences, which have so many new tokens, and of the others."""
+        """The inputs of a step's first num_seqs sequences, with num_tokens new tokens, and those of the others."""
         return self, self
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceInputs:
-    """Tensors of the caller that say what the host does not know; ON_HOST leaves it with the host.
+    """Tensors of the caller with values that the host does not know; ON_HOST leaves a value with the host.
 
     kv_len:    int32 [num_seqs]  the batch's kv_len are upper bounds of these
     q_len:     int32 [num_seqs]  the batch's q_len are upper bounds of these; tokens of the step are packed by them
-    token_ids: int32 [n]         sequence after sequence; n is the sum of the batch's q_len, or with drafts those of the
+    token_ids: int32 [n]         sequence after sequence; n is the sum of the batch's q_len, or with drafts that of the
                first draft step
     ahead:     tokens of the step that kv_len leaves out: a sequence has kv_len + ahead of them. With W for a step of W
-               new tokens, kv_len may be what was stored before it
+               new tokens, kv_len may be the length stored before it
 
-    They are read where they lie, never written, by kernels on the stream of the step: they must hold their values until
-    those have run, and may change afterwards. A value outside of 0 <= q_len <= kv_len + ahead <= bound is cut, and the
-    step's error word says so: a later step raises DeviceFault. Raises BadTensor.
+    The tensors are read in place, and never written, by kernels on the step's stream: they must hold their values until
+    those have run, and may change afterwards. A value outside of 0 <= q_len <= kv_len + ahead <= bound is clipped, and
+    the step's error word reports it: a later step raises DeviceFault. Raises BadTensor.
     """
 
     kv_len: Tensor = ON_HOST
@@ -88,7 +88,7 @@ class DeviceInputs:
             raise BadTensor(
                 f"ahead is {self.ahead} and kv_len is on the host, which counts all tokens; leave ahead out"
             )
-        # A step of every round makes one, so nothing is put together where all is well.
+        # Every step of a round makes one of these, so no message is built unless something is wrong.
         device = None
         for name, tensor in (("kv_len", self.kv_len), ("q_len", self.q_len), ("token_ids", self.token_ids)):
             if tensor is ON_HOST:
@@ -114,24 +114,24 @@ class DeviceInputs:
 
     @property
     def device(self) -> torch.device:
-        """Of the tensors."""
+        """The device of the tensors."""
         if self.kv_len is not ON_HOST:
             return self.kv_len.device
         return (self.token_ids if self.q_len is ON_HOST else self.q_len).device
 
     @property
     def kv_len_on_host(self) -> bool:
-        """As HostInputs.kv_len_on_host."""
+        """See `HostInputs.kv_len_on_host`."""
         return self.kv_len is ON_HOST
 
     @property
     def q_len_on_host(self) -> bool:
-        """As HostInputs.q_len_on_host."""
+        """See `HostInputs.q_len_on_host`."""
         return self.q_len is ON_HOST
 
     @property
     def lengths_on_host(self) -> bool:
-        """As HostInputs.lengths_on_host."""
+        """See `HostInputs.lengths_on_host`."""
         return self.kv_len is self.q_len is ON_HOST
 
     @property
@@ -140,7 +140,7 @@ class DeviceInputs:
         return self.token_ids is ON_HOST
 
     def min_q_len(self, num_seqs: int, num_tokens: int, fewest: int) -> int:
-        """As HostInputs.min_q_len. Raises BadBatch for tensors that have not the sizes of the step."""
+        """See `HostInputs.min_q_len`. Raises BadBatch for tensors whose sizes are not those of the step."""
         for name, tensor, size in (
             ("kv_len", self.kv_len, num_seqs),
             ("q_len", self.q_len, num_seqs),
@@ -154,20 +154,20 @@ class DeviceInputs:
         return fewest if self.q_len is ON_HOST else 0
 
     def for_lengths(self, q_len: npt.NDArray[np.int32]) -> Inputs:
-        """As HostInputs.for_lengths: the new tokens are on the device where those of this step are."""
+        """See `HostInputs.for_lengths`. The new tokens are on the device if those of this step are."""
         if self.q_len is ON_HOST:
             return HOST_INPUTS
         return DeviceInputs(q_len=torch.tensor(q_len, device=self.device))
 
     def known_kv_len(self, kv_len: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """As HostInputs.known_kv_len. Waits for the device."""
+        """See `HostInputs.known_kv_len`. Waits for the device."""
         if self.kv_len is ON_HOST:
             return kv_len
         known: npt.NDArray[np.int32] = np.minimum(self.kv_len.cpu().numpy() + np.int32(self.ahead), kv_len)
         return known
 
     def select(self, seqs: npt.NDArray[np.int_], tokens: npt.NDArray[np.int_]) -> Inputs:
-        """As HostInputs.select. Raises BadBatch where the number of new tokens is on the device."""
+        """See `HostInputs.select`. Raises BadBatch if the number of new tokens is on the device."""
         if self.q_len is not ON_HOST:
             raise BadBatch("the tokens of a step whose q_len is on the device are packed by it; give q_len on the host")
         places = {"kv_len": seqs, "token_ids": tokens}
@@ -177,7 +177,7 @@ class DeviceInputs:
         return DeviceInputs(**chosen, ahead=self.ahead)
 
     def cut(self, num_seqs: int, num_tokens: int) -> tuple[Inputs, Inputs]:
-        """As HostInputs.cut. Raises BadBatch where the number of new tokens is on the device."""
+        """See `HostInputs.cut`. Raises BadBatch if the number of new tokens is on the device."""
         if self.q_len is not ON_HOST:
             raise BadBatch(
                 "a step whose q_len is on the device cannot be split, because its tokens are packed by it; "

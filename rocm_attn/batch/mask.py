@@ -1,4 +1,4 @@
-"""StepMask, TreeMask: which keys each new token of a step sees, where causality does not say it.
+"""StepMask, TreeMask: which keys each new token of a step sees, if causality does not determine it.
 
 A mask has cells for a sequence's new keys, and for some before them. Cell (t, j) of sequence i, its t-th new token and
 the key at kv_index j >= start[i], is bit c % 8 of byte c // 8 (the lowest bit first), where
@@ -6,9 +6,8 @@ the key at kv_index j >= start[i], is bit c % 8 of byte c // 8 (the lowest bit f
     mask_len[i] = q_len[i] + min(kv_len[i] - q_len[i], keys_before)                 start[i] = kv_len[i] - mask_len[i]
     c = cells of the sequences before i + t * mask_len[i] + j - start[i]            q_len * mask_len cells each
 
-Keys without cells are seen by all new tokens. Layers whose problem has custom_mask see by the mask; others see what
-they always do. In a layer with a window a token sees the keys that its mask shows, from kv_index position - window_left
-on.
+Keys without cells are seen by all new tokens. Layers whose problem has custom_mask use the mask; the others ignore it.
+In a layer with a window a token sees the keys that its mask shows, from kv_index position - window_left on.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from torch import Tensor
 from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 
-# What a launch copies is counted in 32 bits, with room for its last stride.
+# The bytes that a launch copies are counted in 32 bits, with room for its last stride.
 _MOST_BYTES = 1 << 30
-# Nodes of a tree: their cells are counted in 32 bits.
+# Nodes of a tree, whose cells are counted in 32 bits.
 _MOST_NODES = 1 << 15
 
 
 class NoMask:
-    """A step whose tokens see what their layers' problems say."""
+    """A step without a mask: its tokens see the keys that their layers' problems determine."""
 
     __slots__ = ()
     device: ClassVar[None] = None
@@ -44,17 +43,16 @@ class NoMask:
 class StepMask:
     """Tensors of the caller on the runtime's device.
 
-    bits:        uint8 [bytes]       the cells, at least as many as those of all sequences; with lengths on the device
-                                     by those, and room for the batch's bounds
-    positions:   int32 [num_tokens]  what Step.positions shall hold: in a tree a token's position is its depth, not its
-                                     place in the KV; kv_positions() where it is the place. Windows are counted back
-                                     from them, or from kv_len - q_len where they are less: what lies before the window
-                                     of that place was given up. ALiBi counts places
+    bits:        uint8 [bytes]       the cells, at least as many as those of all sequences; with lengths on the device,
+                 laid out by those lengths, with room for the batch's bounds
+    positions:   int32 [num_tokens]  the values of Step.positions: in a tree a token's position is its depth, not its
+                 place in the KV; use kv_positions() if it is the place. Windows are counted back from them, or from
+                 kv_len - q_len if that is more: keys before the window of that place were given up. ALiBi counts places
     keys_before: keys before a sequence's new ones that have cells, at most; all new tokens see those before them.
                  ALL_KEYS: each sequence has q_len * kv_len cells
 
-    They are read where they lie, by a kernel on the stream of the step: they must hold their values until it has run,
-    and may change afterwards. Raises BadTensor, BadBatch.
+    The tensors are read in place, by a kernel on the step's stream: they must hold their values until it has run, and
+    may change afterwards. Raises BadTensor, BadBatch.
     """
 
     bits: Tensor
@@ -80,7 +78,7 @@ class StepMask:
 
     @property
     def device(self) -> torch.device:
-        """Of both tensors."""
+        """The device of both tensors."""
         return self.bits.device
 
     def num_cells(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> int:
@@ -88,7 +86,7 @@ class StepMask:
         return mask_cells(kv_len, q_len, self.keys_before)
 
     def check(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> None:
-        """Refuse a mask that is too short for a step of these lengths. Raises BadBatch."""
+        """Refuses a mask that is too short for a step of these lengths. Raises BadBatch."""
         num_bytes, num_tokens = bytes_of_cells(self.num_cells(kv_len, q_len)), int(q_len.sum())
         if num_bytes > _MOST_BYTES:
             raise BadBatch(
@@ -111,11 +109,10 @@ class TreeMask:
     position is its place in the branch: tokens before the step, and one more for each ancestor.
 
     parents: int32 [num_seqs, n] on the runtime's device, rows contiguous at any stride: new token -> its parent's place
-             among the sequence's new tokens, or NO_PARENT; a parent comes before its children, and what does not counts
-             as NO_PARENT, and raises DeviceFault later. n is max_q_len or more; what lies after a sequence's new tokens
-             is not read
+             among the sequence's new tokens, or NO_PARENT; a parent comes before its children. One that does not counts
+             as NO_PARENT, and raises DeviceFault later. n is max_q_len or more; later entries are not read
 
-    Read where it lies, as the tensors of a StepMask; lengths are the step's, wherever it has them. Raises BadTensor.
+    Read in place, like the tensors of a StepMask. Lengths are the step's, on host or device. Raises BadTensor.
     """
 
     parents: Tensor
@@ -130,15 +127,15 @@ class TreeMask:
 
     @property
     def device(self) -> torch.device:
-        """Of the parents."""
+        """The device of the parents."""
         return self.parents.device
 
     def num_cells(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> int:
-        """As StepMask.num_cells."""
+        """See `StepMask.num_cells`."""
         return mask_cells(kv_len, q_len, 0)
 
     def check(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> None:
-        """Refuse parents that are too few for a step of these lengths. Raises BadBatch."""
+        """Refuses parents that are too few for a step of these lengths. Raises BadBatch."""
         most = int(q_len.max(initial=0))
         if most > _MOST_NODES:
             raise BadBatch(f"a sequence has {most} new tokens in trees; at most {_MOST_NODES} serve")
@@ -161,7 +158,7 @@ def mask_cells(kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32], keys
 
 
 def bytes_of_cells(num_cells: int) -> int:
-    """Bytes that so many cells take."""
+    """Bytes that num_cells cells take."""
     return -(-num_cells // 8)
 
 
@@ -178,7 +175,7 @@ def random_mask(
     generator: torch.Generator,
     keys_before: int = ALL_KEYS,
 ) -> StepMask:
-    """Every second cell or so, for probes and tests; on the generator's device, with positions by place."""
+    """A mask of random bits, for probes and tests; on the generator's device, with positions by place."""
     device = generator.device
     num_bytes = bytes_of_cells(mask_cells(kv_len, q_len, keys_before))
     bits = torch.randint(256, (num_bytes,), generator=generator, device=device, dtype=torch.uint8)
@@ -186,7 +183,7 @@ def random_mask(
 
 
 def random_trees(q_len: npt.NDArray[np.int32], generator: torch.Generator) -> TreeMask:
-    """Trees whose drafts hang anywhere, for probes; on the generator's device."""
+    """Trees whose drafts have random parents, for probes; on the generator's device."""
     width = max(1, int(q_len.max(initial=0)))
     drawn = torch.rand(len(q_len), width, generator=generator, device=generator.device)
     place = torch.arange(width, device=generator.device)

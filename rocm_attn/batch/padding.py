@@ -38,8 +38,8 @@ class PaddedShape:
     num_seqs:     padded, of both halves together; at least 1 in each
     num_tokens:   padded, of all children together; at least 1 in each
     num_children: parts of one shape that the step runs as, each in buffers of its own: halves, draft steps, or the
-                  draft steps of the first half and then those of the second; 1 where it runs whole
-    drafts:       the round of drafts that it is, whose steps all have the half's sequences
+                  draft steps of the first half and then those of the second; 1 if it runs whole
+    drafts:       the round of drafts, whose steps all have the half's sequences
     """
 
     kind: StepKind
@@ -50,14 +50,14 @@ class PaddedShape:
 
     @classmethod
     def of_drafts(cls, drafts: Drafts, num_seqs: int, num_halves: int) -> PaddedShape:
-        """The shape of a round of drafts: what decodes where they are chains, and what takes masks otherwise."""
+        """The shape of a round of drafts: decode if the drafts are chains, otherwise the kind that takes masks."""
         kind = StepKind.DECODE if drafts.branches == 1 else StepKind.MASKED
         return cls(kind, num_seqs, num_seqs * drafts.tokens, num_halves * drafts.steps, drafts)
 
     @property
     def num_halves(self) -> int:
         """Parts that the sequences are cut into: 1 or 2."""
-        # A draft step by itself is less than a half.
+        # A draft step alone is less than a half.
         return max(1, self.num_children // self.drafts.steps)
 
     @property
@@ -75,12 +75,12 @@ class PaddedShape:
 
 
 class PadTo(NamedTuple):
-    """What a step is padded to, where ranks that run in step must agree: whole numbers, to be sent as they are.
+    """The sizes that a step is padded to if ranks that run in step must agree: integers, to be sent unchanged.
 
     seqs:   padded sequences
-    tokens: padded tokens of a step in which some rank has more or fewer new tokens than one a sequence. A rank that
-            decodes, or has no sequence, has as many. Where such steps may be captured, all ranks run mixed ones, so
-            that all have one graph. 0: kind and tokens are the batch's, as where each rank decodes or has no sequence
+    tokens: padded tokens of a step in which some rank has more or fewer new tokens than one per sequence. A rank that
+            decodes, or has no sequence, gives the same number. If such steps may be captured, all ranks run mixed ones,
+            so that all have one graph. 0: kind and tokens are the batch's, as when each rank decodes or has no sequence
     kv_len: tokens of the longest sequence of any rank, for kernels that freeze it; 0: of the batch
     """
 
@@ -90,19 +90,19 @@ class PadTo(NamedTuple):
 
     @classmethod
     def of(cls, batch: StepBatch, padding: PaddingPolicy, num_children: int = 1) -> PadTo:
-        """What a batch is padded to by itself. num_children: 2 where it runs as halves"""
+        """The sizes that a batch is padded to by itself. num_children: 2 if it runs as halves"""
         shape = padding.shape(batch) if num_children == 1 else padding.split_shape(batch)
         is_uniform = shape.kind.decodes or batch.drafts is not NO_DRAFTS
         return cls(shape.num_seqs, 0 if is_uniform else shape.num_tokens, batch.max_kv_len)
 
     @classmethod
     def all_of(cls, each: Iterable[PadTo], padding: PaddingPolicy, num_children: int = 1) -> PadTo:
-        """What holds the steps of all ranks. each: PadTo.of() of every rank, in any order"""
+        """The sizes that hold the steps of all ranks. each: PadTo.of() of every rank, in any order"""
         each = [cls(*one) for one in each]
         seqs, kv_len = max(one.seqs for one in each), max(one.kv_len for one in each)
         if not any(one.tokens for one in each):
             return cls(seqs, 0, kv_len)
-        # A sequence more than one of a kind alone has, since capture_all() makes graphs of steps that mix two kinds.
+        # One sequence more than either kind alone has, since capture_all() makes graphs of steps that mix two kinds.
         seqs = padding.round_seqs(max(seqs, num_children + 1), num_children)
         most = max(one.tokens or one.seqs for one in each)
         return cls(seqs, padding.round_tokens(most, num_children), kv_len)
@@ -113,18 +113,18 @@ class PaddingPolicy:
     """Pads sequence and token counts to ladders; a count above its ladder keeps its own size.
 
     seqs:         the sequence counts that graphs are captured at
-    tokens:       the token counts that steps with more than one new token a sequence are captured at
+    tokens:       the token counts that steps with more than one new token per sequence are captured at
     max_children: the most parts that the sequences of a captured step are cut into; a split step takes the sizes of the
                   ladders, rounded up to two equal halves
-    extras:       what captured steps may bring
+    extras:       extra inputs that captured steps may bring
     drafts:       the rounds of drafts that may be captured
     mask_keys:    keys before the new ones that masks of captured steps have room for
-    verify:       new tokens of a sequence in steps that verify drafts. Steps of up to as many new tokens a sequence, of
-                  sequence counts of the ladder, are padded to so many for each padded sequence, and may be captured;
-                  0: none are
-    prompts:      token counts of steps that take in prompts: what has neither one token in each sequence nor is
-                  verified, and has no more tokens than the largest of them, is padded to one of them and to the
-                  largest sequence count, and may be captured, one graph for each
+    verify:       new tokens of a sequence in steps that verify drafts. Steps with up to this number of new tokens per
+                  sequence, and a sequence count of the ladder, are padded to this number for each padded sequence, and
+                  may be captured; 0: none are
+    prompts:      token counts of steps that take in prompts. A step that neither decodes nor verifies, and has no more
+                  tokens than the largest of them, is padded to one of them and to the largest sequence count. It may be
+                  captured, with one graph per count
     """
 
     seqs: SizeLadder
@@ -137,7 +137,7 @@ class PaddingPolicy:
     prompts: tuple[int, ...] = ()
 
     def kinds(self, num_children: int) -> tuple[StepKind, ...]:
-        """The kinds of steps that may be captured whole, or in so many parts."""
+        """The kinds of steps that may be captured, whole or in num_children parts."""
         return tuple(kind for kind in StepKind if self._captures(kind, num_children))
 
     def round_seqs(self, num_seqs: int, num_children: int) -> int:
@@ -149,10 +149,10 @@ class PaddingPolicy:
         return _pad(num_tokens, self.tokens) if num_children == 1 else _pad_even(num_tokens, self.tokens)
 
     def shape(self, batch: StepBatch, pad_to: PadTo | None = None) -> PaddedShape:
-        """The padded shape of a batch. pad_to: instead of the ladders' choice
+        """The padded shape of a batch. pad_to: used instead of the ladders' choice
 
-        Raises NeverFits where the batch has more than pad_to, and BadBatch for shared prefixes in a step with
-        more than one new token a sequence.
+        Raises NeverFits if the batch has more than pad_to, and BadBatch for shared prefixes in a step with more than
+        one new token per sequence.
         """
         return self._shape(batch, pad_to, 1)
 
@@ -178,7 +178,7 @@ class PaddingPolicy:
             if self._is_verified(batch, num_seqs) and num_children == 1:
                 return PaddedShape(kind, num_seqs, num_seqs * self.verify)
             if self._is_prompts(batch, kind) and num_children == 1:
-                # Of mixed steps a sequence may have any number of tokens, so one graph serves all that have no mask.
+                # A sequence of a mixed step may have any number of tokens, so one graph serves all that have no mask.
                 kind = kind if kind.extra is Extra.MASK else StepKind.MIXED
                 return PaddedShape(kind, self.seqs.largest, SizeLadder(self.prompts).fit(batch.num_tokens))
             needed = _tokens_of_children(batch, num_seqs, num_children)
@@ -192,7 +192,7 @@ class PaddingPolicy:
         return PaddedShape(kind, num_seqs, pad_to.tokens, num_children)
 
     def captures(self, shape: PaddedShape) -> bool:
-        """Whether steps of this shape may be captured: none of its sizes lies above its ladder."""
+        """True if steps of this shape may be captured: none of its sizes lies above its ladder."""
         halves = shape.num_halves
         if halves > self.max_children or shape.num_seqs > round_up(self.seqs.largest, halves):
             return False
@@ -204,21 +204,21 @@ class PaddingPolicy:
         return (shape.kind.decodes or fits_tokens) and self._captures(shape.kind, halves)
 
     def has_room(self, batch: StepBatch, shape: PaddedShape) -> bool:
-        """Whether captured steps of this shape have room for the cells of a batch's mask."""
+        """True if captured steps of this shape have room for the cells of a batch's mask."""
         if isinstance(batch.mask, NoMask):
             return True
         return batch.mask.num_cells(batch.kv_len, batch.q_len) <= room_for_cells(shape.num_tokens, self.mask_keys)
 
     def pads_as_verified(self, batch: StepBatch) -> bool:
-        """Whether a batch with more than one new token a sequence, run whole, is padded as those that verify drafts."""
+        """True if a batch with several new tokens per sequence, run whole, is padded like those that verify drafts."""
         return batch.drafts is NO_DRAFTS and batch.max_q_len <= self.verify and batch.num_seqs <= self.seqs.largest
 
     def _is_verified(self, batch: StepBatch, num_seqs: int) -> bool:
-        """Whether a batch that is padded to so many sequences is one of those that verify drafts."""
+        """True if a batch that is padded to num_seqs sequences is one of those that verify drafts."""
         return self.verify > 0 and batch.max_q_len <= self.verify and num_seqs <= self.seqs.largest
 
     def _is_prompts(self, batch: StepBatch, kind: StepKind) -> bool:
-        """Whether a batch without one token in each sequence is padded as those that take in prompts."""
+        """True if a batch that does not decode is padded like those that take in prompts."""
         return (
             bool(self.prompts)
             and not kind.decodes
@@ -227,16 +227,16 @@ class PaddingPolicy:
         )
 
     def _holds_prompts(self, shape: PaddedShape) -> bool:
-        """Whether steps that take in prompts have this shape."""
+        """True if steps that take in prompts have this shape."""
         return shape.num_children == 1 and shape in self.prompt_shapes()
 
     def prompt_shapes(self) -> tuple[PaddedShape, ...]:
-        """Those of steps that take in prompts."""
+        """The shapes of steps that take in prompts."""
         kinds = [kind for kind in (StepKind.MIXED, StepKind.MASKED) if self._captures(kind, 1)]
         return tuple(PaddedShape(kind, self.seqs.largest, tokens) for kind in kinds for tokens in self.prompts)
 
     def verifies(self, shape: PaddedShape) -> bool:
-        """Whether steps that verify drafts have this shape."""
+        """True if steps that verify drafts have this shape."""
         uniform = shape.num_children == 1 and not shape.kind.decodes
         return self.verify > 0 and uniform and shape.num_tokens == shape.num_seqs * self.verify
 
@@ -267,12 +267,12 @@ class PaddingPolicy:
 
 
 def room_for_cells(num_tokens: int, mask_keys: int) -> int:
-    """Cells of any mask of so many new tokens that covers up to mask_keys keys before each sequence's new ones."""
+    """Cells of any mask of num_tokens new tokens that covers up to mask_keys keys before each sequence's new ones."""
     return num_tokens * (num_tokens + mask_keys)
 
 
 def fits(batch: StepBatch, shape: PaddedShape) -> bool:
-    """Whether a batch can run at a padded shape, each of its parts in a child of it."""
+    """True if a batch can run at a padded shape, each of its parts in a child of it."""
     if shape.drafts is not NO_DRAFTS or batch.drafts is not NO_DRAFTS:
         return batch.num_seqs <= shape.num_seqs and batch.drafts == shape.drafts
     if batch.num_seqs > shape.num_seqs or (shape.kind.decodes and step_kind(batch).decodes != shape.kind.decodes):
@@ -283,7 +283,7 @@ def fits(batch: StepBatch, shape: PaddedShape) -> bool:
 def token_places(batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
     """int64 [T]; places of a step's tokens among its padded ones, one half after the other: real tokens, then pads.
 
-    Not of drafts, whose steps have the same places.
+    Not for drafts, whose steps have the same places.
     """
     places = np.arange(shape.num_tokens)
     if shape.num_children == 1:
@@ -296,13 +296,13 @@ def token_places(batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
 
 
 def require_pad_to(pad_to: object) -> None:
-    """Raise BadBatch for what is no PadTo, as a number alone."""
+    """Raises BadBatch for a value that is no PadTo, such as a number alone."""
     if not isinstance(pad_to, PadTo):
         raise BadBatch(f"pad_to is {pad_to!r}; give PadTo(seqs), or PadTo(seqs, tokens) where a rank does not decode")
 
 
 def _check(batch: StepBatch, pad_to: PadTo, num_children: int) -> None:
-    """Refuse what a batch cannot be padded to."""
+    """Refuses sizes that a batch cannot be padded to."""
     wanted = max(1, batch.num_seqs)
     if pad_to.seqs < wanted:
         raise NeverFits(f"{batch.num_seqs} sequences cannot be padded to {pad_to.seqs}; pad to at least {wanted}")
@@ -330,20 +330,20 @@ def _pad(count: int, ladder: SizeLadder) -> int:
 
 
 def _pad_even(count: int, ladder: SizeLadder) -> int:
-    """To the ladder's sizes, each rounded up to an even one."""
-    # An odd size holds one more than it says when it is rounded up.
+    """Pads to the ladder's sizes, each rounded up to an even one."""
+    # An odd size, rounded up, holds one more than it says.
     return round_up(_pad(round_up(count, HALVES) - 1, ladder), HALVES)
 
 
 def is_prefill(batch: StepBatch) -> bool:
-    """Whether the host knows that no sequence of a batch has a token in the cache from earlier steps."""
+    """True if the host knows that no sequence of a batch has a token in the cache from earlier steps."""
     return batch.inputs is HOST_INPUTS and batch.num_seqs > 0 and bool((batch.kv_len == batch.q_len).all())
 
 
 def step_kind(batch: StepBatch) -> StepKind:
     """The kind of step that a batch is. Without a mask an empty one is a decode step; PREFILL is for the planner.
 
-    Of a round of drafts, the kind of each of its steps.
+    For a round of drafts: the kind of each of its steps.
     """
     if isinstance(batch.drafts, Drafts):
         return StepKind.DECODE if batch.drafts.branches == 1 else StepKind.MASKED

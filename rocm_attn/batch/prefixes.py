@@ -1,7 +1,7 @@
 """SharedPrefixes: which sequences of a decode step begin with the same pages, so that these are read once for all.
 
-A layer whose kernels can attends by groups (providers/shared_prefix.py); others decode as they always do. The results
-are the same but for rounding.
+A layer attends by groups if its kernels can (providers/shared_prefix.py); other layers decode every sequence by itself.
+The results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class NoPrefixes:
     __slots__ = ()
 
     def select(self, order: npt.NDArray[np.int_]) -> Prefixes:
-        """As SharedPrefixes.select."""
+        """See `SharedPrefixes.select`."""
         return self
 
     def alone(self) -> Prefixes:
-        """As SharedPrefixes.alone."""
+        """See `SharedPrefixes.alone`."""
         return self
 
     def __reduce__(self) -> str:
@@ -50,7 +50,7 @@ class PrefixGroup:
 class SharedPrefixes:
     """The groups of a decode step: every sequence is in one, in the order of the step.
 
-    Steps of the same requests may bring the same object: what it says of their pages is then looked at once.
+    Steps of the same requests may bring the same object; its groups are then checked against their pages only once.
 
     prefix_len:  int32 [num_seqs]  tokens that the sequence shares with its group
     group_begin: int32 [num_seqs]  the first sequence of its group
@@ -79,14 +79,14 @@ class SharedPrefixes:
             ("group_end", ends),
         ):
             repeated = np.repeat(of_group, counts)
-            repeated.flags.writeable = False  # what was checked is what a step reads
+            repeated.flags.writeable = False  # a step reads the array that was checked
             object.__setattr__(self, name, repeated)
 
     def check(self, kv_len: _Int32Array, *, decodes: bool) -> None:
-        """Refuse groups that do not fit a step. Raises BadBatch.
+        """Refuses groups that do not fit a step. Raises BadBatch.
 
         kv_len:  int32 [num_seqs]
-        decodes: whether every sequence of the step has one new token
+        decodes: True if every sequence of the step has one new token
         """
         if not decodes:
             raise BadBatch("prefixes are shared in decode steps alone; leave them out of a step with other new tokens")
@@ -105,7 +105,7 @@ class SharedPrefixes:
             )
 
     def check_pages(self, entries: _Int32Array, rows: _Int32Array, page_size: int) -> None:
-        """Refuse groups whose rows do not hold the same pages in their prefixes, whole ones. Raises BadBatch.
+        """Refuses groups whose rows do not hold the same whole pages in their prefixes. Raises BadBatch.
 
         entries: int32 [num_rows, width], the pages of each row
         rows:    int32 [num_seqs]
@@ -116,7 +116,7 @@ class SharedPrefixes:
                 f"sequence {int(torn.argmax())} has a prefix of {self.prefix_len[torn][0]} tokens in pages of "
                 f"{page_size}; a prefix has whole pages"
             )
-        # All pages: rows over kept pages may have one of them in common, and not those before it.
+        # Compares all pages: rows over kept pages may have one of them in common, and not those before it.
         begin, ends = self.group_begin, self.prefix_len // page_size
         end = int(ends.max(initial=0))
         others = entries[rows, :end] != entries[rows[begin], :end]
@@ -129,14 +129,14 @@ class SharedPrefixes:
             )
 
     def select(self, order: npt.NDArray[np.int_]) -> Prefixes:
-        """Those of the sequences at these places, in this order; a group that they tear apart becomes several."""
+        """The groups of the sequences at these places, in this order; a group that they split becomes several."""
         ends, lens = self.group_end[order], self.prefix_len[order]
         begins = np.flatnonzero(np.diff(ends, prepend=-1))
         counts = np.diff(begins, append=len(order))
         return SharedPrefixes([PrefixGroup(int(n), int(lens[at])) for at, n in zip(begins, counts, strict=True)])
 
     def alone(self) -> Prefixes:
-        """As many sequences, each in a group of its own that shares nothing."""
+        """The same number of sequences, each in a group of its own that shares nothing."""
         return SharedPrefixes([PrefixGroup(1, 0)] * len(self.group_end))
 
 

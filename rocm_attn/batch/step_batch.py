@@ -17,7 +17,7 @@ from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, SharedPrefixes
 from rocm_attn.errors import BadBatch
 
 Int32Array = npt.NDArray[np.int32]
-# What a batch takes: arrays of any integers, and plain sequences.
+# The types that a batch takes: arrays of any integers, and plain sequences.
 Integers = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 _INT32 = np.dtype(np.int32)
@@ -41,17 +41,18 @@ class StepBatch:
                 a batch that says nothing, unless inputs have them
     inputs:     what the device alone knows: kv_len and q_len are then upper bounds, and with them num_tokens,
                 max_q_len and max_kv_len; pages are reserved for the bounds
-    mask:       what the new tokens see in layers whose problem has custom_mask
+    mask:       the keys that new tokens see in layers whose problem has custom_mask
     prefixes:   which sequences of a decode step share pages, to be read once for all of them; without a mask, and with
                 lengths that the host knows
-    drafts:     a round of drafts, which runs in so many steps (batch/drafts.py): each sequence has branches * steps new
-                tokens. Without a mask and prefixes, and with q_len on the host. draft_batch() makes such a batch
+    drafts:     a round of drafts, which runs in drafts.steps steps (batch/drafts.py): each sequence has branches *
+                steps new tokens. Without a mask and prefixes, and with q_len on the host. draft_batch() makes such a
+                batch
 
     rows, kv_len, q_len and token_ids are copies: the caller's arrays may change afterwards.
-    row_bytes, kv_len_bytes and q_len_bytes are what lies in them: bytes are compared in a tenth of the time of arrays.
+    row_bytes, kv_len_bytes and q_len_bytes hold their bytes, which compare in a tenth of the time of arrays.
     num_fed: new tokens that the forward is given at a time: all of them, or those of one draft step
-    is_plain: whether all that there is to it is rows and lengths of the host, with or without token ids
-    decodes: whether it is, and each sequence has one new token, as most steps are
+    is_plain: True if the batch has only rows and lengths of the host, with or without token ids
+    decodes: True if it is plain and each sequence has one new token, as in most steps
 
     Zero sequences, zero lengths and zero new tokens are legal. Raises BadBatch.
     """
@@ -76,7 +77,7 @@ class StepBatch:
     kv_len_bytes: bytes = field(init=False, repr=False)
     q_len_bytes: bytes = field(init=False, repr=False)
 
-    # By hand: setting the fields of a frozen class one by one would cost a tenth of a step's host time.
+    # Written by hand: setting the fields of a frozen class one by one would cost a tenth of a step's host time.
     def __init__(
         self,
         rows: Integers,
@@ -98,12 +99,12 @@ class StepBatch:
                 f"{num_seqs} rows, {len(kv_len)} kv_len and {len(q_len)} q_len: each sequence has one of each"
             )
         row_bytes, kv_len_bytes, q_len_bytes = rows.tobytes(), kv_len.tobytes(), q_len.tobytes()
-        # What is checked and what is published are one, though the caller goes on with the same arrays.
+        # The bytes that are checked are the ones that are published, even if the caller changes the arrays.
         kv = np.frombuffer(kv_len_bytes, _INT32)
         new = np.frombuffer(q_len_bytes, _INT32)
         fewest, most = (1, 1) if num_seqs and q_len_bytes == _ones(num_seqs) else _extremes(new)
         shortest, longest = _extremes(kv)
-        # The extremes settle it for almost every batch.
+        # The extremes decide it for almost every batch.
         if fewest < 0 or (shortest < most and (kv < new).any()):
             _refuse_lengths(kv, new)
         if num_seqs * longest > INT32_MAX and _total(kv) > INT32_MAX:
@@ -164,7 +165,7 @@ def draft_batch(
 def _fed_at_once(
     drafts: Drafts, extremes: tuple[int, int], num_seqs: int, beside: tuple[Inputs, Mask, Prefixes]
 ) -> int:
-    """Drafts of a draft step. extremes: the smallest and the largest q_len. Raises BadBatch for what is no round."""
+    """Drafts per draft step. extremes: the smallest and the largest q_len. Raises BadBatch for an invalid round."""
     inputs, mask, prefixes = beside
     if num_seqs and extremes != (drafts.tokens, drafts.tokens):
         raise BadBatch(
@@ -179,7 +180,7 @@ def _fed_at_once(
 
 
 def _check_beside_prefixes(inputs: Inputs, mask: Mask) -> None:
-    """Refuse what shared prefixes do not go with. Raises BadBatch."""
+    """Refuses inputs and masks that cannot be combined with shared prefixes. Raises BadBatch."""
     if not inputs.lengths_on_host:
         raise BadBatch("prefixes are shared where the host knows the lengths; give kv_len and q_len on the host")
     if mask is not NO_MASK:
@@ -187,7 +188,7 @@ def _check_beside_prefixes(inputs: Inputs, mask: Mask) -> None:
 
 
 def _total(lengths: Int32Array) -> int:
-    return int(np.add.reduce(lengths, dtype=np.int64))  # as sum(), in two thirds of its time
+    return int(np.add.reduce(lengths, dtype=np.int64))  # the same as sum(), in two thirds of its time
 
 
 def _refuse_lengths(kv_len: Int32Array, q_len: Int32Array) -> None:
@@ -198,12 +199,12 @@ def _refuse_lengths(kv_len: Int32Array, q_len: Int32Array) -> None:
     )
 
 
-# Every step of a server makes a batch, so what follows counts fractions of a microsecond: argmax takes a quarter of the
-# time of a reduction, and comparing bytes a tenth.
+# Every step of a server makes a batch, so fractions of a microsecond count: argmax takes a quarter of the time of a
+# reduction, and comparing bytes a tenth.
 
 
 def _extremes(values: Int32Array) -> tuple[int, int]:
-    """The smallest and the largest value; 0 and 0 of none."""
+    """The smallest and the largest value; 0 and 0 if there are none."""
     if not len(values):
         return 0, 0
     return values.item(values.argmin()), values.item(values.argmax())
@@ -211,7 +212,7 @@ def _extremes(values: Int32Array) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def as_many(num_seqs: int, tokens: int) -> Int32Array:
-    """int32 [num_seqs]: the q_len of a step in which each sequence has so many new tokens; read-only."""
+    """int32 [num_seqs]: the q_len of a step in which each sequence has `tokens` new tokens; read-only."""
     array = np.full(num_seqs, tokens, np.int32)
     array.flags.writeable = False
     return array
@@ -219,17 +220,17 @@ def as_many(num_seqs: int, tokens: int) -> Int32Array:
 
 @lru_cache(maxsize=1024)
 def _ones(count: int) -> bytes:
-    """The q_len of a decode step, which most steps are."""
+    """The q_len of a decode step as bytes; most steps decode."""
     return np.ones(count, np.int32).tobytes()
 
 
 def _is_int32(values: object) -> TypeGuard[Int32Array]:
-    """Whether values are what a batch keeps: a contiguous int32 vector."""
+    """True if values have the form that a batch keeps: a contiguous int32 vector."""
     return type(values) is np.ndarray and values.dtype is _INT32 and values.strides == _STRIDES
 
 
 def as_int32(name: str, values: object) -> Int32Array:
-    """values as a contiguous int32 vector, without wrapping a value that does not fit."""
+    """Returns values as a contiguous int32 vector, without wrapping a value that does not fit."""
     array = np.asarray(values)
     if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous:
         return array

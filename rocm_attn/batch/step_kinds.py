@@ -1,7 +1,7 @@
-"""StepKind: what a step asks of the kernels, and one table of all that follows from it.
+"""StepKind: the kind of a step, which decides its kernels, and one table of its properties.
 
-A new kind is a row here, kernels of its own in the providers, and what truly differs: how a batch is found to be of the
-kind (padding.step_kind), what it brings (Extra), and a draw of it to check its graphs with (capture/probe_requests.py).
+A new kind needs a row here, kernels in the providers, and code for the differences: how a batch is recognised
+(padding.step_kind), its extra inputs (Extra), and a random step to check its graphs with (capture/probe_requests.py).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 
 class Extra(enum.Enum):
-    """What a step brings besides rows, lengths and token ids."""
+    """The inputs of a step in addition to rows, lengths and token ids."""
 
     NOTHING = "nothing"
     MASK = "a mask"  # for layers whose problem has custom_mask
-    PREFIXES = "shared prefixes"  # for layers that can share them, where graphs are asked for with shared_prefixes
+    PREFIXES = "shared prefixes"  # for layers that can share them, if graphs are requested with shared_prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,43 +32,43 @@ class _Facts:
 
 
 class StepKind(enum.Enum):
-    """What a step asks of the kernels, by its new tokens."""
+    """The kind of a step, by its new tokens; it decides the kernels."""
 
     DECODE = "decode"  # one new token in every sequence
     EXTEND = "extend"  # no sequence with exactly one new token
     MIXED = "mixed"  # some sequences with one new token, others with more, or none
     PREFILL = "prefill"  # an extend step in which no sequence has a token in the cache
-    MASKED = "masked"  # any number of new tokens in each sequence, which see what a mask says
+    MASKED = "masked"  # any number of new tokens in each sequence; a mask says which keys they see
     SHARED = "shared"  # one new token in every sequence, and prefixes that several of them share
 
     @property
     def decodes(self) -> bool:
-        """Whether every sequence has one new token, padded ones too."""
+        """True if every sequence has one new token, padded ones too."""
         return _FACTS[self].decodes
 
     @property
     def mixes(self) -> bool:
-        """Whether sequences with one new token stand beside others with more."""
+        """True if sequences with one new token come together with others that have more."""
         return _FACTS[self].mixes
 
     @property
     def splits(self) -> bool:
-        """Whether such a step may run as two halves."""
+        """True if such a step may run as two halves."""
         return _FACTS[self].splits
 
     @property
     def captured(self) -> bool:
-        """Whether such a step may run as a graph."""
+        """True if such a step may run as a graph."""
         return _FACTS[self].captured
 
     @property
     def extra(self) -> Extra:
-        """What such a step brings."""
+        """The extra inputs of such a step."""
         return _FACTS[self].extra
 
     @property
     def instead(self) -> StepKind:
-        """The kind whose kernel serves such a step in layers without one of its own; itself: every layer has one."""
+        """The kind whose kernel serves such a step in layers without one of its own; itself if every layer has one."""
         return _FACTS[self].instead
 
 

@@ -1,1 +1,1 @@
-"""Steps as graphs: what is captured, what it takes, how it is checked and replayed."""
+"""Steps as graphs: which are captured, the memory they take, and how they are checked and replayed."""

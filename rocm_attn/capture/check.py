@@ -1,8 +1,8 @@
-"""CaptureCheck: a fresh graph serves no step before it has given what the eager run gives.
+"""CaptureCheck: a new graph serves no step before its results have matched the eager run.
 
-A graph is recorded and compared on probe requests. Nothing that a wrong graph has frozen then belongs to a request:
-what it bakes, and what it finds left over in its buffers, aims at probe pages. Each replay is of another draw of
-lengths than the step before it, and comes before the eager run of its own draw.
+A graph is recorded and compared on probe requests. So a wrong graph has frozen nothing that belongs to a request: the
+values that it bakes in, and those that it finds left over in its buffers, refer to probe pages. Each replay uses
+another draw of lengths than the step before it, and comes before the eager run of its own draw.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Wrong = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Generic[Outputs]):
-    """What came of recording and checking one graph.
+    """The result of recording and checking one graph.
 
-    graph:   what was recorded; None where that was refused
-    summary: what it was compared on
+    graph:   the recorded graph; None if recording was refused
+    summary: the steps that it was compared on
     seconds: spent on the comparison, recording not counted
-    wrong:   how it falls short, by name; empty where it gave bitwise what the eager run gave.
-             failure: it may not serve; raised: forward has raised while it was recorded; inexact: it lies within the
-             bounds of the eager run; over: the check was broken off, and nothing more is tried
+    wrong:   the faults found, by name; empty if the results were bitwise those of the eager run. failure: it may not
+             serve; raised: forward has raised while it was recorded; inexact: it lies within the bounds of the eager
+             run; over: the check was broken off, and nothing more is tried
     """
 
     graph: Graph[Outputs] | None
@@ -59,16 +59,16 @@ class Verdict(Generic[Outputs]):
     wrong: Wrong
 
 
-# Records a staged step, once.
+# Records a staged step once.
 Record = Callable[[Step], Graph[Outputs]]
 Eager = Callable[[Step], Outputs]
 
 
 class CaptureCheck:
-    """Compares a fresh graph with the eager run of what was recorded.
+    """Compares a new graph with the eager run of the recorded steps.
 
-    vocabulary: probe tokens have ids from 1 up to, but not including, this one; 0 is what pads have
-    limits:     not given: by the target
+    vocabulary: probe tokens have ids from 1 up to, but not including, this one; pads have 0
+    limits:     if not given, they depend on the target
     """
 
     def __init__(self, *, vocabulary: int = 3, limits: ProbeLimits | None = None, seed: int = 0) -> None:
@@ -77,16 +77,16 @@ class CaptureCheck:
         self._seed = seed
 
     def has_steps(self, candidate: Candidate) -> bool:
-        """True if there is a step to record now. No graph is tried on a live step whose own inputs are at fault."""
+        """True if there is a step to record now. No graph is tried on a live step whose inputs are faulty."""
         live, has_room = candidate.live, self._room(candidate) is not None
         return has_room or (live is not None and _can_be_drawn(live) and has_sound_inputs(candidate))
 
     def record(self, candidate: Candidate, record: Record[Outputs], eager: Eager[Outputs]) -> Verdict[Outputs]:
-        """Record a step of a candidate that has_steps(), and judge the graph by others; eager: runs a staged step.
+        """Records a step of a candidate that has_steps(), and checks the graph on others. eager: runs a staged step.
 
-        On probe requests, or on permutations of the live step where none can be admitted, the largest lengths are
-        recorded, two ragged draws are compared, then the largest lengths. Whatever comes of it, as many steps run: on
-        other ranks too, whose requests are others.
+        The steps are probe requests, or permutations of the live step if none can be admitted. The largest lengths are
+        recorded, two ragged draws are compared, then the largest lengths. The number of steps does not depend on the
+        result, because other ranks run as many, with requests of their own.
         """
         trial, room, live = _Trial(candidate, record, eager), self._room(candidate), candidate.live
         if room is not None:
@@ -104,7 +104,7 @@ class CaptureCheck:
 
 
 class NoCheck(CaptureCheck):
-    """Trusts every graph. For tests of what a wrong graph does, and where each step is compared anyway."""
+    """Trusts every graph. For tests of wrong graphs, and for callers that compare each step anyway."""
 
     def __init__(self) -> None:
         super().__init__(limits=ProbeLimits(1, 1))
@@ -136,22 +136,23 @@ class _Trial(Generic[Outputs]):
         self._had_sequences = False
 
     def run(self, batches: Iterator[StepBatch], of: str) -> Verdict[Outputs]:
-        """Record the first step and compare the others. of: whose requests they are, in words"""
+        """Records the first step and compares the others. of: whose requests they are, in words"""
         started = time.perf_counter()
         graph = self.record(next(batches))
-        for batch in batches:  # all of them: ranks run the same steps, also where only one has found a difference
+        for batch in batches:  # all of them: ranks run the same steps, even if only one has found a difference
             self._compare(graph, batch)
         return self._verdict(graph, time.perf_counter() - started - graph.seconds, of)
 
     def record(self, batch: StepBatch) -> Graph[Outputs]:
-        """The graph of a step."""
+        """Records the graph of a step."""
         with self._runtime.stage(batch, self._plan) as step:
             return self._record(step)
 
     def _compare(self, graph: Graph[Outputs], batch: StepBatch) -> None:
-        """Replay a step and run it eagerly. The first difference counts."""
+        """Replays a step and runs it eagerly. The first difference is kept."""
         with self._runtime.stage(batch, self._plan) as step:
-            # First the graph: the buffers still hold the step before, so what the graph forgets to fill shows.
+            # The graph runs first: the buffers still hold the step before, so values that the graph forgets to fill
+            # show.
             forget_new_tokens(self._runtime, batch)
             graph.recording.replay()
             replayed, made = self._tensors(batch, graph.outputs), structure_of(graph.outputs)
@@ -159,7 +160,7 @@ class _Trial(Generic[Outputs]):
             wanted, now = self._tensors(batch, outputs), structure_of(outputs)
         self._had_sequences |= batch.num_seqs > 0
         if not _has_number(wanted) and not _has_number(replayed):
-            return  # NaN equals NaN here: as with pads, nothing is proved by it
+            return  # NaN equals NaN here, so this proves nothing, like a comparison of pads
         self._num_compared += 1
         self._most_seqs = max(self._most_seqs, batch.num_seqs)
         self._longest = max(self._longest, batch.max_kv_len)
@@ -177,7 +178,7 @@ class _Trial(Generic[Outputs]):
             self._wrong.setdefault("failure", difference)
 
     def _tensors(self, batch: StepBatch, outputs: Outputs) -> dict[str, Tensor]:
-        """Copies of what a run gave, without pads; of a forward that returns no tensor, what it stored."""
+        """Copies of a run's outputs, without pads; if forward returns no tensor, the K and V that it stored."""
         tensors = tensors_of(real_rows(outputs, batch.num_seqs, batch.num_fed))
         return {path: rows.clone() for path, rows in (tensors or stored_new_tokens(self._runtime, batch)).items()}
 
@@ -209,13 +210,13 @@ class _Trial(Generic[Outputs]):
 
 
 def _has_number(tensors: Mapping[str, Tensor]) -> bool:
-    """True if a finite number is among them. Ids that were picked from NaN are none, so integers count alone."""
+    """True if a finite number is among them. Ids may be picked from NaN, so integers count only without floats."""
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     return any(bool(tensor.isfinite().any()) for tensor in floats or tensors.values())
 
 
 def tensors_of(outputs: object) -> dict[str, Tensor]:
-    """The tensors of a forward's outputs, each by where it is in them."""
+    """The tensors of a forward's outputs, each by its path in them."""
     return {
         path: leaf.tensor if isinstance(leaf, PerToken) else leaf
         for path, leaf in leaves_of(outputs)
@@ -233,7 +234,7 @@ def bitwise_equal(one: Tensor, other: Tensor) -> bool:
 def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
     """Rows in which two tensors [rows, ...] lie further apart than two computations of the same result may.
 
-    Values that are no numbers must agree exactly; the bounds are scaled by the root mean square of the others.
+    NaN and infinite values must agree exactly; the bounds are scaled by the root mean square of the others.
     """
     if one.shape != other.shape or one.dtype not in BOUNDS or one.dtype != other.dtype:
         return list(range(len(other))) if not bitwise_equal(one, other) else []
@@ -247,14 +248,14 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
 
 
 def _can_be_drawn(live: StepBatch) -> bool:
-    """True if the host knows the new tokens. A mask that is not of trees is packed for its own step alone."""
+    """True if the host knows the new tokens, and any mask is of trees: others are packed for their own step alone."""
     return live.num_seqs == 0 or (live.inputs.q_len_on_host and not isinstance(live.mask, StepMask))
 
 
 def _own_draws(live: StepBatch, shape: PaddedShape) -> Iterator[StepBatch]:
-    """The live step, half of it, the whole in another order, and itself again; as many as probe requests draw.
+    """The live step, half of it, the whole in another order, and itself again: as many steps as for probe requests.
 
-    In halves another order may need more room than there is: then the step itself comes in its place.
+    In halves another order may need more room than there is; the live step itself takes its place then.
     """
     order = np.arange(live.num_seqs)
     yield live

@@ -1,7 +1,7 @@
-"""What would be captured, and how much memory a runtime would take, without a GPU and without capturing anything.
+"""Predicts what a runtime captures and how much memory it takes, without a GPU and without capturing anything.
 
-The runtime is built on torch's meta device: what is predicted is what the same code allocates on a GPU. What graphs
-themselves take, the activations of forward, depends on the model and is measured when they are made.
+The runtime is built on torch's meta device, so the prediction comes from the code that allocates on a GPU. The memory
+of the graphs themselves, which holds the activations of forward, depends on the model and is measured on capture.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rocm_attn.step.options import RuntimeOptions
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One allocation. knob: the settings that its size follows from, with their values"""
+    """One allocation. knob: the settings that determine its size, with their values"""
 
     name: str
     num_bytes: int
@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One graph that would be made, and what its steps use of index buffers and schedules, and of the workspace."""
+    """One graph that would be made, with the bytes of its steps' index buffers and schedules, and of the workspace."""
 
     shape: PaddedShape
     step_bytes: int
@@ -45,12 +45,12 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class CapturePlan:
-    """What a runtime of these settings allocates and captures.
+    """The memory that a runtime of these settings allocates, and the graphs that it captures.
 
-    buckets: graphs, in the order in which they are made; none where a kernel cannot be captured
-    lengths: whether more graphs follow, one for each length bucket, because a kernel bakes a length
+    buckets: graphs, in the order in which they are made; none if a kernel cannot be captured
+    lengths: True if more graphs follow, one for each length bucket, because a kernel bakes in a length
     parts:   every allocation that is made before the first step
-    draft_bytes: what would not be allocated without rounds of drafts; pages are as many as num_pages says
+    draft_bytes: bytes that would not be allocated without rounds of drafts; num_pages is the same
     """
 
     buckets: tuple[Bucket, ...]
@@ -65,7 +65,7 @@ class CapturePlan:
 
 
 def plan_capture(problems: Sequence[Problem], target: Target, options: RuntimeOptions) -> CapturePlan:
-    """What a runtime of these layers and options allocates on the target, and what StepRunner.capture_all() captures.
+    """Predicts what a runtime of these layers and options allocates and what StepRunner.capture_all() captures.
 
     Raises what build_runtime raises.
     """
@@ -95,7 +95,7 @@ def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
 
 
 def _step_parts(runtime: AttentionRuntime, padding: PaddingPolicy) -> list[Part]:
-    """What steps that are captured use, at the size of the largest. padding: says which are"""
+    """The buffers of captured steps, at the size of the largest step. padding: says which steps are captured"""
     memory = StepMemory(runtime.kinds, runtime.table, runtime.device, ALL_MEMORY_GUARDS, mask_keys=padding.mask_keys)
     memory.seal(padding.largest_shapes())
     knobs = _knobs(runtime)
@@ -103,7 +103,7 @@ def _step_parts(runtime: AttentionRuntime, padding: PaddingPolicy) -> list[Part]
 
 
 def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
-    """What decides the size of each buffer, by name."""
+    """The settings that determine the size of each buffer, by name."""
     seqs = f"capture_sizes up to {runtime.padding.seqs.largest}"
     tokens = f"capture_tokens up to {runtime.padding.tokens.largest}"
     of_unit = {

@@ -1,4 +1,4 @@
-"""Attention's side of capture: a graph, which recorder makes it, which shapes in which order, and what came of it."""
+"""Attention's side of capture: a graph, the recorder that makes it, the order of shapes, and the report."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 # (buckets done, buckets in all, the bucket that comes next; empty at the end)
 Progress = Callable[[int, int, str], None]
 
-# What making and checking a graph on a CPU costs, in runs of forward: recording takes two, and each of three draws of
+# The cost of making and checking a graph on a CPU, in runs of forward: recording takes two, and each of three draws of
 # probe requests is run eagerly and as a graph.
 CPU_CAPTURE_RUNS = 8
-# A graph is made when what was run without it is worth so many captures, so that captures stay below a tenth.
+# A graph is made once the eager runs of its steps cost this many captures, so that captures stay below a tenth.
 _RUNS_PER_CAPTURE_RUN = 10
 
 
 class JoiningRecorder(GraphRecorder, Joiner, Protocol):
-    """Makes graphs, and one graph of several."""
+    """Makes graphs, and joins several graphs to one."""
 
 
 def recorder_for(device: torch.device) -> JoiningRecorder:
-    """HIP or CUDA graphs on a GPU; on a CPU a recorder that replays torch operations and kernel launches itself."""
+    """A recorder of HIP or CUDA graphs on a GPU; on a CPU one that replays torch operations and kernel launches."""
     if device.type == "cuda":
         from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 
@@ -52,13 +52,13 @@ def recorder_for(device: torch.device) -> JoiningRecorder:
 
 @dataclass(slots=True, eq=False)
 class Graph(Generic[Outputs]):
-    """A graph that is all of the steps of a plan.
+    """A graph that runs all steps of a plan.
 
-    recording:    replays it; its runs are counted where it takes inputs
-    outputs:      what it gives, rows of pads too
+    recording:    replays it; its runs are counted if it takes inputs
+    outputs:      its outputs, rows of pads included
     seconds:      of warm-up and recording
     effects:      of each step that it replays
-    takes_inputs: whether its head takes those of its steps
+    takes_inputs: True if its head takes the inputs of its steps
     epoch:        of the pinned tensors, when it was made
     num_seqs:     padded
     """
@@ -71,26 +71,26 @@ class Graph(Generic[Outputs]):
     takes_inputs: bool
     epoch: int
     num_seqs: int = field(init=False)
-    # Sequences of the last step, and its outputs without what they hold for pads.
+    # Sequences of the last step, and its outputs without the rows of pads.
     num_real: int = field(init=False, default=-1)
     real: Outputs = field(init=False)
-    # The step that is known to run again by it.
+    # The step that this graph is known to run again.
     ran: RanStep | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.num_seqs = self.plan.shape.num_seqs
 
     def real_of(self, batch: StepBatch) -> Outputs:
-        """Its outputs, without what they hold for pads."""
+        """Returns the outputs without the rows of pads."""
         outputs = real_rows(self.outputs, batch.num_seqs, batch.num_fed)
-        # A tree is the caller's, and so another one each time.
+        # A tree belongs to the caller, so a new one is returned each time.
         if isinstance(outputs, Tensor):
             self.num_real, self.real = batch.num_seqs, outputs
         return outputs
 
 
 def takes_inputs(runtime: AttentionRuntime, step: Step) -> bool:
-    """True if the graph of a step takes its inputs: twins cannot in a device's graph, for they ask the host."""
+    """True if the graph of a step takes its inputs. Twins cannot in a device's graph, because they ask the host."""
     shape = step.plan.shape
     if len(step.parts) > 1 or shape.drafts is not NO_DRAFTS or max(shape.num_seqs, shape.num_tokens) > MOST_TAKEN:
         return False
@@ -98,10 +98,10 @@ def takes_inputs(runtime: AttentionRuntime, step: Step) -> bool:
 
 
 def eager_steps_before_capture(device: torch.device) -> int:
-    """Steps of a plan that run without a graph before one is made of it, unless it is made ahead by capture_all().
+    """Steps of a plan that run without a graph before one is made, unless capture_all() makes it ahead.
 
-    On a GPU none: a replay saves most of a step's host time. On a CPU it saves little. It is a count of steps, not of
-    seconds, since all ranks of a model make their graphs at the same step.
+    None on a GPU, because a replay saves most of a step's host time. On a CPU it saves little. The number counts steps,
+    not seconds, since all ranks of a model make their graphs at the same step.
     """
     return 0 if device.type == "cuda" else _RUNS_PER_CAPTURE_RUN * CPU_CAPTURE_RUNS
 
@@ -109,10 +109,10 @@ def eager_steps_before_capture(device: torch.device) -> int:
 def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
     """The padded shapes that are captured ahead of the first request, largest first, so that they share memory well.
 
-    Every sequence count once for decode steps, and once for steps that verify drafts; every pair of a sequence count
-    and a token count that a step can have in which each sequence has a token. A token count of 1 is left to be captured
-    when it is met: only idle sequences make such a step. The same for split and masked steps, and for those that share
-    prefixes, where they may be captured. Steps with prompts at their own token counts, with all sequences.
+    Every sequence count once for decode steps, and once for steps that verify drafts. Every pair of a sequence count
+    and a token count that a step can have in which each sequence has a token. A token count of 1 is captured when such
+    a step comes, since only steps with idle sequences have it. The same for split and masked steps, and for those that
+    share prefixes, if they may be captured. Steps with prompts at their own token counts, with all sequences.
     """
     shapes = [shape for children in range(1, padding.max_children + 1) for shape in _shapes(padding, children)]
     shapes += padding.prompt_shapes()
@@ -120,7 +120,7 @@ def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
 
 
 def draft_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
-    """As capture_shapes, of the rounds of drafts that may be captured, whole and in halves."""
+    """Like `capture_shapes`, but for the rounds of drafts that may be captured, whole and in halves."""
     shapes = [
         PaddedShape.of_drafts(drafts, num_seqs, halves)
         for halves in range(1, padding.max_children + 1)
@@ -159,8 +159,11 @@ def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
 
 
 def _exists(kind: StepKind, num_seqs: int, fewest_seqs: int, num_tokens: int, children: int) -> bool:
-    """True if a step with a token in each sequence is padded to these sizes: of sequences with two tokens or more, or,
-    where kinds are mixed, of some with one token and one with more in each child. fewest_seqs: that are padded so"""
+    """True if a step with a token in each sequence is padded to these sizes.
+
+    Its sequences have two tokens or more; where kinds are mixed, each child has some with one token and one with more.
+    fewest_seqs: the fewest sequences that are padded to num_seqs
+    """
     if kind.mixes:
         return num_seqs > children and num_tokens >= max(fewest_seqs, 2 * children) + children
     return num_tokens >= 2 * max(fewest_seqs, children)
@@ -184,8 +187,8 @@ class CapturedBucket:
 
     seconds:       wall time of warm-up and recording
     check_seconds: wall time of the comparison with the eager run
-    num_bytes:     by how much the graphs' memory pool grew for it
-    check:         what it was compared on, in words
+    num_bytes:     bytes by which the graphs' memory pool grew for it
+    check:         the steps that it was compared on, in words
     """
 
     key: GraphKey
@@ -196,17 +199,17 @@ class CapturedBucket:
 
     @property
     def name(self) -> str:
-        """The bucket in words; the length bucket tells graphs of one shape apart."""
+        """The bucket in words, with the length bucket, because several graphs may have one shape."""
         return f"{shape_name(self.key.shape)}, lengths to {self.key.max_kv_len}"
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What a runner has captured.
+    """The graphs that a runner has captured.
 
     buckets:    the graphs that exist, in the order in which they were made
-    skipped:    by capture_all(): shape -> why no graph was made of it yet. It is tried again when a step of it comes
-    graphs_off: why graphs were switched off; empty while they are on or were never asked for
+    skipped:    by capture_all(): shape -> why no graph was made of it yet. It is tried again when such a step comes
+    graphs_off: why graphs were switched off; empty while they are on or were never requested
     """
 
     buckets: tuple[CapturedBucket, ...]
@@ -220,7 +223,7 @@ class CaptureReport:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the graphs have taken together."""
+        """Bytes that all graphs take together."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     def lines(self) -> list[str]:

@@ -1,8 +1,8 @@
-"""Compiles what a model will need, before it is served: by running its steps once, over memory that holds no request.
+"""Compiles the kernels that a model needs before it is served, by running its steps once over memory without requests.
 
-On a GPU the steps really run, and AITER compiles what they need of it. For a GPU that is not there Triton's kernels are
-compiled, into the cache entries that a process on that GPU will find. Either way the runtime's own launchers decide
-what is compiled, at the sizes that will be served.
+On a GPU the steps really run, and AITER compiles the kernels that they need. If the target GPU is not there, Triton's
+kernels are compiled into the cache entries that a process on that GPU will find. In both cases the runtime's own
+launchers decide what is compiled, at the sizes that will be served.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 
-# Above this a storage takes code with 64-bit addresses; a pool that is larger than this needs no more of itself here.
+# Storages above this take code with 64-bit addresses, so a larger pool is built with no more than this here.
 _BUFFER_LOAD_BYTES = 2 << 30
 
-# New tokens of trees that are verified where no captured step does.
+# New tokens of trees that are verified if no captured step verifies drafts.
 _TREE_NODES = 4
 
-# New tokens of a step, at most: as many as the chunks of prompts that engines run at a time.
+# New tokens of a step, at most: the size of the prompt chunks that engines run at a time.
 MOST_TOKENS = 8192
-# New tokens of a sequence where there may be more sequences: a mask of few long ones would have many cells.
+# New tokens of a sequence if there may be more sequences: a mask of few long ones would have many cells.
 _MOST_EACH = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PrewarmReport:
-    """What came of it.
+    """The result of prewarm().
 
-    compiled, cached: kernels by name, and how many variants of each were compiled, or were there already
-    cache: Triton's; empty where no kernel was needed
+    compiled, cached: kernels by name, with the number of variants of each that were compiled, or were cached already
+    cache: Triton's; empty if no kernel was needed
     """
 
     compiled: dict[str, int]
@@ -86,10 +86,10 @@ def prewarm(
     device: torch.device,
     progress: Progress = lambda done, total, name: None,
 ) -> PrewarmReport:
-    """Compile what the layers need on the target.
+    """Compiles the kernels that the layers need on the target.
 
-    options:  what will be served; its pages are those of the pool that will be there
-    device:   the GPU that is the target; the CPU where the target is not there
+    options:  the options that will be served; its pages are those of the pool that will be there
+    device:   the GPU that is the target; the CPU if the target is not there
     progress: called before each step and at the end
     Raises what build_runtime raises; BadSetting under Triton's interpreter.
     """
@@ -108,7 +108,7 @@ def prewarm(
         for done, (shape, q_len) in enumerate(steps):
             progress(done, len(steps), shape_name(shape))
             _run(runtime, q_len, shape, attend)
-    if runtime.target.is_gpu == (runtime.device.type == "cuda"):  # else nothing has run
+    if runtime.target.is_gpu == (runtime.device.type == "cuda"):  # otherwise nothing has run
         runtime.check_device()
     progress(len(steps), len(steps), "")
     cache = ""
@@ -122,7 +122,7 @@ def prewarm(
 def _runtime(
     problems: Sequence[Problem], target: Target, options: RuntimeOptions, device: torch.device
 ) -> AttentionRuntime:
-    """A runtime of one layer of each kind, over a pool that is as large as it needs to be to compile the same."""
+    """A runtime with one layer of each kind, over a pool just large enough that the same variants are compiled."""
     kinds = list(dict.fromkeys(problems))
     row = min(p.page_size * p.num_kv_heads * min(p.head_dim, p.v_head_dim) * p.dtype.itemsize for p in kinds)
     of_each = max(options.verify_tokens, _TREE_NODES, *(drafts.tokens for drafts in options.drafts))
@@ -139,7 +139,7 @@ def _runtime(
         if provider == "aiter":
             raise BadSetting(f"AITER compiles its kernels on the GPU that runs them; prewarm it on a {target.arch}")
         provider = "triton"
-        guards = guards.without("echo_check")  # kernels that are only compiled answer nothing
+        guards = guards.without("echo_check")  # kernels that are only compiled write no echo
     small = replace(options, num_pages=num_pages, provider=provider)
     runtime = build_runtime(kinds, small, device=device, target=target, guards=guards)
     for layer, problem in enumerate(kinds):
@@ -150,7 +150,7 @@ def _runtime(
 def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, Int32Array]]:
     """A step of every shape that is captured, and those of eager_steps(): the shape, and its sequences' new tokens.
 
-    Rounds of drafts are among them. That they run in halves asks for no other kernels.
+    Rounds of drafts are among them. Running them in halves needs no other kernels.
     """
     table = runtime.table
     for shape in (*draft_shapes(runtime.padding), *capture_shapes(runtime.padding)):
@@ -158,11 +158,11 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, Int32Array]
         if q_len is not None:
             yield shape, q_len
     if not runtime.target.is_gpu:
-        return  # nothing is compiled
+        return  # there is no GPU target, so no kernel to compile
     own = {kind for selection in runtime.selections for kind in selection.kernels if not kind.captured}
     most_seqs, most_tokens = table.most_new_seqs, table.max_kv_len
     for shape, each in eager_steps(runtime.padding, max_seqs=most_seqs, max_kv_len=most_tokens, uncaptured=tuple(own)):
-        # A pool for windows may have fewer pages than a step of all these tokens takes: serving has none there.
+        # A pool for windows may have fewer pages than a step of all these tokens takes; no such step is served then.
         if _fits(runtime, np.array(each)):
             yield shape, np.array(each, np.int32)
 
@@ -172,11 +172,11 @@ def _fits(runtime: AttentionRuntime, kv_len: Int32Array) -> bool:
 
 
 def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, attend: _Attend) -> None:
-    """One step of requests with so many new tokens each, through every kind of layer."""
+    """Runs one step of requests with q_len new tokens through every kind of layer."""
     new, cached = q_len.copy(), np.zeros_like(q_len)
     shortest, longest = int(new.argmin()), int(new.argmax())
-    # Where steps of new prompts alone have a kernel of their own, one of an extend step has a token in the cache; where
-    # the shortest has no room for it, the longest one has a new token less.
+    # If steps of new prompts alone have a kernel of their own, one sequence of an extend step has a token in the cache.
+    # If the shortest has no room for it, the longest one has one new token less.
     if shape.kind is StepKind.EXTEND and any(StepKind.PREFILL in each.kernels for each in runtime.selections):
         cached[shortest] = 1
         if (new + cached)[shortest] > runtime.table.max_kv_len or not _fits(runtime, new + cached):
@@ -205,7 +205,7 @@ def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, atten
 
 
 def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, attend: _Attend) -> None:
-    """The same tokens as trees of drafts, and what becomes of them: acceptance, and K and V that move."""
+    """Runs the same tokens as trees of drafts, then accepts drafts and moves K and V."""
     width, device = max(1, batch.max_q_len), runtime.device
     parents = torch.arange(-1, width - 1, dtype=torch.int32, device=device).expand(batch.num_seqs, width).contiguous()
     batch = replace(batch, mask=TreeMask(parents))
@@ -220,7 +220,7 @@ def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, attend: 
 
 
 class _Attend:
-    """Stores and attends in every kind of layer. All steps share its memory: to fill it takes longer than all else."""
+    """Stores and attends in every kind of layer. Steps share its memory: filling it takes longer than the rest."""
 
     def __init__(self, runtime: AttentionRuntime) -> None:
         self._device, self._problems = runtime.device, [selection.problem for selection in runtime.selections]
@@ -249,7 +249,7 @@ class _Attend:
 
 @contextmanager
 def _compiling(target: Target, device: torch.device, count: Callable[[str, bool], None]) -> Iterator[None]:
-    """Counts what Triton compiles, and what it finds in its cache; where the target is not there, nothing runs."""
+    """Counts what Triton compiles and what it finds in its cache. Nothing runs if the target is not there."""
     if not target.is_gpu:
         yield
         return
@@ -261,7 +261,7 @@ def _compiling(target: Target, device: torch.device, count: Callable[[str, bool]
         if device.type == "cpu":
             gpu = AbsentGpu(target.arch, target.compute_units, target.wave_size, target.lds_bytes)
             stack.enter_context(compile_only(gpu))
-            # Each launch by Triton's ordinary path: the quick one keeps what only a device can run.
+            # Each launch takes Triton's ordinary path; the fast path keeps handles that only a device can run.
             stack.enter_context(observe_launches(_launch))
         yield
 
@@ -273,11 +273,11 @@ def _launch(launch: Callable[[], object]) -> None:
 def eager_steps(
     padding: PaddingPolicy, *, max_seqs: int, max_kv_len: int, uncaptured: Sequence[StepKind] = ()
 ) -> Iterator[tuple[PaddedShape, list[int]]]:
-    """Steps that together need what any step without a graph needs: shapes, and new tokens of sequences.
+    """Steps that together need every kernel that a step without a graph can need: shapes, and new tokens of sequences.
 
-    Launchers choose tiles, and how rows are cut into parts and these are added up, by a step's sizes. They alone know
-    where one choice ends and the next begins. So there is a step of every number of sequences that a step can be padded
-    to, and of new tokens enough to meet each choice.
+    Launchers choose tiles, and how rows are cut into parts and summed, by a step's sizes. Only they know where one
+    choice ends and the next begins. So there is a step for every number of sequences that a step can be padded to, with
+    enough different counts of new tokens to meet each choice.
 
     max_seqs:   sequences that a step may have
     max_kv_len: tokens that a sequence may have
@@ -290,8 +290,8 @@ def eager_steps(
             if kind.decodes:
                 yield PaddedShape(kind, size, size), [1]
                 continue
-            # Those from `size` on, since tiles end at a mean over padded sequences. Some end at a number of tokens. It
-            # may lie between the last of these and as many as there can be.
+            # Counts from `size` on, since tiles end at a mean over padded sequences. Some tiles end at a number of
+            # tokens, which may lie between the last of these counts and the most that there can be.
             counts = {*_token_counts(kind, fewest, is_dense=False), *_token_counts(kind, size, is_dense=True)}
             most = min((num_seqs - 1) * longest + (1 if kind.mixes else longest), MOST_TOKENS)
             if most > min(counts):
@@ -304,20 +304,20 @@ def eager_steps(
 
 
 def _padded_seqs(padding: PaddingPolicy, max_seqs: int) -> dict[int, int]:
-    """Numbers of sequences that steps, or halves of them, can be padded to -> the fewest that are padded so."""
+    """Numbers of sequences that steps, or halves of them, can be padded to -> the fewest that are padded to it."""
     fewest: dict[int, int] = {}
     for count in range(1, max_seqs + 1):
         fewest.setdefault(padding.round_seqs(count, 1), count)
         if padding.max_children > 1:
-            # One half may have a sequence and the other all others.
+            # One half may have one sequence, and the other all others.
             fewest[padding.round_seqs(count, HALVES) // HALVES] = 1
     return fewest
 
 
 def _token_counts(kind: StepKind, num_seqs: int, *, is_dense: bool) -> Iterator[int]:
-    """Tokens of steps of so many sequences or more: each at most double of the last, as are the bounds of tiles.
+    """Token counts of steps of num_seqs sequences or more: each at most double the last, like the bounds of tiles.
 
-    is_dense: one more than each of these, too: of more sequences, some step has as many query blocks
+    is_dense: also yields one more than each count, since some step of more sequences has as many query blocks
     """
     each = 1 if kind.extra is Extra.MASK else 2
     num_tokens = max(num_seqs, 2) + 1 if kind.mixes else num_seqs * each
@@ -331,6 +331,6 @@ def _token_counts(kind: StepKind, num_seqs: int, *, is_dense: bool) -> Iterator[
 
 
 def _new_tokens(kind: StepKind, num_tokens: int, longest: int) -> list[int]:
-    """So many new tokens, shared out among as few sequences as can have them; one with a single one where kinds mix."""
+    """Shares num_tokens new tokens out among as few sequences as can have them; one has a single token if kinds mix."""
     rest = num_tokens - kind.mixes
     return [1] * kind.mixes + evenly(rest, -(-rest // longest))

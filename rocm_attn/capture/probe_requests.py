@@ -1,4 +1,4 @@
-"""ProbeRequests: requests with random content, to try a graph on, and the steps that they can make.
+"""ProbeRequests: requests with random content to check a graph on, and the steps that they can make.
 
 They take rows and pages that are free at the moment and give them back. Requests of one draw share all pages but those
 of their new tokens, so that long ones cost little.
@@ -38,10 +38,10 @@ _FILL_PAGES = 512
 
 @dataclass(frozen=True, slots=True)
 class ProbeLimits:
-    """What a check may cost.
+    """Limits on the cost of a check.
 
-    longest: tokens of the longest probe request; a length bucket above it is still met at its shortest length
-    total:   about how many KV tokens the probe requests of one draw have together
+    longest: tokens of the longest probe request; a length bucket above it is still tested at its shortest length
+    total:   approximate number of KV tokens that the probe requests of one draw have together
     """
 
     longest: int
@@ -49,11 +49,11 @@ class ProbeLimits:
 
     @classmethod
     def of(cls, target: Target) -> ProbeLimits:
-        """The most that a check may cost on a target."""
+        """Returns the limits of a check on a target."""
         if target.is_gpu:
             # 128k KV tokens of an 8B model are 17 GB over all layers: some 5 ms of reading a run on an MI300X or H200.
             return cls(1 << 17, 1 << 17)
-        # Triton's interpreter spends 10 ms on what a CPU does in 10 us.
+        # Triton's interpreter needs 10 ms for work that takes a CPU 10 us.
         return cls(32, 64) if target.arch == "interpreter" else cls(256, 512)
 
 
@@ -61,11 +61,11 @@ class ProbeLimits:
 class Candidate:
     """A graph that is to be made, and the steps that it may be made of.
 
-    runtime: idle, and idle again afterwards; its table holds the same requests then, and as many free pages
+    runtime: idle, and idle again afterwards; its table then holds the same requests and as many free pages
     plan:    of its steps
     q_len:   int32 [num_seqs], new tokens of the sequences of some step with this plan; a decode step may have fewer
-    live:    a step that waits to be run, whose requests may be used when there is no room for others; one without
-             sequences where other ranks make their graphs too. None: no step waits, or it may not store
+    live:    a step that waits to be run, whose requests may be used if there is no room for others; one without
+             sequences if other ranks make their graphs too. None: no step waits, or it may not store
     """
 
     runtime: AttentionRuntime
@@ -84,7 +84,7 @@ class Candidate:
 class ProbeRequests:
     """Requests with random content on rows and pages that no request holds; given back when the context ends.
 
-    vocabulary: token ids are below it; live: where its lengths are on the device, those of probes are too
+    vocabulary: token ids are below it; live: if its lengths are on the device, those of probes are too
     """
 
     def __init__(self, runtime: AttentionRuntime, *, vocabulary: int, seed: int, live: StepBatch | None = None) -> None:
@@ -103,22 +103,22 @@ class ProbeRequests:
         self.free()
 
     def free(self) -> None:
-        """Give the rows and pages back."""
+        """Frees the rows and pages."""
         while self._rows:
             self._runtime.table.free(self._rows.pop())
 
     def admit(self, kv_len: Sequence[int], q_len: Sequence[int]) -> StepBatch:
-        """A step of new requests in place of the earlier ones. Raises NeverFits, FitsLater.
+        """Replaces the earlier requests by new ones, and returns their step. Raises NeverFits, FitsLater.
 
-        All share the pages of the one with the fewest new tokens among the longest, up to their own new tokens: a
-        prefix is as long as it may be and costs its pages once.
+        All share the pages of one base request, up to their own new tokens: the one with the fewest new tokens among
+        the longest. So the shared prefix is as long as possible, and its pages are needed once.
         """
         self.free()
         table, page_size = self._runtime.table, self._runtime.table.page_size
         base = max(range(len(kv_len)), key=lambda seq: (kv_len[seq] - q_len[seq], -q_len[seq]))
         rows = [0] * len(kv_len)
         for seq in (base, *(seq for seq in range(len(kv_len)) if seq != base)):
-            # Whole pages only, and none that a new token goes to: two sequences would write to it.
+            # Only whole pages that no new token goes to are shared: otherwise two sequences would write to one.
             shared = (kv_len[seq] - q_len[seq]) // page_size * page_size
             rows[seq] = table.admit() if seq == base else table.fork(rows[base], shared)
             self._rows.append(rows[seq])
@@ -130,9 +130,9 @@ class ProbeRequests:
         return StepBatch(*arrays, inputs=self._inputs.for_lengths(arrays[2]))
 
     def draws(self, candidate: Candidate, room: Room) -> Iterator[StepBatch]:
-        """Steps that have the plan: the largest lengths, two ragged draws, the largest lengths again.
+        """Yields steps that have the plan: the largest lengths, two ragged draws, the largest lengths again.
 
-        Each step is gone when the next one is asked for.
+        Each step is freed when the next one is requested.
         """
         shape = candidate.plan.shape
         new = [int(tokens) for tokens in candidate.q_len[: room.num_seqs]]
@@ -151,7 +151,7 @@ class ProbeRequests:
                 yield as_steps_of(shape, batch, self._generator)
 
     def _ragged(self, room: Room, q_len: Sequence[int], cut: int) -> tuple[list[int], list[int]]:
-        """Lengths of every order of magnitude, one of them in the bucket's upper part.
+        """Draws lengths of every order of magnitude, one of them in the bucket's upper part.
 
         cut: new tokens are shuffled before and after it, so that the halves of a split step keep theirs
         """
@@ -165,7 +165,7 @@ class ProbeRequests:
         return kv_len, new
 
     def _with_random_groups(self, batch: StepBatch) -> StepBatch:
-        """The step with groups of a few neighbours, which share what they can; one in four shares nothing."""
+        """The step with groups of a few neighbours, which share all pages they can; one in four shares none."""
         page_size = self._runtime.table.page_size
         # Requests of a draw share all pages but those of their new tokens.
         own = (batch.kv_len - 1) // page_size * page_size
@@ -178,7 +178,7 @@ class ProbeRequests:
         return replace(batch, prefixes=SharedPrefixes(groups))
 
     def _fill(self, rows: Sequence[int]) -> None:
-        """Random K and V, of standard deviation 1, in those of the rows' pages that have none yet."""
+        """Writes random K and V, of standard deviation 1, to the rows' pages that have none yet."""
         for space, filled in self._filled.items():
             pages = {int(page) for row in rows for page in self._runtime.table.pages_of(row, space)}
             ids = torch.tensor(sorted(pages - filled - {RESERVED_PAGE}), dtype=torch.long, device=self._runtime.device)
@@ -191,14 +191,14 @@ class ProbeRequests:
                         scale.index_fill_(0, ids, 1.0)
 
     def _random_pages(self, count: int, raw: Tensor, scale: Tensor | None, form: PageFormat) -> Tensor:
-        """Pages that are worth random numbers, as raw holds them."""
+        """Pages of random numbers, encoded in the format of raw."""
         dtype = torch.float32 if form.encoding.is_fp8 else raw.dtype
         shape = (count, *raw.shape[1:])
         values = torch.randn(shape, generator=self._generator, device=raw.device, dtype=dtype)
         if not form.encoding.is_fp8:
             return values
         if scale is not None and form.scales is not Scales.TOKEN:
-            # One for all heads: which dimension theirs is depends on the layout.
+            # One scale for all heads, because the dimension of heads depends on the layout.
             values /= scale.amax()
         return values.clamp_(-form.encoding.largest, form.encoding.largest).to(form.encoding.dtype).view(raw.dtype)
 
@@ -209,11 +209,11 @@ class Room:
 
     num_seqs: int
     longest: int
-    shortest_longest: int  # or the plan is another
+    shortest_longest: int  # otherwise the plan is another
     total: int  # KV tokens
 
     def usual(self, num_seqs: int, times: int) -> int:
-        """A length that num_seqs sequences may have on average, times over."""
+        """A length that num_seqs sequences may have on average, times `times`."""
         return max(1, min(self.longest, times * self.total // num_seqs))
 
     def largest(self, q_len: Sequence[int]) -> list[int]:
@@ -224,7 +224,7 @@ class Room:
 
 
 def has_sound_inputs(candidate: Candidate) -> bool:
-    """True if the device finds nothing wrong with the inputs of the live step, whose run is what raises a fault."""
+    """True if the device finds no fault in the inputs of the live step; else running that step raises the fault."""
     runtime, live = candidate.runtime, candidate.live
     if live is None or live.inputs is HOST_INPUTS:
         return True
@@ -239,7 +239,7 @@ def has_sound_inputs(candidate: Candidate) -> bool:
 
 
 def room_for(candidate: Candidate, limits: ProbeLimits) -> Room | None:
-    """What fits into the free rows and pages, or None when no step of the plan does."""
+    """The lengths that fit into the free rows and pages; None if no step of the plan fits."""
     runtime, plan, q_len = candidate.runtime, candidate.plan, candidate.q_len
     table, page_size = runtime.table, runtime.table.page_size
     bakes = {b for s in runtime.selections for kernel in s.kernels.values() for b in kernel.row.bakes}
@@ -253,7 +253,7 @@ def room_for(candidate: Candidate, limits: ProbeLimits) -> Room | None:
         return None
     while num_seqs > 0:
         own_pages = num_pages(q_len[:num_seqs], page_size) + 1
-        # The longest one's pages are those that the others share.
+        # The longest sequence's pages are those that the others share.
         left = table.fewest_free_pages - int(own_pages.sum() - own_pages.min())
         longest = min(bound, left * page_size)
         if longest >= needed:
@@ -263,21 +263,21 @@ def room_for(candidate: Candidate, limits: ProbeLimits) -> Room | None:
 
 
 def is_uniform(shape: PaddedShape) -> bool:
-    """True if a step of the shape may have any number of sequences, each with as many new tokens."""
+    """True if a step of the shape may have any number of sequences, each with the same number of new tokens."""
     return shape.kind.decodes or shape.drafts is not NO_DRAFTS
 
 
 def typical_new_tokens(runtime: AttentionRuntime, shape: PaddedShape) -> Int32Array | None:
-    """typical_q_len() of what the runtime's table can hold now."""
+    """Calls typical_q_len() with the limits of the runtime's table at the moment."""
     table, most = runtime.table, runtime.padding.most_q_len(shape)
     return typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
 
 
 def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: int) -> Int32Array | None:
-    """New tokens of the sequences of a step that is padded to shape, or None where there is no such step.
+    """New tokens of the sequences of a step that is padded to shape, or None if there is no such step.
 
     most:     new tokens that a sequence may have
-    max_seqs: sequences that the step may have; they are fewer than the padded ones where requests are few
+    max_seqs: sequences that the step may have; fewer than the padded ones if there are few requests
     """
     num_seqs = min(shape.num_seqs, max_seqs)
     if num_seqs == 0:
@@ -287,17 +287,17 @@ def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: i
         return np.full(num_seqs, tokens, np.int32) if tokens <= max_kv_len else None
     if shape.kind.decodes:
         return np.ones(num_seqs, np.int32)
-    # Halves are alike: the cut lies between them.
+    # Halves are alike, so the cut lies between them.
     halves, num_tokens = shape.num_halves, shape.child.num_tokens
     num_seqs = min(shape.child.num_seqs, max_seqs // halves)
     if not shape.kind.mixes:
         num_seqs = min(num_seqs, num_tokens // 2)
         q_len = evenly(min(num_tokens, num_seqs * most), num_seqs)
     elif most < num_tokens:
-        # As in verifying: every sequence has its drafts, but for one that has none.
+        # A verify step: every sequence has its drafts, except one that has none.
         q_len = [most] * (num_seqs - 1) + [1]
     else:
-        # As in serving: every sequence decodes, but for the one that brings a prompt.
+        # A serving step: every sequence decodes, except the one that brings a prompt.
         num_seqs = min(num_seqs, num_tokens - 1)
         q_len = [1] * (num_seqs - 1) + [num_tokens - num_seqs + 1]
     if not q_len or max(q_len) > max_kv_len or (shape.kind.mixes and len(q_len) < 2):
@@ -306,7 +306,7 @@ def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: i
 
 
 def evenly(num_tokens: int, num_seqs: int) -> list[int]:
-    """So many tokens, shared out among so many sequences, the larger shares first."""
+    """Shares num_tokens tokens out among num_seqs sequences, the larger shares first."""
     if num_seqs == 0:
         return []
     share, rest = divmod(num_tokens, num_seqs)
@@ -314,9 +314,9 @@ def evenly(num_tokens: int, num_seqs: int) -> list[int]:
 
 
 def as_steps_of(shape: PaddedShape, batch: StepBatch, generator: torch.Generator) -> StepBatch:
-    """The batch, with as many new tokens as steps of a shape have, as such a step.
+    """Turns a batch with as many new tokens as steps of a shape into such a step.
 
-    It gets a random mask, in halves one of trees; prefixes that none shares; or it becomes a round of drafts.
+    It gets a random mask (of trees in halves), or prefixes that no sequence shares, or becomes a round of drafts.
     """
     if isinstance(shape.drafts, Drafts):
         first = batch.token_ids[: batch.num_seqs * shape.drafts.branches]
@@ -327,17 +327,17 @@ def as_steps_of(shape: PaddedShape, batch: StepBatch, generator: torch.Generator
         return batch
     if shape.num_halves > 1:
         return replace(batch, mask=random_trees(batch.q_len, generator))
-    # Of new keys alone: for that all masked steps have room.
+    # The mask has cells for new keys alone: all masked steps have room for those.
     return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, generator, keys_before=0))
 
 
 def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
-    """Put K and V that show in place of those of a step's new tokens, which the step has to store."""
+    """Overwrites K and V of a step's new tokens with values that show if the step does not store its own."""
     for _, layer, page, offset in _new_tokens(runtime, batch):
         encoding = layer.format.encoding
-        # A K of 0 has a usual score whatever q is, so that a V of 10,000 is seen among 100,000 others.
+        # A K of 0 has a usual score for any q, so that a V of 10,000 shows among 100,000 others.
         for rows, value in ((layer.keys, 0.0), (layer.values, 1e4)):
-            if encoding.is_fp8:  # the code of a number that is no larger than their largest
+            if encoding.is_fp8:  # writes the code of a value that is no larger than the largest of the encoding
                 value = torch.tensor(min(value, encoding.largest)).to(encoding.dtype).view(torch.uint8).item()
             new = rows.cells.new_full((len(page), rows.num_heads, rows.dim), value)
             rows.write_tokens(page, _place_in(rows, offset, runtime), new)
@@ -345,9 +345,9 @@ def forget_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> None:
 
 @contextmanager
 def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[None]:
-    """The pages of a step's new tokens hold in the end what they held, whatever was tried out there.
+    """Restores the pages of a step's new tokens on exit, whatever was written to them inside.
 
-    The step has been staged: pages that its rows shared are its own by now.
+    The step has been staged, so its rows no longer share these pages.
     """
     kept = []
     for _, layer, page, _ in _new_tokens(runtime, batch):
@@ -362,19 +362,19 @@ def kept_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[Non
 
 
 def stored_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> dict[str, Tensor]:
-    """Copies of K and V at the places of a step's new tokens, [num_tokens, kv_heads, dim], by what they are."""
+    """Copies of K and V at the places of a step's new tokens, [num_tokens, kv_heads, dim], by side and layer."""
     stored = {}
     for name, layer, page, offset in _new_tokens(runtime, batch):
         for side, rows in (("K", layer.keys), ("V", layer.values)):
             cells = rows.cells.new_empty((len(page), rows.num_heads, rows.dim))
             rows.read_tokens(page, _place_in(rows, offset, runtime), cells)
-            # A dtype of one byte has neither comparisons nor bounds.
+            # Dtypes of one byte have no comparisons and no bounds, so they are compared as integers.
             stored[f"{side} of {name}"] = cells.view(torch.uint8) if cells.element_size() == 1 else cells
     return stored
 
 
 def _new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[tuple[str, LayerPages, Tensor, Tensor]]:
-    """Each layer, in words and as it is; page and place there of each new token, int64 [num_tokens]."""
+    """Yields each layer with its name, and the page and place of each new token in it, int64 [num_tokens]."""
     seq = np.repeat(np.arange(batch.num_seqs), batch.q_len)
     kv_len = batch.inputs.known_kv_len(batch.kv_len)
     kv_index = kv_len[seq] - np.cumsum(batch.q_len)[seq] + np.arange(batch.num_tokens)
@@ -387,5 +387,5 @@ def _new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterator[tuple[s
 
 
 def _place_in(rows: PageRows, offset: Tensor, runtime: AttentionRuntime) -> Tensor:
-    """The place in a page of what stands for a token: of itself, or of the pool of index keys that it belongs to."""
+    """The place in a page of a token's row: its own, or the pooled index key that it belongs to."""
     return offset // (runtime.table.page_size // rows.page_size)

@@ -1,4 +1,4 @@
-"""What a StepRunner runs: a forward for each part, a draft forward for each round, and both over two halves."""
+"""The forwards that a StepRunner runs: one for each part, a draft forward for each round, and both over two halves."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rocm_attn.step.outputs import Outputs, PerToken, structure_of
 from rocm_attn.step.step import Part, Series, Step
 
 Forward = Callable[[Part], Outputs]
-# Gets the draft steps of a round, or of a half of one.
+# Called with the draft steps of a round, or of a half of one.
 DraftForward = Callable[[Series], Outputs]
-# Gives a forward's outputs of each of Step.halves, S / 2 sequences and T / 2 tokens each.
+# Returns a forward's outputs of each of Step.halves, S / 2 sequences and T / 2 tokens each.
 SplitForward = Callable[[Step], tuple[Outputs, Outputs]]
 
 
 def side_by_side(forward: Forward[Outputs], side: ForkedStream) -> SplitForward[Outputs]:
-    """The second half on a stream that is forked from the first one's and joined to it again.
+    """Runs the second half on a stream that is forked from the first one's and joined to it again.
 
-    forward: gets both halves; what it writes besides its result must not be shared by them
+    forward: called with both halves; memory that it writes in addition to its result must not be shared by them
     """
 
     def run(step: Step) -> tuple[Outputs, Outputs]:
@@ -35,10 +35,10 @@ def side_by_side(forward: Forward[Outputs], side: ForkedStream) -> SplitForward[
 
 
 def in_batch_order(step: Step, outputs: tuple[Outputs, Outputs]) -> Outputs:
-    """What both halves gave, as one: rows of real sequences, or tokens, first and in the order of the batch.
+    """Joins the outputs of both halves: rows of real sequences, or tokens, first and in the order of the batch.
 
-    Device work only, of fixed shape: where the second half's rows go follows from counts on the device. Rows after
-    the real ones are any of the others. Raises BadTensor where the halves returned different trees.
+    Device work only, of fixed shape: the places of the second half's rows depend on counts on the device. Rows after
+    the real ones hold any of the others. Raises BadTensor if the halves returned different trees.
     """
     first, second = (structure_of(half) for half in outputs)
     if first != second:
@@ -47,7 +47,7 @@ def in_batch_order(step: Step, outputs: tuple[Outputs, Outputs]) -> Outputs:
 
 
 def _joined(step: Step, first: Any, second: Any) -> Any:
-    """One tree of two with the same structure."""
+    """Joins two trees of the same structure."""
     if first is None:
         return None
     if isinstance(first, Tensor):

@@ -1,6 +1,6 @@
 """StepRunner: runs a model's forward over the runtime, eagerly or as a graph, on one path.
 
-What is captured is fill and forward, as one function; an eager step calls the same function.
+A graph captures fill and forward, as one function; an eager step calls the same function.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _LOG = logging.getLogger(__name__)
 CAPTURE_SECONDS = 300.0
 _WATCHDOG = Watchdog(CAPTURE_SECONDS)
 
-# Eager steps of a plan before its graph is tried again: forward has raised in a trial, or a rank had no room for it.
+# Eager steps of a plan before its graph is tried again, after forward raised in a trial or a rank had no room for it.
 _STEPS_BEFORE_ANOTHER_TRY = 64
 _TOO_FEW_PAGES = "too few pages are free to check it on"
 _RAISED = "its forward has raised while it was recorded"
-# Why a graph does not serve, and none is made again.
+# Errors after which a graph does not serve, and is not made again.
 _REFUSALS = (RecordingRefused, StaleRecording, torch.OutOfMemoryError, DeviceFault)
 
-# The plan of a step, made when the step before it is over, and anew after a capture. None: by the runtime's ladders.
+# Makes a step's plan, after the step before it has ended, and again after a capture. None: by the runtime's ladders.
 PlanOf = Callable[[StepBatch], AnyPlan] | None
 
 
@@ -67,22 +67,23 @@ class StepRunner(Generic[Outputs]):
     Several runners may share a runtime, each with its forwards and its graphs. Like the runtime, a runner is used by
     one thread at a time and cannot be copied or pickled.
 
-    forward:  Part -> tensor [S, ...], one row for each sequence; or PerToken of a tensor [T, ...], a tree of these,
-              or None: step/outputs.py. It must not synchronise, must not branch on lengths, and must do the same work
-              and return the same tree each time it is called with the same metadata. It runs the halves of a split
-              step one by one
+    forward:  Part -> tensor [S, ...], one row for each sequence; or PerToken of a tensor [T, ...], a tree of these, or
+              None: step/outputs.py. It must not synchronise, must not branch on lengths, and must do the same work and
+              return the same tree each time it is called with the same metadata. It runs the halves of a split step in
+              turn
     recorder: makes graphs of steps at the runtime's capture sizes; None runs every step eagerly
-    draft:    the parts of a round, or of a half of one, in order -> as forward; PerToken is for the tokens of a draft
-              step. Not given: rounds are refused. A graph of a round of RuntimeOptions.drafts holds all its draft steps
-    split_forward: what graphs of split steps and rounds are made of, if it gives bitwise what one half after the other
-              gives; not given: that
-    check:    compares each fresh graph with the eager run; graphs are switched off where they differ
+    draft:    the parts of a round, or of a half of one, in order -> outputs like forward's; PerToken is for a draft
+              step's tokens. Not given: rounds are refused. A graph of a round of RuntimeOptions.drafts holds all its
+              draft steps
+    split_forward: used in graphs of split steps and rounds, if its outputs are bitwise those of one half after the
+                   other; if not given, the halves run one after the other
+    check:    compares each new graph with the eager run; graphs are switched off if they differ
     flight:   remembers the last steps
     capture_after: steps of a plan that run eagerly before a graph is made of it; see graphs.eager_steps_before_capture
 
-    watchdog: looks on while a graph is made; names a capture that takes CAPTURE_SECONDS, unless another is put here
-    metrics:  what serves through this runner counts here too
-    graph_of_last: the graph that the last step has run by; None: it has run without one, or that was given up
+    watchdog: watches while a graph is made, and names a capture that takes CAPTURE_SECONDS; may be replaced
+    metrics:  counters of this runner, shared by callers that serve through it
+    graph_of_last: the graph that ran the last step; None: the step ran without one, or the graph was dropped
     """
 
     def __init__(
@@ -104,10 +105,10 @@ class StepRunner(Generic[Outputs]):
         self.watchdog: Watchdog = _WATCHDOG
         self._flight, self._capture_after = flight, capture_after
         self._eager_steps: Counter[StepPlan] = Counter()
-        self._has_raised = False  # a forward, in the last trial of a graph
+        self._has_raised = False  # True if a forward raised in the last trial of a graph
         self._pinned = runtime.guards.capture.new_pins()
         self._graph_of_plan: dict[StepPlan, Graph[Outputs]] = {}
-        self._takers: set[StepPlan] = set()  # whose graphs take inputs
+        self._takers: set[StepPlan] = set()  # plans whose graphs take inputs
         self.graph_of_last: Graph[Outputs] | None = None
         self._buckets: list[CapturedBucket] = []
         self.metrics = Metrics()
@@ -122,7 +123,7 @@ class StepRunner(Generic[Outputs]):
 
     @property
     def counters(self) -> Metrics:
-        """A snapshot of what was done so far, and of the pages that are held now."""
+        """A snapshot of the counters, and of the pages that are held now."""
         held = {table.space: table.num_usable_pages - table.num_free_pages for table in self._runtime.table.spaces}
         return self.metrics.snapshot(
             usable_pages=self._runtime.table.full.num_usable_pages,
@@ -132,12 +133,12 @@ class StepRunner(Generic[Outputs]):
         )
 
     def run(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None, *, halves: int = 1) -> Outputs:
-        """One step. Returns forward's outputs for real sequences, [num_seqs, ...], and of PerToken for real tokens.
+        """Runs a step. Returns forward's outputs for real sequences, [num_seqs, ...]; for PerToken, real tokens.
 
-        Valid until the next step, and not the caller's own: a later step may return the same tensor, so its shape and
-        strides are not to be changed in place. Tokens are as many as the batch says, which may be an upper bound.
+        They are valid until the next step. A later step may return the same tensor, so the caller must not change its
+        shape or strides in place. The number of tokens is the batch's, which may be an upper bound.
 
-        pad_to, halves: as AttentionRuntime.plan has them
+        pad_to, halves: see AttentionRuntime.plan
         Raises what AttentionRuntime.step and forward raise; the runtime is ready for another step then.
         """
         if batch.token_ids is FORGOTTEN_TOKEN_IDS or not batch.is_plain:
@@ -156,22 +157,21 @@ class StepRunner(Generic[Outputs]):
 
     @property
     def graph_again(self) -> Graph[Outputs] | None:
-        """The graph that run_again() replays; None: it runs the step by its launches, or tells others of it."""
+        """The graph that run_again() replays. None: it launches the kernels, or must inform ranks or a recorder."""
         return self._graph_again(self._runtime.gate.may_go_again)
 
     def graph_of(self, plan: StepPlan) -> Graph[Outputs] | None:
-        """The graph that runs the steps of a plan; None: there is none, or what it reads has moved."""
+        """The graph that runs the steps of a plan; None if there is none, or the memory that it reads has moved."""
         graph = self._graph_of_plan.get(plan)
         return graph if graph is not None and graph.epoch == self._pinned.epoch else None
 
     def run_again(self, batch: StepBatch, joined: Recording | None = None) -> Outputs:
-        """The last step once more, on the inputs that the device has put in the place of its own.
+        """Runs the last step once more, on the inputs that the device has written over its own.
 
         batch:  of that step, which was whole
-        joined: replayed in place of graph_again's recording, with which it begins; only where there is that graph
+        joined: replayed in place of graph_again's recording, with which it begins; only if there is that graph
 
-        Returns and raises what run() does; WrongState where no such step was staged last, or one of its rows has
-        changed.
+        Returns and raises what run() does; WrongState if no such step was staged last, or one of its rows has changed.
         """
         gate = self._runtime.gate
         last = gate.may_go_again
@@ -193,7 +193,7 @@ class StepRunner(Generic[Outputs]):
         return graph.real if graph.num_real == num_seqs else graph.real_of(batch)
 
     def _graph_again(self, last: RanStep | None) -> Graph[Outputs] | None:
-        """The graph that runs a step again by one call: no log and no rank waits for word of it."""
+        """The graph that runs a step again by one call; None if a flight recorder or a rank must be informed of it."""
         graph = self.graph_of_last
         if last is None or graph is None or self._seal_number != self._runtime.seals.number:
             return None
@@ -205,7 +205,7 @@ class StepRunner(Generic[Outputs]):
 
     def _run(self, batch: StepBatch, plan_of: PlanOf) -> Outputs:
         gate = self._runtime.gate
-        gate.holder.require_free("a step cannot begin")  # from here on it is this call that has to end the step
+        gate.holder.require_free("a step cannot begin")  # from here on this call has to end the step
         try:
             if self._seal_number != self._runtime.seals.number:
                 self._follow_seal()
@@ -213,13 +213,13 @@ class StepRunner(Generic[Outputs]):
                 if self._runtime.agree is not alone:
                     self._runtime.faults.meet()
                 step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._takers)
-            except RuntimeError as fault:  # the device's: of this step, or of one before it
+            except RuntimeError as fault:  # a fault of the device, in this step or in one before it
                 self._flight.failed(fault)
                 raise
             outputs = self._run_noted(batch, step, plan_of)
             gate.end()
         except BaseException as error:
-            self._runtime.end_step()  # an interrupt may have come in its place
+            self._runtime.end_step()  # an interrupt may have skipped gate.end()
             if isinstance(error, DeviceFault):
                 self.metrics.faults += len(error.each)
             raise
@@ -233,31 +233,31 @@ class StepRunner(Generic[Outputs]):
         return real_rows(outputs, num_seqs, batch.num_fed)
 
     def _run_noted(self, batch: StepBatch, step: Step, plan_of: PlanOf) -> Outputs:
-        """Run a step that was staged; the flight recorder learns of it first."""
+        """Runs a step that was staged, after noting it in the flight recorder."""
         graph = self._graph_of_plan.get(step.plan)
         if self._flight is not NO_FLIGHT_RECORDER:
             self._flight.note(batch, step.plan, graph is not None, self._pinned.epoch)
-        try:  # a flight recorder keeps failures of those steps alone whose beginning it keeps
+        try:  # a flight recorder keeps the failures of only those steps that were noted in it
             return self._replay(graph) if graph is not None else self._first_run(step, plan_of, batch)
         except BaseException as error:
             self._flight.failed(error)
             raise
 
     def run_eagerly(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None) -> Outputs:
-        """run() without a graph and without a trace in the counters: a step again, to compare."""
+        """run() without a graph and without a change of the counters: to run a step again and compare."""
         self._require_forward(batch)
         self._runtime.gate.holder.require_free("a step cannot begin")
         try:
             with self._runtime.stage(batch, None if pad_to is None else self._runtime.plan(batch, pad_to)) as step:
                 return real_rows(self._body(step), batch.num_seqs, batch.num_fed)
-        except DeviceFault as fault:  # of a step before it
+        except DeviceFault as fault:  # a fault of an earlier step
             self.metrics.faults += len(fault.each)
             raise
 
     def capture_all(self, progress: Progress = lambda done, total, name: None) -> CaptureReport:
-        """Make a graph of every capture size, largest first, best before the first request arrives.
+        """Makes a graph of every capture size, largest first, best before the first request arrives.
 
-        Kernels that bake a length are captured at their smallest length bucket; others need no second graph.
+        Kernels that bake in a length are captured at their smallest length bucket; others need no second graph.
         progress: called before each bucket and at the end. Raises DeviceFault of earlier steps
         """
         self._follow_seal()
@@ -274,11 +274,11 @@ class StepRunner(Generic[Outputs]):
         return replace(self.capture_report(), skipped=skipped)
 
     def capture_report(self) -> CaptureReport:
-        """The graphs that exist, those included that were made when a step needed them."""
+        """The graphs that exist, including those that were made when a step needed them."""
         return CaptureReport(tuple(self._buckets), {}, self._why_no_graphs())
 
     def check_device(self) -> None:
-        """As AttentionRuntime.check_device, for whenever serving goes idle; the flight recorder gets to know."""
+        """Does the same as `AttentionRuntime.check_device`, and notes faults in the flight recorder. For idle times."""
         try:
             self._runtime.check_device()
         except DeviceFault as fault:
@@ -287,12 +287,13 @@ class StepRunner(Generic[Outputs]):
             raise
 
     def reopen(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
-        """Drain the device, drop every graph and its memory, and seal again for other capture sizes.
+        """Drains the device, drops every graph and its memory, and seals again for other capture sizes.
 
-        Graphs are made anew as steps need them, or by capture_all(); also those of other runners. Where they were
+        Graphs are made again as steps need them, or by capture_all(); also those of other runners. If graphs were
         switched off, they are on again. Requests and pages stay. Under tensor parallelism all ranks must call it
-        between the same two steps. Raises what Seals.reseal raises: nothing has changed then. After an interrupt, steps
-        may be eager until it is called again.
+        between the same two steps.
+        Raises what Seals.reseal raises: nothing has changed then. After an interrupt, steps may be eager until it is
+        called again.
         """
         seals = self._runtime.seals
         if self._given_recorder is None:
@@ -304,7 +305,7 @@ class StepRunner(Generic[Outputs]):
             self._follow_seal()
 
     def check_addresses(self) -> None:
-        """Compare the address, shape, stride and dtype of everything that graphs read. Raises GraphStale."""
+        """Compares the address, shape, stride and dtype of everything that graphs read. Raises GraphStale."""
         self._follow_seal()
         try:
             self._pinned.check()
@@ -318,13 +319,13 @@ class StepRunner(Generic[Outputs]):
         )
 
     def _follow_seal(self) -> None:
-        """Where addresses were sealed anew, or given up, drop the graphs, and pin what new ones will read."""
+        """Drops the graphs if addresses were sealed again or given up, and pins what new graphs will read."""
         number = self._runtime.seals.number
         if self._seal_number != number and self._recorder is not None:
             self._drop_graphs(self._recorder)
             if number:
                 self._pinned.pin_all(self._runtime.seals.tensors)
-            # Last: what an interrupt breaks off is done again by the next step.
+            # Set last, so that the next step repeats the work after an interrupt.
             self._seal_number = number
 
     def _why_no_graphs(self) -> str:
@@ -360,13 +361,13 @@ class StepRunner(Generic[Outputs]):
         return draft(half) if draft is not None and half[0].branches else self._forward(half[0])
 
     def _in_turn(self, step: Step) -> tuple[Outputs, Outputs]:
-        """The first half, then the second, on the stream of the step."""
+        """Runs the first half, then the second, on the stream of the step."""
         first, second = step.halves
         return self._run_half(first), self._run_half(second)
 
     @torch.no_grad()
     def _body(self, step: Step, split_forward: SplitForward[Outputs] | None = None) -> Outputs:
-        """A step's outputs, rows of pads too. split_forward: not given: one half after the other"""
+        """A step's outputs, rows of pads included. split_forward: if not given, one half runs after the other"""
         step.fill()
         child = step.plan.shape.child
         if step.plan.num_halves == 1:
@@ -379,7 +380,7 @@ class StepRunner(Generic[Outputs]):
         return in_batch_order(step, of_halves)
 
     def _first_run(self, step: Step, plan_of: PlanOf, batch: StepBatch) -> Outputs:
-        """A staged step that has no graph: run eagerly, or as a graph that is made now."""
+        """Runs a staged step that has no graph: eagerly, or as a graph that is made now."""
         gate, plan = self._runtime.gate, step.plan
         reason = self._why_not_now(plan, batch)
         if reason:
@@ -389,7 +390,7 @@ class StepRunner(Generic[Outputs]):
             typical = typical_new_tokens(self._runtime, plan.shape)
             q_len = q_len if typical is None else typical
         candidate = Candidate(self._runtime, plan, q_len, None if gate.stores.refusal else batch)
-        # The graph is made of other steps; this one is staged again when it has passed.
+        # The graph is made of other steps; this step is staged again once the graph has passed.
         gate.abandon()
         reason = self._capture(candidate, "")
         if reason and (self._agrees or reason != _TOO_FEW_PAGES):
@@ -402,24 +403,25 @@ class StepRunner(Generic[Outputs]):
         return self._without_graph(step, kind if reason else "graphs are off")
 
     def _why_not_now(self, plan: StepPlan, batch: StepBatch) -> str:
-        """Why no graph is made of a step now, or nothing. Ranks that agree make one at the same step, whatever each of
-        them has in it: their collectives must meet.
+        """Why no graph is made of a step now; empty if one is made.
+
+        Ranks that agree make one at the same step, whatever their sequences are, because their collectives must meet.
         """
         if self._recorder is None:
             return "graphs are off"
         if not plan.replayable:
             return "steps of its kind or size have none"
-        if batch.num_seqs == 0 and not self._agrees:  # there may be no input to compare it on; capture_all() makes one
+        if batch.num_seqs == 0 and not self._agrees:  # no input may be there to compare; capture_all() makes it
             return "it has no sequences"
         if not self._may_capture(self._runtime.seals.number):
             return "the addresses are not sealed"
-        # What compares graphs writes to the pages of new tokens.
+        # The comparison writes to the pages of new tokens.
         if self._runtime.gate.stores.refusal and not self._agrees:
             return "it may not store"
         if self._eager_steps[plan] < self._capture_after:
             self._eager_steps[plan] += 1
             return "eager steps come first"
-        del self._eager_steps[plan]  # each attempt is paid anew
+        del self._eager_steps[plan]  # each attempt waits for as many eager steps again
         return ""
 
     def _without_graph(self, step: Step, reason: str) -> Outputs:
@@ -448,7 +450,7 @@ class StepRunner(Generic[Outputs]):
         )
 
     def _capture_shape(self, shape: PaddedShape) -> str:
-        """Make the graph of a shape, unless there is one; why none could be made, or nothing."""
+        """Makes the graph of a shape, unless there is one. Returns why none could be made; empty if there is one."""
         runtime = self._runtime
         q_len = typical_new_tokens(runtime, shape)
         if q_len is None:
@@ -469,16 +471,16 @@ class StepRunner(Generic[Outputs]):
         return self._runtime.agree is not alone
 
     def _capture(self, candidate: Candidate | None, reason: str) -> str:
-        """Make a graph, unless there is one. Why there is none, or nothing; graphs are switched off if it is refused.
+        """Makes a graph, unless there is one. Returns why there is none, or "". A refused graph switches graphs off.
 
         reason: why it is not tried on this rank, which may have no candidate
-        Raises DeviceFault of the steps before, where nothing was tried out yet.
+        Raises DeviceFault of the steps before, if nothing was tried yet.
         """
         self._runtime.faults.report()
         if candidate is not None and not reason and not self._check.has_steps(candidate):
             reason = _TOO_FEW_PAGES
-        # Asked by every rank, whatever it found: ranks run forward equally often for a graph, or a collective in it
-        # would wait for ever, and what is free differs between the replicas of a model.
+        # Every rank asks this, whatever its reason: ranks must run forward equally often for a graph, or a collective
+        # in it would wait for ever, and the free rows and pages differ between the replicas of a model.
         reason = self._runtime.agree({"not tried": reason} if reason else {}).get("not tried", "")
         if candidate is None or reason or candidate.plan in self._graph_of_plan:
             return reason
@@ -499,7 +501,7 @@ class StepRunner(Generic[Outputs]):
         return ""
 
     def _tried(self, candidate: Candidate) -> Verdict[Outputs]:
-        """A graph, made by split_forward if that gives bitwise what one half after the other gives."""
+        """Makes a graph, by split_forward if its results are bitwise those of one half after the other."""
         verdict = self._try(self._split_forward, candidate)
         wrong, is_given = verdict.wrong, self._split_forward is not None and candidate.plan.num_halves > 1
         if not is_given or not wrong or "over" in wrong:
@@ -509,9 +511,9 @@ class StepRunner(Generic[Outputs]):
         return replace(verdict, summary=f"{verdict.summary}; one half after the other, because {reason}")
 
     def _try(self, split_forward: SplitForward[Outputs] | None, candidate: Candidate) -> Verdict[Outputs]:
-        """Make a graph and compare it with the eager run.
+        """Makes a graph and compares it with the eager run.
 
-        Ranks agree twice: when the graph is recorded, so that all compare it or none does, and on what came of it.
+        Ranks agree twice: when the graph is recorded, so that all compare it or none does, and on the verdict.
         """
         name = f"the capture of {shape_name(candidate.plan.shape)}"
         refused, num_left = cast(Wrong, {}), 2
@@ -534,10 +536,10 @@ class StepRunner(Generic[Outputs]):
             self._pinned.check()
             self._runtime.faults.report_own()
         except _REFUSALS as refusal:
-            self._runtime.faults.forget()  # of the steps that the graph was tried on: they are no caller's
+            self._runtime.faults.forget()  # faults of the trial steps, which belong to no caller
             verdict = Verdict(None, "", 0.0, refused or {"failure": _in_words(refusal)})
         except BaseException as error:
-            if self._agrees:  # other ranks wait for word of it; they make no more graphs either
+            if self._agrees:  # other ranks wait for the verdict; they make no more graphs either
                 reason = f"the check was broken off by {type(error).__name__}: {error}"
                 self._agreed({"failure": reason, "over": reason}, num_left)
                 self._switch_off(reason)
@@ -545,14 +547,14 @@ class StepRunner(Generic[Outputs]):
         return replace(verdict, wrong=self._agreed(verdict.wrong, num_left))
 
     def _agreed(self, wrong: Wrong, times: int = 1) -> Wrong:
-        """Faults of the graph on any rank: it serves on all of them or on none. times: that others ask, too"""
+        """Faults of the graph on any rank: it serves on all or on none. times: agreements that others wait for"""
         with self._runtime.faults.meetings.waiting(wrong.get("failure", wrong.get("raised", ""))):
             for _ in range(times):
                 wrong = self._runtime.agree(wrong)
         return wrong
 
     def _recorded(self, name: str, split_forward: SplitForward[Outputs] | None, step: Step) -> Graph[Outputs]:
-        """The graph of a staged step, not checked yet."""
+        """Records the graph of a staged step, without checking it."""
         assert self._recorder is not None
         takes, started = takes_inputs(self._runtime, step), time.perf_counter()
 
@@ -580,7 +582,7 @@ class StepRunner(Generic[Outputs]):
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, num_bytes, check))
 
     def _switch_off(self, reason: str) -> None:
-        """Give up all graphs, and the sealed addresses with them unless graphs of another runner read them."""
+        """Drops all graphs, and the sealed addresses too unless graphs of another runner read them."""
         assert self._recorder is not None
         _LOG.warning("graphs are switched off, until reopen(): %s", reason)
         recorder, self._recorder, self._graphs_off = self._recorder, None, reason

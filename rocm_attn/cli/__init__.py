@@ -17,7 +17,7 @@ from rocm_attn.machine.distributions import installing
 DONE, FAILED, BAD_INPUT, INTERRUPTED, READER_GONE = 0, 1, 2, 130, 141
 _BAD_INPUT_ERRORS = (BadModel, BadProblem, BadRequest, BadSetting)
 
-# Libraries that the package does not always bring -> how to install them.
+# Libraries that are not always installed with the package -> how to install them.
 _REMEDIES = {
     **dict.fromkeys(("gguf", "jinja2", "safetensors", "tokenizers"), installing("cli")),
     **dict.fromkeys(("fastapi", "pydantic", "starlette", "uvicorn"), installing("serve")),
@@ -27,7 +27,7 @@ _REMEDIES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. Wrong usage ends in argparse's SystemExit(2)."""
+    """Runs one command and returns its exit code. Wrong usage ends in argparse's SystemExit(2)."""
     open_what_is_closed()
     if sys.stdout is None:
         say("rocm-attn: stdout is closed, and results go there; redirect it to a file or to /dev/null")
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> None:
-    # What is imported here can be interrupted in a sentence, and --help does not wait for torch, which takes a second.
+    # An interrupt during this import ends in a sentence, and --help does not wait for torch, which takes a second.
     parser = importlib.import_module("rocm_attn.cli.parser").build_parser()
     try:
         options = parser.parse_args(arguments)
@@ -63,7 +63,7 @@ def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> None:
 
 
 def _answer(error: BaseException) -> int:
-    """Say what is wrong in a sentence; the exit code. What is a mistake of this package's is raised again."""
+    """Prints what is wrong in a sentence and returns the exit code. Raises bugs of this package again."""
     if isinstance(error, StdoutFailed):
         if error.reader_is_gone:
             return READER_GONE

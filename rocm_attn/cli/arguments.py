@@ -1,4 +1,4 @@
-"""What several commands make of their arguments."""
+"""Conversions of arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rocm_attn.step.options import RuntimeOptions
 
 
 def device_named(name: str | None) -> torch.device:
-    """The torch device of --device; not given: a GPU if there is one, else the CPU. Raises BadSetting."""
+    """The torch device of --device; if not given: a GPU if there is one, else the CPU. Raises BadSetting."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
@@ -41,7 +41,7 @@ def page_choice(
 
 
 def runtime_options(options: argparse.Namespace, *, max_kv_len: int, page_size: int) -> RuntimeOptions:
-    """What capture-plan and prewarm both ask for; pages for all sequences, where their number is not given."""
+    """The options that capture-plan and prewarm share; pages for all sequences if their number is not given."""
     enough = 1 + options.max_batch_size * num_pages(max_kv_len, page_size)
     return RuntimeOptions(
         num_pages=enough if options.num_pages is None else options.num_pages,
@@ -66,7 +66,7 @@ _SCALES = {kind.name.lower(): kind for kind in Scales if kind is not Scales.NONE
 
 
 def kv_encodings(names: Sequence[str]) -> Iterator[tuple[KVEncoding, Scales]]:
-    """What --kv-encodings names. Raises BadSetting for an encoding or scales that do not exist."""
+    """Yields the encodings and scales of --kv-encodings. Raises BadSetting for those that do not exist."""
     if list(names) == ["all"]:
         names = ["as-q", *(f"{code}/{scales}" for code in _ENCODINGS if code != "as-q" for scales in _SCALES)]
     for name in names:
@@ -83,7 +83,7 @@ class DescribedModel:
     """A model's attention as its files describe it, without its weights.
 
     geometry:   a window no shorter than the model's context counts as none
-    max_kv_len: takes what --max-kv-len says, None where it is not given; tokens of a sequence. Raises BadSetting
+    max_kv_len: from --max-kv-len, None if it is not given, to the tokens of a sequence. Raises BadSetting
     """
 
     geometry: AttentionGeometry
@@ -93,11 +93,11 @@ class DescribedModel:
 def described_model(place: str) -> DescribedModel:
     """The model at `place`: a config.json, the directory that holds it, or a .gguf file.
 
-    Raises BadModel for what is missing or damaged, Unsupported for attention of another kind.
+    Raises BadModel if it is missing or damaged, Unsupported for attention of another kind.
     """
     path = Path(place)
     if path.suffix == ".gguf" and path.is_file():
-        # Here, because the gguf package belongs to an extra.
+        # Imported here, because the gguf package belongs to an extra.
         from rocm_attn.runner.gguf_config import config_from_gguf
         from rocm_attn.runner.gguf_file import GGUFFile
 
@@ -129,7 +129,7 @@ def _context_len(fields: Fields) -> int:
 
 
 def target_asked(options: argparse.Namespace) -> Target:
-    """The target of --arch, with the releases that are asked for. Raises BadSetting."""
+    """The target of --arch, with the releases that are given. Raises BadSetting."""
     target = target_elsewhere(options.arch)
     asked = {"aiter": options.aiter_release, "rocm": options.rocm_release, "triton": options.triton_release}
     given = {name: Release.of(text) for name, text in asked.items() if text is not None}

@@ -1,4 +1,4 @@
-"""What the flags of `rocm-attn generate` ask for."""
+"""The request that the flags of `rocm-attn generate` describe."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rocm_attn.runner.sampling_options import Sampling
 
 
 def asked_of(options: argparse.Namespace) -> Request:
-    """What is asked for each prompt alike, with a prompt of one token in its place. Raises BadRequest, BadSetting.
+    """The request for every prompt, with a prompt of one token as a placeholder. Raises BadRequest, BadSetting.
 
-    The seed is the same for each: what comes of a prompt does not depend on the prompts beside it.
+    The seed is the same for each, so a completion does not depend on the other prompts.
     """
     if options.logprobs != NO_LOGPROBS and not options.json:
         raise BadSetting("--logprobs is given and --json is not, which prints them; add --json")

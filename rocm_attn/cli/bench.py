@@ -7,5 +7,5 @@ import importlib
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run what was asked for; a module of this package has the name of each."""
+    """Runs the subcommand; a module of this package has the name of each."""
     importlib.import_module(f"rocm_attn.cli.bench_{options.what}").run(options)

@@ -1,4 +1,4 @@
-"""`rocm-attn bench compare`: what a change did to times, where two runs can tell."""
+"""`rocm-attn bench compare`: how a change affected times, if two runs can show it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Slower(RocmAttnError):
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print a line for each row, worst first. Raises Slower, BadSetting."""
+    """Prints a line for each row, worst first. Raises Slower, BadSetting."""
     allowed = Allowed(options.other_device, options.common_cases)
     before, after = (read_result(Path(name)) for name in (options.before, options.after))
     found = compare(before, after, options.smallest / 100, allowed)

@@ -18,14 +18,14 @@ _PASSED = "PASSED"
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print and write what came of the workloads. Raises WrongResults, BadSetting, Unsupported."""
+    """Prints and writes the results of the workloads. Raises WrongResults, BadSetting, Unsupported."""
     definition = read_definition(Path(options.definition))
     workloads = _workloads(options, definition)
     solution = solution_of(definition, options.provider)
     if options.solution:
         solution = read_solution(Path(options.solution))
         require_runs(solution, definition)
-    # As in the public data set: ROOT/workloads/OP_TYPE/NAME.jsonl, with paths from ROOT.
+    # The layout of the public data set: ROOT/workloads/OP_TYPE/NAME.jsonl, with paths from ROOT.
     root = Path(options.root) if options.root else Path(options.workloads).resolve().parent.parent.parent
     runner = WorkloadRun(device_named(options.device), root, options.run_reference)
     traces = []

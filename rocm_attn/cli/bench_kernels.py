@@ -1,4 +1,4 @@
-"""`rocm-attn bench kernels`: one layer of a step by each provider, judged and then timed."""
+"""`rocm-attn bench kernels`: runs one layer of a step by each provider, checks it and then times it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import Problem
 
-# A CPU computes in milliseconds what a GPU does in microseconds.
+# A CPU takes milliseconds for work that takes a GPU microseconds.
 _ROUND_US_ON_CPU = 20_000.0
 _MOST_PROCESSES = 16
 
@@ -39,7 +39,7 @@ class WrongResults(RocmAttnError):
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print and write what was measured. Raises WrongResults after that."""
+    """Prints and writes the measurements. Raises WrongResults after that."""
     device = device_named(options.device)
     if HOST in (options.suite or ()):
         _run_host(options, device)
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
             rows += found
             if not options.json:
                 print("\n".join(lines_of(found)), flush=True)
-    except RuntimeError as error:  # of the device, after which nothing runs on it: what was measured is written
+    except RuntimeError as error:  # a fault of the device, on which nothing runs then: earlier results are written
         failure = error
     result = kernels_as_json(rows, device, ceilings, kernel_options, meter.why_not or meter.source)
     if options.out:
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _run_host(options: argparse.Namespace, device: torch.device) -> None:
-    """The suite of the host, which times other things than kernels. Raises WrongResults, BadSetting."""
+    """Runs the suite of the host, which times other things than kernels. Raises WrongResults, BadSetting."""
     if options.suite != [HOST] or options.batch or options.layer or options.heads or options.config:
         raise BadSetting(
             "--suite host is measured by itself; leave out other suites, --batch, --layer, --heads, --config"
@@ -118,7 +118,7 @@ def _run_host(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def _begun(cases: Sequence[Case], max_seconds: float) -> Iterator[Case]:
-    """The cases, until so many seconds are over."""
+    """Yields the cases until max_seconds are over."""
     begin = time.monotonic()
     for number, case in enumerate(cases):
         if time.monotonic() - begin > max_seconds:
@@ -138,7 +138,7 @@ def _raise_for_wrong(rows: Sequence[Row]) -> None:
 
 
 def _providers_of(device: torch.device) -> tuple[str, ...]:
-    """Who is measured where nobody is named."""
+    """The providers that are measured if none is named."""
     if device.type != "cuda":
         return ("torch", "sdpa")
     own = ("triton", "triton+deterministic")
@@ -148,7 +148,7 @@ def _providers_of(device: torch.device) -> tuple[str, ...]:
 
 
 def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
-    """Raises BadSetting, BadProblem, BadModel."""
+    """Yields the cases of the options. Raises BadSetting, BadProblem, BadModel."""
     if options.suite:
         if options.batch or options.layer or options.heads or options.config:
             raise BadSetting(

@@ -24,7 +24,7 @@ exit codes: 0 done, 1 a result was wrong or a comparison found something slower,
 
 
 def heads(text: str) -> tuple[int, int]:
-    """Query heads and KV heads, as 32/8. Raises ArgumentTypeError, ValueError."""
+    """Parses query heads and KV heads, such as 32/8. Raises ArgumentTypeError, ValueError."""
     q, slash, kv = text.partition("/")
     if not slash:
         raise argparse.ArgumentTypeError(f"{text!r} is not query heads and KV heads, as 32/8")
@@ -32,7 +32,7 @@ def heads(text: str) -> tuple[int, int]:
 
 
 def above_zero(text: str) -> float:
-    """A finite number above 0. Raises ArgumentTypeError, ValueError."""
+    """Parses a finite number above 0. Raises ArgumentTypeError, ValueError."""
     number = o.not_negative(text)
     if not number:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
@@ -125,7 +125,7 @@ TRACES_OUT = o.option("--traces-out", default="", metavar="FILE.jsonl", help="wr
 
 
 def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `bench` and what it does."""
+    """Adds `bench` and its subcommands."""
     bench = commands.add_parser(
         "bench",
         help="measure kernels side by side, compare runs, and measure servers",
@@ -154,7 +154,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_serving(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """What puts requests to a server, or to an engine."""
+    """Adds the subcommands that send requests to a server or to an engine, and the one that makes traces."""
     put = (TRACE, REQUESTS, SPEED, AT_ONCE, CONCURRENCY, MAX_SECONDS, o.SEED.but(help="of prompts (0)"))
     serve = what.add_parser("serve", help="a trace of requests to any server that speaks OpenAI's API")
     _add(serve, (URL, SERVED_MODEL, VOCABULARY, *put, OUT, o.JSON))

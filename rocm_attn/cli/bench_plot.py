@@ -10,6 +10,6 @@ from rocm_attn.bench.result_file import read_result
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the pictures and print their names. Raises BadSetting."""
+    """Writes the pictures and prints their names. Raises BadSetting."""
     for path in draw(read_result(Path(options.result)), Path(options.folder), options.prefix):
         print(path)

@@ -20,7 +20,7 @@ from rocm_attn.runner.options import EngineOptions
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what came of it. Raises RequestsLost, BadSetting, BadModel, NeverFits."""
+    """Prints the results. Raises RequestsLost, BadSetting, BadModel, NeverFits."""
     trace = trace_of(options)
     device = device_named(options.device)
     dtype = dtype_of(options.dtype, options.model, device)

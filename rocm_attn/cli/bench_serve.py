@@ -17,12 +17,12 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what came of it. Raises RequestsLost, BadSetting."""
+    """Prints the results. Raises RequestsLost, BadSetting."""
     url = options.url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise BadSetting(f"--url is {options.url!r}; give it as http://127.0.0.1:8000")
     trace, how = trace_of(options), load_options(options, options.vocabulary)
-    # The server's machine is this one only where its name says so.
+    # The server runs on this machine only if its name says so.
     local = any(name in url for name in ("//127.", "//localhost", "//[::1]"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     meter = meter_of(device) if local else EnergyMeter(lambda: float("nan"), "", "the server is on another machine")

@@ -1,4 +1,4 @@
-"""What `rocm-attn bench serve` and `bench runner` share: the trace, how it is put, and what is written."""
+"""Code shared by `rocm-attn bench serve` and `bench runner`: the trace, the load, and the output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RequestsLost(RocmAttnError):
 
 
 def trace_of(options: argparse.Namespace) -> RequestTrace:
-    """What --trace, --requests and --speed name. Raises BadSetting."""
+    """The trace of --trace, --requests and --speed. Raises BadSetting."""
     trace = read_trace(Path(options.trace))
     if options.requests is not None:
         trace = trace.first(options.requests)
@@ -26,12 +26,12 @@ def trace_of(options: argparse.Namespace) -> RequestTrace:
 
 
 def load_options(options: argparse.Namespace, vocabulary: int) -> LoadOptions:
-    """How the trace is put. Raises BadSetting."""
+    """The options for sending the trace. Raises BadSetting."""
     return LoadOptions(options.concurrency, vocabulary, options.seed, options.max_seconds)
 
 
 def show(options: argparse.Namespace, result: ServingResult, device: torch.device, target: str, energy: str) -> None:
-    """Print and write what came of it. Raises RequestsLost."""
+    """Prints and writes the results. Raises RequestsLost."""
     found = {
         **head(SERVING, device),
         "target": shareable(target),

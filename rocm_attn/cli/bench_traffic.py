@@ -9,7 +9,7 @@ from rocm_attn.bench.traffic import Traffic
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the trace, a line for each request."""
+    """Prints the trace, one line per request."""
     traffic = Traffic(
         options.requests, options.rate, options.prompt, options.output, options.spread, options.shared_prefix
     )

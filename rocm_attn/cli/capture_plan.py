@@ -1,4 +1,4 @@
-"""`rocm-attn capture-plan`: which graphs a model would get, and what its buffers would take; without a GPU."""
+"""`rocm-attn capture-plan`: which graphs a model would get, and the size of its buffers; without a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_PREDICTED = "graphs also take memory for activations, which depends on the 
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the plan for options.config. Raises RocmAttnError."""
+    """Prints the plan for options.config. Raises RocmAttnError."""
     model = described_model(options.config)
     target = target_asked(options)
     max_kv_len = model.max_kv_len(options.max_kv_len)

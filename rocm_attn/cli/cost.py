@@ -1,14 +1,14 @@
-"""What one layer of attention should take on an MI300X or an MI355X, predicted: a range, and its middle.
+"""Predicts the time of one layer of attention on an MI300X or an MI355X: a range, and its middle.
 
     decode   max(bytes / HBM, iterations * (own + latencies * L), units) + (2 + merge) L + launches
     extend   (operations + those of half a tile's keys) / (peak * fraction) + tiles of a CU * start + launches
 
 own, latencies (in series, of an iteration of the hot loop) and units are static figures of the compiled kernel
 (static_figures.json): of the Triton kernel that would serve the layer, decode for CDNA or paged decode. merge counts
-latencies too: its words, and each step in which it adds up parts of a row (kernels/attention/cuts.py, merge_shape). No
-AMD GPU was at hand: the rest is published, or assumed where nothing is.
+latencies too: its words, and each step that adds up parts of a row (kernels/attention/cuts.py, merge_shape). No AMD GPU
+was at hand: the rest is published, or assumed if nothing is published.
 
-HBM        what streams of reads reach. MI300X 3.9 TB/s (ROCm/rocm-systems#2934) to 4.2 (ROCm/legacy-rocm-build#5070).
+HBM        bandwidth of streams of reads. MI300X 3.9 TB/s (ROCm/rocm-systems#2934) to 4.2 (ROCm/legacy-rocm-build#5070).
            MI355X 5 TB/s by AITER's decode in assembly, 80 to 85 % of a stream (ROCm/aiter#5190): 6 at most.
 L          a load's latency while HBM is busy: assumed, 1.0 to 2.5 us. AITER's decode in Triton has 2.2 TB/s of fp8 on
            an MI355X (ROCm/aiter#5190), which by its static figures is about 2 us.
@@ -29,10 +29,10 @@ start      of a tile, until products keep the matrix units busy, and its end: 4 
            assembly take so much longer for 1k and 2k tokens without a mask, 4 and 8 sequences, than their speeds at 4k
            and more say (the same README, both GPUs). Programs that share a CU overlap theirs at best.
 
-published.py has other speeds beside what this predicts for the same kernels: of decode independent ones, of extend
-those kernels in assembly, with the mask.
+published.py compares other published speeds with these predictions for the same kernels: independent ones for decode;
+for extend, those kernels in assembly with the mask.
 
-Nothing is known of uneven work, of clocks under load, or of DRAM's pages.
+The model leaves out uneven work, clocks under load, and DRAM's pages, because nothing is known of them.
 """
 
 from __future__ import annotations
@@ -68,31 +68,32 @@ class Range:
 
     @classmethod
     def between(cls, low: float, high: float) -> Range:
-        """With their geometric mean."""
+        """A range with the geometric mean of low and high as its middle."""
         return cls(low, math.sqrt(low * high), high)
 
     def per(self, amount: float) -> Range:
-        """amount over each, from the least on: work over times is speeds."""
+        """amount divided by each value, lowest first: work divided by times gives speeds."""
         return Range(amount / self.high, amount / self.middle, amount / self.low)
 
     def holds(self, value: float) -> bool:
-        """Whether it is not below the least and not above the most."""
+        """True if the value is neither below the least nor above the most."""
         return self.low <= value <= self.high
 
     def text(self, unit: float, digits: int = 0) -> str:
-        """In a unit: the middle, and what it lies between."""
+        """The range in a unit: the middle, then the bounds."""
         low, middle, high = (f"{number / unit:.{digits}f}" for number in (self.low, self.middle, self.high))
         return f"{middle} ({low} to {high})"
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as its data sheet has it, and what is published of it.
+    """A GPU's data sheet, and figures that are published for it.
 
-    clock:                 in Hz; matrix_ops: 16-bit operations a second
-    hbm:                   bytes that streams of reads get a second, least and most
-    asm_flops:             operations a second of AITER's kernels in assembly, slowest and fastest shape
-    triton_of_asm:         what the slowest kernel in Triton reaches of them, beside what its loop says
+    clock:                 in Hz; matrix_ops: 16-bit operations per second
+    hbm:                   bytes per second of streams of reads, least and most
+    asm_flops:             operations per second of AITER's kernels in assembly, slowest and fastest shape
+    triton_of_asm:         share of their speed that the slowest kernel in Triton reaches, after its loop is accounted
+                           for
     """
 
     name: str
@@ -127,7 +128,7 @@ class Shape:
 
     @property
     def new_tokens(self) -> int:
-        """Of all sequences."""
+        """New tokens of all sequences."""
         return self.num_seqs * self.q_len
 
     def __str__(self) -> str:
@@ -139,11 +140,11 @@ SHAPES = (Shape(1, 8192), Shape(1, 65536), Shape(64, 4096), Shape(256, 2048), Sh
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one layer at a shape.
+    """The prediction for one layer at a shape.
 
-    kernel:  that would serve it
-    seconds: of its kernels, replayed as a graph
-    speed:   decode: bytes of K and V a second; extend: operations of products with visible keys a second
+    kernel:  the kernel that would serve it
+    seconds: time of its kernels, replayed as a graph
+    speed:   decode: bytes of K and V per second; extend: operations of products with visible keys per second
     """
 
     shape: Shape
@@ -152,12 +153,12 @@ class Prediction:
     speed: Range
 
     def line(self) -> str:
-        """One line of text."""
+        """The prediction as one line of text."""
         what = self.speed.text(1e9) + " GB/s" if self.shape.q_len == 1 else self.speed.text(1e12) + " TFLOP/s"
         return f"{self.shape}: {self.seconds.text(1e-6)} us, {what}, {self.kernel}"
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
+        """The prediction for --json."""
         unit = "bytes_per_s" if self.shape.q_len == 1 else "flop_per_s"
         numbers = {"seconds": self.seconds, unit: self.speed}
         return {
@@ -168,7 +169,7 @@ class Prediction:
 
 
 def predictions(problem: Problem, target: Target, *, deterministic: bool = False) -> Iterator[Prediction]:
-    """Of the project's Triton kernels at each of SHAPES; none where there are no static figures."""
+    """Predictions for the project's Triton kernels at each of SHAPES; none if there are no static figures."""
     for shape in SHAPES:
         found = predicted(problem, target, shape, deterministic=deterministic)
         if found is not None:
@@ -176,9 +177,9 @@ def predictions(problem: Problem, target: Target, *, deterministic: bool = False
 
 
 def predicted(problem: Problem, target: Target, shape: Shape, *, deterministic: bool = False) -> Prediction | None:
-    """Of the Triton kernel that would serve a layer, with the target's Triton and measured tiles.
+    """Predicts the Triton kernel that would serve a layer, with the target's Triton and measured tiles.
 
-    None where there are no static figures of it, as of those of deterministic mode.
+    None if there are no static figures for it, as in deterministic mode.
     """
     if target.arch not in GPUS or problem.head_dim != problem.v_head_dim or problem.dtype.itemsize != 2:
         return None
@@ -194,10 +195,10 @@ def predicted(problem: Problem, target: Target, shape: Shape, *, deterministic: 
     return None if loop is None else decode_prediction(problem, target, shape, loop)
 
 
-# The cost of clusters is made of thousands of predictions.
+# The cost of clusters takes thousands of predictions.
 @lru_cache(maxsize=4096)
 def _serving(problem: Problem, target: Target, shape: PaddedShape, deterministic: bool) -> BoundKernel | None:
-    """The kernel of a step's layer; None where there is none."""
+    """The kernel of a step's layer; None if there is none."""
     try:
         selection = select(problem, target, "triton", deterministic=deterministic)
     except Unsupported:
@@ -207,7 +208,7 @@ def _serving(problem: Problem, target: Target, shape: PaddedShape, deterministic
 
 
 class Loop(NamedTuple):
-    """What decodes: the kernel's name, its tiles, its figures, and the key blocks of an iteration."""
+    """A decode loop: the kernel's name, its tiles, its figures, and the key blocks per iteration."""
 
     kernel: str
     tiles: DecodeTiles
@@ -222,7 +223,7 @@ def _layers(problem: Problem, arch: str, step: str) -> Iterator[LayerFigures]:
 
 
 def _loop_of(kernel: BoundKernel | None, problem: Problem, arch: str) -> Loop | None:
-    """The figures of a kernel's tiles; None where they have none."""
+    """The figures of a kernel's tiles; None if they have none."""
     kind = "cap" if problem.logits_soft_cap else "plain" if problem.window_left == UNLIMITED_WINDOW else "window"
     for layer in _layers(problem, arch, "decode"):
         if isinstance(kernel, CdnaDecode):
@@ -237,19 +238,19 @@ def _loop_of(kernel: BoundKernel | None, problem: Problem, arch: str) -> Loop | 
 
 
 def _busy_of(kernel: TritonExtend, problem: Problem, arch: str) -> Busy | None:
-    """Of the row of the table alone."""
+    """The busy cycles of the table's own row; None for other tiles."""
     layers = _layers(problem, arch, "extend")
     return next((layer.busy for layer in layers if layer.serving.tiles == kernel.tiles), None)
 
 
 def decode_prediction(problem: Problem, target: Target, shape: Shape, loop: Loop) -> Prediction:
-    """Of a kernel whose programs share out all keys."""
+    """The prediction for a kernel whose programs share out all keys."""
     gpu, units = GPUS[target.arch], target.compute_units
     keys, tiles, figures = seen_keys(problem, shape.kv_len), loop.tiles, loop.figures
     loaded = shape.num_seqs * keys * problem.num_kv_heads * 2 * problem.head_dim * problem.dtype.itemsize
     blocks = shape.num_seqs * tiles.rows_per_seq(problem.num_kv_heads) * -(-keys // tiles.key_block)
     merge = _merge_latencies(problem, units, shape.num_seqs, -(-keys // tiles.key_block), tiles)
-    # Programs beside those that a CU has room for run after them.
+    # Programs that a CU has no room for run after the others.
     of_program = -(-blocks // (units * tiles.programs_per_cu))
     iterations = -(-of_program // loop.blocks) * tiles.programs_per_cu / figures.programs
     busy = shape.num_seqs * keys * problem.num_kv_heads * figures.units / units / gpu.clock
@@ -265,22 +266,22 @@ def decode_prediction(problem: Problem, target: Target, shape: Shape, loop: Loop
 
 
 def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, tiles: DecodeTiles) -> int:
-    """Loads of the merge that wait for one another. blocks: key blocks of a row; all rows are alike."""
+    """The number of dependent loads in the merge. blocks: key blocks of a row; all rows are alike."""
     programs = units * tiles.programs_per_cu
     rows = num_seqs * tiles.rows_per_seq(problem.num_kv_heads)
     share = -(-rows * (blocks + tiles.row_cost + tiles.row_end) // programs)
-    # Few rows begin where a program does.
+    # Few rows begin at the start of a program.
     parts = -(-blocks // share) + 1
     shape = merge_shape(rows, programs, tiles.q_rows(problem.gqa_ratio), problem.v_head_dim, tiles.early)
     return 1 + -(-parts // shape.parts)
 
 
 class Tiles(NamedTuple):
-    """How a kernel of extend cuts its work.
+    """How an extend kernel cuts its work.
 
-    num:      tiles of a step, each with a start of its own
-    tokens:   new tokens of a tile, all of which are computed with each key that one of them sees
-    programs: that overlap theirs on a CU at best
+    num:      tiles of a step, each with its own start
+    tokens:   new tokens of a tile; each key that one of them sees is computed for all
+    programs: programs that overlap their starts on a CU at best
     """
 
     num: int
@@ -297,7 +298,7 @@ def _extend(problem: Problem, target: Target, shape: Shape, busy: Busy, kernel: 
 
 
 def extend_prediction(problem: Problem, target: Target, shape: Shape, share: Range, tiles: Tiles) -> Prediction:
-    """Of a kernel that keeps all CUs busy. share: of the matrix units' peak that its loop reaches"""
+    """The prediction for a kernel that keeps all CUs busy. share: of the matrix units' peak, for its loop"""
     gpu = GPUS[target.arch]
     cached = shape.kv_len - shape.q_len
     seen = sum(seen_keys(problem, kv_len) for kv_len in range(cached + 1, shape.kv_len + 1))
@@ -311,7 +312,7 @@ def extend_prediction(problem: Problem, target: Target, shape: Shape, share: Ran
 
 
 def fraction(arch: str, busy: Busy) -> Range:
-    """Of the matrix units' peak that a kernel of extend reaches; see above."""
+    """The share of the matrix units' peak that an extend kernel reaches; see above."""
     gpu = GPUS[arch]
     asm = [flops / gpu.matrix_ops / none_of(FIGURES.code_objects[arch]) for flops in gpu.asm_flops]
     none = none_of(busy)
@@ -320,7 +321,7 @@ def fraction(arch: str, busy: Busy) -> Range:
 
 
 def none_of(busy: Busy) -> float:
-    """Of the matrix unit's peak, what is left if products and the softmax never overlap."""
+    """The share of the matrix units' peak that is left if products and the softmax never overlap."""
     return busy.matrix / (busy.matrix + busy.vector)
 
 

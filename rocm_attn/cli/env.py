@@ -1,4 +1,4 @@
-"""`rocm-attn env`: what a bug report needs to say about the machine."""
+"""`rocm-attn env`: facts about the machine for a bug report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rocm_attn.machine.target import detect_target
 
 _DISTRIBUTIONS = ("rocm-attn", "torch", "numpy", "safetensors", "tokenizers", "gguf")
 
-# Read by Triton or by the GPU's driver; each has changed what a user saw.
+# Variables that Triton or the GPU's driver reads; each has changed the behaviour that a user saw.
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -28,7 +28,7 @@ _VARIABLES = (
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print versions, devices and the variables that are set."""
+    """Prints versions, devices and the variables that are set."""
     facts = environment()
     if options.json:
         print(json.dumps(facts, indent=2))

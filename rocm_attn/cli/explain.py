@@ -28,7 +28,7 @@ from rocm_attn.selection.kv_formats import KVFormat
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers of equal geometry, and what serves them.
+    """Layers of equal geometry, and the kernels that serve them.
 
     layers:   indices into the model's layers
     reads:    the layer whose K and V each of them reads
@@ -42,7 +42,7 @@ class LayerKind:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the choice for options.config on options.arch. Raises Unsupported where a kind of layer has no kernel."""
+    """Prints the choice for options.config on options.arch. Raises Unsupported if a kind of layer has no kernel."""
     target, about_rows = _with_measured_rows(target_asked(options), options.tuning)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
     whole = described_model(options.config).geometry
@@ -95,9 +95,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _with_measured_rows(target: Target, named: str | None) -> tuple[Target, str]:
-    """With the rows of a file, and a sentence about those that serve others. Raises BadSetting.
+    """The target with the rows of a file, and a sentence about rows that do not serve here. Raises BadSetting.
 
-    named: the file, or "off"; not given: what a runtime would read, a bad one of which serves nothing
+    named: the file, or "off"; if not given, the file that a runtime would read: if it is bad, none of its rows serve
     """
     if named is None:
         place = place_of(settings().tuning)
@@ -112,7 +112,7 @@ def _with_measured_rows(target: Target, named: str | None) -> tuple[Target, str]
 
 
 def _row_lines(kinds: Sequence[LayerKind], choice: Choice, about_rows: str) -> list[str]:
-    """The tiles of all layers with the rows that they come from, and what is left on the table."""
+    """The tiles of all layers with the rows that they come from, and faster choices that are left on the table."""
     served = [(_count(kind.layers), kind.outcome) for kind in kinds if isinstance(kind.outcome, Selection)]
     rows = [f"- {layers}: {row.line()}" for layers, outcome in served for row in tile_rows(outcome)]
     left = [f"- {layers}: {each.line()}" for layers, outcome in served for each in left_of(outcome, choice)]
@@ -175,7 +175,7 @@ def _lines(kind: LayerKind) -> list[str]:
 
 
 def _cost_lines(problem: Problem, choice: Choice) -> list[str]:
-    """What the kernels of one layer should take, a line for each shape."""
+    """Predicted times of the kernels of one layer, one line per shape."""
     found = [f"    {each.line()}" for each in predictions(problem, choice.target, deterministic=choice.deterministic)]
     if not found:
         return [
@@ -191,7 +191,7 @@ def _cost_as_json(problem: Problem, choice: Choice) -> dict[str, Any]:
 
 
 def _shared(kind: LayerKind) -> list[str]:
-    """Which layers read another one's K and V: a line for each layer that is read."""
+    """Layers that read another layer's K and V: a line for each layer that is read."""
     readers: dict[int, list[int]] = {}
     for layer, read in zip(kind.layers, kind.reads, strict=True):
         if layer != read:
@@ -200,7 +200,7 @@ def _shared(kind: LayerKind) -> list[str]:
 
 
 def _count(layers: tuple[int, ...]) -> str:
-    """How many layers, and which: consecutive ones as a range."""
+    """The number of layers, and their indices: consecutive ones as a range."""
     numbers = f"{layers[0]}-{layers[-1]}" if layers[-1] - layers[0] == len(layers) - 1 else ", ".join(map(str, layers))
     return f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers ({numbers})"
 

@@ -34,16 +34,16 @@ _HEADER_COLUMNS = 76
 
 
 class PromptsFailed(RocmAttnError):
-    """Some prompts failed; what came of the others is printed already."""
+    """Some prompts failed; the completions of the others are printed already."""
 
 
 def run(options: argparse.Namespace) -> None:
-    """Serve the prompts together and print what came of them. Raises RocmAttnError."""
+    """Serves the prompts together and prints the completions. Raises RocmAttnError."""
     prompts = read_prompts(options, sys.stdin)
     try:
         _generate(options, prompts)
     except (RuntimeError, MemoryError) as error:
-        # On a CPU torch has no class for it.
+        # On a CPU torch has no class for this error.
         full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         if not full:
             raise
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_prompts(options: argparse.Namespace, stdin: TextIO | None) -> list[str]:
-    """The prompts, from the arguments, the file or stdin, which is None where it is closed.
+    """The prompts, from the arguments, the file or stdin, which is None if it is closed.
 
     Raises BadRequest, BadSetting.
     """
@@ -80,9 +80,9 @@ def read_prompts(options: argparse.Namespace, stdin: TextIO | None) -> list[str]
 
 
 def lines_of(data: bytes, place: str) -> list[str]:
-    """The lines of a text in UTF-8, which end in \\n or \\r\\n and in nothing else, whatever the locale is.
+    """The lines of a text in UTF-8, which end in \\n or \\r\\n and in nothing else, in any locale.
 
-    place: what a message calls the text
+    place: the name of the text in messages
     Raises BadSetting that names the line.
     """
     lines = []
@@ -98,7 +98,7 @@ def lines_of(data: bytes, place: str) -> list[str]:
 
 
 def _in_unicode(number: int, prompt: str) -> str:
-    """The prompt. Python leaves bytes of an argument that are no text in it as lone surrogates."""
+    """The prompt in Unicode. Python keeps bytes of an argument that are no valid text as lone surrogates."""
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -145,8 +145,8 @@ def _serve(
     requests: list[Request],
     device: torch.device,
 ) -> None:
-    """Serve the requests and print what came of them. Raises PromptsFailed."""
-    if device.type == "cuda":  # a CPU makes a graph when enough steps have paid for it: there it saves little
+    """Serves the requests and prints the completions. Raises PromptsFailed."""
+    if device.type == "cuda":  # on a CPU a graph saves little, and is made once enough steps have paid for it
         engine.capture_all(ProgressBar(sys.stderr))
     show = _progress(len(prompts)) if options.json else _texts(prompts)
     try:
@@ -163,7 +163,7 @@ def _serve(
 
 
 def _what_failed(completions: Sequence[Completion]) -> str:
-    """How many prompts failed, and why the first of them did; "" where none has."""
+    """The number of prompts that failed, and why the first of them did; "" if none has."""
     failed = [(number, completion.error) for number, completion in enumerate(completions, 1) if completion.error]
     if not failed:
         return ""
@@ -171,7 +171,7 @@ def _what_failed(completions: Sequence[Completion]) -> str:
 
 
 def dtype_of(name: str | None, model: str, device: torch.device) -> torch.dtype:
-    """What --dtype names; not given: default_dtype. Raises BadModel where there is no model."""
+    """The dtype of --dtype; if not given, default_dtype. Raises BadModel if there is no model."""
     if name is not None:
         dtype: torch.dtype = getattr(torch, name)
         return dtype
@@ -190,7 +190,7 @@ def _request(options: argparse.Namespace, asked: Request, model: LoadedModel | M
 def _engine_options(
     options: argparse.Namespace, model: LoadedModel | ModelFiles, requests: Sequence[Request]
 ) -> EngineOptions:
-    """Of an engine with room for these requests, so that a short prompt does not claim all of the memory."""
+    """Options of an engine with room for these requests, so that a short prompt does not take all of the memory."""
     longest = max(len(request.prompt_token_ids) for request in requests) + options.max_new_tokens
     given = {name: getattr(options, name) for name in ON_GENERATE}
     given["max_batch_size"] = min(options.max_batch_size, len(requests))

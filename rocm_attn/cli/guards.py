@@ -10,7 +10,7 @@ from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the safeguards as the environment leaves them. Raises BadSetting."""
+    """Prints the safeguards as the environment sets them. Raises BadSetting."""
     listed = safeguards()
     if options.json:
         print(json.dumps(listed, indent=2))

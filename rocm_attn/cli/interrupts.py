@@ -1,4 +1,4 @@
-"""Interrupts: whether Ctrl-C was pressed, whatever an import has made of the KeyboardInterrupt."""
+"""Interrupts: whether Ctrl-C was pressed, even if an import has swallowed the KeyboardInterrupt."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from types import FrameType
 
 
 class Interrupts:
-    """A context in which SIGINT raises KeyboardInterrupt, as always, and is remembered.
+    """A context in which SIGINT raises KeyboardInterrupt, as always, and is recorded.
 
     An extension that is interrupted while it is imported raises ImportError instead, and some packages catch that.
 
-    came: whether there was a SIGINT
+    came: True if there was a SIGINT
     """
 
     def __init__(self) -> None:
         self.came = False
-        # A job in the background ignores SIGINT, and keeps doing so; only the main thread can be interrupted.
+        # A job in the background ignores SIGINT, and continues to do so; only the main thread can be interrupted.
         in_main_thread = threading.current_thread() is threading.main_thread()
         self._is_ours = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

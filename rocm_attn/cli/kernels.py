@@ -1,4 +1,4 @@
-"""`rocm-attn kernels`: the capability table, as docs/kernels.md has it."""
+"""`rocm-attn kernels`: the capability table, the same as in docs/kernels.md."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from rocm_attn.selection.table import markdown
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table."""
+    """Prints the table."""
     print(markdown(), end="")

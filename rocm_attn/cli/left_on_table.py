@@ -1,7 +1,7 @@
-"""What a model's layers leave on the table on an arch: preferred kernels that one change would open, and what they are.
+"""Finds what a model's layers leave on the table on an arch: preferred kernels that one change would make available.
 
-Only what can be said is said. Kernels are preferred by the order of the capability table. How much one gains is known
-where this project has measured both, or where it follows from bytes; else the line says that it is not known.
+Kernels are preferred by the order of the capability table. A gain is given only if this project has measured both
+kernels, or if it follows from bytes; otherwise the line says that it is not known.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import ROWS, Selection, select
 from rocm_attn.selection.pages import PAGE_SIZES, POOLS
 
-# Steps whose K and V are many: what eight bits save is said of them.
+# Steps with many K and V, for which the saving of eight bits is given.
 _DECODE = Shape(64, 4096)
 _NOT_KNOWN = "not known: both were never timed on this arch"
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """One thing.
+    """One finding.
 
     what:     what would change
-    gate:     what stands in its way; empty where nothing does but the asking
-    how_much: in words, with its range where one is known
+    gate:     the obstacle; empty if the change only has to be requested
+    how_much: the gain in words, with its range if one is known
     how:      how to get it
-    seconds:  what it would save of a layer at a shape, where that is known
+    seconds:  time that it would save of a layer at a shape, if that is known
     """
 
     what: str
@@ -44,11 +44,11 @@ class Left:
     seconds: Range | None = None
 
     def line(self) -> str:
-        """In one line."""
+        """The finding in one line."""
         return "; ".join(filter(None, (self.what, self.gate and f"gate: {self.gate}", self.how_much, self.how)))
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
+        """The finding for --json."""
         seconds = None if self.seconds is None else [self.seconds.low, self.seconds.middle, self.seconds.high]
         return {
             "what": self.what,
@@ -61,7 +61,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How kernels are chosen: as select() is asked."""
+    """The arguments of select(), by which kernels are chosen."""
 
     target: Target
     provider: str
@@ -75,7 +75,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A layer on a target with one thing changed. how: what a user does"""
+    """A layer on a target with one thing changed. how: the user's action for it"""
 
     problem: Problem
     target: Target
@@ -83,12 +83,12 @@ class _Change:
 
 
 def left_of(selection: Selection, choice: Choice) -> list[Left]:
-    """What a kind of layer leaves on the table."""
+    """Findings for one kind of layer."""
     return [*_kernels(selection, choice), *_eight_bits(selection, choice), *_tiles(selection)]
 
 
 def _kernels(selection: Selection, choice: Choice) -> Iterator[Left]:
-    """Changes by which kinds of step get a kernel that is preferred, and none gets another one."""
+    """Changes that give kinds of step a preferred kernel, and change no kernel for the worse."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for change in _changes(selection, choice):
         try:
@@ -120,14 +120,14 @@ def _gain(selection: Selection, kernels: dict[StepKind, tuple[str, str]]) -> str
 
 
 def _rank(selection: Selection, kind: StepKind) -> tuple[int, int]:
-    """How far down the order of preference the kernel of a kind of step is."""
+    """The rank of the kernel of a kind of step in the order of preference."""
     row = selection.kernel(kind).row
     rows = ROWS[row.provider]
     return list(ROWS).index(row.provider), rows.index(row) if row.kind is kind else len(rows)
 
 
 def _changes(selection: Selection, choice: Choice) -> Iterator[_Change]:
-    """Pages of another size or layout, and releases in which what stands in the way does not."""
+    """Yields pages of another size or layout, and releases without the fault that stands in the way."""
     problem, target = selection.problem, choice.target
     for name, pool in POOLS.items():
         if problem.pool is PoolKind.LATENT and pool is not PoolKind.SPLIT:
@@ -140,7 +140,7 @@ def _changes(selection: Selection, choice: Choice) -> Iterator[_Change]:
                 try:
                     yield _Change(replace(problem, page_size=page_size, pool=of), target, " ".join(flags))
                 except BadProblem:
-                    continue  # such pages cannot be
+                    continue  # such pages are not possible
     for releases, how in _releases(selection, target):
         yield _Change(problem, replace(target, releases=releases), how)
 
@@ -162,12 +162,12 @@ def _releases(selection: Selection, target: Target) -> Iterator[tuple[Releases, 
 
 
 def _ends(spans: Iterator[Span]) -> set[Release]:
-    """The first releases that do not have a fault any more; faults that no release has ended have none."""
+    """The first releases without a fault; a fault that no release has fixed has none."""
     return {span.before for span in spans if span.before not in (EVERY_RELEASE.before, UNKNOWN)}
 
 
 def _eight_bits(selection: Selection, choice: Choice) -> Iterator[Left]:
-    """What K and V of half the bytes would save at the most: the time to read the other half."""
+    """The most that K and V of half the bytes would save: the time of reading the other half."""
     problem, gpu = selection.problem, GPUS.get(choice.target.arch)
     if gpu is None or problem.kv_encoding is not KVEncoding.LIKE_Q or problem.dtype.itemsize != 2:
         return
@@ -186,7 +186,7 @@ def _eight_bits(selection: Selection, choice: Choice) -> Iterator[Left]:
 
 
 def _tiles(selection: Selection) -> Iterator[Left]:
-    """Tiles of the tables, where a search on the GPU may find others."""
+    """Tiles of the tables, if a search on the GPU may find faster ones."""
     if not selection.target.is_gpu or selection.target.measured:
         return
     searched = (

@@ -1,4 +1,4 @@
-"""The options that commands take, each written once. Imports nothing but the standard library and what says options."""
+"""The options that commands take, each written once. Imports only the standard library and option texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LARGEST = 2**31 - 1
 class Option:
     """An option of a command.
 
-    names:     its flag, or its name where it has a place of its own
+    names:     its flag, or its name if it is a positional argument
     arguments: of argparse's add_argument
     """
 
@@ -33,7 +33,7 @@ class Option:
     arguments: Mapping[str, Any]
 
     def but(self, **changes: Any) -> Option:
-        """The same, with other arguments."""
+        """The same option with other arguments."""
         return Option(self.names, {**self.arguments, **changes})
 
 
@@ -48,7 +48,7 @@ def switch(name: str, help: str) -> Option:
 
 
 def at_least(least: int, text: str) -> int:
-    """A whole number that an int32 holds. Raises ArgumentTypeError, ValueError."""
+    """Parses a whole number that an int32 holds. Raises ArgumentTypeError, ValueError."""
     number = int(text)
     if number < least:
         raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
@@ -61,7 +61,7 @@ positive, natural = partial(at_least, 1), partial(at_least, 0)
 
 
 def not_negative(text: str) -> float:
-    """A finite number of at least 0. Raises ArgumentTypeError, ValueError."""
+    """Parses a finite number of at least 0. Raises ArgumentTypeError, ValueError."""
     number = float(text)
     if not (number >= 0 and math.isfinite(number)):
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
@@ -69,12 +69,12 @@ def not_negative(text: str) -> float:
 
 
 def token_ids(text: str) -> tuple[int, ...]:
-    """Token ids separated by commas."""
+    """Parses token ids separated by commas."""
     return tuple(natural(token) for token in text.split(","))
 
 
 def biases(text: str) -> tuple[tuple[int, float], ...]:
-    """Biases of tokens, as 17=-100,4=2.5. Raises ArgumentTypeError, ValueError."""
+    """Parses biases of tokens, such as 17=-100,4=2.5. Raises ArgumentTypeError, ValueError."""
     found = []
     for word in text.split(","):
         token, equals, bias = word.partition("=")
@@ -85,12 +85,12 @@ def biases(text: str) -> tuple[tuple[int, float], ...]:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Whole numbers of at least 1, separated by commas."""
+    """Parses whole numbers of at least 1, separated by commas."""
     return tuple(positive(size) for size in text.split(","))
 
 
 def drafts(text: str) -> tuple[Drafts, ...]:
-    """Rounds of drafts as KxS, branches and steps, separated by commas. Raises ArgumentTypeError, ValueError."""
+    """Parses rounds of drafts as KxS, branches and steps, separated by commas. Raises ArgumentTypeError, ValueError."""
     rounds = []
     for word in text.split(","):
         branches, x, steps = word.partition("x")
@@ -101,12 +101,12 @@ def drafts(text: str) -> tuple[Drafts, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names separated by commas."""
+    """Parses names separated by commas."""
     return tuple(text.split(","))
 
 
 def providers(text: str) -> tuple[str, ...]:
-    """Names of PROVIDERS, separated by commas. Raises ArgumentTypeError."""
+    """Parses names of PROVIDERS, separated by commas. Raises ArgumentTypeError."""
     for name in names(text):
         if name not in PROVIDER_NAMES:
             raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(PROVIDER_NAMES)}")
@@ -114,16 +114,16 @@ def providers(text: str) -> tuple[str, ...]:
 
 
 def _parser_of(text: OptionText) -> Callable[[str], Any]:
-    """What turns a command line's word into a value of the option."""
+    """Returns the function that turns a word of the command line into a value of the option."""
     if text.kind is int:
-        # Of what is above 1, the part that needs it says why: a pool of one page has no page to give out.
+        # The component that needs a bound above 1 reports it: a pool of one page has no page to give out.
         number = partial(at_least, min(int(text.least or 0), 1))
         return lambda word: word if word in text.choices else number(word)
     return not_negative if text.kind is float else text.kind
 
 
 def _within(text: OptionText, word: str) -> Any:
-    """A number within an option's bounds. Raises ArgumentTypeError, ValueError."""
+    """Parses a number within an option's bounds. Raises ArgumentTypeError, ValueError."""
     number = text.kind(word)
     if not text.allows(number):
         raise argparse.ArgumentTypeError(f"{word} is not {text.bounds}")
@@ -247,7 +247,7 @@ JSON_SCHEMA = option(
     help="add JSON that a schema accepts, which is given, or a file's (any text)",
 )
 REGEX = option("--regex", metavar="PATTERN", help="add a text that matches from end to end (any text)")
-# What a request asks for, beside how its tokens are picked.
+# Options of a request, in addition to those of sampling.
 OF_REQUEST = (MAX_NEW_TOKENS, MIN_TOKENS, STOP, INCLUDE_STOP, STOP_TOKEN_IDS, IGNORE_EOS, LOGPROBS, JSON_SCHEMA, REGEX)
 
 PROVIDERS = option(

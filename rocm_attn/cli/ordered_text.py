@@ -7,7 +7,7 @@ from typing import TextIO
 
 
 class OrderedText:
-    """Prints texts in order: the first that is not done is live, what the later ones have is held until their turn.
+    """Prints texts in order: the first that is not done is live; pieces of later ones are held until their turn.
 
     headers: one per text, printed before it, or none at all
     """
@@ -22,14 +22,14 @@ class OrderedText:
         self._turn_to(0)
 
     def add(self, text: int, piece: str) -> None:
-        """A piece of the text with this number."""
+        """Adds a piece to the text with this number."""
         if text == self._live:
             self._write(piece)
         else:
             self._held[text] += piece
 
     def finish(self, text: int) -> None:
-        """The text with this number is complete."""
+        """Marks the text with this number as complete."""
         self._done[text] = True
         while self._live < len(self._done) and self._done[self._live]:
             self._write("\n")

@@ -1,4 +1,4 @@
-"""`rocm-attn prewarm`: compile what a model will need, as the user who will serve it."""
+"""`rocm-attn prewarm`: compiles the kernels that a model will need, as the user who will serve it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rocm_attn.selection.kv_formats import KVFormat
 
 
 def run(options: argparse.Namespace) -> None:
-    """Compile for options.config and print what came of it. Raises RocmAttnError."""
+    """Compiles for options.config and prints the report. Raises RocmAttnError."""
     model = described_model(options.config)
     target, device = target_and_device(options.arch)
     max_kv_len = model.max_kv_len(options.max_kv_len)
     geometry = model.geometry.without_idle_windows(max_kv_len)
-    # A GPU that is not here is taken to have what AITER brings.
+    # A GPU that is not here is assumed to have every kernel that AITER brings.
     missing = missing_kernels(target, options.provider) if device.type == "cuda" else {}
     over = geometry.problems(
         dtype=getattr(torch, options.dtype),
@@ -54,7 +54,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def target_and_device(arch: str | None) -> tuple[Target, torch.device]:
-    """What to compile for, and where to run it: this machine's GPU if it is that, else nowhere. Raises BadSetting."""
+    """The target, and the device that runs its steps: this machine's GPU if it is the target, else the CPU.
+
+    Raises BadSetting.
+    """
     here = detect_target(torch.device("cuda")) if torch.cuda.is_available() else known_target("cpu")
     if arch is None and not here.is_gpu:
         raise BadSetting("there is no GPU to compile for; name one with --arch, or run this on the machine that serves")

@@ -10,7 +10,7 @@ _WIDTH = 24
 class ProgressBar:
     """Redraws one line of a terminal; writes nothing to anything else. Call it as a graphs.Progress.
 
-    doing: what is going on, such as "capturing"
+    doing: the activity, such as "capturing"
     """
 
     def __init__(self, stream: TextIO, doing: str = "capturing") -> None:
@@ -19,11 +19,11 @@ class ProgressBar:
         self._shown = stream.isatty()
 
     def __call__(self, done: int, total: int, name: str) -> None:
-        """done of total are there, and the named one comes next; without a name all is done."""
+        """Shows that `done` of `total` are done and the named one comes next; without a name all is done."""
         if not self._shown:
             return
         filled = _WIDTH * done // max(total, 1)
         bar = "#" * filled + "-" * (_WIDTH - filled)
-        # Back to the start of the line, and clear what a longer name has left.
+        # Returns to the start of the line, and clears the rest of a longer name.
         self._stream.write(f"\r\x1b[K{self._doing} [{bar}] {done}/{total} {name}" if name else "\r\x1b[K")
         self._stream.flush()

@@ -1,13 +1,13 @@
-"""Speeds that others have published of AITER's kernels, beside what cost.py predicts for the same ones.
+"""Speeds that others have published for AITER's kernels, with the predictions of cost.py for the same ones.
 
-Of decode all are independent: nothing in cost.py was fitted to them or to other speeds of that kernel. Of extend no
-speed of this table was used, but the kernels are those in assembly that cost.py knows measured speeds of: their share
-of the peak is asm_flops, from the same README without a mask, and _TILE_START was fitted to these. So extend checks
-masks, heads, lengths and, by the second source, another machine, and no share that follows from static figures.
+All speeds of decode are independent: nothing in cost.py was fitted to them or to other speeds of that kernel. No speed
+of extend in this table was used, but cost.py knows measured speeds of the same kernels in assembly: their share of the
+peak is asm_flops, from the same README without a mask, and _TILE_START was fitted to these. So extend checks masks,
+heads, lengths and, by the second source, another machine, but no share that follows from static figures.
 
-decode   AITER's in Gluon, 64 query heads of 64 on 8 KV heads in bfloat16, pages of 16. As SGLang calls it on an MI350X
+decode   AITER's in Gluon, 64 query heads of 64 on 8 KV heads in bfloat16, pages of 16. The call of SGLang on an MI350X
          (facebookexperimental/triton#2778, whose first table is read as one of 8 KV heads: 32 parts of a sequence are
-         256 programs there), and as an earlier benchmark calls it on gfx950 (#2281).
+         256 programs there), and that of an earlier benchmark on gfx950 (#2281).
 extend   AITER's in assembly, heads of 128 in bfloat16, causal, no cached tokens. Its own table (aiter,
          op_tests/cpp/mha/README.md at e4048607): all steps of 8 KV heads and 16k tokens at most, but for 10k, with 1.5
          tiles or more for each CU; fewer leave CUs idle, which ours share out. And the same kernels as somebody else
@@ -46,10 +46,10 @@ _ROWS = (128, torch.bfloat16, 16)
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A speed, and what is predicted of the same kernel.
+    """A published speed, and the prediction for the same kernel.
 
     kernel, gpu, source: in words
-    speed:               decode: bytes of K and V a second; extend: operations a second
+    speed:               decode: bytes of K and V per second; extend: operations per second
     """
 
     kernel: str
@@ -61,7 +61,7 @@ class Published:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the prediction's range holds the speed."""
+        """True if the prediction's range holds the speed."""
         return self.prediction.speed.holds(self.speed)
 
 
@@ -76,7 +76,7 @@ _SGLANG = {
     (32, 32768): 5.599,
     (8, 131072): 5.621,
 }
-# The same.
+# The same keys and units.
 _EARLIER = {(1, 8192): 0.2927, (8, 8192): 4.0281}
 # (sequences, query heads, new tokens of each) -> TFLOP/s on an MI300X and on an MI355X.
 _ASSEMBLY = {
@@ -108,7 +108,7 @@ _SWEEP = {1024: 225.1, 2048: 314.5, 4096: 408.8, 8192: 446.3, 16384: 494.4}
 
 
 def published_decodes() -> Iterator[Published]:
-    """Of AITER's decode."""
+    """Published speeds of AITER's decode."""
     problem, arch = Problem(64, 8, 64, torch.bfloat16, 16, v_head_dim=64, scale=64**-0.5), "gfx950"
     layers = (each for each in FIGURES.layers if (each.arch, each.step, each.head_dim) == (arch, "decode", 64))
     peer = next(peer for layer in layers for peer in layer.peers if peer.name.startswith(_GLUON_DECODE))
@@ -124,7 +124,7 @@ def published_decodes() -> Iterator[Published]:
 
 
 def published_extends() -> Iterator[Published]:
-    """Of AITER's forward kernels in assembly."""
+    """Published speeds of AITER's forward kernels in assembly."""
     readme, sweep = "AITER", "attn-dsl-bench"
     for (num_seqs, heads, tokens), speeds in _ASSEMBLY.items():
         for arch, speed in zip(GPUS, speeds, strict=True):

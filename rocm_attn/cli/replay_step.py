@@ -1,4 +1,4 @@
-"""`rocm-attn replay-step`: one step of a flight recorder's dump again, eagerly, as a graph, and by the oracle."""
+"""`rocm-attn replay-step`: runs one step of a flight recorder's dump eagerly, as a graph, and by the reference."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class StepsDisagree(RocmAttnError):
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """What came of one kind of layer.
+    """The results of one kind of layer.
 
-    eager:   the eager step against the oracle
-    graph:   the replayed step against the oracle; why there is none where it could not be captured
-    bitwise: whether the replayed step is bitwise the eager one
-    worst:   the largest |eager - oracle|
+    eager:   the eager step against the reference
+    graph:   the replayed step against the reference; the reason if it could not be captured
+    bitwise: True if the replayed step equals the eager one bitwise
+    worst:   the largest |eager - reference|
     """
 
     kind: int
@@ -59,7 +59,7 @@ class LayerResult:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run a step of options.dump again in every way and print which agree. Raises StepsDisagree where two do not."""
+    """Runs a step of options.dump in every way and prints which agree. Raises StepsDisagree if two do not."""
     dump = read_dump(Path(options.dump))
     noted = dump.step(options.step)
     replay = _Replay.build(dump, noted, device_named(options.device), options.provider, options.seed)
@@ -120,13 +120,13 @@ class _Replay:
     def build(
         cls, dump: FlightDump, noted: NotedStep, device: torch.device, provider: str | None, seed: int
     ) -> _Replay:
-        """Rebuild the step. Raises NeverFits where its pages do not fit this machine, Unsupported."""
+        """Rebuilds the step. Raises NeverFits if its pages do not fit this machine, Unsupported."""
         runtime = _runtime(dump.runtime, dump.problems, noted, device, provider)
         batch = noted.batch()
         _reserve(runtime, noted)
         with runtime.stage(batch, runtime.plan(batch, noted.shape)) as step:
             plan = step.plan
-        # Staging gave back what had left the windows; the step without a prefix, which runs first, begins before them.
+        # Staging freed the pages before the windows; the step without a prefix, which runs first, begins before them.
         for row in noted.rows:
             runtime.table.free(row)
         _reserve(runtime, noted)
@@ -153,10 +153,10 @@ class _Replay:
         )
 
     def results(self) -> list[LayerResult]:
-        """Run the step in every way."""
-        # Every result is compared here, with more than the check would tell.
+        """Runs the step in every way."""
+        # All results are compared here, in more detail than the check would report.
         runner = StepRunner(self.runtime, self._forward, recorder_for(self.runtime.device), check=NO_CHECK)
-        # So that the graph is of other lengths than the step's, unless its kernels bake them.
+        # Makes the lengths of the graph differ from the step's, unless its kernels bake them in.
         batch, prefixes = self.batch, self.batch.prefixes
         shortest = batch.q_len + (prefixes.prefix_len if isinstance(prefixes, SharedPrefixes) else 0)
         runner.run(StepBatch(batch.rows, shortest, batch.q_len, NO_TOKEN_IDS, prefixes=prefixes.alone()), self.shape)
@@ -186,7 +186,7 @@ class _Replay:
         q = self.qkv[kind][0][real]
         weights = self.runtime.head_weights.of(kind)
         want, _ = attend_paged(q, pages, held, batch.kv_len.tolist(), batch.q_len.tolist(), problem, weights)
-        # Where a kernel rounds what it multiplies, a result may be that of rounded queries.
+        # If a kernel rounds its operands, the result may be that of rounded queries.
         eight_bits = self.runtime.selections[kind].eight_bit_products
         if eight_bits:
             q = eight_bit_queries(q, problem.page_format.encoding.dtype)
@@ -239,7 +239,7 @@ def _available_bytes(device: torch.device) -> int:
 
 
 def _reserve(runtime: AttentionRuntime, noted: NotedStep) -> None:
-    """Admit the step's rows, with room for their lengths. Raises BadSetting for rows that no runtime gives out."""
+    """Admits the step's rows, with room for their lengths. Raises BadSetting for rows that no runtime gives out."""
     table = runtime.table
     rows = {table.admit() for _ in range(table.num_free_rows)}
     if not rows >= set(noted.rows):
@@ -260,7 +260,7 @@ def _reserve(runtime: AttentionRuntime, noted: NotedStep) -> None:
 
 
 def _fill(runtime: AttentionRuntime, layer: int, generator: torch.Generator) -> None:
-    """Random K and V, of standard deviation 1, in every page but the reserved one; random codes in eight-bit pages."""
+    """Writes random K and V, of standard deviation 1, to every page but the reserved one; random codes if eight-bit."""
     pages = runtime.pool.layer(layer)
     for raw in (pages.raw_k, pages.raw_v):
         for first in range(RESERVED_PAGE + 1, len(raw), _FILL_PAGES):

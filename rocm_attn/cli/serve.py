@@ -29,7 +29,7 @@ from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 
 
 def run(options: argparse.Namespace) -> None:
-    """Serve until a signal comes. Raises RocmAttnError; EngineEnded where the engine has ended by itself."""
+    """Serves until a signal comes. Raises RocmAttnError; EngineEnded if the engine has ended by itself."""
     settings = ServerOptions(**{name: getattr(options, name) for name in SERVER})
     keys = keys_from(settings, os.environ)
     with bind(settings) as bound, _engine(options) as (engine, tokenizer):
@@ -44,7 +44,7 @@ def _announce(line: str) -> None:
 
 @contextmanager
 def _engine(options: argparse.Namespace) -> Iterator[tuple[Engine | RankedEngine, Tokenizer | None]]:
-    """An engine that has its graphs, and the model's tokenizer."""
+    """Yields an engine that has its graphs, and the model's tokenizer."""
     device = device_named(options.device)
     dtype = dtype_of(options.dtype, options.model, device)
     on = f"{device}" if options.tp == 1 else f"{options.tp} ranks of {device.type}"
@@ -71,8 +71,8 @@ def _engine(options: argparse.Namespace) -> Iterator[tuple[Engine | RankedEngine
 
 
 def _make_ready(engine: Engine | RankedEngine, device_type: str) -> None:
-    """Do before the first request what it would wait for."""
+    """Does the work ahead that the first request would wait for."""
     if device_type == "cuda":  # see `rocm-attn generate`
         engine.capture_all(ProgressBar(sys.stderr))
-    with suppress(BadRequest):  # who asks for a constraint is told why there can be none
+    with suppress(BadRequest):  # a request with a constraint gets the reason why there can be none
         engine.prepare_constraints()

@@ -16,7 +16,7 @@ from rocm_attn.soak.world import LONG_KV_LEN, SHORT_KV_LEN, Scenario
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what was done on stdout, or what was found. Raises SoakFailed at the first finding."""
+    """Prints a summary of the steps, or the finding. Raises SoakFailed at the first finding."""
     device = device_named(options.device)
     dtype_name = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     if options.speculative and options.deterministic:
@@ -51,7 +51,7 @@ def _play(soak: Soak, options: argparse.Namespace) -> SoakReport:
 
 
 def _command(options: argparse.Namespace, finding: Finding, device: torch.device, dtype_name: str) -> str:
-    """The shortest soak that finds it again."""
+    """The shortest soak command that reproduces the finding."""
     return (
         f"rocm-attn soak --steps {finding.step} --seed {options.seed} --device {device} "
         f"--provider {options.provider} --dtype {dtype_name}"

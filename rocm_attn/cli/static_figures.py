@@ -1,4 +1,4 @@
-"""What the compiler and llvm-mca say of attention kernels and of their hot loops: static_figures.json.
+"""Figures of the compiler and llvm-mca for attention kernels and their hot loops: static_figures.json.
 
 `python -m tests.amd.offline.every_figure docs` writes the file and, from it alone, the pages that show it; cost.py
 predicts times from it. Nothing in it was measured.
@@ -20,15 +20,15 @@ _TILES: dict[str, type[Tiles]] = {"decode": DecodeTiles, "extend": ExtendTiles}
 
 @dataclass(frozen=True, slots=True)
 class KernelFigures:
-    """Of the kernel of a layer without windows, caps or sinks.
+    """Figures of the kernel of a layer without windows, caps or sinks.
 
-    vgprs, spilled, lds_bytes: of a lane, of a lane, of a program
+    vgprs, spilled, lds_bytes: per lane, per lane, per program
     waves:                     that a SIMD has room for
     programs:                  that run on a CU at the same time
-    own:                       cycles of 4 clocks that an iteration takes a wave, were loads immediate
-    latencies:                 of loads, one after another, that come on top
+    own:                       cycles of 4 clocks per iteration of a wave, if loads took no time
+    latencies:                 dependent loads that add their latency to an iteration
     issue, lds, loads, waits:  clocks of a CU for a unit of work, by each of four bounds
-    break_even:                of decode: the latency in microseconds up to which HBM bounds it; 0 where a unit does
+    break_even:                for decode: the latency in microseconds up to which HBM bounds it; 0 if a unit bounds it
     """
 
     vgprs: int
@@ -59,7 +59,7 @@ class Busy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Tiles that a row of the tuning table was chosen from. serves: whether it is the one"""
+    """Tiles that a row of the tuning table was chosen from. serves: True if the row has these tiles"""
 
     tiles: Tiles
     serves: bool
@@ -68,7 +68,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another kernel for the same layer. name: with its tiles"""
+    """Another kernel for the same layer. name: includes its tiles"""
 
     name: str
     figures: KernelFigures
@@ -77,10 +77,10 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class CdnaFigures:
-    """Of decode for CDNA (kernels/cdna).
+    """Figures of decode for CDNA (kernels/cdna).
 
-    kind:   "plain"; or "window" or "cap", whose loops have more to do
-    serves: whether these tiles do
+    kind:   "plain"; or "window" or "cap", whose loops do more work
+    serves: True if these tiles serve
     """
 
     kind: str
@@ -92,17 +92,17 @@ class CdnaFigures:
 
 @dataclass(frozen=True, slots=True)
 class LayerFigures:
-    """Of the kernels that decode or extend a layer of an arch.
+    """Figures of the kernels that decode or extend a layer of an arch.
 
     step:       "decode" or "extend"
     heads:      query heads and KV heads
     head_dim:   of K and of V
-    floor:      clocks of a CU for a unit of work that data sheets allow
+    floor:      fewest clocks of a CU for a unit of work, by data sheets
     ranked:     the Triton and the LLVM that candidates were ranked with; empty: there is only the row that serves
     candidates: the best first
-    busy:       of the row that serves
-    peers:      AITER's
-    cdna:       decode for CDNA, in the tiles that serve and in others; none where its limits refuse the layer
+    busy:       busy cycles of the row that serves
+    peers:      AITER's kernels
+    cdna:       decode for CDNA, in the tiles that serve and in others; none if its limits refuse the layer
     refused:    functions of AITER's that do not serve the layer, and why
     """
 
@@ -121,7 +121,7 @@ class LayerFigures:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells layers apart."""
+        """The fields that tell layers apart."""
         return self.arch, self.step, self.heads, self.head_dim, self.dtype
 
     @property
@@ -130,17 +130,17 @@ class LayerFigures:
         return next(candidate for candidate in self.candidates if candidate.serves)
 
     def cdna_in(self, tiles: CdnaTiles, kind: str) -> CdnaFigures | None:
-        """Of decode for CDNA in these tiles: of this kind of layer, else of the plain one; None: they have none."""
+        """Figures of CDNA decode in these tiles: for this kind of layer, else for the plain one; None if none."""
         of_tiles = [each for each in self.cdna if each.tiles == tiles]
         return next((each for wanted in (kind, "plain") for each in of_tiles if each.kind == wanted), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Of extend in Gluon, which serves nothing: heads of 128, one wave a program, blocks of 32 keys.
+    """A study of extend in Gluon, which serves no layer: heads of 128, one wave per program, blocks of 32 keys.
 
-    rows: of q in a wave
-    lazy: whether results are rescaled only where a maximum has grown; the figures are of blocks in which none has
+    rows: rows of q in a wave
+    lazy: True if results are rescaled only if a maximum has grown; the figures are of blocks in which none has
     """
 
     arch: str
@@ -156,7 +156,7 @@ class StaticFigures:
 
     triton, llvm: versions that compiled and counted the rows that serve and AITER's kernels, in one run
     aiter:        the checkout, and the date of its commit
-    studies:      of kernels that were tried and serve nothing
+    studies:      figures of kernels that were tried and serve no layer
     code_objects: arch -> AITER's forward kernel in assembly, for heads of 128 without a mask
     """
 
@@ -170,7 +170,7 @@ class StaticFigures:
 
     @classmethod
     def read(cls) -> StaticFigures:
-        """What is in FILE."""
+        """Reads FILE."""
         told: dict[str, Any] = json.loads(FILE.read_text())
         layers = tuple(map(_layer, told.pop("layers")))
         studies = tuple(
@@ -181,7 +181,7 @@ class StaticFigures:
         return cls(**told, code_objects=code_objects, layers=layers, studies=studies)
 
     def write(self) -> None:
-        """Into FILE, a kernel a line."""
+        """Writes FILE, one kernel per line."""
         head = {name: getattr(self, name) for name in ("triton", "llvm", "aiter", "aiter_date", "code_objects")}
         lines = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
         layers = ",\n".join(_layer_text(layer) for layer in self.layers)

@@ -10,7 +10,7 @@ from typing import Any, TextIO, cast
 
 
 def say(*lines: str) -> None:
-    """Lines on stderr. Where it is full or gone they are dropped: no job fails for want of its progress report."""
+    """Prints lines on stderr. If it is full or closed they are dropped, so that no progress report fails a job."""
     try:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
     except OSError:
@@ -18,15 +18,15 @@ def say(*lines: str) -> None:
 
 
 def open_what_is_closed() -> None:
-    """Give a closed stdin, stdout or stderr a place that holds nothing, or the next file takes its number.
+    """Opens a closed stdin, stdout or stderr on the null device; otherwise the next file would get its number.
 
-    Python's sys.stderr is set then too: print(file=None) would write to stdout. sys.stdin and sys.stdout stay None.
+    Python's sys.stderr is set too: print(file=None) would write to stdout. sys.stdin and sys.stdout stay None.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open until the end)
 
@@ -40,12 +40,12 @@ class StdoutFailed(Exception):
 
 
 class Stdout:
-    """A context in which sys.stdout loses no text in silence: use it as any other stream.
+    """A context in which sys.stdout never loses text silently; use it like any other stream.
 
-    Characters that its encoding lacks come out as escapes. A failed write raises StdoutFailed, which no other file's
-    write does; what is held then is dropped, or Python would try once more at exit.
+    Characters that its encoding lacks are written as escapes. A failed write raises StdoutFailed, which no other file's
+    write does. Buffered text is dropped then; otherwise Python would try to write it again at exit.
 
-    escaped: whether a character came out as an escape
+    escaped: True if a character was written as an escape
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -63,14 +63,14 @@ class Stdout:
         sys.stdout = self._stream
 
     def write(self, text: str) -> int:
-        """Raises StdoutFailed."""
+        """Writes text to the stream. Raises StdoutFailed."""
         try:
             return self._stream.write(text)
         except OSError as reason:
             raise self._failed(reason) from reason
 
     def flush(self) -> None:
-        """Raises StdoutFailed."""
+        """Flushes the stream. Raises StdoutFailed."""
         try:
             self._stream.flush()
         except OSError as reason:
@@ -89,7 +89,7 @@ class Stdout:
 
 
 def _point_at_nothing(stream: TextIO) -> None:
-    """Python flushes its streams once more at exit; give this one a place where that works."""
+    """Points a stream at the null device, so that Python's flush at exit works."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stream.fileno())
     os.close(nothing)

@@ -27,7 +27,7 @@ _FILES = {
     Table.LATENT_DECODE: "kernels/tuning/latent_tiles.py",
     Table.LATENT_EXTEND: "kernels/tuning/latent_tiles.py",
 }
-# The kernels whose tiles these are, by the ends of their names.
+# The kernels of each table, by the ends of their names.
 _KERNELS = {
     Table.DECODE: ("triton.decode",),
     Table.CDNA_DECODE: ("triton.cdna_decode",),
@@ -39,7 +39,7 @@ _KERNELS = {
 
 @dataclass(frozen=True, slots=True)
 class TileRow:
-    """Tiles, what they are of, and where they come from. what: table, and the steps of a class of its own"""
+    """Tiles, their table, and their origin. what: table, and the steps if the row is for some of them"""
 
     what: str
     tiles: Tiles
@@ -47,7 +47,7 @@ class TileRow:
     is_measured: bool
 
     def line(self) -> str:
-        """In one line; fields that are as by themselves are left out."""
+        """The row in one line, without fields that have their defaults."""
         given = [
             f"{field.name} {getattr(self.tiles, field.name)}"
             for field in fields(self.tiles)
@@ -56,13 +56,13 @@ class TileRow:
         return f"{self.what}: {', '.join(given)}; {self.origin}"
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
+        """The row for --json."""
         tiles = {field.name: getattr(self.tiles, field.name) for field in fields(self.tiles)}
         return {"what": self.what, "tiles": tiles, "origin": self.origin, "measured": self.is_measured}
 
 
 def tile_rows(selection: Selection) -> list[TileRow]:
-    """Of the searched kernels that serve a kind of layer; none where other kernels do."""
+    """Rows of the searched kernels that serve a kind of layer; none if other kernels do."""
     names = {kernel.row.name for kernel in selection.kernels.values()}
     problem, target = selection.problem, selection.target
     tables = [table for table, kernels in _KERNELS.items() if names.intersection(kernels)]

@@ -1,4 +1,4 @@
-"""`rocm-attn truth`: whether every key of a long context is found, on this machine and for a model's layers."""
+"""`rocm-attn truth`: checks that every key of a long context is found, on this machine and for a model's layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rocm_attn.soak.shapes import SHAPES
 from rocm_attn.soak.truth import Truth, TruthPlan, TruthReport
 from rocm_attn.step.options import RuntimeOptions
 
-# A CPU serves in minutes what a GPU serves in a second.
+# A CPU needs minutes for work that takes a GPU a second.
 _LENGTHS_ON_CPU, _CHUNK_ON_CPU = (200, 600, 1000), 300
 _POOL_GIB_ON_GPU = 5.0
 
@@ -36,7 +36,7 @@ class NeedlesMissed(RocmAttnError):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How K and V are kept and by whom they are read."""
+    """How K and V are kept, and the provider that reads them."""
 
     provider: str
     encoding: KVEncoding
@@ -54,7 +54,7 @@ class Way:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what was found. Raises NeedlesMissed where something was missed, or where nothing could be run."""
+    """Prints the findings. Raises NeedlesMissed if a key was missed, or if nothing could be run."""
     device = device_named(options.device)
     target = detect_target(device)
     results, refused = [], []
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _ways(providers: Sequence[str], encodings: Sequence[str]) -> Iterator[Way]:
-    """Raises BadSetting for an encoding or scales that do not exist."""
+    """Yields all ways. Raises BadSetting for an encoding or scales that do not exist."""
     for provider in providers:
         for encoding, scales in kv_encodings(encodings):
             yield Way(provider, encoding, scales)
@@ -104,7 +104,7 @@ def _layers(options: argparse.Namespace, way: Way, target: Target) -> tuple[Page
 
 
 def _one_of_each(problems: Sequence[Problem]) -> list[Problem]:
-    """A layer of each kind in the order in which they come; one that shares a selection keeps its place after it."""
+    """One layer of each kind, in order; a layer that shares a selection stays after the one that makes it."""
     return list(dict.fromkeys(problems))
 
 

@@ -1,1 +1,1 @@
-"""The safeguards against silent corruption, and what takes their place when one is switched off."""
+"""The safeguards against silent corruption, and their replacements when one is switched off."""

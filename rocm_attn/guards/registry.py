@@ -1,9 +1,9 @@
-"""Guards: the safeguards against silent corruption, as values that a runtime is built from.
+"""Guards: the safeguards against silent corruption, as values from which a runtime is built.
 
 Each part that has safeguards has one frozen value of them: TableGuards with the request table, MemoryGuards with the
-memory of steps, and so on. Guards is composed of these. A field's default is the value that guards; debugging puts the
-value of unguarded.py in its place, one at a time: ROCM_ATTN_DEBUG=1 ROCM_ATTN_DISABLE_GUARDS=id. Nothing on the way of
-a step asks which of the two it has. docs/guards.md is the list for readers.
+memory of steps, and so on. Guards is composed of these. A field's default is the value that guards. Debugging replaces
+it by a value of unguarded.py, one at a time: ROCM_ATTN_DEBUG=1 ROCM_ATTN_DISABLE_GUARDS=id. The code of a step never
+checks which of the two it has. docs/guards.md is the list for readers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rocm_attn.step.publisher import PublishingGuards
 
 
 def where_sealed(seal_number: int) -> bool:
-    """Graphs are made of memory that cannot move; 0 is no seal's number."""
+    """True under a seal, whose memory cannot move; 0 is not the number of a seal."""
     return seal_number > 0
 
 
@@ -34,7 +34,7 @@ def where_sealed(seal_number: int) -> bool:
 class CaptureGuards:
     """The safeguards of a StepRunner's graphs.
 
-    new_pins:    makes what tells whether the memory that graphs read has moved
+    new_pins:    makes the check whether the memory that graphs read has moved
     may_capture: the number of the seal, 0 without one -> whether graphs may be made now
     """
 
@@ -59,7 +59,7 @@ class Guards:
         return tuple(guard.id for guard in GUARDS if guard.value_in(self) is not guard.value_in(_ALL_ON))
 
     def warn(self) -> None:
-        """Log which safeguards are switched off, if any are."""
+        """Logs the safeguards that are switched off, if any are."""
         if self.off:
             logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(self.off))
 
@@ -81,13 +81,13 @@ _ALL_ON = Guards()
 class Guard:
     """One safeguard.
 
-    id:             what the environment calls it
+    id:             its name in the environment
     place:          its field of Guards: names of parts and of a part's field, from the outside in
-    prevents:       what goes wrong without it
-    report:         where that went wrong: seed n, a founding report; Hn, a hazard of SGLang's AITER backend; Gn, the
-                    promise that it keeps
-    value_when_off: takes its place when it is switched off
-    test:           goes wrong without it and right with it: file::function
+    prevents:       the fault that occurs without it
+    report:         where that fault occurred: seed n, a founding report; Hn, a hazard of SGLang's AITER backend; Gn,
+                    the promise that it keeps
+    value_when_off: replaces it when it is switched off
+    test:           fails without it and passes with it: file::function
     """
 
     id: str
@@ -98,11 +98,11 @@ class Guard:
     test: str
 
     def value_in(self, guards: Guards) -> Any:
-        """What stands in its place."""
+        """The value at its place."""
         return reduce(getattr, self.place, guards)
 
     def put_in(self, guards: Guards, value: Any) -> Guards:
-        """The same guards with a value in its place."""
+        """The same guards with another value at its place."""
         return _put(guards, self.place, value)
 
 
@@ -476,7 +476,7 @@ GUARDS: tuple[Guard, ...] = (
 
 
 def guards_from_settings(chosen: Settings | None = None) -> Guards:
-    """All safeguards, less those that the settings switch off; the process's settings when none are given.
+    """All safeguards but those that the settings switch off; the process's settings if none are given.
 
     Raises BadSetting for an id that does not exist.
     """

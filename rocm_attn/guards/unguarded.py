@@ -1,7 +1,7 @@
-"""What takes a safeguard's place when it is switched off: the ways to go wrong that the safeguards exist for.
+"""Replacements of safeguards that are switched off: the faults that the safeguards prevent.
 
-Debugging asks for them by the safeguard's id (guards.py), one at a time, to see whether a fault changes. Each is what
-a plain implementation would do. None is meant to be fast: some of them ask the device.
+Debugging selects them by the safeguard's id (guards.py), one at a time, to see whether a fault changes. Each does what
+a plain implementation would do. None is meant to be fast: some of them wait for the device.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from rocm_attn.step.host_ring import Fence
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import GraphKey
 
-# What a step's inputs hold for each sequence.
+# Tensors of a step's inputs that have a value for each sequence.
 _OF_SEQS = ("row_of_seq", "kv_len", "q_len", "prefix_len", "group_end")
 
 
 def leave_pads(ops: StepOps) -> StepOps:
-    """Publishing writes the real sequences and tokens; what comes after them keeps what the last step left."""
+    """Publishing writes only the real sequences and tokens; the rest keeps the values of the last step."""
 
     def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
         seqs, tokens = slot[:2].tolist()
@@ -73,7 +73,7 @@ def leave_pads(ops: StepOps) -> StepOps:
 
 
 def store_everything(ops: StepOps) -> StepOps:
-    """Every token is stored to its slot, padded ones, whose slot is 0 or -1, included."""
+    """Every token is stored to its slot, including padded ones, whose slot is 0 or -1."""
 
     def store_kv(
         k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
@@ -87,7 +87,7 @@ def store_everything(ops: StepOps) -> StepOps:
 
 
 def store_as_it_comes(ops: StepOps) -> StepOps:
-    """What is infinite or no number is stored like any other K and V."""
+    """Infinite values and NaN are stored like any other K and V."""
 
     def store_kv(
         k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
@@ -95,7 +95,7 @@ def store_as_it_comes(ops: StepOps) -> StepOps:
         keys, values = pages.keys, pages.values
         token = torch.arange(len(k), device=k.device)
         live = (token < counts[1]) & (slot_of_token >= (keys.page_size if null_page else 0))
-        # As in the twin: a dropped token writes what a live one writes, or what is there.
+        # Like the twin: a dropped token writes the same as a live one, or the present content.
         any_live, source = live.any(), torch.where(live, token, live.int().argmax())
         slot = torch.where(any_live, slot_of_token[source], 0)
         page, offset = slot // keys.page_size, slot % keys.page_size
@@ -108,7 +108,7 @@ def store_as_it_comes(ops: StepOps) -> StepOps:
 
 
 def _rope_then(store_kv: StoreKV) -> RopeStore:
-    """A fused store that stores by another one."""
+    """A fused store that stores by another store."""
 
     def rope_store(given: Projected, tokens: TokenPlaces, work: QkvWork, pages: LayerPages, *, null_page: bool) -> None:
         rope_queries(given.q, given.q_out, tokens.positions, work)
@@ -132,7 +132,7 @@ def fill_once(ops: StepOps) -> StepOps:
 
 
 def lengths_of_the_first_step(ops: StepOps) -> StepOps:
-    """No step of a round of drafts counts those of the steps before it."""
+    """A step of a round of drafts does not count the lengths of the steps before it."""
 
     def draft_steps(steps: Sequence[StepTensors], parents: Tensor, branches: int) -> None:
         ops.draft_steps(steps, parents, branches)
@@ -143,7 +143,7 @@ def lengths_of_the_first_step(ops: StepOps) -> StepOps:
 
 
 def paths_through_page_zero(ops: StepOps) -> StepOps:
-    """Accepted paths take page 0 for a page like any other."""
+    """Accepted paths treat page 0 as a page like any other."""
 
     def move_paths(pages: AlikePages, paths: AcceptedPaths) -> None:
         ops.move_paths(pages, paths._replace(no_page=-1))
@@ -152,7 +152,7 @@ def paths_through_page_zero(ops: StepOps) -> StepOps:
 
 
 def slots_past_the_row(ops: StepOps) -> StepOps:
-    """The slot of a token beyond its row's last page is looked up where the row would go on: in the next row."""
+    """The slot of a token beyond its row's last page is looked up where the row would continue: in the next row."""
 
     def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:
         ops.fill(step, page_size=page_size, window_left=window_left)
@@ -167,7 +167,7 @@ def slots_past_the_row(ops: StepOps) -> StepOps:
 
 
 def lengths_as_they_come(ops: StepOps) -> StepOps:
-    """Lengths on the device are taken without a look at what the host has reserved."""
+    """Lengths on the device are used without a check against the host's reservations."""
 
     def device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
         ops.device_inputs(slot, given, to)
@@ -188,7 +188,7 @@ def lengths_as_they_come(ops: StepOps) -> StepOps:
 
 
 def slots_as_given(ops: StepOps) -> StepOps:
-    """New tokens go to the slots that the engine gives, whatever its table says."""
+    """New tokens go to the slots that the engine gives, without a check against its table."""
 
     def take_slots(
         given: Tensor,
@@ -220,11 +220,11 @@ def write_row_zero(ops: StepOps) -> StepOps:
 
 
 def table_one_update_late(ops: StepOps) -> StepOps:
-    """Changes of the table reach the device with the next changes, as by a copy that nothing orders before the step."""
+    """Changes of the table reach the device with the next changes, like a copy that is not ordered before the step."""
     late: list[Callable[[], None]] = []
 
     def table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
-        kept = updates.to(table.device, copy=True)  # the ring slot is written anew before it is read
+        kept = updates.to(table.device, copy=True)  # the ring slot is written again before it is read
         late.append(partial(ops.table_update, kept, table, num_updates=num_updates))
         for update in late[:-1]:
             update()
@@ -234,7 +234,7 @@ def table_one_update_late(ops: StepOps) -> StepOps:
 
 
 def leave_tails(ops: StepOps) -> StepOps:
-    """Page lists and dense tables keep, after a sequence's last page, what an earlier step left."""
+    """After a sequence's last page, page lists and dense tables keep the entries of an earlier step."""
 
     def fill(step: StepTensors, *, page_size: int, window_left: int) -> None:
         list_before, rows_before = step.page_list.clone(), step.block_table.clone()
@@ -288,7 +288,7 @@ def unmasked_v(selection: Selection) -> Selection:
 
 
 def cut_by_work(selection: Selection) -> Selection:
-    """In place of deterministic kernels some whose cuts follow from how the work of the batch is shared out."""
+    """Replaces deterministic kernels by kernels whose cuts depend on how the work of the batch is shared out."""
     if not selection.deterministic:
         return selection
     if selection.provider == "torch":
@@ -301,7 +301,7 @@ def cut_by_work(selection: Selection) -> Selection:
 
 
 class _SharesOfTheStep(TorchSegments):
-    """Torch's kernel, for which three workers share the KV of the step's longest sequence."""
+    """Torch's kernel, with three workers that share the KV of the step's longest sequence."""
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         TorchSegments(self.problem, -(-bounds.max_kv_len // 3)).attend(args, step, bounds)
@@ -309,7 +309,7 @@ class _SharesOfTheStep(TorchSegments):
 
 @dataclass(frozen=True, slots=True)
 class _RequestRows(Capacity):
-    """Whatever counts sequences has the size of the request pool, and a view past its end is cut short."""
+    """Sizes that count sequences are those of the request pool, and a view past its end is cut short."""
 
     max_num_seqs: int = 0
 
@@ -321,7 +321,7 @@ class _RequestRows(Capacity):
             return PADDED_BATCH.elements(spec, shape)
         num_seqs = min(shape.num_seqs, self.max_num_seqs)
         shape = replace(shape, num_seqs=num_seqs)
-        if isinstance(shape.drafts, Drafts):  # a row for each request, and none for its other branches
+        if isinstance(shape.drafts, Drafts):  # one row per request, and none for its other branches
             shape = replace(shape, num_tokens=num_seqs * shape.drafts.steps)
         return PADDED_BATCH.elements(spec, shape)
 
@@ -332,40 +332,40 @@ class _RequestRows(Capacity):
         return tensor[first : first + elements]
 
 
-# Buffers as large as the request pool, whatever a batch is padded to.
+# Buffers with the size of the request pool, for a batch of any padded size.
 BY_REQUEST_ROWS = _RequestRows()
 
 
 def all_in_one_place(child: int, elements: int) -> int:
-    """The children of a split step use the same words, as backends that keep their state in one place do."""
+    """The children of a split step use the same words, like backends that keep their state in one place."""
     return 0
 
 
 def room_for_older_keys(shape: PaddedShape, mask_keys: int) -> int:
-    """The mask of a step is as large as the keys before its new tokens ask for, and without room for these."""
+    """The mask of a step has room for the cells of keys before its new tokens, and none for those of the new ones."""
     if isinstance(shape.drafts, Drafts):
         return shape.num_tokens * (shape.drafts.tokens - shape.drafts.branches)
     return shape.num_tokens * mask_keys
 
 
 def let_sealed_memory_move(reason: str) -> None:
-    """Growth goes on, although graphs read the memory that is given up."""
+    """Growth continues, although graphs read the memory that is given up."""
 
 
 def let_weights_move(owned: Tensor, given: Tensor) -> Tensor:
-    """A layer's weights are other tensors from now on, although graphs read the old ones."""
+    """A layer's weights move to other tensors, although graphs read the old ones."""
     return torch.empty_like(owned).copy_(given)
 
 
 def read_any_format(pages: str, declared: PageFormat, wanted: PageFormat) -> None:
-    """Bytes are read as kernels would like them to be."""
+    """Bytes are read in the kernels' format, without a check of the declared one."""
 
 
 def past_the_row(max_kv_len: int, kv_len: int) -> None:
     """Pages are put where they would lie if the row had no end: in the rows after it."""
 
 
-# Every row writes to the pages that it holds, however many other rows hold them too.
+# Every row writes to the pages that it holds, with any number of other holders.
 ANY_WRITERS = INT32_MAX
 
 
@@ -377,7 +377,7 @@ class NoFloors(StoredTokens):
 
 
 def whatever_is_kept_there(given: KeptIds, there: KeptIds) -> npt.NDArray[np.bool_]:
-    """An id stands for what lies in its place now."""
+    """An id stands for the present content of its place."""
     return np.ones(len(given), np.bool_)
 
 
@@ -386,16 +386,16 @@ def whatever_was_stored(checks: BatchChecks, batch: StepBatch, needed: Int32Arra
 
 
 def free_at_once(copies: dict[int, int]) -> Collection[int]:
-    """A page is handed out as soon as no row holds it, whatever has still to be copied from it."""
+    """A page is handed out as soon as no row holds it, even if it must still be copied."""
     return ()
 
 
 def any_batch(checks: BatchChecks, batch: StepBatch) -> None:
-    """Batches are taken as they come."""
+    """Batches are accepted without a check."""
 
 
 def rows_as_they_were(checks: BatchChecks, change: int, batch: StepBatch, num_staying: int) -> list[int]:
-    """An earlier step's rows are taken for its own, whatever became of them."""
+    """An earlier step's rows count as unchanged, even if they have changed."""
     return []
 
 
@@ -404,12 +404,12 @@ IN_ANY_ORDER = 1
 
 
 def full_space(step: DeviceStep, kind: int) -> StepTensors:
-    """Layers of all spaces read by the full space's ids."""
+    """Layers of all spaces read through the ids of the full space."""
     return step.spaces[0]
 
 
 def last_new_tokens(batch: StepBatch) -> Int32Array:
-    """A step gives back what its sequences' last new tokens do not see any more."""
+    """A step gives back pages that its sequences' last new tokens do not see any more."""
     return batch.kv_len
 
 
@@ -429,7 +429,7 @@ def key_without_length(key: GraphKey) -> GraphKey:
 
 
 class EpochlessPins(PinnedTensors):
-    """Pinned tensors whose epoch says nothing when they move."""
+    """Pinned tensors whose epoch does not change when they move."""
 
     __slots__ = ()
 
@@ -438,23 +438,23 @@ class EpochlessPins(PinnedTensors):
 
 
 def sealed_or_not(seal_number: int) -> bool:
-    """Graphs are made whatever becomes of the memory that they read."""
+    """Graphs are made even if the memory that they read may move."""
     return True
 
 
 def last_step_unseen(counts: Sequence[int], number: int) -> None:
-    """The step that was published last is not looked at."""
+    """The counts of the last published step are not checked."""
 
 
 def wait_for_nothing(fence: Fence) -> None:
-    """A ring slot is written anew while the device may still have to read it."""
+    """A ring slot is written again while the device may still have to read it."""
 
 
 class EchoIgnored:
-    """Takes a ring slot back without a look at what the device has written to it."""
+    """Takes a ring slot back without a check of the device's echo in it."""
 
     def __call__(self, words: Int32Array) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
 
 def forget_then_launch(launch: Callable[[], None], forget: Callable[[], None]) -> None:
@@ -464,7 +464,7 @@ def forget_then_launch(launch: Callable[[], None], forget: Callable[[], None]) -
 
 
 def page_zero_is_no_ones(terms: TableTerms) -> TableTerms:
-    """Page 0 belongs to no one, whatever its owner says."""
+    """Page 0 belongs to no one, even if its owner says otherwise."""
     return terms._replace(null_page=True)
 
 
@@ -473,10 +473,10 @@ def let_tables_move(reason: str) -> None:
 
 
 def whatever_was_selected(layer: int, wanted: int, found: int) -> None:
-    """A layer attends to the selection that lies there, whosever it is."""
+    """A layer attends to the selection that is there, of any layer."""
 
 
 def over_the_boundaries(counts: Tensor, step: StepTensors) -> Tensor:
-    """How much each sequence selects is written where it begins and ends, as a sparse plan over a dense one's does."""
+    """A selection's counts overwrite the step's sequence boundaries, like a sparse plan that overwrites a dense one."""
     place = step.q_indptr[1:]
     return place[: counts.numel()] if counts.numel() <= place.numel() else counts

@@ -1,1 +1,1 @@
-"""What the process runs on: the target, devices, releases, ranks, and settings of the environment."""
+"""The environment of the process: the target, devices, releases, ranks, and settings from environment variables."""

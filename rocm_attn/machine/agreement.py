@@ -1,9 +1,9 @@
 """Agreement: ranks that run one model in step must take the same kernels, make the same graphs, raise the same faults.
 
-What a rank finds wrong with a kernel or a graph is true of its own device, driver and disk. Where the ranks of a model
-go on with different ones, their collectives no longer meet. So each of them sends the others what it found, and all act
-on everything that was found. A fault of the device is seen by one rank alone, whenever its echo comes: it waits for the
-meeting before the next step but one, so that all ranks raise it between the same two steps.
+A fault that a rank finds in a kernel or a graph depends on its own device, driver and disk. If the ranks of a model
+continue with different kernels or graphs, their collectives no longer meet. So each rank sends the others its findings,
+and all act on the findings of all. A fault of the device is seen by one rank alone, whenever its echo comes: it waits
+for the meeting before the next step but one, so that all ranks raise it between the same two steps.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import torch.distributed as dist
 
 from rocm_attn.errors import DeviceFault, RocmAttnError
 
-# What this rank found wrong, by name of the thing -> what some rank found wrong; called by every rank, equally often.
+# Findings of this rank, by name -> findings of any rank; called by every rank, equally often.
 Agree = Callable[[Mapping[str, str]], Mapping[str, str]]
 
-# One operation by two names: the first is the older one, which warns from torch 2.13 on.
+# One operation under two names: the first is the older one, which warns from torch 2.13 on.
 all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-# Called with why a rank waits for the others, and with an empty string when it does not any more.
+# Called with the reason why a rank waits for the others, and with an empty string when it does not wait any more.
 OnWait = Callable[[str], None]
 
 _STEPS_WRAP = 2**31 - 1
 
 
 class RanksDiverged(RocmAttnError, RuntimeError):
-    """Ranks of one model were given different steps: a mistake in what decides them, and nothing after it is right."""
+    """Ranks of one model were given different steps, by a bug in code that decides them; later results are wrong."""
 
 
 class Meetings(Protocol):
-    """What the ranks of one model tell each other between steps; one for each runtime. All ranks call it alike.
+    """The messages between the ranks of one model between steps; one object per runtime. All ranks call it alike.
 
-    holds_faults: whether a fault that a step finds waits for a meeting, instead of being raised by that step
-    steps_late:   how many steps after the one that has found a fault it is raised, at the latest
-    digest:       of what the next step must have in common with that of other ranks; 0: nothing is compared
+    holds_faults: True if a fault that a step finds waits for a meeting, instead of being raised by that step
+    steps_late:   the most steps between the one that has found a fault and the one that raises it
+    digest:       of the properties that the next step must share with that of other ranks; 0: nothing is compared
     """
 
     @property
@@ -50,7 +50,7 @@ class Meetings(Protocol):
     digest: int
 
     def before_step(self, number: int, found: Sequence[DeviceFault]) -> Sequence[DeviceFault]:
-        """What all ranks are to raise now, in place of the step; mostly nothing. Waits for no rank that keeps up.
+        """The faults that all ranks raise now, in place of the step; mostly none. Waits for no rank that keeps up.
 
         number: of this rank's last step
         found:  on this rank, and not raised yet
@@ -59,28 +59,29 @@ class Meetings(Protocol):
         ...
 
     def all_faults(self, number: int, found: Sequence[DeviceFault]) -> Sequence[DeviceFault]:
-        """What any rank has found. Waits for all of them."""
+        """Returns the faults that any rank has found. Waits for all of them."""
         ...
 
     def waiting(self, reason: str) -> AbstractContextManager[None]:
-        """Inside of it this rank waits for the others although something went wrong on it, which may have left them in
-        a collective. reason: what; empty: nothing did
+        """A context in which this rank waits for the others after an error, which may have left them in a collective.
+
+        reason: the error; empty if there was none
         """
         ...
 
 
 class Agreement(Protocol):
-    """How ranks agree: called as Agree is, on kernels and graphs; and by meetings, on faults."""
+    """How ranks agree: on kernels and graphs by a call with the signature of Agree, and on faults by meetings."""
 
     def __call__(self, findings: Mapping[str, str]) -> Mapping[str, str]: ...
 
     def new_meetings(self) -> Meetings:
-        """For one runtime."""
+        """Makes the meetings of one runtime."""
         ...
 
 
 class _NoMeetings:
-    """Of a rank alone, which raises a fault when it finds it."""
+    """The meetings of a single rank, which raises a fault when it finds it."""
 
     holds_faults = False
     steps_late = 0
@@ -99,7 +100,7 @@ class _NoMeetings:
 
 
 class _Alone:
-    """A model on one rank, or ranks that need not agree: what was found."""
+    """A model on one rank, or ranks that need not agree: returns the rank's own findings."""
 
     def __call__(self, findings: Mapping[str, str]) -> Mapping[str, str]:
         return findings
@@ -112,7 +113,7 @@ alone = _Alone()
 
 
 class _Among:
-    """All ranks of a group."""
+    """Agreement of all ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup, on_wait: OnWait) -> None:
         self._group = group
@@ -128,24 +129,26 @@ class _Among:
 
 
 def say_who_waits(reason: str) -> None:
-    """Log what went wrong on a rank that waits for the others: they may be in a collective that never ends."""
+    """Logs the error of a rank that waits for the others: they may be in a collective that never ends."""
     if reason:
         logging.getLogger(__name__).warning("this rank waits for the others to agree, because %s", reason)
 
 
 def among(group: dist.ProcessGroup, on_wait: OnWait = say_who_waits) -> Agreement:
-    """All ranks of a group, which must be those that run one model in step: not those of another data-parallel replica,
-    unless its forward meets theirs in a collective, as over shared experts.
+    """Agreement of all ranks of a group, which must be those that run one model in step.
+
+    Ranks of another data-parallel replica do not belong to it, unless its forward meets theirs in a collective, for
+    instance over shared experts.
 
     group:   one with a backend for tensors of the host, such as Gloo; best one that nothing else uses
-    on_wait: called with a reason when this rank waits for the others although something went wrong on it, and with
-             nothing when they have agreed
+    on_wait: called with a reason when this rank waits for the others after an error, and with an empty one when they
+             have agreed
     """
     return _Among(group, on_wait)
 
 
 def found_by_any(findings_of_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Everything that some rank found wrong, with the lowest such rank unless all of them say the same."""
+    """All findings of any rank, with the lowest such rank unless all of them report the same."""
     found: dict[str, str] = {}
     for rank, findings in enumerate(findings_of_rank):
         for name, reason in findings.items():
@@ -154,15 +157,15 @@ def found_by_any(findings_of_rank: Sequence[Mapping[str, str]]) -> dict[str, str
     return found
 
 
-# A fault as it is sent: what, step, rows, is_contained.
+# A fault in the form in which it is sent: what, step, rows, is_contained.
 SentFault = tuple[str, int | None, tuple[int, ...], bool]
 
 
 class _GroupMeetings:
-    """Of a group. What a rank says before a step is heard before the next one, when it has long arrived."""
+    """The meetings of a group. A message before a step is read before the next one, when it has long arrived."""
 
     holds_faults = True
-    steps_late = 2  # it is said before the next step, and heard before the one after that
+    steps_late = 2  # it is sent before the next step, and read before the one after that
 
     def __init__(self, group: dist.ProcessGroup, on_wait: OnWait) -> None:
         self.digest = 0
@@ -172,7 +175,7 @@ class _GroupMeetings:
         self._heard = torch.zeros(2 * group.size(), dtype=torch.int64)
         # the same memory, whose elements NumPy reads and writes in a tenth of the time
         self._said_words, self._heard_words = self._said.numpy(), self._heard.numpy().reshape(-1, 2)
-        self._work: dist.Work | None = None  # of what was said before the last step
+        self._work: dist.Work | None = None  # for the message before the last step
 
     def before_step(self, number: int, found: Sequence[DeviceFault]) -> Sequence[DeviceFault]:
         faults: Sequence[DeviceFault] = ()
@@ -209,10 +212,10 @@ class _GroupMeetings:
 
 
 def faults_of_any(of_rank: Sequence[tuple[int, Sequence[SentFault]]], number: int) -> list[DeviceFault]:
-    """One fault for each step that some rank found a fault of, by this rank's numbers of steps.
+    """One fault for each step in which some rank found a fault, by this rank's numbers of steps.
 
-    of_rank: number of each rank's last step, and its faults. Trials of graphs count as steps, and one that failed early
-             on a rank has left it with lower numbers
+    of_rank: number of each rank's last step, and its faults. Trials of graphs count as steps, and a trial that failed
+             early on a rank has left it with lower numbers
     number:  of this rank's last step
     """
     by_step: dict[int | None, list[tuple[int, SentFault]]] = {}

@@ -1,4 +1,4 @@
-"""Which device is meant, which one launches go to, and in which order on its streams."""
+"""The device that is meant, the device that launches go to, and the order of launches on its streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """cuda -> cuda:N, so that the device compares equal to those of tensors."""
+    """Turns cuda into cuda:N, so that the device compares equal to those of tensors."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -19,49 +19,49 @@ def with_index(device: torch.device | str) -> torch.device:
 
 
 _HERE: AbstractContextManager[object] = nullcontext()
-# Of torch._C, and looked up once: the public functions cost more than a step has to spend. A torch for CPUs has none.
+# Functions of torch._C, looked up once: the public ones cost too much for a step. A torch for CPUs has none.
 _current_index: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: -1)
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether launches go to the device anyway."""
-    # A CPU has no index, which is cheaper to ask for than its type.
+    """True if launches go to the device without a change of the current device."""
+    # A CPU has no index, which is cheaper to check than its type.
     index = device.index
     return index is None or _current_index() == index
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Launches go to the device, whichever is current for the caller."""
+    """A context in which launches go to the device, even if another one is current for the caller."""
     if is_current(device):
         return _HERE
     return torch.cuda.device(device)
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until all is done that was launched on the device."""
+    """Waits until everything that was launched on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Streams(Protocol):
-    """What a device has of streams."""
+    """The stream functions of a device."""
 
     def current_handle(self) -> int:
-        """A number that only the current stream has."""
+        """A number that identifies the current stream."""
         ...
 
     def current(self) -> Any:
-        """The current stream; wait_stream(other) lets it go on when all that was launched on the other is done."""
+        """The current stream; wait_stream(other) makes it wait for everything that was launched on the other."""
         ...
 
     def is_capturing(self) -> bool:
-        """Whether what is launched on the current stream is captured."""
+        """True if launches on the current stream are captured."""
         ...
 
 
 class _NoStreams:
-    """A CPU's: kernels run before their launch returns."""
+    """The streams of a CPU, on which kernels run before their launch returns."""
 
     def current_handle(self) -> int:
         return -1
@@ -74,7 +74,7 @@ class _NoStreams:
 
 
 class _DeviceStreams:
-    """A GPU's."""
+    """The streams of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,9 +88,9 @@ class _DeviceStreams:
 
 
 class StreamOrder:
-    """The order of steps that use the same buffers and pages and may come on different streams.
+    """The order of steps that use the same buffers and pages and may run on different streams.
 
-    streams: the device's; a test gives its own
+    streams: those of the device; tests pass their own
     """
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
@@ -102,9 +102,9 @@ class StreamOrder:
         self._others: dict[int, Any] = {}
 
     def follow(self) -> None:
-        """A step begins: what is launched on the current stream from now on starts after the one before.
+        """Begins a step: later launches on the current stream start after the step before.
 
-        Whatever streams that one's launches came on.
+        This holds for any streams on which that step was launched.
         """
         handle = self._streams.current_handle()
         if handle != self._last_handle or self._others:
@@ -115,9 +115,9 @@ class StreamOrder:
             self._last, self._last_handle, self._others = stream, handle, {}
 
     def join(self) -> None:
-        """Something of the step is launched on the current stream: it starts after what began the step.
+        """Orders a launch of the step on the current stream: it starts after the launches that began the step.
 
-        A stream waits once a step. Two streams of one step are ordered by the code that forks and joins them; a
+        A stream waits once per step. Two streams of one step are ordered by the code that forks and joins them; a
         capture's own stream is ordered by the recorder.
         """
         handle = self._streams.current_handle()

@@ -1,8 +1,8 @@
-"""Which measured rows of tiles a GPU is served with: those of the user's file that were measured on its like.
+"""The measured rows of tiles that serve a GPU: those of the user's file that were measured on the same kind of GPU.
 
-The file is that of $ROCM_ATTN_TUNING, or rocm_attn/tuning.json in the user's cache; "off" is none. A row serves the
-arch, the number of compute units and the Triton that it was measured with; others are passed over, with one line that
-says so. A file that is refused serves nothing, and never stops a runtime: the tables' own rows serve then.
+The file is that of $ROCM_ATTN_TUNING, or rocm_attn/tuning.json in the user's cache; "off" means none. A row serves the
+arch, the number of compute units and the Triton that it was measured with; others are skipped, which one line reports.
+A file that is refused serves nothing, and never stops a runtime: the tables' own rows serve then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OFF = "off"
 class Sorted:
     """The rows of a file, for one target.
 
-    serving: of its like; passed_over: a sentence about the others, empty where there are none
+    serving: measured on the same kind of GPU; passed_over: a sentence about the others, empty if there are none
     """
 
     serving: tuple[MeasuredRow, ...]
@@ -42,17 +42,17 @@ def default_place() -> Path:
 
 
 def place_of(named: str) -> Path | None:
-    """The file that a setting names; None where it is off."""
+    """The file that a setting names; None if it is off."""
     if named.lower() == OFF:
         return None
     return Path(named).expanduser() if named else default_place()
 
 
 def sorted_for(target: Target, rows: Sequence[MeasuredRow]) -> Sorted:
-    """Those that serve a target, and what becomes of the others."""
+    """The rows that serve a target, and a sentence about the others."""
     serving = tuple(row for row in rows if not _differences(row, target))
     of_arch = [row for row in rows if row.measured.arch == target.arch and row not in serving]
-    # Rows of other archs are other machines' business: a file may serve several.
+    # Rows of other archs are for other machines, since a file may serve several.
     if not of_arch:
         return Sorted(serving, "")
     why = "; ".join(dict.fromkeys(difference for row in of_arch for difference in _differences(row, target)))
@@ -79,7 +79,7 @@ def with_rows_of(target: Target, place: Path) -> tuple[Target, str]:
 
 
 def with_measured_rows(target: Target) -> Target:
-    """A target with the rows of the user's file, unless it has rows already. Never raises for what the file holds."""
+    """A target with the rows of the user's file, unless it has rows already. No content of the file makes it raise."""
     named = settings().tuning
     place = place_of(named)
     if place is None or target.measured or not target.is_gpu or (not named and not os.path.isfile(place)):

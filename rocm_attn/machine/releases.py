@@ -1,4 +1,4 @@
-"""Releases of ROCm, of AITER and of Triton, as values that a choice of kernels can be a pure function of."""
+"""Releases of ROCm, of AITER and of Triton, as values, so that the choice of kernels is a pure function of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
 
 _NUMBERS = re.compile(r"v?(\d+(?:\.\d+)+)(.*)")
 _POST = re.compile(r"\.?post(\d+)")
-# Candidates, builds of development, and builds of a commit: Triton's "3.9.0+git1234" may be of any day before 3.9.0, or
-# of a branch after it. "3.6.0+rocm7.2.git1" is a release, built for a ROCm.
+# Candidates, development builds, and builds of a commit: Triton's "3.9.0+git1234" may be of any day before 3.9.0, or of
+# a branch after it. "3.6.0+rocm7.2.git1" is a release, built for a ROCm.
 _BEFORE = re.compile(r"[.-]?(?:dev|rc)\d|\.dev(?![a-z0-9])|(?:a|b|alpha|beta)\d|\+git")
 
 
@@ -22,19 +22,19 @@ _BEFORE = re.compile(r"[.-]?(?:dev|rc)\d|\.dev(?![a-z0-9])|(?:a|b|alpha|beta)\d|
 class Release:
     """A release by its numbers, in the order in which releases are made.
 
-    numbers: of the release, and one more: 0.1.20 is (0, 1, 20, 0), 0.1.19.post1 is (0, 1, 19, 1), and what comes before
-             0.1.21, a build of its development, a build of a commit or a candidate, is (0, 1, 21, -1). Empty: the
-             release is not known.
+    numbers: of the release, and one more: 0.1.20 is (0, 1, 20, 0), 0.1.19.post1 is (0, 1, 19, 1), and a build before
+             0.1.21 (of its development, of a commit, or a candidate) is (0, 1, 21, -1). Empty: the release is not
+             known.
     """
 
     numbers: tuple[int, ...]
 
     @classmethod
     def of(cls, text: str) -> Release:
-        """The release that a version names: "0.1.20", "v0.1.10.post3", "0.1.21.dev0+g1234567", "7.2.53211-abc",
-        "3.9.0+git1234567".
+        """The release that a version names.
 
-        Not known where the text is not a version, or has fewer than two numbers.
+        Versions are, for instance, "0.1.20", "v0.1.10.post3", "0.1.21.dev0+g1234567", "7.2.53211-abc" and
+        "3.9.0+git1234567". The release is not known if the text is not a version, or has fewer than two numbers.
         """
         match = _NUMBERS.match(text)
         if match is None:
@@ -59,13 +59,13 @@ _FIRST, _ENDLESS = Release((0,)), Release((1 << 30,))
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The releases from `since` on, up to `before`, which is not one of them. By itself: all of them."""
+    """The releases from `since` on, up to but without `before`. The defaults include all releases."""
 
     since: Release = _FIRST
     before: Release = _ENDLESS
 
     def __contains__(self, release: Release) -> bool:
-        """Whether a release is, or may be, one of them: one that is not known may be any."""
+        """True if a release is, or may be, one of them: an unknown release may be any."""
         return release == UNKNOWN or self.since <= release < self.before
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ EVERY_RELEASE = Span()
 
 @dataclass(frozen=True, slots=True)
 class Releases:
-    """What runs on a device, or would: the ROCm that compiles for it, and the AITER and Triton that are installed."""
+    """The software of a device: the ROCm that compiles for it, and the AITER and Triton that are installed."""
 
     rocm: Release = UNKNOWN
     aiter: Release = UNKNOWN
@@ -90,12 +90,12 @@ NOT_KNOWN = Releases()
 
 
 def installed_releases() -> Releases:
-    """Those of this machine. torch names the HIP that it was built with, whose first two numbers are ROCm's."""
+    """The releases of this machine. torch names the HIP that it was built with, whose first two numbers are ROCm's."""
     return Releases(Release.of(torch.version.hip or ""), Release.of(aiter_version()), Release.of(triton_version()))
 
 
 def aiter_version() -> str:
-    """The installed AITER's version; empty where its distribution does not say, or where there is none."""
+    """The installed AITER's version; empty if its distribution does not say, or there is none."""
     try:
         return metadata.version("amd-aiter")
     except metadata.PackageNotFoundError:
@@ -103,10 +103,10 @@ def aiter_version() -> str:
 
 
 def triton_version() -> str:
-    """The installed Triton's version, as its distribution says, whichever of TRITON_DISTRIBUTIONS that is.
+    """The installed Triton's version, from whichever of TRITON_DISTRIBUTIONS is installed.
 
-    Empty where there is none, or where several name different releases: the last one overwrote the others' files, and
-    nothing says which that was. `rocm-attn doctor` tells of it.
+    Empty if there is none, or if several name different releases: the last one overwrote the others' files, and nothing
+    says which that was. `rocm-attn doctor` reports it.
     """
     found = []
     for name in TRITON_DISTRIBUTIONS:

@@ -1,6 +1,6 @@
-"""Settings: what the environment may say. Read once; a wrong value raises instead of meaning something else.
+"""Settings: values of environment variables. Read once; a wrong value raises instead of meaning something else.
 
-ROCM_ATTN_DEBUG           0 or 1 (0): whether what is only good for debugging may be asked for
+ROCM_ATTN_DEBUG           0 or 1 (0): whether options that are only useful for debugging are allowed
 ROCM_ATTN_DISABLE_GUARDS  ids of safeguards, separated by commas: they are switched off. Needs ROCM_ATTN_DEBUG=1.
 ROCM_ATTN_DISABLE_PLUGINS names of plug-ins (vllm, sglang), separated by commas: engines load them to no effect
 ROCM_ATTN_TAKE_BACKENDS   names of engines' own attention backends, separated by commas: ours takes their place
@@ -28,12 +28,12 @@ _SWITCH = {"": False, "0": False, "1": True}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The environment's say.
+    """The values of the environment.
 
-    debug:           whether debugging was asked for
-    disable_guards:  ids of the safeguards to switch off, as they were written; none without debug
-    disable_plugins: names of the plug-ins to switch off, as they were written
-    take_backends:   names of engines' own backends that ours serves, as they were written
+    debug:           True if debugging was requested
+    disable_guards:  ids of the safeguards to switch off, as written; none without debug
+    disable_plugins: names of the plug-ins to switch off, as written
+    take_backends:   names of engines' own backends that ours serves, as written
     tuning:          the file of measured tiles, or "off"; empty: the one in the cache
     """
 
@@ -76,7 +76,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 
 
 def _listed(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
-    """What a variable lists, separated by commas."""
+    """The entries of a variable, separated by commas."""
     return tuple(entry for entry in map(str.strip, environment.get(variable, "").split(",")) if entry)
 
 

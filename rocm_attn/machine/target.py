@@ -1,4 +1,4 @@
-"""Target: what the kernels need to know of a machine; detected once, or written down by a test."""
+"""Target: the facts about a machine that kernels need; detected once, or written down by a test."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Target:
     compute_units:  CUs (AMD) or SMs (NVIDIA) that run programs at the same time; 1 on a CPU
     wave_size:      lanes of a wave or warp; 1 on a CPU
     lds_bytes:      LDS (AMD) or shared memory (NVIDIA) that one program may use
-    fp8_dtype:      the FP8 encoding that the matrix units read, None where they read none
-    releases:       of ROCm, AITER and Triton; nothing is known of them where they have no part
-    measured:       rows of tiles that the user has measured on its like (measured_rows.py)
+    fp8_dtype:      the FP8 encoding that the matrix units read, None if they read none
+    releases:       of ROCm, AITER and Triton; not known if they are not involved
+    measured:       rows of tiles that the user has measured on the same kind of GPU (measured_rows.py)
     """
 
     arch: str
@@ -43,33 +43,33 @@ class Target:
         return self.arch not in ("cpu", "interpreter")
 
 
-# What the image brings (docker/Dockerfile); a choice that is asked for without a machine is made for these.
+# The releases in the image (docker/Dockerfile); a choice without a machine is made for these.
 IMAGE_RELEASES = Releases(rocm=Release.of("7.2.4"), aiter=Release.of("0.1.21.dev46"))
 
-# Compute units and LDS from the vendors' data sheets: MI300X 304 CUs and 64 KiB, MI355X 256 CUs and 160 KiB,
-# H100 / H200 132 SMs and 227 KiB a block, A100 108 SMs and 163 KiB.
+# Compute units and LDS from the vendors' data sheets: MI300X 304 CUs and 64 KiB, MI355X 256 CUs and 160 KiB, H100 /
+# H200 132 SMs and 227 KiB per block, A100 108 SMs and 163 KiB.
 KNOWN_TARGETS: dict[str, Target] = {
     "gfx942": Target("gfx942", 304, 64, 64 << 10, torch.float8_e4m3fnuz, IMAGE_RELEASES),
     "gfx950": Target("gfx950", 256, 64, 160 << 10, torch.float8_e4m3fn, IMAGE_RELEASES),
     "sm_90": Target("sm_90", 132, 32, 227 << 10, torch.float8_e4m3fn),
     "sm_80": Target("sm_80", 108, 32, 163 << 10, None),
     "cpu": Target("cpu", 1, 1, 0, None),
-    # Triton's interpreter on a CPU: a few programs, so that schedules split work and run one after the other.
+    # Triton's interpreter on a CPU: a few programs, so that schedules split work, which run one after the other.
     "interpreter": Target("interpreter", 3, 1, 1 << 20, None),
 }
 
 
 def known_target(arch: str) -> Target:
-    """The target written down for an arch; BadSetting lists the known ones."""
+    """The target written down for an arch. Raises BadSetting with the known ones."""
     if arch not in KNOWN_TARGETS:
         raise BadSetting(f"arch {arch!r} is not known; choose one of {', '.join(KNOWN_TARGETS)}")
     return KNOWN_TARGETS[arch]
 
 
 def target_elsewhere(arch: str) -> Target:
-    """The target written down for an arch, to which what is compiled here goes: with the Triton that is installed.
+    """The target written down for an arch for which code is compiled here, with the Triton that is installed.
 
-    A cache's entries and measured tiles are of one release. Raises BadSetting.
+    A cache's entries and measured tiles belong to one release. Raises BadSetting.
     """
     known = known_target(arch)
     return replace(known, releases=replace(known.releases, triton=Release.of(triton_version())))

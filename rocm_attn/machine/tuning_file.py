@@ -1,7 +1,7 @@
-"""The file of measured tiles that `rocm-attn tune` writes and runtimes read: JSON, with a version and a check of a row.
+"""The file of measured tiles that `rocm-attn tune` writes and runtimes read: JSON, with a version and a digest per row.
 
-A file is taken whole or refused with a sentence. Each row has a digest of all that it says: what was changed by hand or
-damaged was not measured, and is refused.
+A file is accepted whole or refused with a sentence. Each row has a digest of its content: a row that was changed by
+hand or damaged was not measured, and is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredLayer, MeasuredRow, Provenance, Table, Tiles, refusal
 
-# Of the format; another one is refused.
+# The version of the format; files of other versions are refused.
 VERSION = 2
 _REMEDY = "run `rocm-attn tune` anew into another file, or take this one away"
 
@@ -33,23 +33,23 @@ class TuningFile:
 
     @classmethod
     def read(cls, place: Path) -> TuningFile:
-        """What a file holds. Raises BadSetting with a sentence where it cannot be read, or is no such file."""
+        """Reads a file. Raises BadSetting with a sentence if it cannot be read, or is no such file."""
         try:
             text = place.read_bytes().decode()
         except (OSError, UnicodeDecodeError) as error:
             raise BadSetting(f"the tuning file {place} cannot be read ({error}); {_REMEDY}") from error
         try:
             return cls(_rows(json.loads(text)))
-        # What is nested too deeply is damaged like anything else.
+        # Content that is nested too deeply is damaged like any other.
         except (ValueError, RecursionError) as error:
             raise BadSetting(f"the tuning file {place} is refused: {error}; {_REMEDY}") from error
 
     def with_row(self, row: MeasuredRow) -> TuningFile:
-        """With a row, in place of what was measured before for its layer's steps, arch, units and Triton."""
+        """A copy with a row, which replaces an earlier one for its layer's steps, arch, units and Triton."""
         return TuningFile((*(other for other in self.rows if _key(other) != _key(row)), row))
 
     def write(self, place: Path) -> None:
-        """Write the file, whole or not at all. Raises BadSetting where that cannot be."""
+        """Writes the file, whole or not at all. Raises BadSetting if it cannot be written."""
         part = place.with_name(f"{place.name}.{os.getpid()}.part")
         content = {"version": VERSION, "rows": [as_json(row) for row in self.rows]}
         try:
@@ -61,7 +61,7 @@ class TuningFile:
 
 
 def as_json(row: MeasuredRow) -> dict[str, Any]:
-    """A row as the file has it."""
+    """A row in the form of the file."""
     said = {
         "table": row.table.value,
         "layer": dataclasses.asdict(row.layer),
@@ -69,7 +69,7 @@ def as_json(row: MeasuredRow) -> dict[str, Any]:
         "tiles": dataclasses.asdict(row.tiles),
         "measured": dataclasses.asdict(row.measured),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(said))  # tuples as lists, as they come back
+    plain: dict[str, Any] = json.loads(json.dumps(said))  # turns tuples into lists, as they are read back
     return {**plain, "digest": _digest(plain)}
 
 
@@ -83,7 +83,7 @@ def _digest(said: Mapping[str, Any]) -> str:
 
 
 def _rows(content: object) -> tuple[MeasuredRow, ...]:
-    """The rows of a parsed file. Raises ValueError with what is wrong."""
+    """The rows of a parsed file. Raises ValueError that says what is wrong."""
     if not isinstance(content, dict) or "version" not in content:
         raise ValueError("it is no JSON object with a version")
     if content["version"] != VERSION or isinstance(content["version"], bool):
@@ -129,7 +129,7 @@ def _fields(content: object, names: Sequence[str], where: str) -> dict[str, Any]
 
 
 def _value(kind: Any, content: object, where: str) -> Any:
-    """A value of a class of plain fields, or of a plain type, from JSON; exactly so."""
+    """Reads a value of a class of plain fields, or of a plain type, from JSON; exactly those fields or that type."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         given = _fields(content, list(hints), where)

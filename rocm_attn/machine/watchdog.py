@@ -1,4 +1,4 @@
-"""Watchdog: names what hangs, with the stacks of all threads, and lets it hang on."""
+"""Watchdog: reports what hangs, with the stacks of all threads, and does not end it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import IO
 
 
 class Watchdog:
-    """Says on a stream what has not ended in time, once for each watch.
+    """Writes to a stream what has not ended in time, once for each watch.
 
-    The calls of torch and Triton that wait for a device or a compiler let other threads run, so a timer can speak up.
+    The calls of torch and Triton that wait for a device or a compiler let other threads run, so a timer can report.
 
-    seconds: how long something may take
-    stream:  a file with a descriptor; not given: the process' stderr
+    seconds: the longest time that an action may take
+    stream:  a file with a descriptor; if not given, the process' stderr
     on_hang: called with the sentence, for instance to dump a flight recorder
     """
 
@@ -29,7 +29,7 @@ class Watchdog:
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """A context to run something in. Costs the start of a thread, some 0.1 ms."""
+        """A context that watches the code inside it. Costs the start of a thread, some 0.1 ms."""
         timer = threading.Timer(self._seconds, self._report, (what,))
         timer.daemon = True
         timer.start()

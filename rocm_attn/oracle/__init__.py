@@ -1,1 +1,1 @@
-"""What attention should give, and how close to that is close enough."""
+"""The reference results of attention, and the bounds within which a result is close enough."""

@@ -1,11 +1,11 @@
-"""The oracle: dense attention, one sequence at a time, written to be read.
+"""The reference: dense attention, one sequence at a time, written to be read.
 
 out[t] = softmax(scale * q[t] . k[j] for visible j) . v[j]        over the keys j that token t may see
 
 Token t of a sequence with q_len new tokens sits at kv_index i = kv_len - q_len + t and sees keys
-max(0, i - window_left) .. i; all of 0 .. i without a window; all of 0 .. kv_len - 1 where attention is not causal. With
-a mask it sees what that shows, with a window from p - window_left on: p is the position that the mask gives it. A soft
-cap comes after the scale, ALiBi's slope * (j - i) after the cap; a sink is one more logit without a value.
+max(0, i - window_left) .. i; all of 0 .. i without a window; all of 0 .. kv_len - 1 if attention is not causal. With a
+mask it sees the keys that the mask shows, with a window from p - window_left on: p is the position that the mask gives
+it. A soft cap comes after the scale, ALiBi's slope * (j - i) after the cap; a sink is one more logit without a value.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def attend_sequence(
     """Attention of one sequence's new tokens over its whole KV, in float64.
 
     q: [q_len, q_heads, head_dim]; k: [kv_len, kv_heads, head_dim]; v: [kv_len, kv_heads, v_head_dim]
-    visible:   bool [q_len, kv_len], what a mask shows; None without one
-    positions: integer [q_len], what the windows of new tokens under a mask are counted back from; None: their kv_index
-    Returns out [q_len, q_heads, v_head_dim] and lse [q_len, q_heads], natural log of the denominator, the sink in it;
-    0 and -inf where no key is visible.
+    visible:   bool [q_len, kv_len], the keys that a mask shows; None without one
+    positions: integer [q_len], the positions from which the windows of new tokens under a mask are counted back; None:
+               their kv_index
+    Returns out [q_len, q_heads, v_head_dim] and lse [q_len, q_heads], natural log of the denominator, the sink in it; 0
+    and -inf if no key is visible.
     """
     q_len, kv_len = q.shape[0], k.shape[0]
     k = k.double().repeat_interleave(problem.gqa_ratio, dim=1)
@@ -52,11 +53,11 @@ def attend_sequence(
         position = index if positions is None else positions[:, None]
         hidden = hidden | (key < position - problem.window_left)
     scores = scores.masked_fill(hidden, float("-inf"))
-    v = v.masked_fill(hidden.all(0)[:, None, None], 0.0)  # what no token sees may be NaN, and 0 * NaN is NaN
+    v = v.masked_fill(hidden.all(0)[:, None, None], 0.0)  # rows that no token sees may be NaN, and 0 * NaN is NaN
     lse = scores.logsumexp(-1)
     if weights.sinks is not None:
         lse = torch.where(hidden.all(-1), lse, torch.logaddexp(lse, weights.sinks.double()[:, None]))
-    shares = (scores - lse[..., None]).exp().nan_to_num(0.0)  # a token that sees nothing has shares exp(-inf + inf)
+    shares = (scores - lse[..., None]).exp().nan_to_num(0.0)  # a token without visible keys has shares exp(-inf + inf)
     return torch.einsum("hqk,khd->qhd", shares, v), lse.transpose(0, 1)
 
 
@@ -69,7 +70,7 @@ def attend_paged(
     problem: Problem,
     weights: HeadWeights = NO_HEAD_WEIGHTS,
 ) -> tuple[Tensor, Tensor]:
-    """attend_sequence for every sequence of a step, reading K and V from pages.
+    """Calls attend_sequence for every sequence of a step, reading K and V from pages.
 
     q:            [tokens, q_heads, head_dim], sequence after sequence
     pages_of_seq: the pages of each sequence, in order

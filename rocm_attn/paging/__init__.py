@@ -1,1 +1,1 @@
-"""Pages, and the tables that lead to them: the KV pool, request rows, which tokens are stored."""
+"""Pages, and the tables that refer to them: the KV pool, request rows, and the tokens that are stored."""

@@ -1,8 +1,8 @@
-"""AdoptedTables: tables that an engine owns, and what a step needs of them.
+"""AdoptedTables: tables that an engine owns, and the parts of them that a step needs.
 
-A table of pages that kernels can read is read where it lies. Any other, of slots of larger pages, of another space or
-dtype, or lists of pages, is gathered for each step into a table of the space's own, where sequence i has row i + 1 and
-row 0 stays 0. Where one space is gathered all are, because a sequence has one row in all of them.
+A table of pages that kernels can read is read in place. Any other, of slots of larger pages, of another space or dtype,
+or lists of pages, is gathered for each step into a table of the space's own. There sequence i has row i + 1, and row 0
+stays 0. If one space is gathered all are, because a sequence has one row in all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class TableUnit(enum.Enum):
-    """What an entry of an engine's table names."""
+    """The meaning of an entry in an engine's table."""
 
     PAGE = "page"
     SLOT = "slot"
@@ -39,15 +39,15 @@ class TableSource:
     """An engine's table: rows of pages, or of slots, one for each token.
 
     entries:   int32 or int64 [rows, width], any strides. Entry j of a row is that of the sequence's page j, or token j:
-               one that exists, or 0 where a page was given back. Slots of one page are consecutive, from a multiple of
-               the page size on
-    unit:      what they name
-    slot_map:  int32 or int64 [slots], slot that the table names -> slot of this space, 0 for one that was given back;
-               None: the table names this space's own
-    null_page: whether page 0 belongs to no one, so that a token there has no page; if not, it is a page like others
-    copied:    whether begin() copies the step's rows, so that the engine may write the table after the event
-               tables.copied; else it is read in fill(), or in place until the step's last layer. slot_map is read in
-               fill() too, where slots are given
+               a page or slot that exists, or 0 if a page was given back. Slots of one page are consecutive, from a
+               multiple of the page size on
+    unit:      the meaning of the entries
+    slot_map:  int32 or int64 [slots], slot in the table -> slot of this space, 0 for one that was given back; None: the
+               table has slots of this space
+    null_page: True if page 0 belongs to no one, so that a token there has no page; if not, it is a page like others
+    copied:    True if begin() copies the step's rows, so that the engine may write the table after the event
+               tables.copied; if not, it is read in fill(), or in place until the step's last layer. slot_map is read in
+               fill() too, if slots are given
     """
 
     entries: Tensor
@@ -68,7 +68,7 @@ class TableSource:
 
 @dataclass(frozen=True, slots=True)
 class CsrSource:
-    """An engine's lists of pages, row after row, as FlashInfer's.
+    """An engine's lists of pages, row after row, like FlashInfer's.
 
     indptr:    int32 or int64 [rows + 1], any stride; row -> first entry of its pages
     indices:   int32 or int64 [n], any stride; pages
@@ -103,12 +103,12 @@ def _check_integers(name: str, tensor: Tensor, dims: int) -> None:
 
 
 def refuse_moved_table(reason: str) -> None:
-    """Graphs would go on reading the old one. Raises WrongState."""
+    """Refuses another table, because graphs would still read the old one. Raises WrongState."""
     raise WrongState(reason)
 
 
 def refuse_other_formats(pages: str, declared: PageFormat, wanted: PageFormat) -> None:
-    """Kernels would read finite, wrong numbers. Raises BadTensor."""
+    """Refuses another format, because kernels would read finite but wrong numbers. Raises BadTensor."""
     if declared != wanted:
         raise BadTensor(
             f"the {pages} hold {declared}; its kernels read and write {wanted}. Build the layer with a Problem of the "
@@ -117,7 +117,7 @@ def refuse_other_formats(pages: str, declared: PageFormat, wanted: PageFormat) -
 
 
 def as_the_owner_says(terms: TableTerms) -> TableTerms:
-    """Page 0 belongs to no one, or is a page like others."""
+    """Returns the owner's terms: page 0 belongs to no one, or is a page like others."""
     return terms
 
 
@@ -125,9 +125,9 @@ def as_the_owner_says(terms: TableTerms) -> TableTerms:
 class AdoptedGuards:
     """The safeguards of tables and pages that an engine owns.
 
-    moved:   called with a sentence when a table or pages that graphs read are replaced
-    terms:   of a space's table
-    formats: called with a layer's pages in words, the format that an engine declares, and the one that kernels are for
+    moved:   called with a sentence if a table or pages that graphs read are replaced
+    terms:   changes the terms of a space's table
+    formats: called with a layer's pages in words, the format that an engine declares, and the one that kernels need
     """
 
     moved: Callable[[str], None] = refuse_moved_table
@@ -146,11 +146,11 @@ class Gate(Protocol):
 
 @dataclass(slots=True)
 class AdoptedSpace:
-    """The table of one space, as kernels read it.
+    """The table of one space, in the form that kernels read.
 
-    source:  the engine's
-    gather:  the same for the kernel that gathers
-    entries: int32 [rows, width]: the engine's own, or what a step's pages are gathered into
+    source:  the engine's table
+    gather:  the same, in the form of the kernel that gathers
+    entries: int32 [rows, width]: the engine's own, or the table into which a step's pages are gathered
     """
 
     space: Space
@@ -165,11 +165,11 @@ class AdoptedTables:
     """The tables of an engine, in every space that layers live in: ExternalAttention.tables.
 
     sources:    space -> table; the spaces' order is that of this mapping
-    windows:    space -> previous keys that the furthest-looking of its layers sees
+    windows:    space -> previous keys that a query sees in its layer with the longest window
     max_kv_len: tokens of the longest sequence
     num_seqs:   padded sequences of the largest step
-    short_kv:   whether sequences may have fewer tokens in their KV than new ones
-    rows:       those that every table has now
+    short_kv:   True if sequences may have fewer tokens in their KV than new ones
+    rows:       the rows that every table has now
     Raises BadTensor for a table on another device.
     """
 
@@ -201,17 +201,17 @@ class AdoptedTables:
         gathered = self.spaces if self.gathered else ()
         self.gathered_in_begin = tuple(table for table in gathered if table.source.copied)
         self.gathered_in_fill = tuple(table for table in gathered if not table.source.copied)
-        # A CPU's is never recorded, and one that was never recorded has been reached.
+        # A CPU's event is never recorded, and such an event counts as reached.
         self._copied = torch.Event(device)
         self.rows = EngineRows(0, torch.empty(0, dtype=torch.int32, device=device))
         self._count_rows()
 
     @property
     def copied(self) -> torch.Event:
-        """The event after which the engine may write its copied tables; begin() records it. Raises WrongState where
-        there are none.
+        """The event after which the engine may write its copied tables; begin() records it.
 
-        copied.wait(stream) has a stream wait for it, and copied.synchronize() the host.
+        copied.wait(stream) makes a stream wait for it, copied.synchronize() the host. Raises WrongState if none is
+        copied.
         """
         if not self.gathered_in_begin:
             raise WrongState(
@@ -220,15 +220,16 @@ class AdoptedTables:
         return self._copied
 
     def note_copies(self) -> None:
-        """Record `copied` on the current stream."""
+        """Records `copied` on the current stream."""
         if self.device.type == "cuda":
             self._copied.record()
 
     def write(self, pages: Sequence[Sequence[int]], space: Space = Space.FULL) -> None:
-        """Write the pages of sequences into the rows of the engine's table, from row 0 on: pages[i] begins row i.
+        """Writes the pages of sequences into the rows of the engine's table, from row 0 on: pages[i] begins row i.
 
-        One copy to the device, on the current stream, without a wait; the rest of a row stays. Raises WrongState while
-        another thread has a step, and BadTensor where pages do not fit, and for a table that has no rows of pages.
+        It makes one copy to the device, on the current stream, without a wait; the rest of a row stays. Raises
+        WrongState while another thread has a step, and BadTensor if pages do not fit, and for a table that has no rows
+        of pages.
         """
         self._gate.change("tables.write()")
         source = self._of(space).source
@@ -249,10 +250,10 @@ class AdoptedTables:
             entries[: len(pages), :width].copy_(cells, non_blocking=True)
 
     def use(self, source: Source | Tensor, space: Space = Space.FULL) -> None:
-        """Read another table, or the same one with other rows, in a space from the next begin() on.
+        """Reads another table, or the same one with other rows, in a space from the next begin() on.
 
         source: a longer or shorter one at the same address is the same table with other rows; a tensor: other entries
-        Raises BadTensor for one of another kind, NeverFits, and WrongState where graphs read another, or while another
+        Raises BadTensor for one of another kind, NeverFits, and WrongState if graphs read another, or while another
         thread has a step.
         """
         self._gate.change("tables.use()")
@@ -290,12 +291,12 @@ class AdoptedTables:
         self.changes += 1
 
     def _count_rows(self) -> None:
-        """Sequences may have the rows that every table has."""
+        """Sets the rows that sequences may have: those that every table has."""
         tables, rows = [table.gather for table in self.spaces], self.rows
         rows.num = min(map(_num_rows, tables))
         rows.csr_indptr = next((table.csr_indptr for table in tables if table.csr_indptr is not None), None)
         if rows.num > len(rows.named):
-            # No step has a negative number.
+            # No step has a negative number, so no row counts as named.
             rows.named = torch.full((rows.num,), -1, dtype=torch.int32, device=self.device)
 
     def _of(self, space: Space) -> AdoptedSpace:
@@ -312,7 +313,7 @@ class AdoptedTables:
 
 
 def _lies_right(source: Source, page_size: int) -> bool:
-    """True if kernels can read a table where it lies."""
+    """True if kernels can read a table in place."""
     table = source.gather
     if table.csr_indptr is not None or table.slot_map is not None or source.copied:
         return False
@@ -325,7 +326,7 @@ def _num_rows(table: GatherSource) -> int:
 
 
 def _row_tokens(table: GatherSource, page_size: int) -> int:
-    """Tokens that a row has room for; a list ends where its sequence does."""
+    """Tokens that a row has room for; a list ends with its sequence."""
     if table.csr_indptr is not None:
         return INT32_MAX
     return table.entries.shape[1] * (1 if table.has_slots else page_size)
@@ -336,8 +337,10 @@ def _tensors(table: GatherSource) -> list[Tensor]:
 
 
 def _places(table: GatherSource) -> list[tuple[object, ...]]:
-    """What a graph has frozen of a table. It reads no row that begin() has not looked at, but lists and maps to their
-    end."""
+    """The properties of a table that a graph has frozen.
+
+    The graph reads no row that begin() has not checked, but it reads lists and maps to their end.
+    """
     places: list[tuple[object, ...]] = [(each.data_ptr(), each.dtype, each.stride()) for each in _tensors(table)]
     to_the_end = table.slot_map if table.csr_indptr is None else table.entries
     return places if to_the_end is None else [*places, tuple(to_the_end.shape)]

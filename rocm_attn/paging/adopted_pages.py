@@ -1,4 +1,4 @@
-"""AdoptedPages: the pages of every layer, which an engine brings, and what it says of them."""
+"""AdoptedPages: the pages of every layer, which an engine brings, and the engine's description of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AXES = "kv", "page", "token", "head", "dim"
 
 
 def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[tuple[Tensor, Tensor], ...]:
-    """K and V pages of each layer as views of an engine's KV cache; AdoptedPages.bind_all says what is what."""
+    """K and V pages of each layer as views of an engine's KV cache; see AdoptedPages.bind_all for the axes."""
     named = axes.split()
     wanted = {*_AXES, "layer"} if isinstance(kv, Tensor) else {*_AXES}
     if len(named) != len(wanted) or set(named) != wanted:
@@ -43,12 +43,12 @@ def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[tuple[Tensor,
 
 @dataclass(frozen=True, slots=True)
 class EnginePages:
-    """What an engine says of a layer's pages, beside the tensors.
+    """An engine's description of a layer's pages, in addition to the tensors.
 
     k_scale, v_scale: float32, on the device: [] or [1] for a layer, [kv_heads] for heads, [pages, kv_heads, page_size]
-                      for tokens; read and, those of tokens, written where they lie. Those of a layer and of heads are
-                      positive from bind() on. None where the format has none
-    format:           what its pages hold, by whom; eight-bit ones must declare it, others may
+                      for tokens; read in place, and those of tokens written in place. Those of a layer and of heads are
+                      positive from bind() on. None if the format has none
+    format:           the format of its pages; it must be given for eight-bit pages, and may be for others
     """
 
     k_scale: Tensor | None
@@ -61,11 +61,11 @@ class AdoptedPages:
 
     problems, spaces: one for each layer
     num_pages:        the most that a layer may have
-    page_strides:     whether they may have any strides but the last
-    binds_calls:      whether a layer may have other pages at each call, whose number no fill knows
+    page_strides:     True if they may have any strides but the last
+    binds_calls:      True if a layer may have other pages at each call, whose number no fill knows
     in_every_layer:   space -> int32 [1], on the device, which graphs read: the pages that all its bound layers have
     aligned_sides, aligned_rows: layers whose K and V must begin at multiples of 16 bytes, and those whose pages must
-                      have aligned rows, each with the name of a kernel that reads no others
+                                 have aligned rows, each with the name of a kernel that reads no others
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class AdoptedPages:
     def bind_all(
         self, kv: Tensor | Sequence[Tensor], axes: str, coded: Sequence[EnginePages | None] | None = None
     ) -> None:
-        """Use an engine's KV cache for all layers, from now on: bind() of views of it, layer after layer.
+        """Uses an engine's KV cache for all layers, from now on: bind() of views of it, layer after layer.
 
         kv:    one tensor for all layers, or one for each, in order
-        axes:  the dimensions of a tensor, in order: kv (K, then V), page, token, head and dim, each once, and layer
-               where one tensor has all of them, as in nano-vllm's "kv layer page token head dim"
-        coded: what bind() takes, for each layer; None: no layer is in eight bits, and nothing is said of any
-        Raises as bind() does, where the layers before the refused one are bound; and BadTensor for other axes, or
-        another number of layers, where nothing has changed.
+        axes:  the dimensions of a tensor, in order: kv (K, then V), page, token, head and dim, each once, and layer if
+               one tensor has all of them, as in nano-vllm's "kv layer page token head dim"
+        coded: the argument of bind() for each layer; None: no layer is in eight bits, and no format is declared
+        Raises what bind() raises, after which the layers before the refused one are bound; and BadTensor for other
+        axes, or another number of layers, after which nothing has changed.
         """
         layers, count = layer_pages(kv, axes), len(self._problems)
         if len(layers) != count:
@@ -114,20 +114,20 @@ class AdoptedPages:
             self.bind(layer, k, v, coded[layer])
 
     def bind(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None = None) -> None:
-        """Use these pages for a layer, from now on.
+        """Uses these pages for a layer, from now on.
 
         k, v:  [pages, page_size, kv_heads, head_dim | v_head_dim], views of any kind whose last stride is 1; contiguous
-               unless the options say page_strides. Of a latent layer, v is the first part of k. Eight-bit ones in their
-               encoding's dtype, or as bytes (uint8). Their rows as the options say
-        coded: of eight-bit pages, their scales and what the engine says that they hold; of others it may be said too
-        Raises BadTensor, NeverFits, and WrongState where graphs read others, or while another thread has a step.
+               unless the options say page_strides. In a latent layer, v is the first part of k. Eight-bit pages have
+               their encoding's dtype, or are bytes (uint8). The options restrict their rows
+        coded: for eight-bit pages, their scales and the format that the engine declares; optional for others
+        Raises BadTensor, NeverFits, and WrongState if graphs read others, or while another thread has a step.
         """
         self._gate.change("pages.bind()")
         problem = self._problem(layer)
         k_scale, v_scale, declared = (
             (None, None, None) if coded is None else (coded.k_scale, coded.v_scale, coded.format)
         )
-        # A scale without a dimension is an engine's way to keep one for the layer.
+        # Engines may keep the scale of a layer as a tensor without dimensions.
         scales = [scale.view(1) if scale is not None and not scale.dim() else scale for scale in (k_scale, v_scale)]
         pages = self._pages(f"pages of layer {layer}", k, v, scales, declared, problem.page_format)
         self._check_rows(layer, pages)
@@ -138,13 +138,13 @@ class AdoptedPages:
     def bind_index(
         self, layer: int, keys: Tensor, scale: Tensor | None = None, declared: PageFormat | None = None
     ) -> None:
-        """Use these index pages for a layer whose problem has an Indexer, from now on.
+        """Uses these index pages for a layer whose problem has an Indexer, from now on.
 
         keys:     [pages, page_size / key_tokens, head_dim of the indexer], with the page ids of the layer's own pages
-        scale:    float32 [1] or [pages, page_size / key_tokens], as the indexer's key_scales says
-        declared: what the engine says that they hold: latent rows of one head, as Problem.index_format; of eight bits
-                  it must be said, and keys may be bytes (uint8)
-        Raises BadTensor, and WrongState where graphs read others, or while another thread has a step.
+        scale:    float32 [1] or [pages, page_size / key_tokens], depending on the indexer's key_scales
+        declared: the format that the engine declares: latent rows of one head, see Problem.index_format; for eight bits
+                  it is required, and keys may be bytes (uint8)
+        Raises BadTensor, and WrongState if graphs read others, or while another thread has a step.
         """
         self._gate.change("pages.bind_index()")
         form = self._problem(layer).index_format
@@ -158,7 +158,7 @@ class AdoptedPages:
         self._adopt(self._index, layer, "index pages", pages)
 
     def require_bound(self) -> None:
-        """Raise WrongState unless every layer has its pages, and its index pages if it has an indexer."""
+        """Raises WrongState unless every layer has its pages, and its index pages if it has an indexer."""
         for layer, problem in enumerate(self._problems):
             self.layer(layer)
             if problem.index_format is not None:
@@ -179,7 +179,7 @@ class AdoptedPages:
         return pages
 
     def format(self, layer: int) -> PageFormat:
-        """What the pages of a layer must hold to be bound."""
+        """The format that pages of a layer must have to be bound."""
         return self._problems[layer].page_format
 
     def _problem(self, layer: int) -> Problem:
@@ -188,7 +188,7 @@ class AdoptedPages:
         return self._problems[layer]
 
     def _adopt(self, of_layers: list[LayerPages | None], layer: int, name: str, pages: LayerPages) -> None:
-        """A layer has these pages from now on, unless graphs read others of it."""
+        """Uses these pages for a layer from now on, unless graphs read others of it."""
         bound, are_fixed = of_layers[layer], self._gate.is_sealed and not self._binds_calls
         if bound is not None and are_fixed and _place(bound) != _place(pages):
             self._gate.guards.moved(
@@ -201,7 +201,7 @@ class AdoptedPages:
             self._count_pages(self._spaces[layer])
 
     def _count_pages(self, space: Space) -> None:
-        """A layer of this space has other pages."""
+        """Counts the pages of a space again after a layer has got other pages."""
         bound = [pages for of_layers in (self._layers, self._index) for pages in of_layers]
         of_space = [pages for pages, its in zip(bound, self._spaces * 2, strict=True) if its is space and pages]
         fewest = min(self._num_pages, *(side.shape[0] for pages in of_space for side in (pages.k, pages.v)))
@@ -218,7 +218,7 @@ class AdoptedPages:
         declared: PageFormat | None,
         wanted: PageFormat,
     ) -> LayerPages:
-        """A layer's pages, if they are what its kernels are for. name: of the pages, for messages"""
+        """A layer's pages, if they have the format of its kernels. name: of the pages, for messages"""
         encoding = wanted.encoding
         if declared is not None:
             self._gate.guards.formats(name, declared, wanted)
@@ -245,7 +245,7 @@ class AdoptedPages:
             raise BadTensor(f"the {name}: {error}") from error
 
     def _check_scales(self, layer: int, pages: LayerPages) -> None:
-        """Raise BadTensor for scales that no store can divide by, and for two of latent rows. Waits for the device."""
+        """Raises BadTensor for scales that no store can divide by, and for two of latent rows. Waits for the device."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         k_scale, v_scale = pages.k_scale, pages.v_scale
@@ -264,7 +264,7 @@ class AdoptedPages:
             )
 
     def _check_rows(self, layer: int, pages: LayerPages) -> None:
-        """Refuse K and V that lie where the layer's kernels do not read them."""
+        """Refuses K and V at addresses that the layer's kernels do not read."""
         k, v, problem = pages.k, pages.v, self._problems[layer]
         is_latent = problem.pool is PoolKind.LATENT
         if is_latent and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
@@ -289,5 +289,5 @@ class AdoptedPages:
 
 
 def _place(pages: LayerPages) -> list[tuple[int, tuple[int, ...]]]:
-    """What a graph has frozen of a layer's pages."""
+    """The properties of a layer's pages that a graph has frozen."""
     return [(tensor.data_ptr(), tensor.stride()) for tensor in pages.tensors().values()]

@@ -1,4 +1,4 @@
-"""BatchChecks: what a step asks of a request table before it begins. BatchGuards: the safeguards among that."""
+"""BatchChecks: checks a step against a request table before it begins. BatchGuards: the safeguards among the checks."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class BatchChecks:
         self._prefixes_checked: tuple[SharedPrefixes | None, bytes, int] = (None, b"", 0)
 
     def check(self, batch: StepBatch) -> None:
-        """Raise BadBatch unless every row is admitted, named once, has room for its kv_len, and holds its windows.
+        """Raises BadBatch unless every row is admitted, named once, has room for its kv_len, and holds its windows.
 
-        Also unless rows that share a prefix hold the same pages there, whole ones. Raises NeverFits for more sequences
-        than a step may have.
+        Also raises it unless rows that share a prefix hold the same whole pages there. Raises NeverFits for more
+        sequences than a step may have.
         """
         rows = batch.rows
         if len(rows) == 0:
             return
-        # The rows of a step are mostly those of the step before it, and comparing bytes costs next to nothing.
+        # The rows of a step are mostly those of the step before, and comparing bytes is very cheap.
         named = batch.row_bytes
         if named != self._rows.known_rows[0]:
             self._check_rows(rows)
             self._rows.known_rows = named, rows.astype(np.int64)
         room = named, batch.kv_len_bytes
         if room != self._rows.known_room:
-            # -1 in rows that are not admitted, the reserved row among them.
+            # -1 in rows that are not admitted, including the reserved row.
             short = self._rows.reserved_len.take(rows) < batch.kv_len
             if short[short.argmax()]:
                 self._refuse(batch, int(short.argmax()))
@@ -47,17 +47,17 @@ class BatchChecks:
         for table in self._rows.windowed:
             table.check_windows(rows, batch.kv_len - batch.q_len)
         if not batch.is_plain and isinstance(batch.prefixes, SharedPrefixes):
-            # While rows stay admitted, the whole pages before their last token stay theirs.
+            # While rows stay admitted, they keep the whole pages before their last token.
             shared = (batch.prefixes, named, self._rows.generations.last_change)
             if shared != self._prefixes_checked:
                 batch.prefixes.check_pages(self._rows.spaces[0].entries_host, rows, self._rows.page_size)
                 self._prefixes_checked = shared
 
     def check_stored(self, batch: StepBatch, needed: Int32Array) -> None:
-        """Raise BadBatch where fewer than needed[i] tokens of rows[i] are stored: new ones would attend to nothing.
+        """Raises BadBatch if fewer than needed[i] tokens of rows[i] are stored: new ones would attend to undefined KV.
 
-        needed: the tokens before the new ones, or these too for a step that stores nothing itself
-        A length that only the device knows may be shorter than its bound: such a step is not looked at.
+        needed: the tokens before the new ones, or with the new ones for a step that stores nothing itself
+        A length that only the device knows may be shorter than its bound, so such a step is not checked.
         """
         if batch.num_seqs == 0 or not batch.inputs.kv_len_on_host:
             return
@@ -78,8 +78,8 @@ class BatchChecks:
             )
 
     def why_no_store(self, batch: StepBatch) -> str:
-        """Why a step must not store its new tokens, or nothing: a page that one of them lies in has other holders."""
-        # How many of a row's tokens are new, and with it where they begin, may be known on the device alone.
+        """Why a step must not store its new tokens: a page of one of them has other holders. Empty if it may."""
+        # The number of a row's new tokens, and so their first place, may be known on the device alone.
         if not self._rows.tokens.has_floors or batch.num_seqs == 0 or not batch.inputs.q_len_on_host:
             return ""
         start = batch.kv_len - batch.q_len
@@ -100,7 +100,7 @@ class BatchChecks:
     def changed_since(self, change: int, batch: StepBatch, num_staying: int) -> list[int]:
         """The rows of a batch that an earlier step of it must not write to any more.
 
-        Rows that were freed or cut since then are others; of rows that are shared, the shared tokens stay.
+        Rows that were freed or cut since then are different rows now; in rows that are shared, the shared tokens stay.
         change:      the table's last change when the step was staged
         num_staying: new tokens of a sequence that are not written any more
         """
@@ -110,7 +110,7 @@ class BatchChecks:
         changed = generations.changed_since(change, rows)
         if num_staying < batch.max_q_len:
             shared = generations.shared_since(change, rows)
-            # Where a length that only the device knows begins is not known: any page may hold new tokens.
+            # The first new token is not known if only the device knows the length: any page may hold new tokens.
             if batch.inputs.lengths_on_host and shared[shared.argmax()]:
                 first = batch.kv_len - batch.q_len + num_staying
                 shared &= (first < self.floors(rows)) & (first < batch.kv_len)
@@ -124,7 +124,7 @@ class BatchChecks:
         floor = tokens.floor[rows]
         if not tokens.has_floors:
             return floor
-        # Mostly the last page before the floor still has another holder.
+        # The last page before the floor mostly still has another holder.
         sinks = (floor > 0) & ~self._is_shared(rows, np.maximum(num_pages(floor, page_size) - 1, 0))
         if sinks.any():
             page_no = np.arange(num_pages(int(floor[sinks].max()), page_size), dtype=np.int32)
@@ -142,8 +142,8 @@ class BatchChecks:
         return shared
 
     def _check_rows(self, rows: Int32Array) -> None:
-        """Raise BadBatch unless all rows are in the table and none is named twice, NeverFits for too many."""
-        # Read as unsigned, a negative row is a huge one.
+        """Raises BadBatch unless all rows are in the table and none is named twice, NeverFits for too many."""
+        # Read as unsigned numbers, negative rows are huge.
         if np.maximum.reduce(rows.view(np.uint32)) >= len(self._rows.capacity):
             self._refuse_rows(rows)
         if len(rows) > self._max_num_seqs:
@@ -159,7 +159,7 @@ class BatchChecks:
             )
 
     def _refuse(self, batch: StepBatch, seq: int) -> NoReturn:
-        """Raise BadBatch for a sequence whose row has no room for it."""
+        """Raises BadBatch for a sequence whose row has no room for it."""
         self._refuse_rows(batch.rows)
         row, kv_len, reserved = batch.rows[seq], batch.kv_len[seq], self._rows.reserved_len[batch.rows[seq]]
         raise BadBatch(
@@ -171,7 +171,7 @@ class BatchChecks:
 
 
 def first_new_tokens(batch: StepBatch) -> Int32Array:
-    """int32 [num_seqs]: where each sequence's new tokens begin. What the first of them does not see is given back."""
+    """int32 [num_seqs]: the first new token of each sequence. Pages that it does not see are given back."""
     return batch.kv_len - batch.q_len
 
 
@@ -181,9 +181,9 @@ class BatchGuards:
 
     check:   refuses a batch that cannot be a step
     stored:  refuses a step that needs tokens which are not stored
-    evict:   before the windows of which tokens a step gives pages back
+    evict:   the tokens before whose windows a step gives pages back
     changed: the rows that are no longer those of an earlier step, which runs again or moves its tokens
-    in_turn: draft steps of a round that store in a layer one after the other, at most
+    in_turn: the most draft steps of a round that store in a layer one after the other
     """
 
     check: Callable[[BatchChecks, StepBatch], None] = BatchChecks.check

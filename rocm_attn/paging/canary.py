@@ -1,4 +1,4 @@
-"""The canary: what is reserved must stay zero. Padded sequences read row 0 of the table and, through it, page 0."""
+"""The canary: reserved memory must stay zero. Padded sequences read row 0 of the table and, through it, page 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rocm_attn.paging.request_table import RequestTable
 
 
 def what_was_written(table: RequestTable, pool: HybridKVPool, layers: Iterable[int]) -> str:
-    """Which of row 0 of the table and page 0 of these layers is not zero any more, in words; empty when all are.
+    """Says which of row 0 of the table and page 0 of these layers is not zero any more; empty if all are.
 
     Waits for the device.
     """

@@ -1,9 +1,9 @@
-"""convert_pages: eight-bit pages of one encoding as pages of another, for KV that was computed on another kind of GPU.
+"""convert_pages: converts eight-bit pages to another encoding, for KV that was computed on another kind of GPU.
 
-A code of the source becomes the target's nearest code of code * source factor / target factor: a table of 256 codes for
-each KV head. Between E4M3FN and E4M3FNUZ nothing is lost where the target's factor is made for it: the same bits are
-worth half in E4M3FNUZ, so that with a factor twice as large every code of E4M3FN has its like. Back, with half the
-factor, 240 has none: it becomes 448, which is worth 224.
+A code of the source becomes the target's nearest code of code * source scale / target scale: a table of 256 codes for
+each KV head. The conversion from E4M3FN to E4M3FNUZ loses nothing if the target's scale is twice the source's: the same
+bits have half the value in E4M3FNUZ, so every code of E4M3FN then has its equal. In the other direction, with half the
+scale, 240 has no equal: it becomes 448, which stands for 224.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE
 
 # Pages whose codes are looked up at a time, as 64-bit integers.
 _PAGES_AT_A_TIME = 256
-# What factors are multiplied by where they are made here, those of tokens: so that codes keep their bits.
+# Factors of scales that are computed here, those of tokens, so that codes keep their bits.
 KEEPING_BITS = {(Encoding.E4M3FN, Encoding.E4M3FNUZ): 2.0, (Encoding.E4M3FNUZ, Encoding.E4M3FN): 0.5}
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What a conversion has changed, in elements of K and V.
+    """The changes of a conversion, in elements of K and V.
 
-    saturated:   were beyond the largest number of the target, and became that
-    rounded:     have no code of their own in the target, and became the nearest
+    saturated:   exceeded the largest number of the target, and became that
+    rounded:     have no exact code in the target, and became the nearest
     not_numbers: were NaN or infinite, and became 0
     """
 
@@ -39,17 +39,17 @@ class Conversion:
 
     @property
     def is_exact(self) -> bool:
-        """True if every element is worth what it was."""
+        """True if no element has changed its value."""
         return not (self.saturated or self.rounded or self.not_numbers)
 
 
 def convert_pages(source: LayerPages, target: LayerPages, source_pages: Tensor, target_pages: Tensor) -> Conversion:
-    """Write source_pages of one layer to target_pages of another pool of it, in the target's encoding.
+    """Writes source_pages of one layer to target_pages of another pool of it, in the target's encoding.
 
-    source, target: eight-bit pages of equal layout, page size, heads, dims and kind of factor, on one device
+    source, target: eight-bit pages of equal layout, page size, heads, dims and kind of scale, on one device
     source_pages, target_pages: int64 [n] on that device; target pages are distinct and not page 0. Within one pool, no
-                    page is the target of another that is read
-    Factors of tokens are written, so that as many codes as can keep their bits; others are the target's own.
+                                source page is a target page
+    Scales of tokens are written so that as many codes as possible keep their bits; other scales are the target's own.
 
     Waits for the device. Raises BadTensor; nothing was written then.
     """
@@ -79,7 +79,7 @@ def convert_pages(source: LayerPages, target: LayerPages, source_pages: Tensor, 
 
 
 def code_tables(source: Encoding, target: Encoding, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """New codes, uint8 [heads, 256], and 1, 2 or 3 where one saturates, rounds or is no number, int64 [heads, 256].
+    """New codes, uint8 [heads, 256], and int64 [heads, 256]: 1, 2 or 3 if one saturates, rounds or is not finite.
 
     ratio: float64 [heads], or [1] for all heads
     """
@@ -88,7 +88,7 @@ def code_tables(source: Encoding, target: Encoding, ratio: Tensor) -> tuple[Tens
     is_number = exact.isfinite()
     exact = exact.where(is_number, 0.0)
     kept = exact.clamp(-target.largest, target.largest)
-    # By way of float32, which rounds no product that a code could be near to another side: codes have 4 bits at most.
+    # Through float32, which never rounds a product to the other side of a code boundary: codes have at most 4 bits.
     codes = kept.float().to(target.dtype)
     change = torch.where(codes.double() != exact, 2, 0)
     change = torch.where(exact.abs() > target.largest, 1, change)

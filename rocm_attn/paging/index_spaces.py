@@ -29,7 +29,7 @@ Index = TypeVar("Index", int, "np.ndarray[tuple[int, ...], np.dtype[np.int32]]",
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Which pool a page or slot id belongs to.
+    """The pool that a page or slot id belongs to.
 
     A runtime with pages of its own has FULL, and SWA for layers with a window. An engine may have more: a space for
     each of its KV cache groups, with any other lower-case names.
@@ -42,7 +42,7 @@ class Space:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name for messages."""
         return self.value.upper()
 
 
@@ -50,5 +50,5 @@ Space.FULL, Space.SWA = Space("full"), Space("swa")
 
 
 def num_pages(kv_len: Index, page_size: int) -> Index:
-    """Pages that hold kv_len tokens. Takes Python ints, NumPy arrays and torch tensors alike."""
+    """Pages that hold kv_len tokens. Takes Python ints, NumPy arrays and torch tensors."""
     return (kv_len + (page_size - 1)) // page_size

@@ -1,4 +1,4 @@
-"""KeptPages: full pages that stay when their row is freed, and rows that begin over them."""
+"""KeptPages: full pages that stay when their row is freed, and rows that begin with them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.page_table import TableGuards
 from rocm_attn.paging.rows import Rows
 
-# int64 [n]: what keep() returns. What takes them takes parts of them, concatenations, and plain sequences of ints too.
+# int64 [n]: the result of keep(). Functions that take ids also take parts, concatenations, and plain sequences of ints.
 KeptIds = npt.NDArray[np.int64]
 GivenIds = npt.NDArray[np.integer[Any]] | Sequence[int]
 
-# All that a table may have.
+# All spaces that a table may have.
 EVERY_SPACE: Final[tuple[Space, ...]] = (Space.FULL, Space.SWA)
 
-# 67 million ids at a time, and 2 ** 37 keeps in each place before an id could come again.
+# 67 million ids at a time, and 2 ** 37 keeps in each place before an id could repeat.
 _GENERATION = 1 << 26
 
 
@@ -29,13 +29,13 @@ class KeptPages:
     """The kept pages of a request table, each under an id that no other keep of the table ever has: RequestTable.kept.
 
     An id is no page: it stands for a page_no of a sequence in every space, so that ids of two spaces cannot be mixed
-    up. It is a place in the lists below, and the place's generation. An id that was dropped is thus known as such,
-    whatever has come to its place or into its pages since.
+    up. It consists of a place in the lists below and the place's generation. So a dropped id is recognised, even if its
+    place or its pages are in use again.
     """
 
     def __init__(self, rows: Rows, guards: TableGuards) -> None:
         self._rows, self._is_kept = rows, guards.is_kept
-        # In each place: the id that is kept there, or minus the last one that was.
+        # For each place: the id that is kept there, or minus the last one that was.
         self._ids = np.empty(0, np.int64)
         self._page_no = np.empty(0, np.int32)
         # [space][place]: the page; page 0 stands for none.
@@ -43,15 +43,16 @@ class KeptPages:
         self._free_places: list[int] = []
 
     def keep(self, row: int, first_page_no: int, end_page_no: int, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
-        """Keep the pages [first_page_no, end_page_no) of row until drop(), whatever becomes of row.
+        """Keeps the pages [first_page_no, end_page_no) of row until drop(), even if row is freed.
 
-        Row does not store in them again: to compute some of their tokens again, truncate() it. A page may be kept
+        Row must not store in them again: to compute some of their tokens again, truncate() it. A page may be kept
         several times, under an id for each.
 
-        spaces: in which a page is kept; those that the table does not have do not count
+        spaces: spaces in which a page is kept; those that the table does not have are ignored
         Returns int64 [n] ids, one for each page_no.
         Raises WrongState, and BadBatch for a page that is not full of stored tokens, or has left a window; nothing is
-        changed then. A length that only the device knows counts by its bound: keep what is known to be stored.
+        changed then. For a length that only the device knows, the bound counts: keep only pages that are known to be
+        stored.
         """
         self._rows.must_be_admitted(row)
         if not 0 <= first_page_no <= end_page_no:
@@ -60,7 +61,7 @@ class KeptPages:
         return self.keep_all(np.full(len(page_no), row, np.int32), page_no, spaces)
 
     def keep_all(self, rows: Integers, page_no: Integers, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
-        """keep(rows[i], page_no[i], page_no[i] + 1) for every i, or for none. A row may be named several times.
+        """Calls keep(rows[i], page_no[i], page_no[i] + 1) for every i, or for none. A row may be named several times.
 
         rows, page_no: integers [n]
         """
@@ -93,15 +94,15 @@ class KeptPages:
         return self._add(page_no, pages)
 
     def admit_over(self, ids: GivenIds, kv_len: int) -> int:
-        """A new row whose first kv_len tokens are stored in kept pages. They stay kept.
+        """Admits a row whose first kv_len tokens are stored in kept pages. They stay kept.
 
-        The row does not store these tokens again; where it goes on within the last page, reserve() copies that.
+        The row does not store these tokens again; if it continues within the last page, reserve() copies that page.
 
-        ids: int64 [n], page_no 0 first; what keep() returned for any rows, in the order of page_no. Of the SWA space
-             only the pages that steps after kv_len tokens see need be kept
+        ids: int64 [n], page_no 0 first; results of keep() for any rows, in the order of page_no. In the SWA space only
+             pages that steps after kv_len tokens see need to be kept
         Raises WrongState for ids that are not kept, OutOfRows, NeverFits beyond max_kv_len, and BadBatch for pages that
-        are not the first ones of a sequence, that do not hold kv_len tokens, or more than these, or that a window
-        lacks; nothing is changed then.
+        are not the first ones of a sequence, that do not hold kv_len tokens, or more than these, or if a page of a
+        window is missing; nothing is changed then.
         """
         places = self._places(ids)
         end, page_size = len(places), self._rows.page_size
@@ -121,14 +122,14 @@ class KeptPages:
         return self._rows.begin(list(self._pages[:, places]), kv_len, kv_len)
 
     def drop(self, ids: GivenIds, spaces: Collection[Space] = EVERY_SPACE) -> None:
-        """Keep pages no longer; those that no row holds, and no other keep, are free.
+        """Stops keeping pages; those that no row and no other keep holds become free.
 
-        spaces: in which they are dropped. An id with pages in no space is gone for ever
+        spaces: spaces in which they are dropped. An id with pages in no space never becomes valid again
         Raises WrongState for ids that are not kept in any of these spaces, or named twice; nothing is changed then.
         """
         places, named = self._places(ids), self._named(spaces)
         pages = self._pages[:, places]
-        # An id without any page is where an interrupted call comes again.
+        # An id without any page is left by an interrupted call, which may be repeated.
         elsewhere = pages.any(axis=0) & ~pages[named].any(axis=0)
         if elsewhere.any():
             raise WrongState(
@@ -143,7 +144,7 @@ class KeptPages:
         self._free_places += empty.tolist()
 
     def drop_all(self) -> None:
-        """Keep nothing any longer, and give back all pages that no row holds, those too that an interrupt has lost."""
+        """Drops all keeps, and gives back all pages that no row holds, including those that an interrupt has lost."""
         self._ids = -np.abs(self._ids)
         self._pages[:] = RESERVED_PAGE
         self._free_places = list(range(len(self._ids) - 1, -1, -1))
@@ -151,7 +152,7 @@ class KeptPages:
             table.count_anew()
 
     def ids(self) -> KeptIds:
-        """int64 [n]: all ids that are kept, so that a caller can tell whether it has lost some."""
+        """int64 [n]: all ids that are kept, so that a caller can check whether it has lost some."""
         return self._ids[self._ids > 0]
 
     def are_kept(self, pages: Sequence[int], space: Space) -> bool:
@@ -181,7 +182,7 @@ class KeptPages:
     def num_holders_of(self, ids: GivenIds, space: Space = Space.FULL) -> Int32Array:
         """int32 [n]: num_holders of the pages of ids in a space, each keep itself included.
 
-        1: only this keep holds the page, so that drop() makes it free; 0: it is not kept there.
+        1: only this keep holds the page, so drop() makes it free; 0: it is not kept there.
         Raises WrongState, BadSetting.
         """
         pages = self.pages(ids, space)
@@ -189,7 +190,7 @@ class KeptPages:
         return holders
 
     def _named(self, spaces: Collection[Space]) -> list[int]:
-        """The numbers of the table's spaces that are named."""
+        """The indices of the table's spaces that are named."""
         return [number for number, table in enumerate(self._rows.spaces) if table.space in spaces]
 
     def _places(self, given: GivenIds) -> KeptIds:
@@ -208,7 +209,7 @@ class KeptPages:
         return places
 
     def _add(self, page_no: Int32Array, pages: npt.NDArray[np.int32]) -> KeptIds:
-        """Ids for pages that are held for them. pages: int32 [num_spaces, n]. Raises FitsLater."""
+        """Makes ids for pages that are held for them. pages: int32 [num_spaces, n]. Raises FitsLater."""
         num_ids = len(page_no)
         if num_ids > len(self._free_places):
             self._grow(num_ids)
@@ -229,5 +230,5 @@ class KeptPages:
         ids = np.append(self._ids, -_GENERATION - np.arange(old, new))
         page_no = np.append(self._page_no, np.zeros(new - old, np.int32))
         pages = np.append(self._pages, np.zeros((len(self._pages), new - old), np.int32), axis=1)
-        self._page_no, self._pages, self._ids = page_no, pages, ids  # at once, for an interrupt
+        self._page_no, self._pages, self._ids = page_no, pages, ids  # at once, so that an interrupt leaves all or none
         self._free_places[:0] = range(new - 1, old - 1, -1)

@@ -1,7 +1,7 @@
-"""KVPool: K and V storage of layers, cut into pages. Page 0 is reserved and zero for ever.
+"""KVPool: K and V storage of layers, cut into pages. Page 0 is reserved and always zero.
 
-HybridKVPool: one pool for each space that layers live in. Layers with a window may live in the SWA space, whose pages
-are fewer: those that have left every window are used again.
+HybridKVPool: one pool for each space that layers live in. Layers with a window may live in the SWA space, which has
+fewer pages: those that have left every window are reused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KVPool:
         return sum(tensor.nbytes for tensor in self._storages())
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole pages in every layer: target[i] becomes what source[i] was before the call.
+        """Copies whole pages in every layer: target[i] gets the content that source[i] had before the call.
 
         source, target: int64 [n] page ids on the pool's device; targets are distinct and never page 0
         """
@@ -59,7 +59,7 @@ class KVPool:
             pages.index_copy_(0, target, pages.index_select(0, source))
 
     def _storages(self) -> Iterator[Tensor]:
-        """The tensors that own what pages hold: a latent layer's v is part of its k."""
+        """Yields the tensors that own the memory of pages: a latent layer's v is part of its k."""
         for layer in self.layers:
             sides = [(layer.raw_k, layer.k_scale), (layer.raw_v, layer.v_scale)]
             for pages, scale in sides[:1] if layer.format.kind is PoolKind.LATENT else sides:
@@ -68,7 +68,7 @@ class KVPool:
                     yield scale
 
     def _allocate(self, form: PageFormat) -> LayerPages:
-        # Not torch.zeros: nothing may depend on the content of a page that no token was stored to.
+        # Not torch.zeros, because nothing may depend on the content of a page that no token was stored to.
         k, v = self._empty(form)
         k[RESERVED_PAGE].zero_()
         v[RESERVED_PAGE].zero_()
@@ -88,7 +88,7 @@ class KVPool:
         return k, torch.empty(*shape, form.v_head_dim, dtype=dtype, device=self.device)
 
     def _scale(self, form: PageFormat) -> Tensor | None:
-        """Factors of K or of V, 1 where a caller gives them; the store writes those of tokens."""
+        """Scales of K or of V, 1 if a caller sets them later; the store writes those of tokens."""
         if form.scales is Scales.NONE:
             return None
         if form.scales is not Scales.TOKEN:
@@ -99,10 +99,10 @@ class KVPool:
 
 
 class HybridKVPool:
-    """The pools of a model's layers: one in the full space, and one in the SWA space where layers live there.
+    """The pools of a model's layers: one in the full space, and one in the SWA space if layers live there.
 
     problems:  one for each layer
-    spaces:    where each lives
+    spaces:    the space of each
     num_pages: space -> pages, the reserved page 0 included
     layer:     layer of the model -> its pages, in the space of its problem
 
@@ -138,17 +138,17 @@ class HybridKVPool:
         }
         pages = {space: iter(pool.layers) for space, pool in self._pools.items()}
         self._layers = [next(pages[space]) for space in spaces]
-        # The list's own method: each layer of each step asks.
+        # The list's own method, because each layer of each step calls it.
         self.layer: Callable[[int], LayerPages] = self._layers.__getitem__
         indexed = [layer for layer, problem in enumerate(problems) if problem.index_format is not None]
         self._index = {layer: next(pages[spaces[layer]]) for layer in indexed}
 
     def format(self, layer: int) -> PageFormat:
-        """What the pages of a layer hold."""
+        """The format of the pages of a layer."""
         return self._layers[layer].format
 
     def take(self, layer: int, pages: LayerPages) -> None:
-        """Use these pages for a layer: those that it has, with factors of another place."""
+        """Uses these pages for a layer: its pages with scales in other memory."""
         self._layers[layer] = pages
 
     def index(self, layer: int) -> LayerPages:
@@ -179,7 +179,7 @@ class HybridKVPool:
 
 
 def space_of(problem: Problem, *, has_swa: bool) -> Space:
-    """Where the layers of a problem live. has_swa: whether rows have pages in the SWA space."""
+    """The space of the layers of a problem. has_swa: True if rows have pages in the SWA space"""
     return Space.SWA if has_swa and problem.window_left != UNLIMITED_WINDOW else Space.FULL
 
 

@@ -1,7 +1,7 @@
-"""PageTable: which pages of one space each row holds. The host decides; the device copy follows by pending changes.
+"""PageTable: the pages of one space that each row holds. The host decides; the device copy follows by pending changes.
 
-A row holds the pages [first, end) of its sequence. In the full space first is 0; in the SWA space it moves on with the
-window, and the entries before it are page 0, which no kernel reads for a step that may run.
+A row holds the pages [first, end) of its sequence. In the full space first is 0. In the SWA space it moves with the
+window, and the entries before it are page 0, which kernels never read in a valid step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_CELLS: Cells = np.empty(0, np.int64)
 
 @dataclass(slots=True)
 class PendingChanges:
-    """Changes that the device does not know yet.
+    """Changes that the device does not have yet.
 
     cells:  of changed entries
     copies: target page -> source page, to be copied before anything else is stored
@@ -40,7 +40,7 @@ class PendingChanges:
 
 
 def within_the_row(max_kv_len: int, kv_len: int) -> None:
-    """Raise NeverFits unless a row can hold kv_len tokens: pages past its end would lie in the next row."""
+    """Raises NeverFits unless a row can hold kv_len tokens: pages past its end would lie in the next row."""
     if kv_len > max_kv_len:
         raise NeverFits(f"{kv_len} tokens exceed the {max_kv_len} that a row can hold; raise max_kv_len")
 
@@ -51,9 +51,9 @@ class TableGuards:
 
     row_width:  refuses lengths that a row has no room for
     writers:    holders that a partly filled page may have when a row writes to it; with more, it is copied first
-    sources:    copies that no launch has made yet -> pages that are not handed out before, though no one holds them
-    new_tokens: makes what knows which tokens neither a fork nor its parent stores again
-    is_kept:    ids that are given, ids that lie in their places -> which of them are kept
+    sources:    copies that no launch has made yet -> pages that are not handed out yet, though no one holds them
+    new_tokens: makes the record of tokens that neither a fork nor its parent stores again
+    is_kept:    given ids, ids in their places -> which of them are kept
     """
 
     row_width: Callable[[int, int], None] = within_the_row
@@ -69,9 +69,9 @@ class SpacePages:
 
     num_pages:   of its pool, the reserved page 0 included
     knob:        the setting that num_pages came from
-    window_left: previous keys that the furthest-looking layer sees; ALL_KEYS: all of them
-    kept:        tokens before such a window that stay: as many as a sequence may go back, by drafts that are rejected
-    first_page:  the first id that is handed out. Ids of two spaces that share none cannot be mixed up unseen
+    window_left: previous keys that a query sees in the layer with the longest window; ALL_KEYS: all
+    kept:        tokens before such a window that stay: the most that a sequence may go back, by rejected drafts
+    first_page:  the first id that is handed out. If two spaces share no ids, mixing them up is always noticed
     """
 
     space: Space
@@ -94,7 +94,7 @@ class SpacePages:
         return "" if self.space == Space.FULL else f" of the {self.space.name} space"
 
     def first_needed(self, start: Index, page_size: int) -> Index:
-        """The first page_no that steps whose new tokens begin at start or later may need."""
+        """The first page_no that steps with new tokens from start on may need."""
         before = start - (self.window_left + self.kept)
         return before * (before > 0) // page_size
 
@@ -107,17 +107,17 @@ class SpacePages:
 class PageTable:
     """Rows of pages of one space, with reference counts.
 
-    A page is held by rows, and by keeps, which outlast them. The caller knows how long rows are: `end` is one past a
+    A page is held by rows, and by keeps, which outlast them. The caller knows the lengths of rows: `end` is one past a
     row's last page_no.
 
     space:            the meaning of the ids
-    window_left:      previous keys that the furthest-looking layer of the space sees; ALL_KEYS: all of them
+    window_left:      previous keys that a query sees in the space's layer with the longest window; ALL_KEYS: all
     entries:          int32 [num_rows, width], on the device; entries_host is on the host
-    pending:          what the device does not know yet
-    num_usable_pages: pages that there are to hand out
+    pending:          changes that the device does not have yet
+    num_usable_pages: pages that can be handed out
 
-    Changes are made in such an order that an interrupt between two statements may lose a page, which has no holder
-    and is not free then, but never leaves one free that has a holder, or shared and not counted so.
+    Changes are made in such an order that an interrupt between two statements may lose a page, which then has no holder
+    and is not free. It never leaves a page free that has a holder, or shared without being counted as such.
     """
 
     # Page 0 belongs to no one, and a sequence's new tokens are in its KV.
@@ -138,10 +138,10 @@ class PageTable:
         self._holders = np.zeros(pages.num_pages, np.int32)  # rows that hold a page, and keeps of it
         self._holders[RESERVED_PAGE] = 1
         self._free = list(range(pages.num_pages - 1, pages.first_page - 1, -1))
-        # These have no holder, but a copy has still to be made of each.
+        # Pages without a holder that are still the source of a pending copy.
         self._sources: list[int] = []
-        # Of each row: the first page_no that it holds or will hold, the earliest start of a step whose windows are all
-        # there, and the start at which the next page is out of reach of every later step. int64: sums of two bounds.
+        # For each row: the first page_no that it holds or will hold, the earliest start of a step whose windows are all
+        # there, and the start at which every later step no longer reaches the next page. int64: sums of two bounds.
         self._first = np.zeros(num_rows, np.int64)
         self._earliest_start = np.zeros(num_rows, np.int64)
         self._next_eviction = np.zeros(num_rows, np.int64)
@@ -152,7 +152,7 @@ class PageTable:
         return len(self._free)
 
     def num_held(self, row: int, end: int) -> int:
-        """Pages that row holds."""
+        """Number of pages that row holds."""
         return max(0, end - int(self._first[row]))
 
     def missing(self, rows: Int32Array, end: Int32Array, new_end: Int32Array) -> Cells:
@@ -160,9 +160,9 @@ class PageTable:
         return self._cells_of(rows, np.maximum(end, self._first[rows]), new_end)
 
     def require_free(self, rows: Int32Array, kv_len: Int32Array, needed: int) -> None:
-        """Raise unless so many pages are free, which rows need for kv_len tokens.
+        """Raises unless `needed` pages are free, which rows need for kv_len tokens.
 
-        NeverFits where a row alone would need more than the pool has, whatever others give back; else OutOfPages.
+        NeverFits if a row alone needs more pages than the pool has; else OutOfPages.
         """
         free, of = len(self._free), self.pages.of
         if needed <= free:
@@ -183,39 +183,39 @@ class PageTable:
         )
 
     def take(self, cells: Cells) -> None:
-        """Put a free page, of which there are enough, into each of these cells."""
+        """Puts a free page into each of these cells; there are enough."""
         if len(cells):
-            pages = np.array(self._free[: -len(cells) - 1 : -1], np.int32)  # the last one is the next one
+            pages = np.array(self._free[: -len(cells) - 1 : -1], np.int32)  # the last one is handed out next
             del self._free[-len(cells) :]
             self._holders[pages] = 1
             self._put(cells, pages)
 
     def shares(self, rows: Int32Array, length: Int32Array) -> npt.NDArray[np.bool_]:
-        """True if the token after so many of rows would lie in a partly filled page that has other holders too."""
+        """True if the token after `length` tokens of rows would be in a partly filled page with other holders."""
         page = self.entries_host[rows, (length - 1) // self._page_size]
         return (length % self._page_size > 0) & (self._holders[page] > self._writers)
 
     def own(self, row: int, length: int) -> None:
-        """Put a copy in the place of the page that row shares after so many tokens; none if it shares it no longer."""
+        """Replaces the page that row shares after `length` tokens by a copy, unless it is not shared any more."""
         page_no = length // self._page_size
         shared = int(self.entries_host[row, page_no])
         if self._holders[shared] <= self._writers:
             return
         own = self._free.pop()
         self._holders[own] = 1
-        # A page that is itself still waiting to be copied holds nothing yet: copy from where its content is.
+        # A page that itself waits to be copied has no content yet, so the copy is made from its source.
         self.pending.copies[own] = self.pending.copies.get(shared, shared)
         self._put(np.array([row * self._width + page_no]), own)
         self._holders[shared] -= 1
 
     def num_holders(self, pages: Int32Array) -> Int32Array:
-        """Rows that hold these pages, and keeps of them; the shape of pages."""
+        """The number of rows and keeps that hold these pages; the shape of pages."""
         return self._holders[pages]
 
     def first_held(self, pages: Int32Array, kv_len: int) -> int:
-        """The first page_no that a row of kv_len tokens takes of pages, which begin at page_no 0; 0: not there.
+        """The first page_no that a row of kv_len tokens takes of pages, which begin at page_no 0; 0: missing.
 
-        Raises BadBatch where a page is missing that steps from kv_len on see.
+        Raises BadBatch if a page is missing that steps from kv_len on see.
         """
         needed = min(self.pages.first_needed(kv_len, self._page_size), len(pages))
         missing = np.flatnonzero(pages[needed:] == RESERVED_PAGE)
@@ -232,7 +232,7 @@ class PageTable:
         return first
 
     def begin(self, row: int, first: int, pages: Int32Array) -> None:
-        """Let row, which holds nothing, hold pages from page_no first on. pages: from page_no 0 on"""
+        """Makes row, which holds nothing, hold pages from page_no first on. pages: from page_no 0 on"""
         self._set_first(np.array([row]), np.array([first]))
         held = pages[first:]
         if len(held):
@@ -241,11 +241,11 @@ class PageTable:
             self._put(np.arange(start + first, start + len(pages)), held)
 
     def hold(self, pages: Int32Array) -> None:
-        """One holder more for each of these pages, for each time that it is named."""
+        """Adds one holder to each of these pages, as often as it is named."""
         np.add.at(self._holders, pages, 1)
 
     def let_go(self, pages: Int32Array) -> None:
-        """One holder less for each of these pages, for each time that it is named; without any it is free."""
+        """Removes one holder from each of these pages, as often as it is named; a page without holders is free."""
         np.subtract.at(self._holders, pages, 1)
         free = list(dict.fromkeys(pages[self._holders[pages] == 0].tolist()))
         if self.pending.copies:
@@ -255,13 +255,13 @@ class PageTable:
             self._free += free
 
     def count_anew(self) -> None:
-        """Count the holders of all pages from the rows, where no page is kept; those without any are free.
+        """Counts the holders of all pages again from the rows, when no page is kept; those without any are free.
 
-        So pages come back that an interrupted call has lost. Called again after an interrupt of its own.
+        This recovers pages that an interrupted call has lost. After an interrupt, call it again.
         """
         holders = np.bincount(self._cells, minlength=len(self._holders)).astype(np.int32)
         holders[RESERVED_PAGE] = 1
-        # A copy to a page that no row holds was to be made by a call that did not come so far.
+        # A copy to a page that no row holds belongs to a call that was interrupted before.
         copies = {page: source for page, source in self.pending.copies.items() if holders[page]}
         sources = set(copies.values())
         lost = [page for page in range(self.pages.num_pages - 1, self.pages.first_page - 1, -1) if not holders[page]]
@@ -270,10 +270,10 @@ class PageTable:
         self._free = [page for page in lost if page not in sources]
 
     def evict(self, rows: Int32Array, start: Int32Array, end: Int32Array) -> None:
-        """Give back the pages that no step needs whose new tokens begin at start[i] or later in rows[i].
+        """Gives back the pages that no step needs whose new tokens begin at start[i] or later in rows[i].
 
-        They may be handed out again at once: the table is changed, and pages are written, by launches after those
-        that may still read them, on the same stream.
+        They may be handed out again at once: the table is changed, and pages are written, by launches after those that
+        may still read them, on the same stream.
         """
         due = start >= self._next_eviction[rows]
         if due.any():
@@ -282,15 +282,15 @@ class PageTable:
             self._set_first(rows, first)
 
     def cut(self, rows: Int32Array, first: int, end: Int32Array) -> None:
-        """Give back the pages [first, end) of rows, of those that they hold."""
+        """Gives back those of the pages [first, end) that rows hold."""
         cells = self._cells_of(rows, np.maximum(first, self._first[rows]), end)
         if len(cells):
             pages = self._cells[cells]
             self._put(cells, RESERVED_PAGE)
-            self.let_go(pages[pages != RESERVED_PAGE])  # it is where an interrupted call comes again
+            self.let_go(pages[pages != RESERVED_PAGE])  # a repeat of an interrupted call finds the reserved page
 
     def check_windows(self, rows: Int32Array, start: Int32Array) -> None:
-        """Raise BadBatch where a step that begins at start[i] in rows[i] would look at pages that were given back."""
+        """Raises BadBatch if a step that begins at start[i] in rows[i] would see pages that were given back."""
         early = start < self._earliest_start[rows]
         if early.any():
             seq = int(np.argmax(early))
@@ -310,7 +310,7 @@ class PageTable:
         return updates
 
     def copies_made(self) -> None:
-        """Every pending copy was launched: its source may be handed out again, if no row holds it any more."""
+        """Notes that every pending copy was launched: its source may be handed out again if no row holds it now."""
         self.pending.copies.clear()
         sources, self._sources = self._sources, []
         self._free += sources
@@ -318,7 +318,7 @@ class PageTable:
     def _cells_of(self, rows: Int32Array, first: npt.NDArray[np.int64], end: Int32Array) -> Cells:
         """The cells of the pages [first[i], end[i]) of rows[i], row after row."""
         start, counts = rows.astype(np.int64) * self._width + first, end - first
-        if (counts == 1).all():  # as where sequences grow by tokens
+        if (counts == 1).all():  # usual when sequences grow by tokens
             return start
         spans = zip(start.tolist(), counts.tolist(), strict=True)
         return np.concatenate([np.arange(at, at + count) for at, count in spans])
@@ -328,17 +328,17 @@ class PageTable:
         self._cells[cells] = pages
 
     def _set_first(self, rows: npt.NDArray[np.integer], first: npt.NDArray[np.integer]) -> None:
-        """The first page_no of rows, and what follows from it."""
+        """Sets the first page_no of rows, and the values that depend on it."""
         self._first[rows] = first
         tokens = self._first[rows] * self._page_size
         self._earliest_start[rows] = np.where(tokens > 0, tokens + self.window_left, 0)
         self._next_eviction[rows] = tokens + self._page_size + self.window_left + self.pages.kept
 
     def _set_free(self, page: int) -> None:
-        """A page without holders may be handed out, as soon as no copy has to be made of it."""
+        """Makes a page without holders free, as soon as it is not the source of a pending copy."""
         source = self.pending.copies.pop(page, page)
         waiting = self._sources_of(self.pending.copies)
-        # A page handed out too early would be written to before it was read by a copy that is launched once more.
+        # If it were handed out too early, it would be written before a repeated launch of the copy reads it.
         (self._sources if page in waiting else self._free).append(page)
         if source in self._sources and source not in waiting:
             self._sources.remove(source)

@@ -1,9 +1,9 @@
-"""RequestTable: the rows that requests hold, how long each may be, and in each space the pages that its KV lies in.
+"""RequestTable: the rows of requests, the length of each, and in each space the pages of its KV.
 
-Row 0 and page 0 are reserved: padded sequences point there. Pages are counted, so that requests can share a prefix;
-a partly filled page that several rows hold is copied before one of them goes on in it. Full pages can be kept: they
-stay when their row is freed, and other rows begin over them. With an SWA space, a row has pages in both spaces, by one
-length.
+Row 0 and page 0 are reserved: padded sequences point there. Pages are counted, so that requests can share a prefix; a
+partly filled page that several rows hold is copied before one of them continues in it. Full pages can be kept: they
+stay when their row is freed, and other rows begin with them. With an SWA space, a row has pages in both spaces, with
+one length.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class RequestTable:
     """Rows of pages, with reference counts.
 
     max_num_seqs: sequences that a step may have
-    max_num_rows: requests that can be admitted at a time, at least as many (row 0 comes on top); 0: max_num_seqs
+    max_num_rows: requests that can be admitted at a time, at least max_num_seqs (row 0 is extra); 0: max_num_seqs
     max_kv_len:   tokens that a row can hold
     num_pages:    pages of the full space's pool, the reserved page 0 included
     windows:      other spaces, whose pages are given back when they have left the window
 
-    spaces:      the page table of each space; full: that of the full one
-    kept:        the pages that are kept, whatever becomes of their rows
-    checks:      what a step asks before it begins
+    spaces:      the page table of each space; full: that of the full space
+    kept:        the pages that are kept, even if their rows are freed
+    checks:      the checks of a step before it begins
     tokens:      the tokens of rows that are stored
-    generations: when each row changed last
+    generations: the last change of each row
     """
 
     def __init__(
@@ -89,26 +89,26 @@ class RequestTable:
 
     @property
     def is_empty(self) -> bool:
-        """True if no request is admitted and no page is kept: nothing that was stored can be read again."""
+        """True if no request is admitted and no page is kept, so that no stored token can be read again."""
         has_no_rows = self.num_free_rows == len(self._rows.capacity) - 1
         return has_no_rows and all(table.num_free_pages == table.num_usable_pages for table in self.spaces)
 
     @property
     def most_new_seqs(self) -> int:
-        """Sequences that a step of requests that are admitted now may have."""
+        """Sequences that a step of newly admitted requests may have."""
         return min(self.num_free_rows, self.max_num_seqs)
 
     def space(self, space: Space) -> PageTable:
-        """The pages of a space. Raises BadSetting where rows have none there."""
+        """The page table of a space. Raises BadSetting if rows have no pages there."""
         return self._rows.space(space)
 
     @property
     def next_row(self) -> int:
-        """The row that admit() gives next. Raises OutOfRows when every row is taken."""
+        """The row that admit() returns next. Raises OutOfRows if every row is taken."""
         return self._rows.next_row
 
     def admit(self) -> int:
-        """A fresh row without pages. Raises OutOfRows when every row is taken."""
+        """Admits a new row without pages. Raises OutOfRows if every row is taken."""
         return self._rows.admit()
 
     def is_admitted(self, row: int) -> bool:
@@ -116,10 +116,10 @@ class RequestTable:
         return 0 <= row < len(self._rows.reserved_len) and bool(self._rows.reserved_len[row] >= 0)
 
     def reserve(self, row: int, kv_len: int) -> None:
-        """Make room for kv_len tokens in row, in every space. What the row holds beyond them stays.
+        """Makes room for kv_len tokens in row, in every space. Pages of the row beyond them stay.
 
         Raises OutOfPages, NeverFits beyond max_kv_len and for more pages than the pool has, WrongState for a row that
-        is not admitted, and BadSetting for what is no length; nothing is changed then.
+        is not admitted, and BadSetting for an invalid length; nothing is changed then.
         """
         length = whole_number("kv_len", kv_len)
         if length < 0:
@@ -127,20 +127,20 @@ class RequestTable:
         rows = self._rows
         rows.must_be_admitted(row)
         rows.must_fit(length)
-        if length < rows.look_from[row]:  # mostly there is room
+        if length < rows.look_from[row]:  # there is mostly room
             rows.reserved_len[row] = max(length, int(rows.reserved_len[row]))
         else:
             self._reserve_all(np.array([row], np.int32), np.array([length], np.int32))
 
     def reserve_all(self, rows: Integers, kv_len: Integers) -> None:
-        """reserve(rows[i], kv_len[i]) for every i, or for none: what raises leaves all rows as they were.
+        """Calls reserve(rows[i], kv_len[i]) for every i, or for none: if it raises, all rows are unchanged.
 
         rows, kv_len: integers [num_seqs]
-        Raises as reserve(), and BadBatch for a row that is named twice.
+        Raises what reserve() raises, and BadBatch for a row that is named twice.
         """
         if len(rows) == 0:
             return
-        # Each step reserves: arrays that are right already cost no call.
+        # Each step reserves, so arrays of the right type cost no call.
         is_array = rows.__class__ is kv_len.__class__ is np.ndarray
         if not is_array or rows.dtype is not _INT32 or kv_len.dtype is not _INT32:  # type: ignore[union-attr]
             rows, kv_len = _each("kv_len", rows, kv_len)
@@ -160,18 +160,18 @@ class RequestTable:
         self._rows.known_room = named, kv_len.tobytes()
 
     def _take_pages(self, rows: Int32Array, kv_len: Int32Array) -> None:
-        """Take the pages that rows need for kv_len tokens, and copies of those that they go on in and share.
+        """Takes the pages that rows need for kv_len tokens, and copies of shared pages in which they continue.
 
-        Raises as reserve_all, for all of them.
+        Raises what reserve_all raises, for all of them.
         """
         state, copies = self._rows, [rows[:0]] * len(self.spaces)
         state.must_fit(kv_len.item(kv_len.argmax()))
         unsure = state.look_from.take(rows) == ALWAYS
-        if unsure[unsure.argmax()]:  # else each is admitted, grows, and has its last page alone
+        if unsure[unsure.argmax()]:  # if none is unsure, each is admitted, grows, and has its last page alone
             state.must_all_be_admitted(rows)
             grows = kv_len > state.reserved_len[rows]
             rows, kv_len = rows[grows], kv_len[grows]
-            # An upper bound: of two rows that share a page only one needs a copy.
+            # An upper bound: if two rows share a page, only one needs a copy.
             copies = [rows[table.shares(rows, state.reserved_len[rows])] for table in self.spaces]
         end = state.capacity.take(rows) // self.page_size
         new_end = np.maximum(num_pages(kv_len, self.page_size), end)
@@ -184,7 +184,7 @@ class RequestTable:
             table.take(cells)
         capacity = new_end * self.page_size
         state.capacity[rows] = capacity
-        # They need nothing before they have filled their pages.
+        # They need no page before they have filled their pages.
         state.look_from[rows] = np.minimum(capacity, self.max_kv_len) + 1
 
     def missing_pages(self, row: int, kv_len: int) -> int:
@@ -206,7 +206,7 @@ class RequestTable:
         return max(0, *lacking)
 
     def is_reserved(self, rows: Integers, kv_len: Integers) -> bool:
-        """True if reserve_all(rows, kv_len) has nothing to do: all of these rows have room for so many tokens.
+        """True if reserve_all(rows, kv_len) has nothing to do: all of these rows have room for kv_len tokens.
 
         rows, kv_len: integers [num_seqs]
         """
@@ -222,11 +222,11 @@ class RequestTable:
         return self._rows.reserved_len.take(as_int32("rows", rows))
 
     def evict(self, rows: Integers, kv_len: Integers) -> None:
-        """Give back what no later step needs of rows[i], which have kv_len[i] tokens stored or on their way.
+        """Gives back pages that no later step needs of rows[i], which have kv_len[i] tokens stored or on their way.
 
-        Pages before the window of the token at kv_len[i], and before what is kept for going back. Every step does this
-        by itself for the tokens before its own new ones; before a step, it makes room for reserve(). A row that has
-        no pages yet takes none for these tokens later: their KV is not to be seen.
+        These are the pages before the window of the token at kv_len[i], less the tokens that are kept for going back.
+        Every step does this by itself for the tokens before its own new ones; before a step, it makes room for
+        reserve(). A row that has no pages yet takes none for these tokens later, because their KV will not be read.
 
         rows, kv_len: integers [num_seqs]; lengths that are no more than the device's
         Raises WrongState for a row that is not admitted.
@@ -239,10 +239,10 @@ class RequestTable:
             table.evict(rows, kv_len, self._rows.capacity[rows] // self.page_size)
 
     def fork(self, row: int, kv_len: int) -> int:
-        """A new row that shares the first kv_len tokens of row, page by page. Neither row stores these again.
+        """Admits a row that shares the first kv_len tokens of row, page by page. Neither row stores these again.
 
         To compute some of them again, share fewer, or truncate() the row that goes back.
-        Raises OutOfRows, and BadBatch for tokens that row has no room for, or has no window of any more.
+        Raises OutOfRows, and BadBatch for tokens that row has no room for, or whose window it has given back.
         """
         self._rows.must_have_room(row, kv_len, f"{kv_len} of them cannot be shared")
         self.generations.share(row)
@@ -254,12 +254,12 @@ class RequestTable:
         return child
 
     def truncate(self, row: int, kv_len: int) -> None:
-        """Row goes back: it keeps its first kv_len tokens, and gives back the pages after them.
+        """Cuts row to its first kv_len tokens, and gives back the pages after them.
 
-        With the tokens that are stored, or more, row loses nothing but room that was reserved ahead, in every space.
-        Where row shares pages this is how it goes back at all: the next reserve() copies the page that kv_len lies in,
-        if another row holds it too, and takes others for those after it. A row that shares none may as well begin a
-        step earlier. Raises WrongState, and BadBatch for more tokens than row has room for.
+        If kv_len is the number of stored tokens or more, row loses only room that was reserved ahead, in every space. A
+        row that shares pages can go back only this way: the next reserve() copies the page of token kv_len if another
+        row holds it too, and takes other pages for those after it. A row that shares none may also just begin a step
+        earlier. Raises WrongState, and BadBatch for more tokens than row has room for.
         """
         self._rows.must_have_room(row, kv_len, f"it cannot go back to {kv_len}")
         end, new_end = self._rows.end(row), num_pages(kv_len, self.page_size)
@@ -276,10 +276,10 @@ class RequestTable:
         self.tokens.lower_floor(row, kv_len)
 
     def mark_stored(self, rows: Integers, kv_len: Integers) -> None:
-        """Say that the K and V of the first kv_len[i] tokens of rows[i] are in their pages, in every layer.
+        """Declares that the K and V of the first kv_len[i] tokens of rows[i] are in their pages, in every layer.
 
-        For a caller who filled the pages by other means than steps that store in every layer: KV that was computed
-        elsewhere, or read back from where it was kept.
+        For a caller who filled the pages by other means than steps that store in every layer: with KV that was computed
+        elsewhere, or read back from storage.
 
         rows, kv_len: integers [num_seqs]; rows are distinct and have room for kv_len
         Raises WrongState, BadBatch.
@@ -295,7 +295,7 @@ class RequestTable:
         self.tokens.mark(rows, kv_len)
 
     def free(self, row: int) -> None:
-        """Give a row and its pages back. Raises WrongState for a row that is not admitted, a second free included."""
+        """Gives a row and its pages back. Raises WrongState for a row that is not admitted, a second free included."""
         self._rows.must_be_admitted(row)
         self._rows.forget(row)
 
@@ -305,13 +305,13 @@ class RequestTable:
         return self.space(space).num_held(row, self._rows.end(row))
 
     def pages_of(self, row: int, space: Space = Space.FULL) -> Int32Array:
-        """The pages of a row in a space, in order; page 0 in the place of those that were given back."""
+        """The pages of a row in a space, in order; page 0 stands for those that were given back."""
         self._rows.must_be_admitted(row)
         return np.array(self.space(space).entries_host[row, : self._rows.end(row)], np.int32)
 
 
 def _each(name: str, rows: Integers, values: Integers) -> tuple[Int32Array, Int32Array]:
-    """Rows, and a number for each that is not negative. Raises BadBatch."""
+    """Returns rows, and a non-negative number for each. Raises BadBatch."""
     of_rows, of_each = as_int32("rows", rows), as_int32(name, values)
     if len(of_rows) != len(of_each) or int(of_each.min()) < 0:
         raise BadBatch(f"{len(of_rows)} rows were given, and as {name} {of_each.tolist()}; give each row 0 or more")

@@ -1,4 +1,4 @@
-"""Rows: the rows of a request table as its parts share them: how long each may be, and the pages that it holds."""
+"""Rows: the rows of a request table, shared by its parts: the length of each, and its pages."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.index_spaces import RESERVED_ROW, Space
 from rocm_attn.paging.page_table import PageTable, TableGuards
 
-# Rows whose next reservation is looked at, whatever its length.
+# Rows whose next reservation is checked for any length.
 ALWAYS = np.iinfo(np.int32).min
-# Rows and lengths of no step.
+# The rows and lengths of no step.
 NO_ROOM = (b"", b"")
 _NO_PAGES: Int32Array = np.empty(0, np.int32)
 
 
 class Generations:
-    """The changes that make a row another one: admit, free, truncate and admit_over; and fork and keep, which share it.
+    """Changes that make a row a different one: admit, free, truncate and admit_over; and fork and keep, which share it.
 
-    A row's generation is the number of its last change, counted over the whole table. A step therefore remembers one
-    number, and pays nothing for it.
+    A row's generation is the number of its last change, counted over the whole table. So a step has to remember only
+    one number, which costs nothing.
 
     last_change: the number of the table's last change
     """
@@ -38,22 +38,22 @@ class Generations:
         self.last_change = 0
 
     def change(self, rows: Int32Array | int) -> None:
-        """Rows are others from now on."""
+        """Notes that rows are different rows from now on."""
         self.last_change += 1
         self._of_row[rows] = self.last_change
 
     def share(self, rows: Int32Array | int) -> None:
-        """Pages of rows have other holders from now on, too."""
+        """Notes that pages of rows have other holders too from now on."""
         self.last_change += 1
         self._of_share[rows] = self.last_change
 
     def changed_since(self, change: int, rows: Int32Array) -> npt.NDArray[np.bool_]:
-        """The rows that are others after a change of the table. rows: int32 [n]"""
+        """The rows that changed after a change of the table. rows: int32 [n]"""
         changed: npt.NDArray[np.bool_] = self._of_row[rows] > change
         return changed
 
     def shared_since(self, change: int, rows: Int32Array) -> npt.NDArray[np.bool_]:
-        """The rows of which pages were shared after a change of the table. rows: int32 [n]"""
+        """The rows whose pages were shared after a change of the table. rows: int32 [n]"""
         shared: npt.NDArray[np.bool_] = self._of_share[rows] > change
         return shared
 
@@ -61,12 +61,13 @@ class Generations:
 class Rows:
     """The state of a table's rows, int32 [num_rows] each.
 
-    reserved_len: tokens that the row's owner asked room for; -1: not admitted
+    reserved_len: tokens that the row's owner reserved room for; -1: not admitted
     capacity:     tokens that the row's pages hold; -1: not admitted
-    look_from:    the first kv_len for which a row may need a page, or a copy of one. Below it a reservation is a number
+    look_from:    the first kv_len for which a row may need a page, or a copy of one. Below it a reservation only sets a
+                  number
     free:         rows that are not admitted, the next one last
     known_rows:   rows that were in the table, each named once, as bytes, and as int64 for NumPy's faster look-up
-    known_room:   rows and kv_len, as bytes, that had room when they were last looked at. No row has gone back since
+    known_room:   rows and kv_len, as bytes, that had room at the last check. No row has gone back since
     must_fit:     raises NeverFits for more tokens than a row can hold
     """
 
@@ -87,7 +88,7 @@ class Rows:
         self._seen = np.zeros(num_rows, np.int32)
 
     def space(self, space: Space) -> PageTable:
-        """The pages of a space. Raises BadSetting where rows have none there."""
+        """The page table of a space. Raises BadSetting if rows have no pages there."""
         for table in self.spaces:
             if table.space is space:
                 return table
@@ -95,17 +96,17 @@ class Rows:
 
     @property
     def next_row(self) -> int:
-        """The row that comes next. Raises OutOfRows when every row is taken."""
+        """The row that comes next. Raises OutOfRows if every row is taken."""
         if not self.free:
             raise OutOfRows(f"all {len(self.capacity) - 1} rows are taken; free a request or raise max_num_rows")
         return self.free[-1]
 
     def begin(self, pages: Sequence[Int32Array], kv_len: int, stored_len: int) -> int:
-        """A new row, with room for kv_len tokens in pages that have other holders too.
+        """Admits a row with room for kv_len tokens in pages that have other holders too.
 
-        pages:      of each space, from page_no 0 on; 0 where there is none
+        pages:      of each space, from page_no 0 on; 0 if there is none
         stored_len: tokens that are stored in them
-        Raises OutOfRows, and BadBatch where a page is missing that steps from kv_len on see; nothing is changed then.
+        Raises OutOfRows, and BadBatch if a page is missing that steps from kv_len on see; nothing is changed then.
         """
         first = [table.first_held(held, kv_len) for table, held in zip(self.spaces, pages, strict=True)]
         row = self.admit()
@@ -117,16 +118,16 @@ class Rows:
         return row
 
     def admit(self) -> int:
-        """A new row without pages. Raises OutOfRows."""
+        """Admits a row without pages. Raises OutOfRows."""
         row = self.next_row
         self.generations.change(row)
         self.capacity[row] = self.reserved_len[row] = 0
         for table in self.windowed:
             table.begin(row, 0, _NO_PAGES)
-        return self.free.pop()  # last: an interrupt before it loses no row
+        return self.free.pop()  # last, so that no interrupt loses a row
 
     def end(self, row: int) -> int:
-        """One past the last page_no that row has room in."""
+        """One past the last page_no for which row has room."""
         return max(0, int(self.capacity[row])) // self.page_size
 
     def must_be_admitted(self, row: int) -> None:
@@ -147,13 +148,13 @@ class Rows:
             raise BadBatch(f"row {rows[seq]} occurs twice in one step; a row belongs to one sequence")
 
     def must_have_room(self, row: int, kv_len: int, refused: str) -> None:
-        """Raise WrongState unless a row is admitted, and BadBatch with what is refused unless it has room."""
+        """Raises WrongState unless a row is admitted, and BadBatch with `refused` unless it has room."""
         self.must_be_admitted(row)
         if not 0 <= kv_len <= self.reserved_len[row]:
             raise BadBatch(f"row {row} has room for {self.reserved_len[row]} tokens; {refused}")
 
     def forget(self, row: int) -> None:
-        """Give a row and its pages back."""
+        """Gives a row and its pages back."""
         for table in self.spaces:
             table.cut(np.array([row]), 0, np.array([self.end(row)]))
         self.generations.change(row)
@@ -161,5 +162,5 @@ class Rows:
         self.tokens.forget(row, 0)
         self.tokens.lower_floor(row, 0)
         self.capacity[row] = self.reserved_len[row] = -1
-        if row not in self.free:  # it is where an interrupt has broken off begin()
+        if row not in self.free:  # an interrupt in begin() may have left it there
             self.free.append(row)

@@ -1,4 +1,4 @@
-"""require_state_slots: tensors in which a forward keeps state of requests, checked before anything is captured."""
+"""require_state_slots: checks tensors in which a forward keeps state of requests, before anything is captured."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rocm_attn.paging.request_table import RequestTable
 
 
 def require_state_slots(table: RequestTable, **states: Tensor) -> None:
-    """Check tensors of state, by name, before steps are run or captured.
+    """Checks tensors of state, by name, before steps are run or captured.
 
-    Each has an entry for every row of the request table, the reserved row 0 included, which padded sequences use: so
-    no padded batch has a sequence without a slot, however many it has. Raises BadTensor.
+    Each must have an entry for every row of the request table, the reserved row 0 included, which padded sequences use.
+    So no padded batch of any size has a sequence without a slot. Raises BadTensor.
     """
     entries = table.spaces[0].entries
     for name, state in states.items():

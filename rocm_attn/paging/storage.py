@@ -1,4 +1,4 @@
-"""Pool and Table: what a step needs of pages and of the tables that lead to them, the runtime's own or an engine's."""
+"""Pool and Table: a step's interface to pages and their tables, the runtime's own or an engine's."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rocm_attn.paging.index_spaces import Space
 class SpaceTable(Protocol):
     """Rows of pages of one space on the device.
 
-    space:       what the ids mean
-    entries:     int32 [num_rows, width], at an address that stays
-    window_left: previous keys that the furthest-looking layer of the space sees; ALL_KEYS: all of them
-    terms:       whether page 0 belongs to no one, and whether KV may be shorter than what is new
+    space:       the meaning of the ids
+    entries:     int32 [num_rows, width], at a fixed address
+    window_left: previous keys that a query sees in the space's layer with the longest window; ALL_KEYS: all
+    terms:       whether page 0 belongs to no one, and whether KV may be shorter than the new tokens
     """
 
     space: Space
@@ -41,7 +41,7 @@ class Table(Protocol):
 
     @property
     def spaces(self) -> Sequence[SpaceTable]:
-        """The full space first, if layers live there."""
+        """The tables of all spaces, the full space first if layers live there."""
         ...
 
 
@@ -49,7 +49,7 @@ class Pool(Protocol):
     """The K and V pages of all layers.
 
     page_size: tokens in a page
-    device:    that they lie on
+    device:    the device that holds them
     """
 
     page_size: int
@@ -60,7 +60,7 @@ class Pool(Protocol):
         ...
 
     def format(self, layer: int) -> PageFormat:
-        """What the pages of a layer hold, or will."""
+        """The present or future format of the pages of a layer."""
         ...
 
     def index(self, layer: int) -> LayerPages:

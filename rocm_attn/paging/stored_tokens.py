@@ -1,7 +1,7 @@
-"""The tokens of rows: up to which one their K and V are stored, and which of them other rows share.
+"""The tokens of rows: up to which token K and V are stored, and which of them other rows share.
 
-StoredTokens knows it from step to step. StepStores knows which layers the step that runs has stored in: a step that
-raised half way through the layers has stored nothing, and one that only attends writes to no page.
+StoredTokens keeps it from step to step. StepStores keeps the layers in which the running step has stored: a step that
+raised halfway through the layers has stored nothing, and one that only attends writes to no page.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _NO_STEP = (b"", b"")
 class StoredTokens:
     """The tokens of each row of the request table.
 
-    changed:   rows that were cut since the step that runs was staged: they may be others now
+    changed:   rows that were cut since the running step was staged: they may be different rows now
     floor:     int32 [num_rows], the first token that a step may store; those before it may lie in pages that have other
                holders
-    on_floors: called when floors have risen, for the step that runs
+    on_floors: called when floors have risen, for the running step
     left_out:  row -> its stored tokens, and the layers in which a step after these did not store, in words
     """
 
     def __init__(self, num_rows: int) -> None:
         self._stored_len = np.zeros(num_rows, np.int32)
-        # rows and kv_len of the last step, which need not be in _stored_len: mostly the next one goes on from there.
+        # rows and kv_len of the last step, which need not be in _stored_len: the next step mostly continues from there.
         self._last = _NO_STEP
         self.floor = np.zeros(num_rows, np.int32)
         self.has_floors = False
@@ -45,13 +45,13 @@ class StoredTokens:
         return self._stored_len
 
     def mark(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
-        """The first kv_len tokens of rows count as stored, and none after them."""
+        """Sets the stored tokens of rows to their first kv_len tokens."""
         stored_len = self.stored_len
         self._last = _NO_STEP
         stored_len[rows] = kv_len
 
     def forget(self, row: int, kv_len: int) -> None:
-        """Tokens of row from kv_len on do not count as stored."""
+        """Marks tokens of row from kv_len on as not stored."""
         self.changed.append(row)
         self.left_out.pop(row, None)
         self.mark(row, min(kv_len, int(self.stored_len[row])))
@@ -59,24 +59,24 @@ class StoredTokens:
     def goes_on(self, batch: StepBatch) -> bool:
         """True if a step has the rows of the last one, and its new tokens come next in all of them.
 
-        Most steps do; nothing else has to be asked of them.
+        Most steps do; they need no other check.
         """
         rows, kv_len = self._last
         return rows == batch.row_bytes and kv_len == (batch.kv_len - batch.q_len).tobytes()
 
     def raise_floor(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
-        """The first kv_len tokens of rows, which may be named twice, lie in pages that have other holders too."""
+        """Notes that the first kv_len tokens of rows, which may be named twice, lie in pages with other holders too."""
         np.maximum.at(self.floor, rows, kv_len)
         self.has_floors = bool(self.floor.any())
         self.on_floors()
 
     def lower_floor(self, rows: Int32Array | int, kv_len: Int32Array | int) -> None:
-        """Tokens of rows from kv_len on lie in pages that have no other holder."""
+        """Notes that tokens of rows from kv_len on lie in pages that have no other holder."""
         self.floor[rows] = np.minimum(self.floor[rows], kv_len)
         self.has_floors = bool(self.floor.any())
 
     def end_step(self, batch: StepBatch, *, complete: bool) -> None:
-        """A step has written to pages; complete: in every layer. Otherwise its tokens have still to be stored."""
+        """Notes that a step has written to pages; complete: in every layer. Otherwise its tokens are not stored yet."""
         if complete and batch.min_q_len > 0 and not self.changed:
             if batch.row_bytes != self._last[0]:
                 _ = self.stored_len
@@ -89,13 +89,13 @@ class StoredTokens:
 
 
 class StepStores:
-    """The layers that the step that runs has stored in.
+    """The layers in which the running step has stored.
 
     num_layers:     of the runtime
-    num_indexed:    of those that have index keys to store, which come after the layers
-    tokens:         learns what was stored
-    require_stored: raises BadBatch unless so many tokens of a batch's rows are stored
-    refusal:        why the step may not store, or nothing
+    num_indexed:    number of layers with index keys to store, which come after the layers
+    tokens:         records the stored tokens
+    require_stored: raises BadBatch unless the required tokens of a batch's rows are stored
+    refusal:        why the step may not store; empty if it may
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class StepStores:
         tokens.on_floors = self._floors_have_risen
 
     def begin(self, batch: StepBatch, num_children: int, refusal: str, in_turn: int) -> None:
-        """A step is staged.
+        """Starts the record of a step that is staged.
 
         num_children: halves, draft steps, or those of both halves
         in_turn:      children of a half, which store in a layer one after the other
@@ -129,7 +129,7 @@ class StepStores:
             self._tokens.changed.clear()
 
     def _floors_have_risen(self) -> None:
-        """A row was forked or kept: the step that runs may not store what others read of it by now."""
+        """Updates the refusal after a row was forked or kept: the step may not store tokens that others now read."""
         batch = self._batch
         if batch is None or self.refusal or not batch.inputs.q_len_on_host:
             return
@@ -143,8 +143,10 @@ class StepStores:
             )
 
     def before_store(self, child: int, layer: int) -> None:
-        """Raise BadBatch for a step that would write to a page that several rows hold, and WrongState for a draft step
-        whose draft step before has not stored in the layer."""
+        """Raises BadBatch for a step that would write to a page that several rows hold.
+
+        Raises WrongState for a draft step if the draft step before it has not stored in the layer.
+        """
         if self.refusal:
             raise BadBatch(self.refusal)
         if self._in_turn > 1 and child % self._in_turn and not self._done[child - 1] >> layer & 1:
@@ -156,29 +158,29 @@ class StepStores:
         self._wrote = True
 
     def before_move(self) -> None:
-        """Raise BadBatch where the step that runs, or the last one, may not write to the pages of its new tokens."""
+        """Raises BadBatch if the running step, or the last one, may not write to the pages of its new tokens."""
         if self.refusal:
             raise BadBatch(self.refusal)
 
     def after_store(self, child: int, layer: int) -> None:
-        """A child of the step has stored in a layer."""
+        """Notes that a child of the step has stored in a layer."""
         self._done[child] |= 1 << layer
 
     def before_attend(self, child: int, layer: int) -> None:
-        """Raise BadBatch for a child that attends to tokens that were stored neither before nor by this step."""
+        """Raises BadBatch for a child that attends to tokens that were stored neither before nor by this step."""
         if not self._done[child] >> layer & 1 and self._batch is not None:
             self._require_stored(self._batch, self._batch.kv_len)
 
     @property
     def layers(self) -> int:
-        """Bit i: every child has stored in layer i."""
+        """Bit i is set if every child has stored in layer i."""
         layers = self._all
         for done in self._done:
             layers &= done
         return layers
 
     def before_replay(self, layers: int) -> None:
-        """A graph that stores in these layers is about to run the step. Raises as before_store and before_attend."""
+        """Checks a graph that stores in these layers before it runs. Raises what before_store and before_attend do."""
         if layers:
             if self.refusal:
                 raise BadBatch(self.refusal)
@@ -187,23 +189,23 @@ class StepStores:
             self._require_stored(self._batch, self._batch.kv_len)
 
     def after_replay(self, layers: int) -> None:
-        """The graph was launched."""
+        """Notes that the graph was launched."""
         self._done = [layers]
 
     def end(self) -> None:
-        """The step is over, whether it went well or not. Doing it again is harmless: an interrupt may break it off."""
+        """Ends the step, with or without an error. It may be repeated if an interrupt breaks it off."""
         batch = self._batch
         if batch is not None and self._wrote:
             # No child has stored in more layers than all of them, which is the largest number.
             is_whole = min(self._done) == self._all
             if not is_whole:
                 self._note_left_out(batch)
-            # Branches of drafts lie beside each other, and are no tokens that another step could go on from.
+            # Branches of drafts lie side by side, and are no tokens from which another step could continue.
             self._tokens.end_step(batch, complete=is_whole and (batch.is_plain or batch.drafts.branches <= 1))
         self._batch = None
 
     def _note_left_out(self, batch: StepBatch) -> None:
-        """A step is over that has not stored in every layer: keep which, for what the next step is told."""
+        """Keeps the layers in which a finished step has not stored, for the error of the next step."""
         done = self.layers
         missing = [number for number in range(self._all.bit_length()) if not done >> number & 1]
         names = [

@@ -1,1 +1,1 @@
-"""Kernel providers: what can run attention, and the pure function that chooses."""
+"""Kernel providers: the kernels that can run attention, and the pure function that chooses among them."""

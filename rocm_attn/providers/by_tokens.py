@@ -1,7 +1,7 @@
-"""Kernels of one layer that differ in their tiles: a step takes those for sequences as long as its shape says.
+"""Kernels of one layer that differ in their tiles: a step's shape selects the tiles for sequences of its likely length.
 
-Tiles of few rows waste less where sequences have few new tokens, and read K and V as fast as decode does. The choice is
-part of a graph, so it hangs on the padded shape alone: a step with a longer sequence is served right, only slower.
+Tiles of few rows waste less if sequences have few new tokens, and read K and V as fast as decode does. The choice is
+part of a graph, so it depends on the padded shape alone: a step with a longer sequence is served correctly but slower.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from rocm_attn.providers.contract import BoundKernel, Schedule, StepBounds
 
 
 def likely_q_len(shape: PaddedShape) -> int:
-    """New tokens of a sequence, as far as a shape tells.
+    """Likely new tokens of a sequence, estimated from a shape.
 
-    A mean, rounded up, where all sequences may be alike. Where some have one token and another one has all others, or
-    where a group of sequences is one, what the longest may have.
+    This is the mean, rounded up, if all sequences may have the same number. If some have one token and one has all
+    others, or if a group of sequences counts as one, it is the most that the longest sequence may have.
     """
     is_alike = shape.kind in (StepKind.EXTEND, StepKind.PREFILL, StepKind.MASKED)
     return -(-shape.num_tokens // shape.num_seqs) if is_alike else shape.num_tokens
 
 
-# More than any step has.
+# More tokens than any step has.
 ANY_TOKENS = (1 << 31) - 1
 
 
 class Steps(NamedTuple):
-    """Of which steps a kernel is the one, by their shape.
+    """The steps that a kernel serves, by their shape.
 
     max_q_len:  likely new tokens of a sequence, at most
     min_seqs:   padded sequences, at least: fewer would have too few rows for the GPU
@@ -45,7 +45,7 @@ class Steps(NamedTuple):
     max_tokens: int = ANY_TOKENS
 
     def hold(self, shape: PaddedShape) -> bool:
-        """Whether they are of this shape."""
+        """True if the steps include this shape."""
         has_size = shape.num_seqs >= self.min_seqs and shape.num_tokens <= self.max_tokens
         return has_size and likely_q_len(shape) <= self.max_q_len
 
@@ -64,7 +64,7 @@ class SizedKernel(NamedTuple):
     kernel: BoundKernel
 
     def most(self, shape: PaddedShape) -> PaddedShape:
-        """A shape within this one that is no smaller than any of which the kernel serves steps."""
+        """A shape within this one that is no smaller than any shape that the kernel serves."""
         most = min(self.steps.max_q_len * shape.num_seqs, self.steps.max_tokens)
         return replace(shape, num_tokens=min(shape.num_tokens, most))
 
@@ -77,7 +77,7 @@ class SchedulesByTokens:
     other: Schedule
 
     def words(self, shape: PaddedShape) -> int:
-        """Of the schedule that takes most: a larger shape, which buffers are made for, needs no fewer words."""
+        """The words of the schedule that needs most. A larger shape, which buffers are made for, needs no fewer."""
         return max(schedule.words(shape) for schedule in (*(sized.schedule for sized in self.short), self.other))
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
@@ -108,7 +108,7 @@ class KernelByTokens:
         return f"{short}else {self.other.describe()}"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """Of the kernel that takes most, as the schedules' words: each of the largest steps that it serves."""
+        """The words of the kernel that needs most, each at its largest steps; see `SchedulesByTokens.words`."""
         short = (sized.kernel.workspace_words(sized.most(shape)) for sized in self.short)
         return max((*short, self.other.workspace_words(shape)))
 

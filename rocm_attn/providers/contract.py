@@ -1,4 +1,4 @@
-"""What a provider declares and what a kernel is given. A kernel sees no pool object, no batch and no graph."""
+"""A provider's declarations, and a kernel's arguments. A kernel sees no pool object, no batch and no graph."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Baked(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """What the host knows of a step, or of one half of a split one.
+    """The host's knowledge of a step, or of one half of a split one.
 
     shape:      the padded shape
     max_q_len:  bound on new tokens of a sequence
@@ -82,31 +82,31 @@ class StepBounds:
 
 
 class Schedule(Protocol):
-    """What a kernel works out on the device once a step, before its layers.
+    """Data that a kernel computes on the device once per step, before its layers.
 
-    A value: equal schedules build equal words, so that one build serves every kind of layer that has one.
+    A value: equal schedules build equal words, so one build serves every kind of layer that has the same schedule.
     """
 
     def words(self, shape: PaddedShape) -> int:
-        """int32 words for a step of this shape."""
+        """int32 words that a step of this shape needs."""
         ...
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        """Fill the words. queries: the sequences that attend; step, bounds: the step that they belong to"""
+        """Fills the words. queries: the sequences that attend; step, bounds: the step that they belong to"""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NoSchedule:
-    """Of a kernel that needs none."""
+    """The schedule of a kernel that needs none."""
 
     def words(self, shape: PaddedShape) -> int:
-        """None."""
+        """0: it needs no words."""
         return 0
 
     @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        """Nothing to fill."""
+        """Does nothing, since there are no words."""
 
 
 NO_SCHEDULE = NoSchedule()
@@ -115,27 +115,27 @@ NO_SCHEDULE = NoSchedule()
 class BoundKernel(Protocol):
     """A kernel for one problem on one target: its tiles are chosen, its limits were checked.
 
-    A frozen value: equal kernels launch the same for equal steps, and graphs are kept by the kernels that they hold.
+    A frozen value: equal kernels make the same launches for equal steps, and the kernels are part of a graph's key.
     """
 
     @property
     def schedule(self) -> Schedule:
-        """What is built before its layers run; NO_SCHEDULE if nothing is."""
+        """The schedule that is built before its layers run; NO_SCHEDULE if it needs none."""
         ...
 
     def describe(self) -> str:
-        """Name and tiles, to be printed."""
+        """Name and tiles as text."""
         ...
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """float32 words of workspace of a step of this shape."""
+        """float32 words of workspace that a step of this shape needs."""
         ...
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        """Run one layer's attention; padded tokens of out receive zeros if the row says so.
+        """Runs one layer's attention; padded tokens of out receive zeros if the row says so.
 
         args:         with the words of its schedule, and workspace_words(shape) or more
-        step, bounds: the step in the layer's space, for what a kernel reads besides its arguments
+        step, bounds: the step in the layer's space, for values that a kernel reads in addition to its arguments
         """
         ...
 
@@ -144,22 +144,22 @@ class BoundKernel(Protocol):
 class StoringKernel(BoundKernel, Protocol):
     """A kernel that can also store the step's new K and V itself, which saves a launch.
 
-    Its row clears pads and masks V, so that no other launch belongs to either.
+    Its row clears pads and masks V, so neither needs another launch.
     """
 
     def store_and_attend(self, args: AttendArgs, new: NewRows, step: StepTensors, bounds: StepBounds) -> None:
-        """The store of the new rows, then attend, with the same results bit by bit."""
+        """Stores the new rows and attends. The results are bitwise those of a store followed by attend()."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTerms:
-    """What the owner of a pool asks of the kernels that read it.
+    """Requirements of a pool's owner on the kernels that read it.
 
-    page_strides: whether pages may have any strides but the last, as where K and V are packed into one tensor
-    keeps_tails:  whether what lies in a page after a sequence's last token must stay as it is: drafts may be there
-    short_kv:     whether a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
-    unaligned_rows: whether K and V, and their rows, may begin anywhere (LayerPages.has_aligned_sides, has_aligned_rows)
+    page_strides: True if pages may have any strides but the last, as when K and V are packed into one tensor
+    keeps_tails:  True if the slots of a page after a sequence's last token must not change: drafts may be there
+    short_kv:     True if a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
+    unaligned_rows: True if K and V, and their rows, may begin anywhere (LayerPages.has_aligned_sides, has_aligned_rows)
     """
 
     page_strides: bool = False
@@ -173,12 +173,12 @@ OWN_POOL = PoolTerms()
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """What is known of a pool before it is allocated, or adopted.
+    """The facts about a pool that are known before it is allocated or adopted.
 
     num_pages:    pages, page 0 included
     max_kv_len:   tokens of the longest sequence
     max_num_seqs: sequences of a decode step
-    terms:        what its owner asks of kernels
+    terms:        requirements of its owner on kernels
     """
 
     num_pages: int
@@ -187,12 +187,12 @@ class PoolSize:
     terms: PoolTerms = OWN_POOL
 
 
-# Where no pool is known; no limit on a pool's size refuses it.
+# Used if no pool is known; no limit on a pool's size refuses it.
 SMALLEST_POOL = PoolSize(num_pages=2, max_kv_len=1, max_num_seqs=1)
 
 
 def side_bytes(problem: Problem, pool: PoolSize) -> int:
-    """Bytes of one layer's K pages or of its V pages, whichever are more."""
+    """Bytes of one layer's K pages or of its V pages, whichever is larger."""
     tokens = pool.num_pages * problem.page_size
     row_elements = problem.num_kv_heads * max(problem.head_dim, problem.v_head_dim)
     return tokens * row_elements * problem.page_format.encoding.dtype.itemsize
@@ -204,7 +204,7 @@ Bind = Callable[[Problem, Target, PoolSize], BoundKernel]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a kernel serves. Ranges include both ends; an empty tuple of exact values leaves the range alone.
+    """The limits of a kernel. Ranges include both ends; an empty tuple of exact values leaves the range alone.
 
     archs:         exact names, or prefixes that end with "*"
     exact_dims:    the only pairs of head_dim and v_head_dim
@@ -212,22 +212,22 @@ class Limits:
     num_q_heads:   the only counts of query heads
     pools:         the kinds of pool it reads
     encodings:     the encodings of K and V that it reads
-    scales:        what may share a factor of eight-bit K and V
-    dims_alike:    whether head_dim and v_head_dim must be equal
-    dim_step:      what head dims are multiples of
+    scales:        what may share a scale of eight-bit K and V
+    dims_alike:    True if head_dim and v_head_dim must be equal
+    dim_step:      head dims are multiples of this
     coded_dims:    the only head dims with eight-bit K and V
     coded_page_sizes: the only page sizes with them
-    lse:           whether it gives the log-sum-exp
-    lse_of_slopes: whether it gives that of layers with ALiBi slopes, too
+    lse:           True if it returns the log-sum-exp
+    lse_of_slopes: True if it also returns that of layers with ALiBi slopes
     max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
-    page_strides:  whether it reads pages of any strides but the last; without, it takes them for contiguous
-    short_kv:      whether a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
+    page_strides:  True if it reads pages of any strides but the last; if not, it assumes that they are contiguous
+    short_kv:      True if a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
     least_window:  the fewest keys of a window that it serves
-    aligned_sides: whether it reads K and V that begin at multiples of 16 bytes alone (LayerPages.has_aligned_sides)
+    aligned_sides: True if it reads only K and V that begin at multiples of 16 bytes (LayerPages.has_aligned_sides)
     least_gqa_ratio: the fewest query heads that share a KV head
-    aligned_rows:  whether it reads rows of K and V that begin at multiples of 16 elements alone
+    aligned_rows:  True if it reads only rows of K and V that begin at multiples of 16 elements
                    (LayerPages.has_aligned_rows)
-    tritons:       the only releases of Triton that it may run with; one that is not known is none of them
+    tritons:       the only releases of Triton that it may run with; an unknown release is not one of them
     """
 
     archs: tuple[str, ...]
@@ -263,9 +263,9 @@ class Limits:
     tritons: tuple[Release, ...] = ()
 
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
-        """Every limit that the problem breaks, one clause each; empty when the kernel serves it.
+        """Every limit that the problem breaks, one clause each; empty if the kernel serves it.
 
-        On another arch, or in a pool of another kind, nothing else is looked at.
+        On another arch, or in a pool of another kind, no other limit is checked.
         """
         if not any(arch_matches(target.arch, pattern) for pattern in self.archs):
             return (f"arch {target.arch} is not one of {', '.join(self.archs)}",)
@@ -314,11 +314,11 @@ class Limits:
         return tuple(reasons)
 
     def gives_lse(self, problem: Problem) -> bool:
-        """Whether it gives the log-sum-exp of a layer that it serves."""
+        """True if it returns the log-sum-exp of a layer that it serves."""
         return self.lse and (self.lse_of_slopes or not problem.has_alibi_slopes)
 
     def _ranges(self) -> Iterator[str]:
-        """The fields whose range counts, because no exact values are named."""
+        """The fields with a range that applies, because no exact values are given."""
         if not self.exact_dims:
             yield from ("head_dim", "v_head_dim")
         if not self.page_sizes:
@@ -361,12 +361,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What a kernel gets wrong in some releases, within its limits.
+    """A wrong result of a kernel, or a failure, in some releases, within its limits.
 
     what:        the clause that refuses, without the releases
-    hits:        whether a problem over such a pool meets it
+    hits:        True for a problem and a pool that are affected
     archs:       exact names
-    aiter, rocm: the releases that have it; a release that is not known may be any of them
+    aiter, rocm: the releases that have it; an unknown release may be any of them
     """
 
     what: str
@@ -376,7 +376,7 @@ class Fault:
     rocm: Span = EVERY_RELEASE
 
     def refusal(self, problem: Problem, target: Target, pool: PoolSize) -> str:
-        """The clause that refuses a problem on a target, with the releases; empty when it is not met."""
+        """The clause that refuses a problem on a target, with the releases; empty if it is not affected."""
         here = target.releases
         if target.arch not in self.archs or here.aiter not in self.aiter or here.rocm not in self.rocm:
             return ""
@@ -397,7 +397,7 @@ class ReadAhead:
     """How far a kernel reads past a sequence's last page; it meets page 0 there.
 
     list_entries: entries past the end of page_list
-    table_tokens: a row of block_table is read in tiles of so many tokens, the last one whole
+    table_tokens: a row of block_table is read in tiles of this number of tokens, the last one whole
     """
 
     list_entries: int = 0
@@ -409,23 +409,23 @@ class KernelRow:
     """One row of the capability table.
 
     kind:               the steps it serves
-    min_kv_len:         shortest KV length it may meet; padded sequences get this length
-    masks_v:            whether it leaves V rows beyond the length unread (0 * NaN is NaN); where it does not, the
-                        store zeroes what comes after a sequence in its last page
-    graph_safe:         whether it may be captured
-    batch_invariant:    whether a sequence's result is bitwise the same in any batch
+    min_kv_len:         shortest KV length that it supports; padded sequences get this length
+    masks_v:            True if it does not read V rows beyond the length (0 * NaN is NaN); if it does, the store zeroes
+                        the slots after a sequence in its last page
+    graph_safe:         True if it may be captured
+    batch_invariant:    True if a sequence's result is bitwise the same in any batch
     needs, bakes:       see Need and Baked
-    needs_host_lengths: whether it must know the lengths on the host
+    needs_host_lengths: True if it must know the lengths on the host
     bind:               see Bind
-    clears_pads:        whether padded tokens of out receive zeros and those of lse -inf; where they do not, a launch
-                        after it writes them
+    clears_pads:        True if padded tokens of out receive zeros and those of lse -inf; if not, a launch after it
+                        writes them
     reads_ahead:        see ReadAhead
-    not_bound:          what it would be, of a kernel that is known and not bound; it is always refused
-    faults:             what it gets wrong in some releases
-    notes:              what is odd about it, and why it serves all the same, a sentence each
-    rounds_products:    whether it rounds q in a way of its own, or what values are weighted with, to eight bits
-    rounds_queries:     whether it is given q in the pages' eight bits, with a factor of 1
-    is_probed:          whether it runs a layer's shape against the reference before it serves (selection/probe.py)
+    not_bound:          for a kernel that is known but not bound: its description; it is always refused
+    faults:             its faults in some releases
+    notes:              its oddities, and why it serves all the same, a sentence each
+    rounds_products:    True if it rounds q in a way of its own, or the weights of values, to eight bits
+    rounds_queries:     True if it is given q in the pages' eight bits, with a scale of 1
+    is_probed:          True if it runs a layer's shape against the reference before it serves (selection/probe.py)
     """
 
     provider: str
@@ -450,7 +450,7 @@ class KernelRow:
     is_probed: bool = False
 
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
-        """Why it does not serve a problem, one clause each; empty when it does."""
+        """Why it does not serve a problem, one clause each; empty if it does."""
         refused = self.limits.refusals(problem, target, pool)
         if self.not_bound:
             return refused[:1] or (f"not bound: {self.not_bound}",)
@@ -487,22 +487,22 @@ class StepOps:
     zero_tails: ZeroTails
     clear_pads: ClearPads
     merge_states: MergeStates
-    # Of steps whose lengths, tables, slots and masks an engine owns.
+    # For steps whose lengths, tables, slots and masks an engine owns.
     publish_engine: PublishEngine
     gather_table: GatherTable
     check_pages: CheckPages
     take_slots: TakeSlots
     pack_mask: PackMask
     watch_pages: WatchPages
-    # Between pages and what engines send each other.
+    # Copies between pages and the buffers that engines exchange.
     export_rows: MoveRows
     import_rows: MoveRows
-    # Of drafts.
+    # For drafts.
     accept_drawn: AcceptDrawn
     accept_sampled: AcceptSampled
     move_paths: MovePaths
     next_round: MakeNextRound
-    # Of selections that a caller makes, and of all of them in debug runs.
+    # Checks selections that a caller makes, and all of them in debug runs.
     check_selection: CheckSelection
     # From logits to tokens.
     pick_rows: PickRows
@@ -529,10 +529,10 @@ def _either(values: Iterable[object]) -> str:
 
 
 def arch_matches(arch: str, pattern: str) -> bool:
-    """pattern: an exact name, or a prefix that ends with \"*\"."""
+    """True if an arch matches a pattern: an exact name, or a prefix that ends with \"*\"."""
     return arch.startswith(pattern[:-1]) if pattern.endswith("*") else arch == pattern
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As users write it."""
+    """The name of a dtype as users write it."""
     return str(dtype).removeprefix("torch.")

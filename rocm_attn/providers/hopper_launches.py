@@ -1,4 +1,4 @@
-"""Launches in Gluon for Hopper, apart from triton_launches.py: not every release of Triton has Gluon in this form."""
+"""Launches in Gluon for Hopper, apart from triton_launches.py: not every Triton release has Gluon in this form."""
 
 from __future__ import annotations
 

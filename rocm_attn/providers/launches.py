@@ -1,4 +1,4 @@
-"""The launches around attention, by name and parameter. What each reads and writes stands in rocm_attn.kernels."""
+"""The launches around attention, by name and parameter. rocm_attn.kernels says what each reads and writes."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class Likeliest(Protocol):
 
 
 class PickOps(Protocol):
-    """What picking tokens takes of StepOps."""
+    """The operations of StepOps that picking tokens needs."""
 
     @property
     def pick_rows(self) -> PickRows: ...

@@ -43,9 +43,9 @@ class TritonMixed:
 
 @dataclass(frozen=True, slots=True)
 class MixedAtOnce:
-    """As a TritonMixed; in a graph both run at the same time, as far as the GPU has room, and so have a workspace each.
+    """Like `TritonMixed`, but in a graph both kernels run at once, as far as the GPU has room, with a workspace each.
 
-    An eager step runs them in turn: to fork a stream costs the host more than it gains.
+    An eager step runs them in turn, because forking a stream costs the host more than it gains.
     """
 
     in_turn: TritonMixed
@@ -75,16 +75,16 @@ class MixedAtOnce:
         )
 
     def _words_of_extend(self, shape: PaddedShape) -> int:
-        # In whole 16-byte units: Triton compiles a kernel anew when a pointer's alignment changes.
+        # Whole 16-byte units, because Triton compiles a kernel again when a pointer's alignment changes.
         return round_up(self.in_turn.extend.workspace_words(shape), 4)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether launches on the device's current stream go to a graph."""
+    """True if launches on the device's current stream are captured into a graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
 def _side_stream(device: torch.device) -> ForkedStream:
-    """One for all layers: a capture makes branches of it, whatever stream is captured."""
+    """One stream for all layers: a capture makes branches of it, whichever stream is captured."""
     return ForkedStream(device)

@@ -1,4 +1,4 @@
-"""The schedules of the project's own kernels, and how two schedules are one."""
+"""The schedules of the project's own kernels, and how two schedules are combined."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rocm_attn.providers.triton_later import triton_launches
 
 @dataclass(frozen=True, slots=True)
 class DecodeSchedule:
-    """Of split-KV decode, deterministic or not."""
+    """The schedule of split-KV decode, deterministic or not."""
 
     cut: DecodeCut
 
@@ -32,7 +32,7 @@ class DecodeSchedule:
 
 @dataclass(frozen=True, slots=True)
 class ExtendSchedule:
-    """Of ragged extend, deterministic or not."""
+    """The schedule of ragged extend, deterministic or not."""
 
     cut: ExtendCut
 
@@ -46,7 +46,7 @@ class ExtendSchedule:
 
 @dataclass(frozen=True, slots=True)
 class TwoSchedules:
-    """Those of two kernels that serve the same step, one after the other."""
+    """The schedules of two kernels that serve the same step, one after the other."""
 
     first: Schedule
     second: Schedule
@@ -55,7 +55,7 @@ class TwoSchedules:
         return self._words_of_first(shape) + self.second.words(shape)
 
     def split(self, shape: PaddedShape, words: Tensor) -> tuple[Tensor, Tensor]:
-        """The words of the first and of the second."""
+        """The words of the first schedule and of the second."""
         end = self._words_of_first(shape)
         return words[:end], words[end:]
 
@@ -66,5 +66,5 @@ class TwoSchedules:
         self.second.build(queries, step, bounds, second)
 
     def _words_of_first(self, shape: PaddedShape) -> int:
-        # In whole 16-byte units: Triton compiles a kernel anew when a pointer's alignment changes.
+        # Whole 16-byte units, because Triton compiles a kernel again when a pointer's alignment changes.
         return round_up(self.first.words(shape), 4)

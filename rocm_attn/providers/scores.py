@@ -1,4 +1,4 @@
-"""The scores of a problem and the mask of a step, as the project's own kernels want them."""
+"""The scores of a problem and the mask of a step in the form that the project's own kernels take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rocm_attn.problem import Problem
 
 
 def scores_of(problem: Problem) -> Scores:
-    """How the problem's scores are made."""
+    """The computation of the problem's scores."""
     return Scores(
         scale=problem.scale,
         window_left=problem.window_left,
@@ -19,5 +19,5 @@ def scores_of(problem: Problem) -> Scores:
 
 
 def packed_mask(step: StepTensors) -> PackedMask:
-    """What the tokens of a masked step see."""
+    """The mask of a step, packed."""
     return PackedMask(step.mask_words, step.mask_indptr, step.mask_start, step.window_start)

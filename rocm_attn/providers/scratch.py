@@ -21,7 +21,7 @@ class Part:
 
     @property
     def num_words(self) -> int:
-        """float32 words that it takes, whole aligned blocks."""
+        """float32 words that it takes, in whole aligned blocks."""
         blocks = -(-prod(self.shape) * self.dtype.itemsize // _ALIGNMENT_BYTES)
         return blocks * _ALIGNMENT_BYTES // torch.float32.itemsize
 
@@ -42,7 +42,7 @@ def cut(workspace: Tensor, parts: Sequence[Part]) -> list[Tensor]:
 
 
 def whole_rows(rows: Tensor, scratch: Tensor) -> Tensor:
-    """rows [T, heads, dim] themselves where they are contiguous and of scratch's shape, else a copy of them in scratch.
+    """rows [T, heads, dim] itself if it is contiguous and has scratch's shape, else a copy in scratch.
 
     Heads that only scratch has are zero then.
     """
@@ -56,11 +56,11 @@ def whole_rows(rows: Tensor, scratch: Tensor) -> Tensor:
 
 
 def room_for(rows: Tensor, scratch: Tensor) -> Tensor:
-    """rows [T, heads, dim] themselves where a function can write them whole, else scratch; then see keep_rows."""
+    """rows [T, heads, dim] itself if a function can write it whole, else scratch; then see keep_rows."""
     return rows if rows.is_contiguous() and rows.shape == scratch.shape else scratch
 
 
 def keep_rows(rows: Tensor, written: Tensor) -> None:
-    """Copy the heads that rows has from what was written, unless that is rows itself."""
+    """Copies the heads of rows from written, unless that is rows itself."""
     if written is not rows:
         rows.copy_(written[:, : rows.shape[1]])

@@ -1,4 +1,4 @@
-"""Which kernels serve a problem: a pure function of problem, target, pool, the provider asked for, and what is off."""
+"""Chooses kernels: a pure function of problem, target, pool, requested provider, and kernels that are off."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from rocm_attn.providers.triton import TRITON
 # In order of preference within a provider and a kind of step.
 ROWS: Mapping[str, Sequence[KernelRow]] = {"aiter": AITER_ROWS, "triton": TRITON.rows, "torch": TORCH.rows}
 
-# What layers with an indexer get besides; no kernel of AITER's is bound.
+# Further kernels of layers with an indexer; no kernel of AITER is bound.
 INDEX_ROWS: Mapping[str, Sequence[IndexRow]] = {"triton": triton_sparse.INDEX_ROWS, "torch": torch_sparse.INDEX_ROWS}
 SELECTED_ROWS: Mapping[str, Sequence[SelectedRow]] = {
     "triton": triton_sparse.SELECTED_ROWS,
     "torch": torch_sparse.SELECTED_ROWS,
 }
 
-# What "auto" tries for each kind of step, in order. Plain torch is no fallback on a GPU: it would serve, far too
-# slowly, in silence.
+# The providers that "auto" tries for each kind of step, in order. Plain torch is no fallback on a GPU: it would serve
+# silently, and far too slowly.
 _AUTO_ON_GPU = ("aiter", "triton")
 _AUTO_ON_CPU = ("torch",)
 
-# Kernel name -> why it may not be used here, whatever its row says.
+# Kernel name -> why it may not be used here, apart from its row.
 Unavailable = Mapping[str, str]
 _ALL_AVAILABLE: Unavailable = {}
 
@@ -53,8 +53,8 @@ class Selection:
     """The kernels of one kind of layer.
 
     kernels:  a bound kernel for each kind of step; a kind that another one serves instead may be missing
-    refusals: every kernel that was considered before it and why it was not taken
-    sparse:   what selects keys and attends over what was selected; None in a layer that attends to all
+    refusals: every kernel that was considered before the chosen one, and why it was not taken
+    sparse:   the kernels that select keys and attend to the selection; None in a layer that attends to all keys
     """
 
     problem: Problem
@@ -65,18 +65,18 @@ class Selection:
 
     @property
     def provider(self) -> str:
-        """The provider whose kernels these are; "auto" where they are of several."""
+        """The provider of these kernels; "auto" if there are several."""
         names = {kernel.row.provider for kernel in self.kernels.values()}
         return names.pop() if len(names) == 1 else "auto"
 
     @property
     def deterministic(self) -> bool:
-        """Whether a sequence's results are bitwise the same in any batch."""
+        """True if a sequence's results are bitwise the same in any batch."""
         return all(kernel.row.batch_invariant for kernel in self.kernels.values())
 
     @property
     def eight_bit_products(self) -> bool:
-        """Whether a kernel rounds what it multiplies to eight bits."""
+        """True if a kernel rounds its operands to eight bits."""
         return any(kernel.row.rounds_products for kernel in self.kernels.values())
 
     def kernel(self, kind: StepKind) -> LayerKernel:
@@ -91,7 +91,7 @@ class Selection:
         return chosen + [f"{r.kind.value}: not {r.kernel}: {r.reason}" for r in self.refusals]
 
     def sentence(self) -> str:
-        """The choice in one sentence: the layer, the kernels, and others with why not, each reason once."""
+        """The choice in one sentence: the layer, the kernels, and the refused kernels, with each reason once."""
         chosen = [f"{kind.value} by {kernel.row.name}" for kind, kernel in self.kernels.items()]
         if self.sparse is not None:
             chosen.append(f"over a selection by {', '.join(self.sparse.rows)}")
@@ -111,10 +111,10 @@ def select(
     unavailable: Unavailable = _ALL_AVAILABLE,
     deterministic: bool = False,
 ) -> Selection:
-    """Choose a kernel for every kind of step.
+    """Chooses a kernel for every kind of step.
 
     provider:    a name of PROVIDERS; "auto" takes, for each kind of step, the first provider that serves it
-    pool:        refuses kernels whose offsets do not reach; not given: none
+    pool:        refuses kernels whose offsets do not reach; if not given, none
     unavailable: refuses kernels that the machine lacks, or that were switched off
     deterministic: refuses kernels whose results depend on the batch
     Raises Unsupported with every reason, BadSetting for an unknown name.
@@ -122,9 +122,9 @@ def select(
     names = _candidates(provider, target)
     refusals: list[Refusal] = []
     kernels = {}
-    # Of steps that attend to all keys, which a layer with an indexer may do as well.
+    # For steps that attend to all keys, which a layer with an indexer may also run.
     dense = replace(problem, indexer=ALL_KEYS)
-    # A layer that looks at masks must have a kernel for them; others serve a step with a mask as any other.
+    # A layer with custom_mask must have a kernel for masks; other layers serve a step with a mask like any other step.
     kinds = [kind for kind in StepKind if kind.extra is not Extra.MASK or problem.custom_mask]
     for kind in kinds:
         rows = [row for name in names for row in ROWS[name] if row.kind is kind]
@@ -146,17 +146,17 @@ def select(
 
 
 def ops_for(selections: Sequence[Selection], device: torch.device) -> StepOps:
-    """The launches around attention that go with the kernels on a device.
+    """The launches around attention for the kernels on a device.
 
-    Triton's, for AITER's kernels as well. Torch's twins go with torch's kernels, and with any others where Triton has
-    no device to run on and none of the kernels is Triton's. They also go with all kernels on torch's meta device, whose
+    They are Triton's, for AITER's kernels as well. Torch's twins serve torch's kernels, and others if Triton has no
+    device to run on and none of the kernels is Triton's. They also serve all kernels on torch's meta device, whose
     tensors have no memory: nothing is launched there, and Triton need not be installed.
     """
     names = {
         kernel.row.provider
         for selection in selections
         for kind, kernel in selection.kernels.items()
-        # What shares prefixes is for those steps alone that ask for it.
+        # Kernels for shared prefixes serve only steps that bring them.
         if kind.extra is not Extra.PREFIXES
     }
     if "torch" in names or device.type == "meta" or (device.type == "cpu" and "triton" not in names):
@@ -183,7 +183,7 @@ def _first_that_serves(
 ) -> LayerKernel | None:
     for row in rows:
         if row.not_bound and row.limits.refusals(problem, target, pool):
-            continue  # it would be no kernel of this layer's
+            continue  # it would not be a kernel of this layer
         reasons = row.refusals(problem, target, pool)
         if deterministic and not row.batch_invariant and not row.not_bound:
             reasons = (*reasons, "a sequence's result may depend on the batch")
@@ -201,7 +201,7 @@ def _first_that_serves(
 def _sparse_kernels(
     names: Sequence[str], problem: Problem, target: Target, pool: PoolSize, deterministic: bool
 ) -> SparseKernels | None:
-    """The first provider's that has them all; None where none are needed. Raises Unsupported."""
+    """The kernels of the first provider that has them all; None if none are needed. Raises Unsupported."""
     reasons: list[str] = []
     for name in names:
         try:
@@ -217,7 +217,7 @@ def _sparse_kernels(
 
 
 def _few(kernels: Sequence[str]) -> str:
-    """Up to two kernels by name; more of them by their number and providers."""
+    """Up to two kernels by name; more by their number and providers."""
     if len(kernels) <= 2:
         return _and(kernels)
     providers = sorted({kernel.partition(".")[0] for kernel in kernels})

@@ -1,7 +1,7 @@
-"""Decode of sequences that share prefixes, put together of the kernels that a provider has.
+"""Decode of sequences that share prefixes, composed of the kernels that a provider has.
 
 prefix   the queries of a group as those of one sequence over the shared pages, not causal
-suffix   decode of each sequence over what is its own, the sink in it: every sequence has one key there, its own
+suffix   decode of each sequence over its own keys, with the sink: every sequence has at least one key there, its own
 merge    both by their log-sum-exps
 """
 
@@ -23,7 +23,7 @@ from rocm_attn.providers.scratch import Part, cut, num_words
 
 
 def of_prefixes(queries: Queries, step: StepTensors) -> Queries:
-    """The groups of a step as sequences over their prefixes; a group has the number, and so the row, of its first.
+    """The groups of a step as sequences over their prefixes; a group has the index and row of its first.
 
     All queries may belong to one group.
     """
@@ -31,7 +31,7 @@ def of_prefixes(queries: Queries, step: StepTensors) -> Queries:
 
 
 def of_suffixes(queries: Queries, step: StepTensors) -> Queries:
-    """The sequences of a step without what they share."""
+    """The sequences of a step without their shared prefixes."""
     return replace(queries, kv_len=step.suffix_kv_len, first_page=step.suffix_page)
 
 
@@ -61,7 +61,7 @@ class SharedPrefixKernel:
 
     prefix: an extend kernel of the problem without causality and sinks
     suffix: a decode kernel of the problem, which may begin after a sequence's first pages
-    ops:    the provider's, for the merge
+    ops:    the provider's launches, for the merge
     """
 
     problem: Problem
@@ -105,21 +105,21 @@ class SharedPrefixKernel:
         self.ops().merge_states(prefix_out, prefix_lse, args.out, lse, args.out, lse)
 
     def _parts(self, shape: PaddedShape) -> tuple[Part, Part, Part]:
-        """What the prefixes give, and the log-sum-exp of the suffixes where the caller wants none."""
+        """The outputs of the prefixes, and the log-sum-exp of the suffixes if the caller requests none."""
         rows = (shape.num_tokens, self.problem.num_q_heads)
         lse = Part(rows, torch.float32)
         return Part((*rows, self.problem.v_head_dim), self.problem.dtype), lse, lse
 
 
 def limits_of_shared_prefix(limits: Limits) -> Limits:
-    """What is served of that which a provider's extend and decode kernels serve.
+    """Limits of this kernel, from those of a provider's extend and decode kernels.
 
-    A window and slopes are counted from each query's own place, which a query over a shared prefix has not.
+    A window and slopes are counted from each query's own place, which a query over a shared prefix does not have.
     """
     pools = tuple(pool for pool in limits.pools if pool is not PoolKind.VECTORIZED)
     return replace(limits, window=False, alibi=False, pools=pools)
 
 
 def problem_of_prefixes(problem: Problem) -> Problem:
-    """The layer as its queries see a prefix: all of it, and no sink."""
+    """The layer's problem for queries over a prefix: they see all of it, and no sink."""
     return replace(problem, causal=False, has_sinks=False)

@@ -1,8 +1,8 @@
-"""Sparse attention as providers declare it: rows of indexers and of attention over a selection, and their kernels.
+"""Sparse attention of providers: rows of indexers and of attention over a selection, and their kernels.
 
 A layer whose problem has an indexer keeps the kernels of dense steps, for attend(), and gets two more, which serve
-every kind of step: one that selects, and one that attends over what was selected. A layer that reuses an earlier
-layer's selection gets the second one alone.
+every kind of step: one that selects, and one that attends to the selection. A layer that reuses an earlier layer's
+selection gets the second one alone.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from rocm_attn.providers.contract import (
 
 
 class BoundIndexer(Protocol):
-    """An indexer for one problem on one target. A frozen value, as BoundKernel."""
+    """An indexer for one problem on one target. A frozen value, like BoundKernel."""
 
     def describe(self) -> str:
-        """Name and tiles, to be printed."""
+        """Name and tiles as text."""
         ...
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """float32 words of workspace of a step of this shape."""
+        """float32 words of workspace that a step of this shape needs."""
         ...
 
     def select(self, args: IndexArgs, selection: Selection, workspace: Tensor) -> None:
-        """Write the units of every token to the selection; those of padded tokens are none.
+        """Writes the units of every token to the selection; padded tokens get none.
 
         workspace: workspace_words(shape) or more; content is undefined
         """
@@ -53,27 +53,27 @@ class BoundIndexer(Protocol):
 
 
 class BoundSelected(Protocol):
-    """Attention over a selection, for one problem on one target. A frozen value, as BoundKernel."""
+    """Attention over a selection, for one problem on one target. A frozen value, like BoundKernel."""
 
     def describe(self) -> str:
-        """Name and tiles, to be printed."""
+        """Name and tiles as text."""
         ...
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """float32 words of workspace of a step of this shape."""
+        """float32 words of workspace that a step of this shape needs."""
         ...
 
     def attend(self, args: SelectedArgs) -> None:
-        """Run one layer's attention; padded tokens of out receive zeros, and of lse -inf."""
+        """Runs one layer's attention; padded tokens of out receive zeros, and those of lse -inf."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class IndexLimits:
-    """What an indexer serves; see Limits.
+    """The limits of an indexer; see Limits.
 
     archs:      exact names, or prefixes that end with "*"
-    dtypes:     of q, and of keys that are not of eight bits
+    dtypes:     of q, and of keys that do not have eight bits
     head_dim:   range of elements of a row, both ends included
     num_heads:  the most index heads
     encodings, scales: of the keys
@@ -87,7 +87,7 @@ class IndexLimits:
     scales: tuple[Scales, ...] = (Scales.NONE,)
 
     def refusals(self, indexer: Indexer, problem: Problem, target: Target) -> tuple[str, ...]:
-        """Every limit that an indexer of a problem breaks, one clause each; empty when it is served."""
+        """Every limit that an indexer of a problem breaks, one clause each; empty if it is served."""
         if not any(arch_matches(target.arch, pattern) for pattern in self.archs):
             return (f"arch {target.arch} is not one of {', '.join(self.archs)}",)
         reasons = []
@@ -106,7 +106,7 @@ class IndexLimits:
 
 @dataclass(frozen=True, slots=True)
 class IndexRow:
-    """An indexer of a provider; fields as of KernelRow."""
+    """An indexer of a provider; see KernelRow for the fields."""
 
     provider: str
     name: str
@@ -118,9 +118,9 @@ class IndexRow:
 
 @dataclass(frozen=True, slots=True)
 class SelectedRow:
-    """Attention over a selection, of a provider; fields as of KernelRow.
+    """Attention over a selection, of a provider; see KernelRow for the fields.
 
-    serves: indexing -> why its selections are not read, one clause each; nothing where they are
+    serves: indexing -> why its selections are not supported, one clause each; empty if they are
     """
 
     provider: str
@@ -134,11 +134,11 @@ class SelectedRow:
 
 @dataclass(frozen=True, slots=True)
 class SparseKernels:
-    """What a layer gets besides the kernels of its steps.
+    """The kernels of a layer in addition to those of its steps.
 
     selected: attention over a selection
-    indexer:  what selects; None where an earlier layer's selection is reused
-    rows:     of both, in words: name by name
+    indexer:  selects the keys; None if an earlier layer's selection is used
+    rows:     names of both rows
     bakes:    of both
     batch_invariant: of both
     """
@@ -150,7 +150,7 @@ class SparseKernels:
     batch_invariant: bool
 
     def beside(self, dense: LayerKernel) -> LayerKernel:
-        """A kind of step's kernel with these beside it: a plan has room for them, and its graph key names them."""
+        """Adds these kernels to that of a kind of step: a plan has room for them, and its graph key names them."""
         row = replace(
             dense.row,
             bakes=dense.row.bakes | self.bakes,
@@ -168,30 +168,30 @@ class BesideSparse:
 
     @property
     def schedule(self) -> Schedule:
-        """Of the dense kernel: a selection is no schedule, and nothing is planned from it."""
+        """The schedule of the dense kernel: a selection is no schedule, and nothing is planned from it."""
         return self.dense.schedule
 
     def describe(self) -> str:
-        """All of them."""
+        """The descriptions of all kernels."""
         parts = [self.dense.describe(), self.sparse.selected.describe()]
         if self.sparse.indexer is not None:
             parts.append(self.sparse.indexer.describe())
         return " beside ".join(parts)
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """They run one after the other."""
+        """The most words of any kernel, because they run one after the other."""
         words = [self.dense.workspace_words(shape), self.sparse.selected.workspace_words(shape)]
         if self.sparse.indexer is not None:
             words.append(self.sparse.indexer.workspace_words(shape))
         return max(words)
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        """Over all keys."""
+        """Attends to all keys."""
         self.dense.attend(args, step, bounds)
 
 
 class NoSparseKernel(LookupError):
-    """No kernel of a provider serves; reasons, one for each that was looked at."""
+    """No kernel of a provider serves. reasons: one for each that was considered"""
 
     def __init__(self, reasons: Sequence[str]) -> None:
         super().__init__("; ".join(reasons))
@@ -207,7 +207,7 @@ def choose_sparse(
     *,
     deterministic: bool,
 ) -> SparseKernels | None:
-    """The first kernels that serve a problem; None where it attends to all keys. Raises NoSparseKernel."""
+    """The first kernels that serve a problem; None if it attends to all keys. Raises NoSparseKernel."""
     if isinstance(problem.indexer, AllKeys):
         return None
     indexing = problem.indexer.indexing

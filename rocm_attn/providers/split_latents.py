@@ -1,4 +1,4 @@
-"""What kernels over latent pages have in common that split a sequence's keys over programs, on any arch."""
+"""The base of kernels over latent pages that split a sequence's keys over programs, on any arch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rocm_attn.providers.schedules import DecodeSchedule
 
 @dataclass(frozen=True, slots=True)
 class SplitLatents:
-    """Attention of sequences with as many new tokens as the cut says; others are left alone."""
+    """Attention of sequences with as many new tokens as the cut allows; other sequences are skipped."""
 
     problem: Problem
     scores: Scores
@@ -34,7 +34,7 @@ class SplitLatents:
 def cut_of_latents(
     tiles: LatentTiles, problem: Problem, target: Target, *, fewest: int = 1, most: int = 1
 ) -> DecodeCut:
-    """The cut of sequences with fewest to most new tokens, for all of the target's compute units."""
+    """The cut of sequences with fewest to most new tokens, over all of the target's compute units."""
     return latent_decode_cut(
         tiles,
         num_heads=problem.num_q_heads,

@@ -18,8 +18,8 @@ from rocm_attn.kernels.tuning.tiles import ANY_ROWS, CdnaTiles, Codes, DecodeTil
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 
-# Where a barrier orders what the threads of a program read and write, in the GPU's memory too. AMD's may order shared
-# memory alone.
+# Archs on which a barrier orders the reads and writes of a program's threads in the GPU's memory too. On AMD it may
+# order shared memory alone.
 ORDERS_BY_BARRIERS = ("sm_90", "interpreter")
 
 
@@ -33,14 +33,14 @@ class _Shape(TypedDict):
 
 
 def codes_of(problem: Problem) -> Codes:
-    """What tiles of the project's kernels are chosen by, beside arch and shape."""
+    """The form of codes that the choice of tiles depends on, in addition to arch and shape."""
     if problem.kv_encoding is KVEncoding.LIKE_Q:
         return Codes.NONE
     return Codes.BY_TOKEN if problem.kv_scales is Scales.TOKEN else Codes.BY_ROW
 
 
 def layer_of(problem: Problem) -> MeasuredLayer:
-    """What the time of a problem's kernels hangs on."""
+    """The properties of a problem that the time of its kernels depends on."""
     return MeasuredLayer(
         num_q_heads=problem.num_q_heads,
         num_kv_heads=problem.num_kv_heads,
@@ -59,7 +59,7 @@ def layer_of(problem: Problem) -> MeasuredLayer:
 
 
 def measured_row(table: Table, problem: Problem, target: Target, max_rows: int = ANY_ROWS) -> MeasuredRow | None:
-    """The target's row for a problem, if it has one. max_rows: of EXTEND, the bound of the table's row"""
+    """The target's row for a problem, if it has one. max_rows: for EXTEND, the bound of the table's row"""
     if not target.measured:
         return None
     layer = layer_of(problem)
@@ -67,14 +67,14 @@ def measured_row(table: Table, problem: Problem, target: Target, max_rows: int =
 
 
 def decode_tiles_of(problem: Problem, target: Target) -> DecodeTiles:
-    """Of paged decode. Raises NoTiles."""
+    """The tiles of paged decode. Raises NoTiles."""
     static = decode_tiles(target.arch, **_shape(problem))
     tiles = _or_measured(static, measured_row(Table.DECODE, problem, target))
     return replace(tiles, merge_group=0) if tiles.merge_group and target.arch not in ORDERS_BY_BARRIERS else tiles
 
 
 def cdna_tiles_of(problem: Problem, target: Target) -> CdnaTiles:
-    """Of decode for CDNA. Raises NoTiles."""
+    """The tiles of CDNA decode. Raises NoTiles."""
     static = cdna_tiles_of_table(problem, target.arch)
     row = measured_row(Table.CDNA_DECODE, problem, target)
     if row is None:
@@ -88,12 +88,12 @@ def cdna_tiles_of(problem: Problem, target: Target) -> CdnaTiles:
 
 
 def cdna_tiles_of_table(problem: Problem, arch: str) -> CdnaTiles:
-    """Of decode for CDNA, none of them measured. Raises NoTiles."""
+    """The tiles of CDNA decode from the table, without measured ones. Raises NoTiles."""
     return cdna_tiles(arch, num_kv_heads=problem.num_kv_heads, gqa_ratio=problem.gqa_ratio, head_dim=problem.head_dim)
 
 
 def extend_rows_of(problem: Problem, target: Target) -> tuple[ExtendRow, ...]:
-    """Of paged extend, as extend_rows. Raises NoTiles."""
+    """The rows of paged extend; see `extend_rows`. Raises NoTiles."""
     return tuple(
         replace(row, tiles=_or_measured(row.tiles, measured_row(Table.EXTEND, problem, target, row.max_rows)))
         for row in extend_rows_of_table(problem, target)
@@ -101,19 +101,19 @@ def extend_rows_of(problem: Problem, target: Target) -> tuple[ExtendRow, ...]:
 
 
 def extend_rows_of_table(problem: Problem, target: Target) -> tuple[ExtendRow, ...]:
-    """As extend_rows_of, without measured ones: those of masked steps, with whose masks no row was measured."""
+    """Like `extend_rows_of`, but without measured rows: for masked steps, because no row was measured with masks."""
     window = ANY_ROWS if problem.window_left == UNLIMITED_WINDOW else problem.window_left + 1
     return extend_rows(target.arch, **_shape(problem), window=window)
 
 
 def latent_decode_tiles_of(problem: Problem, target: Target) -> LatentTiles:
-    """Of latent decode with one new token. Raises NoTiles."""
+    """The tiles of latent decode with one new token. Raises NoTiles."""
     static = latent_decode_tiles_of_table(problem, target, 1)
     return _or_measured(static, measured_row(Table.LATENT_DECODE, problem, target))
 
 
 def latent_decode_tiles_of_table(problem: Problem, target: Target, most: int) -> LatentTiles:
-    """Of latent decode with up to `most` new tokens of a sequence, none of them measured. Raises NoTiles."""
+    """The tiles of latent decode with up to `most` new tokens per sequence, without measured ones. Raises NoTiles."""
     return latent_decode_tiles(
         target.arch,
         num_rows=problem.num_q_heads * most,
@@ -124,13 +124,13 @@ def latent_decode_tiles_of_table(problem: Problem, target: Target, most: int) ->
 
 
 def latent_extend_tiles_of(problem: Problem, target: Target) -> LatentTiles:
-    """Of latent extend. Raises NoTiles."""
+    """The tiles of latent extend. Raises NoTiles."""
     static = latent_extend_tiles_of_table(problem, target)
     return _or_measured(static, measured_row(Table.LATENT_EXTEND, problem, target))
 
 
 def latent_extend_tiles_of_table(problem: Problem, target: Target) -> LatentTiles:
-    """Of latent extend, none of them measured. Raises NoTiles."""
+    """The tiles of latent extend, without measured ones. Raises NoTiles."""
     return latent_extend_tiles(
         target.arch,
         dims=(problem.head_dim, problem.v_head_dim),
@@ -158,7 +158,7 @@ def _or_measured(static: AnyTiles, row: MeasuredRow | None) -> AnyTiles:
 
 
 def decode_cut_of(problem: Problem, target: Target, tiles: DecodeTiles) -> DecodeCut:
-    """How decode of a problem is cut, by as many programs as a target runs at once."""
+    """The cut of decode of a problem, over as many programs as a target runs at once."""
     cut = _decode_cut(problem, target, tiles)
     if tiles not in ALONE or problem.window_left != UNLIMITED_WINDOW:
         return cut
@@ -170,7 +170,7 @@ def decode_cut_of(problem: Problem, target: Target, tiles: DecodeTiles) -> Decod
 def extend_cut(problem: Problem, target: Target, tiles: ExtendTiles, *, causal: bool, min_q_len: int = 1) -> ExtendCut:
     """The cut of extend steps, with the longest rows shared out if the tiles say so.
 
-    causal: whether no token sees what follows it
+    causal: True if no token sees a later one
     """
     return ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len).shared_by(
         tiles,

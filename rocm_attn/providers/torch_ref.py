@@ -1,4 +1,4 @@
-"""The torch provider: the readable kernels. It serves CPUs, and any device when asked for by name."""
+"""The torch provider: the readable kernels. It serves CPUs, and any device if it is requested by name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from rocm_attn.providers.contract import (
 from rocm_attn.providers.scores import packed_mask, scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 
-# Plain torch has no limits of its own; these bound what makes sense.
+# Plain torch has no limits of its own; these bound sensible values.
 _LIMITS = Limits(
     archs=("*",),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
@@ -63,13 +63,13 @@ _LIMITS = Limits(
     encodings=tuple(KVEncoding),
     scales=tuple(Scales),
 )
-# Vectorised pools are there for kernels of AITER's, none of which takes a mask.
+# Vectorised pools exist for AITER's kernels, none of which takes a mask.
 _ANY_POOL = replace(_LIMITS, pools=tuple(PoolKind))
 
 
 @dataclass(frozen=True, slots=True)
 class _TorchKernel:
-    """What all of them share: work proportional to the step's longest sequence, and no memory of their own."""
+    """Base of the torch kernels: work proportional to the step's longest sequence, and no memory of their own."""
 
     problem: Problem
     scores: Scores = field(init=False, repr=False)
@@ -79,7 +79,7 @@ class _TorchKernel:
         object.__setattr__(self, "scores", scores_of(self.problem))
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """None."""
+        """0: it needs no workspace."""
         return 0
 
 
@@ -107,7 +107,7 @@ class TorchExtend(_TorchKernel):
 
 @dataclass(frozen=True, slots=True)
 class TorchMasked(_TorchKernel):
-    """Any number of new tokens in each sequence, which see what a packed mask says."""
+    """Any number of new tokens in each sequence; a packed mask says which keys they see."""
 
     def describe(self) -> str:
         return f"torch.masked({self.problem})"
@@ -184,7 +184,7 @@ def _ops() -> StepOps:
         place_trees=metadata.place_trees,
         table_update=metadata.table_update,
         fill=metadata.fill,
-        # Pages that joined the graph of a K with gradients would hold on to it for good.
+        # If a K with gradients joined the pages to its graph, they would keep the graph alive for good.
         store_kv=torch.no_grad()(cache.store_kv),
         rope_store=torch.no_grad()(rope.rope_store),
         rope_queries=rope.rope_queries,

@@ -1,4 +1,4 @@
-"""The torch provider's deterministic kernels. On CPUs only: what a GPU's BLAS does to a batch is not known."""
+"""The torch provider's deterministic kernels. On CPUs only: a GPU's BLAS may depend on the batch in unknown ways."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TorchSegments:
 
 @dataclass(frozen=True, slots=True)
 class TorchMaskedSegments:
-    """As TorchSegments, of steps with a mask."""
+    """Like `TorchSegments`, but for steps with a mask."""
 
     problem: Problem
     segment_len: int = segments.SEGMENT_LEN
@@ -53,10 +53,10 @@ class TorchMaskedSegments:
 
 
 def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TorchMaskedSegments:
-    """Deterministic attention of a step with a mask."""
+    """Binds deterministic attention of a step with a mask."""
     return TorchMaskedSegments(problem)
 
 
 def bind(problem: Problem, target: Target, pool: PoolSize) -> TorchSegments:
-    """Deterministic attention of any step."""
+    """Binds deterministic attention of any step."""
     return TorchSegments(problem)

@@ -20,7 +20,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class TorchIndexer:
-    """Scores of every index key, and the best of them."""
+    """Scores every index key and selects the best."""
 
     indexing: Indexing
 

@@ -55,13 +55,14 @@ _LIMITS = Limits(
     scales=tuple(Scales),
 )
 
-# Where the two kernels of a mixed step were seen to gain by running at once: 31 decodes beside 2 x 700 new tokens take
-# 0.91 to 0.95 of the time in turn.
+# Archs on which the two kernels of a mixed step were measured to gain by running at once: 31 decodes with 2 x 700 new
+# tokens take 0.91 to 0.95 of the time in turn.
 _RUNS_AT_ONCE = ("sm_90",)
 
-# Keys of windows whose rows are not shared out: to share costs more than so short rows gain. Windows of 128, 64 x 8
-# heads of 64, 2048 new of 8192: 37 us, shared 43; 12 x 4, 777 new of 5778: 8 and 12. Of 512, 64 x 8 of 96, 30 x 6 new
-# of 2074: 31 and 35; but 4 x 1 of 128, 64 of 2000: 21 and 16. Of 1024, 12 x 4 of 64, 777 of 5778: 34 and 26 (H200).
+# Keys of windows whose rows are not shared out: sharing costs more than such short rows gain. Windows of 128, 64 x 8
+# heads of 64, 2048 new of 8192: 37 us, shared 43; 12 x 4, 777 new of 5778: 8 and 12. Windows of 512, 64 x 8 of 96, 30 x
+# 6 new of 2074: 31 and 35; but 4 x 1 of 128, 64 of 2000: 21 and 16. Windows of 1024, 12 x 4 of 64, 777 of 5778: 34 and
+# 26 (H200).
 _MOST_NOT_SHARED = 512
 # Rows of a sequence whose query blocks take all query heads of a KV head.
 _MOST_NOT_FILLED = 512
@@ -69,7 +70,7 @@ _MOST_NOT_FILLED = 512
 
 @dataclass(frozen=True, slots=True)
 class TritonDecode:
-    """Split-KV decode of sequences with one new token; others are left alone. scores: the problem's"""
+    """Split-KV decode of sequences with one new token; other sequences are skipped. scores: the problem's"""
 
     problem: Problem
     scores: Scores
@@ -96,17 +97,17 @@ class TritonDecode:
         triton_launches.launch_paged_decode(args, scores=self.scores, cut=cut, tiles=self.tiles_of(cut))
 
     def tiles_of(self, cut: DecodeCut) -> DecodeTiles:
-        """Of a step that is cut so."""
+        """The tiles of a step with this cut."""
         return ALONE[self.tiles].tiles if cut is self.cut.alone else self.tiles
 
 
 @dataclass(frozen=True, slots=True)
 class TritonStoringDecode(TritonDecode):
-    """Decode of steps whose sequences have one new token each, the last of its keys, over pages in q's dtype."""
+    """Decode of steps in which each sequence has one new token, the last of its keys, over pages in q's dtype."""
 
     @only_launches
     def store_and_attend(self, args: AttendArgs, new: NewRows, step: StepTensors, bounds: StepBounds) -> None:
-        """As StoringKernel's."""
+        """See `StoringKernel.store_and_attend`."""
         cut = self.cut.of_step(args.queries.num_seqs)
         triton_launches.launch_storing_decode(args, new, scores=self.scores, cut=cut, tiles=self.tiles_of(cut))
 
@@ -136,20 +137,20 @@ class TritonExtend:
         self.attend_by(args, None)
 
     def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
-        """As attend, and tokens see what a mask says."""
+        """Attends like `attend`, but by a mask if there is one."""
         triton_launches.launch_paged_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
     tiles = decode_tiles_of(problem, target)
     cut = decode_cut_of(problem, target, tiles)
-    # Where no pool is known, sequences may be of any length.
+    # If no pool is known, sequences may be of any length.
     cut = cut if pool == SMALLEST_POOL else cut.of_lengths(pool.max_kv_len)
     return TritonDecode(problem, scores_of(problem), tiles, cut)
 
 
 def _bind_decode_alone(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
-    """For steps in which it serves every sequence."""
+    """Binds decode for steps in which it serves every sequence."""
     kernel = _bind_decode(problem, target, pool)
     # A program that stores new K and V reads what its threads wrote.
     if target.arch not in ORDERS_BY_BARRIERS or problem.kv_encoding is not KVEncoding.LIKE_Q or not problem.causal:
@@ -165,7 +166,7 @@ def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> BoundKerne
 def _by_tokens(
     problem: Problem, rows: Sequence[ExtendRow], bind: Callable[[ExtendTiles, bool], BoundKernel]
 ) -> BoundKernel:
-    """What serves any step of a problem. bind: tiles, and whether they are of short sequences -> a kernel"""
+    """The kernel for any step of a problem. bind: tiles, and True for tiles of short sequences -> a kernel"""
     *short, last = rows
     kernels = tuple(SizedKernel(Steps(row.max_rows // problem.gqa_ratio), bind(row.tiles, True)) for row in short)
     other = bind(last.tiles, False)
@@ -173,7 +174,7 @@ def _by_tokens(
 
 
 def _extend(problem: Problem, target: Target, tiles: ExtendTiles, min_q_len: int = 1) -> TritonExtend:
-    """Sequences with min_q_len new tokens or more."""
+    """Extend of sequences with min_q_len new tokens or more."""
     if target.arch == "sm_90" and UNLIMITED_WINDOW != problem.window_left < _MOST_NOT_SHARED:
         tiles = _of_whole_rows(tiles)
     cut = extend_cut(problem, target, tiles, causal=problem.causal, min_q_len=min_q_len)
@@ -181,7 +182,7 @@ def _extend(problem: Problem, target: Target, tiles: ExtendTiles, min_q_len: int
 
 
 def _of_whole_rows(tiles: ExtendTiles) -> ExtendTiles:
-    """The tiles of steps in which every row is one program's: one launch a layer, and no merge."""
+    """The tiles of steps in which every row belongs to one program: one launch per layer, and no merge."""
     return replace(tiles, programs_per_cu=0, one_launch=False)
 
 
@@ -209,7 +210,8 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKerne
     codes = codes_of(problem)
 
     def bind(tiles: ExtendTiles, is_short: bool) -> Masked:
-        # 64 x 5 new tokens after 8k with factors of tokens, heads of 128: 514 us on an H200 as they are, else 1238.
+        # 64 x 5 new tokens after 8k with scales of tokens, heads of 128: 514 us on an H200 with unchanged tiles, else
+        # 1238.
         fits = is_short or (codes is Codes.BY_TOKEN and target.arch.startswith("sm_"))
         tiles = tiles if fits and tiles.query_rows <= 64 else tiles.of_masked_steps(problem.gqa_ratio, codes)
         cut = extend_cut(problem, target, tiles, causal=False)
@@ -232,7 +234,7 @@ def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize) -> Bou
 
 
 def _hopper_by_tokens(problem: Problem, target: Target, min_q_len: int = 1) -> BoundKernel:
-    """Sequences with few new tokens are the plain kernel's: of 128 rows most would have no token."""
+    """Gives sequences with few new tokens to the plain kernel, since most of 128 rows would have no token."""
     hopper = triton_hopper.bind_extend(problem, target, min_q_len)
     kernel = _by_tokens(
         problem,
@@ -244,7 +246,7 @@ def _hopper_by_tokens(problem: Problem, target: Target, min_q_len: int = 1) -> B
     if problem.kv_encoding is not KVEncoding.LIKE_Q or filled.tiles.extend.heads_per_block(ratio) == ratio:
         return kernel
     short = kernel.short if isinstance(kernel, KernelByTokens) else ()
-    # Of few tokens, blocks of fewer heads would read K and V several times and have no more rows.
+    # For few tokens, blocks of fewer heads would read K and V several times and have no more rows.
     return KernelByTokens((*short, SizedKernel(Steps(_MOST_NOT_FILLED // ratio), hopper)), filled)
 
 
@@ -262,7 +264,7 @@ def _bind_prompts_plain(problem: Problem, target: Target, pool: PoolSize) -> Bou
 
 
 def _bind_prompts(problem: Problem, target: Target, extend: BoundKernel) -> BoundKernel:
-    """extend: what serves any extend step"""
+    """Binds the kernel of prompt steps. extend: the kernel of any extend step"""
     rows = extend_rows_of(problem, target)
     return triton_prefill.bind_prompts(
         problem, target, rows, lambda tiles: _extend(problem, target, _of_whole_rows(tiles)), extend
@@ -275,7 +277,7 @@ def _bind_shared_hopper(problem: Problem, target: Target, pool: PoolSize) -> Sha
 
 
 def _hopper_segments(problem: Problem, target: Target, min_q_len: int) -> BoundKernel:
-    """As _hopper_by_tokens, deterministic."""
+    """Like `_hopper_by_tokens`, but deterministic."""
     hopper = triton_hopper.bind_segment_extend(problem, target, min_q_len)
     return triton_segments.extend_by_tokens(problem, target, min_q_len, hopper)
 

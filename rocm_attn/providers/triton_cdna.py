@@ -25,9 +25,9 @@ from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import cdna_tiles_of, decode_cut_of, measured_row
 from rocm_attn.providers.triton_later import cdna_launches
 
-# Gluon, in which the kernel is written, changes from release to release: those that its tests have passed with, and of
-# which the static figures say that it gains. With 3.6.0 it is right in the simulator too, but page numbers are vector
-# loads, and a key takes 9.5 clocks to issue where paged decode takes 8.5 (gfx942, heads of 128).
+# Releases of Gluon, in which the kernel is written, change. These have passed its tests, and the static figures show a
+# gain with them. With 3.6.0 it is right in the simulator too, but page numbers are vector loads, and a key takes 9.5
+# clocks to issue where paged decode takes 8.5 (gfx942, heads of 128).
 TRITONS = (Release.of("3.9.0"),)
 
 LIMITS = Limits(
@@ -36,7 +36,7 @@ LIMITS = Limits(
     head_dim=(min(HEAD_DIMS), max(HEAD_DIMS)),
     v_head_dim=(min(HEAD_DIMS), max(HEAD_DIMS)),
     exact_dims=tuple((dim, dim) for dim in HEAD_DIMS),
-    # A chunk of keys is of one page.
+    # A chunk of keys belongs to one page.
     page_size=(CHUNK, limits.MAX_PAGE_SIZE),
     page_sizes=(16, 32, 64, 128),
     max_gqa_ratio=ROWS,
@@ -53,7 +53,7 @@ LIMITS = Limits(
 
 @dataclass(frozen=True, slots=True)
 class CdnaDecode:
-    """Split-KV decode of sequences with one new token; others are left alone."""
+    """Split-KV decode of sequences with one new token; other sequences are skipped."""
 
     problem: Problem
     arch: str
@@ -78,7 +78,7 @@ class CdnaDecode:
 
 
 def bind_decode(problem: Problem, target: Target) -> CdnaDecode:
-    """For a problem within LIMITS. Raises NoTiles, also where tiles of paged decode were measured for the layer."""
+    """Binds decode for a problem within LIMITS. Raises NoTiles, also if the layer has measured paged-decode tiles."""
     if measured_row(Table.DECODE, problem, target) is not None:
         raise NoTiles(
             "tiles of triton.decode were measured for this layer on such a GPU; those of triton.cdna_decode were not, "

@@ -29,11 +29,11 @@ from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import extend_cut
 from rocm_attn.providers.triton_later import hopper_launches
 
-# Of smaller heads the columns of zeros cost more than the kernel gains. 48 x 4 heads of 24, 7 x 707..1299 new of as
+# For smaller heads the columns of zeros cost more than the kernel gains. 48 x 4 heads of 24, 7 x 707..1299 new of as
 # many: 137 us, the plain kernel 119. 120 x 12 of 40, 6 x 291..809: 164 and 175. 4 x 2 of 48, 8 x 179..480: 17 and 24.
 MIN_HEAD_DIM = 40
 
-# Gluon, in which the kernel is written, changes from release to release: those that its tests have passed with.
+# Releases of Gluon, in which the kernel is written, change. These have passed its tests.
 TRITONS = (Release.of("3.6.0"),)
 
 LIMITS = Limits(
@@ -42,19 +42,19 @@ LIMITS = Limits(
     head_dim=(MIN_HEAD_DIM, max(HEAD_DIMS)),
     v_head_dim=(MIN_HEAD_DIM, max(HEAD_DIMS)),
     dims_alike=True,
-    # Rows of K and V begin where TMA, and copies of 16 bytes, can.
+    # Rows of K and V begin at addresses that TMA and 16-byte copies support.
     dim_step=8,
     page_size=(1, limits.MAX_PAGE_SIZE),
     max_gqa_ratio=limits.MAX_GQA_RATIO,
     window=True,
-    # Its steps are long. Heads of 64, 1 x 2048 new + 6144 cached, windows of 128 keys: 67 us, the plain kernel 44; of
-    # 1024: 164, 164. Heads of 128, of 4096: 338, 362 (H200).
+    # Its iterations are long. Heads of 64, 1 x 2048 new + 6144 cached, windows of 128 keys: 67 us, the plain kernel 44;
+    # of 1024: 164, 164. Heads of 128, of 4096: 338, 362 (H200).
     least_window=2048,
     soft_cap=True,
     sinks=True,
     non_causal=True,
     short_kv=True,
-    # Of dense pages all rows begin as these do: see dim_step.
+    # In dense pages all rows begin at such addresses if these do: see dim_step.
     aligned_sides=True,
     encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E5M2),
     scales=tuple(Scales),
@@ -64,9 +64,9 @@ LIMITS = Limits(
     tritons=TRITONS,
 )
 
-# One new token of so many query heads fills more than half of a query block: 128 heads of 256 on a KV head, 38 x 2900:
-# 62 us, decode 79; of 192, 38 x 4k: 55 and 82; of 128, 64 x 4k: 52 and 64; of 112, 64 x 2k: 36 and 43; of 96: 34 and
-# 30. 80 heads of 256: 59 and 71; 64, 38 x 4k: 64 and 61 (H200).
+# One new token of this number of query heads fills more than half of a query block: 128 heads of 256 on a KV head, 38 x
+# 2900: 62 us, decode 79; of 192, 38 x 4k: 55 and 82; of 128, 64 x 4k: 52 and 64; of 112, 64 x 2k: 36 and 43; of 96: 34
+# and 30. 80 heads of 256: 59 and 71; 64, 38 x 4k: 64 and 61 (H200).
 DECODE_LIMITS = replace(
     LIMITS,
     head_dim=(112, max(HEAD_DIMS)),
@@ -112,10 +112,10 @@ class HopperExtend:
 
 
 class DrawnHopperExtend(HopperExtend):
-    """Of which programs draw whole rows.
+    """Programs draw whole rows.
 
-    Its attend is not said to be launches alone, so its calls are not prepared: after a launch that failed it sets the
-    count of drawn rows back, too.
+    Its attend is not declared to be only launches, so its calls are not prepared: after a failed launch it also resets
+    the count of drawn rows.
     """
 
     __slots__ = ()
@@ -125,7 +125,7 @@ class DrawnHopperExtend(HopperExtend):
 
 
 def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
-    """For a problem within LIMITS, and sequences with min_q_len new tokens or more."""
+    """Binds extend for a problem within LIMITS, and sequences with min_q_len new tokens or more."""
     is_coded = problem.kv_encoding is not KVEncoding.LIKE_Q
     tiles = hopper_tiles(problem.head_dim, problem.page_size, coded=is_coded)
     tiles = _launched_early(tiles, min_q_len)
@@ -134,7 +134,7 @@ def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExten
 
 
 def _launched_early(tiles: HopperTiles, min_q_len: int) -> HopperTiles:
-    """The tiles of steps in which nothing runs beside it; decode, which a mixed step has too, would come late.
+    """The tiles of steps in which nothing else runs; the decode of a mixed step would start late.
 
     16 x 1 heads of 128, 777 new of 5778: 62 us, 64 without. In a mixed step, 96 x 4 of 224, 31 x 1..150 new of
     150..337: 41.5 us launched early and 40.4 not, deterministic 48 and 44 (H200).
@@ -143,7 +143,7 @@ def _launched_early(tiles: HopperTiles, min_q_len: int) -> HopperTiles:
 
 
 def filled(extend: HopperExtend, target: Target) -> HopperExtend:
-    """The same with query blocks that fewer query heads of a KV head fill, for sequences with many new tokens.
+    """The same kernel with query blocks of fewer query heads per KV head, for sequences with many new tokens.
 
     96 query heads of 72 on 2 KV heads, 4 x 1310 new: 357 us, 454 without, of whose blocks a quarter is empty; 80 of 64
     on 8, 1 x 2048 new + 6144 cached: 668 and 729 (H200).
@@ -153,7 +153,7 @@ def filled(extend: HopperExtend, target: Target) -> HopperExtend:
 
 
 def bind_segment_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
-    """Deterministic: for a problem within SEGMENT_LIMITS. Programs share rows by whole segments."""
+    """Binds deterministic extend for a problem within SEGMENT_LIMITS. Programs share rows by whole segments."""
     tiles = _launched_early(hopper_segment_tiles(problem.head_dim, problem.page_size), min_q_len)
     cut = _cut(problem, target, tiles, min_q_len)
     cut = cut.by_segments(tiles.segment_len, most_segments=tiles.most_segments, split_keys=256, shares_first=False)

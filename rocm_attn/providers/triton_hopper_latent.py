@@ -35,17 +35,17 @@ LIMITS = Limits(
     # Rows are copied by 16 bytes.
     aligned_sides=True,
     tritons=TRITONS,
-    # Of 8 new tokens the plain kernel's blocks hold 32 rows where heads are fewer.
+    # With 8 new tokens the plain kernel's blocks hold 32 rows if there are fewer heads.
     least_gqa_ratio=5,
 )
 
-# Of one token. 16 heads, 128 x 4k: the plain kernel reads as fast as memory goes.
+# For one token. With 16 heads, 128 x 4k, the plain kernel reads at the speed of memory.
 DECODE_LIMITS = replace(LIMITS, least_gqa_ratio=17)
 
 
 @dataclass(frozen=True, slots=True)
 class HopperLatentDecode(SplitLatents):
-    """By Hopper's own kernel."""
+    """Latent decode by Hopper's own kernel."""
 
     tiles: HopperLatentTiles
 
@@ -59,7 +59,7 @@ class HopperLatentDecode(SplitLatents):
 
 
 def bind_latent_decode(problem: Problem, target: Target, *, fewest: int, most: int) -> HopperLatentDecode:
-    """For a problem within LIMITS, and sequences with fewest to most new tokens."""
+    """Binds decode for a problem within LIMITS, and sequences with fewest to most new tokens."""
     tiles = HOPPER_LATENT_TILES
     cut = cut_of_latents(tiles.latent, problem, target, fewest=fewest, most=most)
     return HopperLatentDecode(problem, scores_of(problem), cut, tiles)

@@ -1,7 +1,7 @@
-"""The triton provider's kernels over latent pools: absorbed attention, whose one row a token is K and, in part, V.
+"""The triton provider's kernels over latent pools: absorbed attention, whose one row per token is K and, in part, V.
 
-Sequences with few new tokens, as of speculative decoding, have their keys split over programs as in decode; longer ones
-have a program for each query block.
+Sequences with few new tokens, such as those of speculative decoding, have their keys split over programs as in decode;
+longer ones have a program for each query block.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _LIMITS = Limits(
 
 @dataclass(frozen=True, slots=True)
 class LatentDecode(SplitLatents):
-    """By the kernel that serves every arch."""
+    """Latent decode by the kernel that serves every arch."""
 
     tiles: LatentTiles
 
@@ -76,7 +76,7 @@ class LatentDecode(SplitLatents):
         self.attend_by(args, None)
 
     def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
-        """As attend, and tokens see what a mask says."""
+        """Attends like `attend`, but by a mask if there is one."""
         triton_launches.launch_latent_decode(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
@@ -104,13 +104,13 @@ class LatentExtend:
         self.attend_by(args, None)
 
     def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
-        """As attend, and tokens see what a mask says."""
+        """Attends like `attend`, but by a mask if there is one."""
         triton_launches.launch_latent_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSegmentDecode:
-    """Deterministic decode of sequences with one new token; others are left alone.
+    """Deterministic decode of sequences with one new token; other sequences are skipped.
 
     cut:           its key blocks are segments
     most_segments: that a token may see; the workspace has a slot for each
@@ -168,7 +168,7 @@ class LatentSegmentExtend:
         self.attend_by(args, None)
 
     def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
-        """As attend, and tokens see what a mask says."""
+        """Attends like `attend`, but by a mask if there is one."""
         triton_launches.launch_latent_segment_extend(
             args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask
         )
@@ -208,7 +208,7 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed
 
 
 def _with_longer(few: LatentDecode | HopperLatentDecode, target: Target) -> TritonMixed:
-    """few, and extend for the sequences with more new tokens than it serves."""
+    """Combines few with extend for the sequences that have more new tokens than it serves."""
     return TritonMixed(few, _extend(few.problem, target, min_q_len=limits.MOST_SPLIT_TOKENS + 1))
 
 
@@ -230,7 +230,7 @@ def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> Trit
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     most = limits.MOST_SPLIT_TOKENS
     if scores_of(problem).windowed:
-        # Keys are split by the window of a sequence's last tokens, and that of a draft may begin before it.
+        # Keys are split by the window of a sequence's last tokens, and the window of a draft may begin before it.
         return Masked(_masked_extend(problem, target, min_q_len=1))
     few_tiles = latent_decode_tiles_of_table(problem, target, most).of_few_masked_tokens(target.arch)
     few = _decode_in(few_tiles, problem, target, fewest=1, most=most)
@@ -238,7 +238,7 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKerne
 
 
 def _masked_extend(problem: Problem, target: Target, min_q_len: int) -> LatentExtend:
-    """Of masked steps, sequences with min_q_len new tokens or more."""
+    """Extend of masked steps, for sequences with min_q_len new tokens or more."""
     tiles = latent_extend_tiles_of_table(problem, target).of_masked_steps()
     cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=min_q_len)
     return LatentExtend(problem, scores_of(problem), tiles, cut)

@@ -1,4 +1,4 @@
-"""The launches of Triton's kernels, imported when the first one is asked for: choosing a kernel needs no Triton."""
+"""The launches of Triton's kernels, imported when the first one is used: choosing a kernel needs no Triton."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 
 class _Later:
-    """A module that is imported when something of it is asked for."""
+    """A module that is imported when one of its names is used."""
 
     def __init__(self, name: str) -> None:
         self._name = name

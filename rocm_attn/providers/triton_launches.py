@@ -1,4 +1,4 @@
-"""Every launch of the project's own Triton kernels. To import this is to import Triton: see triton_later.py."""
+"""Every launch of the project's own Triton kernels. Importing this imports Triton: see triton_later.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Steps of new prompts alone on sm_90: whole rows of the plain kernel, a program each.
+"""Steps of new prompts alone on sm_90: whole rows of the plain kernel, one program each.
 
-To share rows out takes a merge and a larger launch, for keys that short prompts do not have.
+Sharing rows out takes a merge and a larger launch, for keys that short prompts do not have.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rocm_attn.providers.contract import BoundKernel, Limits
 
 # Rows of a block in the tiles of few rows.
 _FEW_ROWS = 64
-# Of which no step has more.
+# More blocks than any step has.
 _ANY_BLOCKS = ANY_TOKENS
 
 
 class _Prompts(NamedTuple):
-    """Prompts that whole rows take less time for.
+    """Prompts for which whole rows take less time.
 
     most:          mean new tokens of a step, at most
-    dim_block:     of tiles of 64 rows that take all columns at once; 0: so do these
+    dim_block:     of tiles of 64 rows whose table row takes all columns at once; 0: these do too
     blocks_per_cu: blocks of 64 rows for each compute unit, up to which the tiles are those; beyond, those of long
                    sequences
     """
@@ -37,14 +37,14 @@ class _Prompts(NamedTuple):
     blocks_per_cu: int = _ANY_BLOCKS
 
 
-# Up to each head dim. Microseconds of an H200 in blocks of 64 rows and of 128, and what extend steps take.
-# 32 x 8 heads of 32, 1 x 512: 8.6, 9.1, 16.6; 16 x 64: 8.6, 5.5, 9.3; 4 x 512: 20.2, 18.9, 22.7; 16 x 1024: 195, 183,
-# 197; 1 x 2048: 44, 47, 51. 64 x 16 of them, 4 x 64: 4.9, 4.2, 7.6. 64 x 8 of 64, 1 x 128: 4.3, 5.5, 9.4; 64 x 128: 88,
-# 96, 134; 4 x 512: 39, 41, 51; but 32 x 32, 1 x 1024: 27, 26, 22. 32 x 8 of 96, 1 x 128: 4.7, 6.5, 12.3; 2 x 256: 10.3,
-# 10.6, 16.2; 16 x 64: 12.2, 10.6, 13.3; 4 x 512: 36, 30, 42; but 1 x 1024: 32, 32, 29. In blocks of 128 columns the
-# first takes 5.9, and 12 x 4 of 72, 8 x 91: 7.7 in place of 6.3. 32 x 8 of 128, 1 x 128: 5.1, 7.2, 11.8; 1 x 512: 15.4,
-# 22.4, 16.8; 64 x 128: 98, 81, 111; 4 x 512: 40, 37, 42; 1 x 2048: 90, 86, 72. 64 x 8 of 192, 1 x 512: 27.7, 28.0,
-# 34.5; 64 x 128: 225, 264, 293.
+# Settings up to each head dim. Microseconds of an H200 in blocks of 64 rows, of 128, and of extend steps: 32 x 8 heads
+# of 32, 1 x 512: 8.6, 9.1, 16.6; 16 x 64: 8.6, 5.5, 9.3; 4 x 512: 20.2, 18.9, 22.7; 16 x 1024: 195, 183, 197; 1 x 2048:
+# 44, 47, 51. 64 x 16 of them, 4 x 64: 4.9, 4.2, 7.6. 64 x 8 of 64, 1 x 128: 4.3, 5.5, 9.4; 64 x 128: 88, 96, 134; 4 x
+# 512: 39, 41, 51; but 32 x 32, 1 x 1024: 27, 26, 22. 32 x 8 of 96, 1 x 128: 4.7, 6.5, 12.3; 2 x 256: 10.3, 10.6, 16.2;
+# 16 x 64: 12.2, 10.6, 13.3; 4 x 512: 36, 30, 42; but 1 x 1024: 32, 32, 29. In blocks of 128 columns the first takes
+# 5.9, and 12 x 4 of 72, 8 x 91: 7.7 in place of 6.3. 32 x 8 of 128, 1 x 128: 5.1, 7.2, 11.8; 1 x 512: 15.4, 22.4, 16.8;
+# 64 x 128: 98, 81, 111; 4 x 512: 40, 37, 42; 1 x 2048: 90, 86, 72. 64 x 8 of 192, 1 x 512: 27.7, 28.0, 34.5; 64 x 128:
+# 225, 264, 293.
 _PROMPTS = {
     32: _Prompts(2048, blocks_per_cu=1),
     64: _Prompts(512),
@@ -52,15 +52,15 @@ _PROMPTS = {
     128: _Prompts(512, blocks_per_cu=4),
     192: _Prompts(512),
 }
-# Of shorter windows nothing was measured.
+# Shorter windows were not measured.
 _LEAST_WINDOW = 2048
 
 
 def limits_of_prompts(those: Limits) -> Limits:
-    """Of a kernel's limits what its steps of new prompts alone have.
+    """The limits of a kernel's steps of new prompts alone, from the kernel's limits.
 
-    Deterministic steps take segments, and have no kernel of this kind. Of attention that is not causal, of slopes and
-    of soft caps nothing was measured. Of more query heads on a KV head many rows of a block of 64 would have no token.
+    Deterministic steps take segments, and have no kernel of this kind. Attention that is not causal, slopes and soft
+    caps were not measured. With more query heads per KV head, many rows of a block of 64 would have no token.
     """
     head_dim = those.head_dim[0], max(_PROMPTS)
     return replace(
@@ -87,7 +87,7 @@ def bind_prompts(
     whole: Callable[[ExtendTiles], BoundKernel],
     extend: BoundKernel,
 ) -> KernelByTokens:
-    """Of few new tokens whole rows of the plain kernel, of more what extend steps take; within limits_of_prompts().
+    """Whole rows of the plain kernel for few new tokens, else the extend kernel; within limits_of_prompts().
 
     rows:   of the table of paged extend
     whole:  binds a kernel of whole rows
@@ -99,7 +99,7 @@ def bind_prompts(
     max_tokens = min(prompts.blocks_per_cu * target.compute_units * _FEW_ROWS // problem.num_q_heads, ANY_TOKENS)
     short = [
         *(SizedKernel(Steps(row.max_rows // problem.gqa_ratio), whole(row.tiles)) for row in fewer),
-        # Where no sequence has more rows, larger blocks would be half empty.
+        # If no sequence has more rows, larger blocks would be half empty.
         SizedKernel(Steps(last.max_rows // problem.gqa_ratio), few),
         SizedKernel(Steps(prompts.most, max_tokens=max_tokens), few),
     ]

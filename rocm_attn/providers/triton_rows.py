@@ -1,4 +1,4 @@
-"""What the triton provider's rows have in common, whatever kind of pages their kernels read."""
+"""Shared code of the triton provider's rows, for kernels over any kind of pages."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class Maskable(Protocol):
 
     @property
     def schedule(self) -> Schedule:
-        """The fill's."""
+        """The schedule of the step."""
         ...
 
     def describe(self) -> str:
-        """Its name, with what it was built for."""
+        """Its name, and the parameters that it was built for."""
         ...
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """As a bound kernel's."""
+        """See `BoundKernel.workspace_words`."""
         ...
 
     def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
-        """Attend; tokens see what a mask says."""
+        """Attends; a mask, if given, says which keys tokens see."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """A kernel by a packed mask."""
+    """A kernel that attends by a packed mask."""
 
     kernel: Maskable
 
@@ -69,7 +69,7 @@ def triton_row(
     batch_invariant: bool = False,
     is_probed: bool = False,
 ) -> KernelRow:
-    """A row of a kernel that serves graphs, any context, and dead rows of V that hold anything."""
+    """A row of a kernel that can be captured, supports any context, and ignores unused rows of V with any content."""
     return KernelRow(
         provider="triton",
         name=name,

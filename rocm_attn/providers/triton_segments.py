@@ -1,4 +1,4 @@
-"""The triton provider's deterministic kernels: KV is cut at absolute places, see kernels/attention/segments.py."""
+"""The triton provider's deterministic kernels: KV is cut at absolute places; see kernels/attention/segments.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rocm_attn.providers.triton_rows import Masked
 
 @dataclass(frozen=True, slots=True)
 class SegmentDecode:
-    """Decode of sequences with one new token; others are left alone.
+    """Decode of sequences with one new token; other sequences are skipped.
 
     scores:        the problem's
     cut:           its key blocks are segments
@@ -98,12 +98,12 @@ class SegmentExtend:
         self.attend_by(args, None)
 
     def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
-        """As attend, and tokens see what a mask says."""
+        """Attends like `attend`, but by a mask if there is one."""
         triton_launches.launch_segment_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
 def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> SegmentDecode:
-    """Deterministic decode. Raises NoTiles."""
+    """Binds deterministic decode. Raises NoTiles."""
     tiles = _tiles(problem, target)
     cut = DecodeCut.of(
         tiles.decode(problem.gqa_ratio),
@@ -117,17 +117,18 @@ def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> SegmentDeco
 
 
 def bind_extend(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    """Deterministic extend. Raises NoTiles."""
+    """Binds deterministic extend. Raises NoTiles."""
     return extend_by_tokens(problem, target, 1, None)
 
 
 def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: BoundKernel | None) -> BoundKernel:
-    """Deterministic extend of sequences with min_q_len new tokens or more. Raises NoTiles.
+    """Binds deterministic extend of sequences with min_q_len new tokens or more. Raises NoTiles.
 
-    of_long: what serves steps whose sequences have more than few; None: this provider's own tiles. Where it shares rows
-             out, as those for few tokens do not, it serves all steps of so few sequences that these would leave half
-             of the GPU idle. 8 x 1 heads of 128, 16 x 4 new of 8004: 50 us, 122 by the others; 64 x 8, 4 x 8 of 2008:
-             31 and 35; 32 x 8, 8 x 5 of 4005: 65 and 65 (H200). In mixed steps sequences that decode serves count too
+    of_long: the kernel of steps whose sequences have more than few tokens; None: this provider's own tiles. If it
+             shares rows out, which the kernels for few tokens do not, it serves all steps with so few sequences that
+             those would leave half of the GPU idle. 8 x 1 heads of 128, 16 x 4 new of 8004: 50 us, 122 by the others;
+             64 x 8, 4 x 8 of 2008: 31 and 35; 32 x 8, 8 x 5 of 4005: 65 and 65 (H200). In mixed steps sequences that
+             decode serves count too
     """
     tiles = _tiles(problem, target)
     if of_long is None and tiles.short == (tiles.extend,):
@@ -143,16 +144,16 @@ def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: 
 
 
 def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Masked:
-    """Deterministic attention of steps with a mask. Raises NoTiles."""
+    """Binds deterministic attention of steps with a mask. Raises NoTiles."""
     tiles = _tiles(problem, target)
     return Masked(_extend_in(tiles.of_masked_steps() if target.arch.startswith("sm_") else tiles, problem))
 
 
 def _shared(extend: SegmentExtend, target: Target) -> SegmentExtend:
-    """The same with the longest rows shared out by whole segments, if the tiles say so."""
+    """The same kernel with the longest rows shared out by whole segments, if the tiles say so."""
     problem, tiles = extend.problem, extend.tiles
     if not tiles.extend.has_equal_blocks(problem.gqa_ratio):
-        # The merge finds the query heads of a block by its place alone: each has as many.
+        # The merge finds the query heads of a block by its place alone, so each block must have as many.
         return extend
     cut = extend_cut(problem, target, tiles.extend, causal=problem.causal, min_q_len=extend.cut.min_q_len).by_segments(
         tiles.segment_len,
@@ -164,7 +165,7 @@ def _shared(extend: SegmentExtend, target: Target) -> SegmentExtend:
 
 
 def _extend_in(tiles: SegmentTiles, problem: Problem, min_q_len: int = 1) -> SegmentExtend:
-    """Every row is one program's."""
+    """Extend in which every row belongs to one program."""
     cut = ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len)
     return SegmentExtend(problem, scores_of(problem), tiles, cut)
 

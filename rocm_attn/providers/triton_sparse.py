@@ -32,11 +32,11 @@ _DTYPES = limits.DTYPES
 
 @dataclass(frozen=True, slots=True)
 class TritonIndexer:
-    """Scores and top-k, as many tokens at a time as scratch holds.
+    """Scores and top-k, for as many tokens at a time as scratch holds.
 
-    tiles:         where queries are of the layer's dtype
-    coded_q_tiles: where they are of eight bits
-    max_kv_len:    of a sequence, whole pages; it says how long a line of scores is
+    tiles:         for queries of the layer's dtype
+    coded_q_tiles: for queries of eight bits
+    max_kv_len:    of a sequence, whole pages; the length of a line of scores
     compute_units: of the device
     """
 
@@ -65,7 +65,7 @@ class TritonIndexer:
 
 @dataclass(frozen=True, slots=True)
 class TritonSelected:
-    """Attention over a selection, cut so that few tokens fill the device too. programs: that the device shall have"""
+    """Attention over a selection, cut so that few tokens fill the device too. programs: target number on the device"""
 
     problem: Problem
     keys: int
@@ -88,7 +88,7 @@ class TritonSelected:
 
 @dataclass(frozen=True, slots=True)
 class TritonSelectedSegments:
-    """The same, cut at absolute places: a token that selects all that it sees gets the bits of deterministic mode."""
+    """Like `TritonSelected`, but cut at absolute places: a token that selects all its keys gets deterministic bits."""
 
     problem: Problem
     keys: int

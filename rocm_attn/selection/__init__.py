@@ -1,1 +1,1 @@
-"""Which kernels serve a model's layers, over which pages, and whether they compute what they should."""
+"""Chooses the kernels and the pages of a model's layers, and checks that the kernels compute correct results."""

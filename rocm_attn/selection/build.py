@@ -26,15 +26,15 @@ def build_runtime(
     guards: Guards | None = None,
     agree: Agreement = alone,
 ) -> AttentionRuntime:
-    """A runtime with pages of its own.
+    """Builds a runtime with pages of its own.
 
     problems: one for each layer; layers with equal problems share a plan
-    target:   the hardware; detected when not given
-    guards:   the safeguards; not given: all, less those that the environment switches off (machine/settings.py)
+    target:   the hardware; detected if not given
+    guards:   the safeguards; if not given, all but those that the environment switches off (machine/settings.py)
     agree:    how ranks that share a model's layers agree on kernels, graphs and faults: agreement.among(group); all of
               them then build their runtimes, make their graphs and begin their steps in the same order
 
-    Raises Unsupported when no kernel serves a layer, BadProblem and CapacityExceeded for a pool that cannot be, and
+    Raises Unsupported if no kernel serves a layer, BadProblem and CapacityExceeded for a pool that is not possible, and
     BadSetting for safeguards that do not exist.
     """
     device = with_index(device)

@@ -28,11 +28,11 @@ def choose_kernels(
     device: torch.device,
     agree: Agree = alone,
 ) -> tuple[Selection, ...]:
-    """A selection for each problem, in order.
+    """Chooses the kernels of each problem, in order.
 
-    Kernels that are probed run the problem's own shape against the reference first, once for each arch and version;
-    one that is wrong is switched off, and the next is taken. On the meta device, where nothing runs, all of them count
-    as installed and right. Tiles of rows that the user has measured on such a GPU are taken before the tables'.
+    Kernels that are probed run the problem's own shape against the reference first, once for each arch and version. A
+    wrong one is switched off, and the next is used. On the meta device, where nothing runs, all of them count as
+    installed and right. Tiles of rows that the user has measured on such a GPU are preferred to the tables' tiles.
 
     agree: a kernel that is missing or wrong on one rank is left out on all
     Raises Unsupported, BadSetting.
@@ -55,19 +55,19 @@ def choose_kernels(
 
 
 def missing_kernels(target: Target, provider: str) -> Unavailable:
-    """Kernels of AITER's that a provider would take on a target, and what the installed AITER lacks for them."""
+    """AITER's kernels that a provider would use on a target, with the parts that the installed AITER lacks for them."""
     return library.unavailable() if provider in ("auto", "aiter") and target.is_amd else {}
 
 
 def _say_what_fell_back(selection: Selection) -> None:
-    """Name the kinds of step that AITER does not serve, and why."""
+    """Warns of the kinds of step that AITER does not serve, with the reasons."""
     for kind, kernel in selection.kernels.items():
         reasons = [
             f"{r.kernel}: {r.reason}"
             for r in selection.refusals
             if r.kind is kind and r.kernel.startswith("aiter.") and "not bound" not in r.reason
         ]
-        # Kinds that AITER has no kernels for have nothing to fall back from.
+        # Kinds for which AITER has no kernels have nothing to fall back from.
         if kernel.row.provider != "aiter" and reasons:
             _warn_once(f"{kind.value} steps are served by {kernel.row.name}, not by AITER ({'; '.join(reasons)})")
 

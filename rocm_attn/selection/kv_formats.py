@@ -1,4 +1,4 @@
-"""KVFormat: how K and V are encoded, as --kv-dtype and --kv-scales name it."""
+"""KVFormat: the encoding of K and V, by the names of --kv-dtype and --kv-scales."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _E4M3 = (KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ)
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """The encoding of K and V, and what shares a factor of them; see Problem."""
+    """The encoding of K and V, and what shares a scale of them; see Problem."""
 
     encoding: KVEncoding = KVEncoding.LIKE_Q
     scales: Scales = Scales.NONE
@@ -30,7 +30,7 @@ class KVFormat:
     def named(cls, kv_dtype: str, kv_scales: str, target: Target, *, has_factors: bool = False) -> KVFormat:
         """The format under one of KV_DTYPES and one of KV_SCALES. Raises BadSetting.
 
-        has_factors: whether the model brings factors of its layers, which were found for E4M3
+        has_factors: True if the model brings scales of its layers, which were found for E4M3
         """
         encoding = _encoding(kv_dtype, target)
         if kv_scales not in KV_SCALES:

@@ -1,7 +1,8 @@
 """Page size and layout of a pool, chosen before it is allocated: those with the best kernels over all layers and steps.
 
 Kernels differ in the pages that they read, and a pool has one page size and one layout for all of its layers. So the
-choice is joint: what suits the decode kernel may leave extend steps to a kernel that no model would be given otherwise.
+choice is joint: pages that suit the decode kernel may leave extend steps to a kernel that would not be chosen
+otherwise.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from rocm_attn.machine.choices import AUTO
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import ROWS, Selection
 
-# Tokens in a page, in order of preference where kernels are equally good: small pages waste less at a sequence's end
-# and are shared more often, but every page is an entry of the table.
+# Tokens in a page, in order of preference if kernels are equally good: small pages waste less at a sequence's end and
+# are shared more often, but every page is an entry of the table.
 PAGE_SIZES = (16, 32, 64, 128, 1, 1024)
 
-# Layouts by name, in order of preference: every kernel of this project reads linear pages, and so does what shares
-# prefixes, takes masks or is deterministic. Latent layers have a pool of their own kind in any case.
+# Layouts by name, in order of preference. Every kernel of this project reads linear pages, including those for shared
+# prefixes, masks and deterministic mode. Latent layers always have a pool of their own kind.
 POOLS: Mapping[str, PoolKind] = {"linear": PoolKind.SPLIT, "vectorized": PoolKind.VECTORIZED}
 
-# Masked steps come with the layers that ask for masks, and choose no pages for the others; nor do steps that share
+# Masked steps belong to layers with masks, and do not decide the pages of other layers; neither do steps that share
 # prefixes, which not every server has.
 _KINDS = tuple(kind for kind in StepKind if kind.extra is Extra.NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
 class PageChoice:
-    """A page size and a layout, and what each pair that was considered came to.
+    """A page size and a layout, and a line about each pair that was considered.
 
     pool:  of the layers that are not latent
-    lines: a sentence each, in order of preference; none where nothing was left open
+    lines: a sentence each, in order of preference; none if there was no choice
     """
 
     page_size: int
@@ -47,17 +48,17 @@ class PageChoice:
         return f"{_layout(self.pool)}pages of {self.page_size} tokens"
 
     def problems(self, problems: Sequence[Problem]) -> tuple[Problem, ...]:
-        """The same layers over these pages. Raises BadProblem where they cannot be."""
+        """The same layers over these pages. Raises BadProblem if that is not possible."""
         return tuple(_over(problem, self.page_size, self.pool) for problem in problems)
 
 
 def open_page_sizes(page_size: int | Literal["auto"]) -> tuple[int, ...]:
-    """The page sizes to choose from, where one is asked for or left open."""
+    """The page sizes to choose from: the given one, or all if it is left open."""
     return PAGE_SIZES if page_size == AUTO else (page_size,)
 
 
 def open_pools(pool: str) -> tuple[PoolKind, ...]:
-    """The layouts to choose from, where one is asked for by its name in POOLS or left open."""
+    """The layouts to choose from: the one with this name in POOLS, or all if it is left open."""
     return tuple(POOLS.values()) if pool == AUTO else (POOLS[pool],)
 
 
@@ -67,20 +68,21 @@ def choose_pages(
     page_sizes: Sequence[int] = PAGE_SIZES,
     pools: Sequence[PoolKind] = tuple(POOLS.values()),
 ) -> PageChoice:
-    """The pages over which the most layers and kinds of step are served by the first provider that serves any.
+    """Chooses the pages over which the most layers and kinds of step are served by the first provider that serves any.
 
-    Among equals the first of pools: rows over different layouts have no order. Then the pages whose kernels come first
-    in their provider's rows; then the first of page_sizes. Nothing is asked where there is only one choice.
+    Among equals the first of pools is chosen, because rows over different layouts have no order; then the pages whose
+    kernels come first in their provider's rows; then the first of page_sizes. If there is only one choice, no kernels
+    are compared.
 
-    problems:   one for each layer; their own page sizes and layouts are not looked at, but for latent ones
-    choose:     the kernels of a problem, as select(); raises Unsupported
-    Raises Unsupported where no pages serve every layer, with the reasons of each.
+    problems:   one for each layer; their own page sizes and layouts are ignored, except latent ones
+    choose:     the kernels of a problem, like select(); raises Unsupported
+    Raises Unsupported if no pages serve every layer, with the reasons of each.
     """
     if len(page_sizes) == len(pools) == 1:
         return PageChoice(page_sizes[0], pools[0], ())
     costs: dict[tuple[PoolKind, int], tuple[int, int, int]] = {}
     lines, reasons = [], []
-    # Latent layers alone have one layout.
+    # A model of only latent layers has one layout.
     for pool in pools if any(problem.pool is not PoolKind.LATENT for problem in problems) else pools[:1]:
         for page_size in page_sizes:
             pages = f"{_layout(pool)}pages of {page_size}"
@@ -110,12 +112,12 @@ def _layout(pool: PoolKind) -> str:
 
 
 def _over(problem: Problem, page_size: int, pool: PoolKind) -> Problem:
-    """The layer over such pages."""
+    """The layer over pages of this size and layout."""
     return replace(problem, page_size=page_size, pool=problem.pool if problem.pool is PoolKind.LATENT else pool)
 
 
 def _cost(layers: Sequence[tuple[Selection, int]]) -> tuple[int, int]:
-    """How far down the providers, and how far down their rows, the kernels of all layers and steps are."""
+    """The sum over all layers and steps of the kernel's rank among providers, and of its rank among their rows."""
     providers = list(ROWS)
     by_provider = by_row = 0
     for selection, count in layers:
@@ -123,13 +125,13 @@ def _cost(layers: Sequence[tuple[Selection, int]]) -> tuple[int, int]:
             row = selection.kernel(kind).row
             rows = ROWS[row.provider]
             by_provider += count * providers.index(row.provider)
-            # A prefill that has no kernel of its own is served by a row that comes later than any of its own.
+            # A prefill without a kernel of its own is served by a row that counts as coming after all of its own.
             by_row += count * (rows.index(row) if row.kind is kind else len(rows))
     return by_provider, by_row
 
 
 def _shares(layers: Sequence[tuple[Selection, int]]) -> str:
-    """Which provider serves how many of all pairs of a layer and a kind of step."""
+    """How many of all pairs of a layer and a kind of step each provider serves."""
     shares = Counter(
         {
             provider: sum(c for s, c in layers for kind in _KINDS if s.kernel(kind).row.provider == provider)

@@ -1,9 +1,9 @@
 """A probe: some kernels run the model's own shape against the reference before they serve (KernelRow.is_probed).
 
-Those of other libraries, which may be built without a variant, or with a wrong one, and say so only by their results;
-and those of this project in whose place a plainer one serves, and that no GPU of their arch has run. The probe takes
-whole steps of small runtimes (probe_runs.py). Verdicts are kept on disk by arch and versions, so that a process after
-the first one does not run it.
+These are kernels of other libraries, which may be built without a variant, or with a wrong one, and show it only in
+their results; and kernels of this project for which a plainer one can serve, and that no GPU of their arch has run. The
+probe runs whole steps of small runtimes (probe_runs.py). Verdicts are kept on disk by arch and versions, so that later
+processes do not repeat it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rocm_attn.selection.probe_runs import ALL_OF_IT, edge_run, random_run
 
 
 def wrong_kernels(selections: Sequence[Selection], device: torch.device) -> Mapping[str, str]:
-    """Name of a probed kernel -> why it is not to be used, for those among the selections that are wrong.
+    """Name of a probed kernel -> why it must not be used, for the wrong kernels among the selections.
 
-    Every kernel runs on the device, unless a verdict for it is on disk. Whatever a kernel raises is what is wrong with
-    it, but for KeyboardInterrupt.
+    Every kernel runs on the device, unless a verdict for it is on disk. An exception of a kernel counts as its fault,
+    except KeyboardInterrupt.
     """
     wrong: dict[str, str] = {}
     for selection in selections:
@@ -36,7 +36,7 @@ def wrong_kernels(selections: Sequence[Selection], device: torch.device) -> Mapp
 
 
 def _runs(row: KernelRow, device: torch.device) -> bool:
-    """Whether a kernel runs on the device: this project's, for a GPU that is not here, are only compiled (prewarm)."""
+    """True if a kernel runs on the device: this project's, for a GPU that is not here, are only compiled (prewarm)."""
     return row.provider == "aiter" or device.type == "cuda"
 
 
@@ -46,14 +46,14 @@ def _verdict(selection: Selection, device: torch.device) -> Mapping[str, str]:
         return _read(place)
     wrong = random_run(selection, device) or edge_run(selection, device)
     verdict = {} if wrong is None else {wrong.kernel: f"switched off by its probe: {wrong.what}"}
-    # Memory that is short today may be there tomorrow.
+    # Memory that is short now may be free later, so that verdict is not kept.
     if place is not None and not (wrong is not None and wrong.lacks_memory):
         _write(place, verdict)
     return verdict
 
 
 def _place(selection: Selection, device: torch.device) -> Path | None:
-    """The file of a selection's verdict; none where kernels are AITER's and its version, not known, may change."""
+    """The file of a selection's verdict; None if kernels are AITER's, of an unknown version that may change."""
     version = releases.aiter_version()
     if not version and any(kernel.row.provider == "aiter" for kernel in selection.kernels.values()):
         return None
@@ -79,7 +79,7 @@ def _read(place: Path) -> Mapping[str, str]:
 
 
 def _write(place: Path, wrong: Mapping[str, str]) -> None:
-    """Keep a verdict, whole or not at all; where the disk cannot be written, the next process probes again."""
+    """Keeps a verdict, whole or not at all. If the disk cannot be written, the next process probes again."""
     part = place.with_name(f"{place.name}.{os.getpid()}.part")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

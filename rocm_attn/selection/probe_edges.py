@@ -1,10 +1,10 @@
-"""Rows of which a few keys decide the result: those at the edges of what each query sees.
+"""Rows of which a few keys decide the result: those at the edges of the keys that each query sees.
 
-Of random rows a key among 4,096 has a share of 0.02 %, far below what rounding may do. Here a query has a direction of
-its own; the key that it sees first, the one before that, the last one and the one after it have a logit of -3 in that
-direction, and all others so much less that together they have a share of a few percent. So a key too few or too many at
-either end changes what comes out by a good part of it. A row of zeros that is taken for a key, as page 0 and the rest
-of a last page hold, has a logit of 0 and outweighs them all.
+Among 4,096 random keys, one has a share of 0.02 %, far below rounding errors. Here each query has a direction of its
+own. Four keys have a logit of -3 in that direction: the first key that the query sees, the one before it, the last one
+and the one after it. All others have so much less that together they have a share of a few percent. So one key too few
+or too many at either end changes the result by a large part. A row of zeros that is treated as a key, such as those of
+page 0 and of the rest of a last page, has a logit of 0 and outweighs all others.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rocm_attn.step.head_weights import HeadWeights
 
 # New tokens of three sequences: a step of each kind, the first kind twice.
 EDGE_STEPS: tuple[tuple[int, ...], ...] = ((1, 1, 1), (2, 3, 2), (1, 2, 1), (1, 1, 1))
-# The most that one of them gets. As many directions are enough, and every head_dim of a kernel here has room for them.
+# The most new tokens that a sequence gets. This number of directions is enough, and fits every head_dim of a kernel.
 NUM_EDGE_ROWS = 8
 
-# Tokens in the cache before: the steps lead over the end of a partition, of a large page and of several of those.
+# Tokens in the cache before: the steps cross the end of a partition, of a large page and of several large pages.
 LENGTHS = (254, 1022, 4094)
 _PROMPT = 254
 
-# Logits: of keys at an edge, and how much less than all of theirs the sum of all others is.
+# Logits: of keys at an edge, and the distance from the sum of these to the sum of all others.
 _EDGE, _APART = -3.0, 3.0
-# Other differences between keys, in units of a logit; of a latent pool they are all that tells V from V.
+# Further differences between keys, in units of a logit; in a latent pool only they tell V of different keys apart.
 _NOISE = 0.5
 
 
@@ -44,7 +44,7 @@ class EdgeRows:
 
     @classmethod
     def of(cls, problem: Problem, stored: int, q_len: Sequence[int], seed: int) -> EdgeRows:
-        """Rows for `stored` tokens and then steps of q_len new ones, of each of which the last few have directions."""
+        """Rows for `stored` tokens and then steps of q_len new ones; the last few of each step have directions."""
         generator = torch.Generator().manual_seed(seed)
         num_tokens, num_rows = stored + sum(q_len), min(NUM_EDGE_ROWS, problem.head_dim)
 
@@ -53,7 +53,7 @@ class EdgeRows:
 
         directions = torch.linalg.qr(torch.randn(problem.head_dim, num_rows, generator=generator)).Q.t()
         low = -(math.log(num_tokens) + 2 * _APART)
-        # A cap that flattens both is met from both sides.
+        # Puts the edges on the other side of zero if the cap would flatten both.
         high = _EDGE if not 0 < problem.logits_soft_cap < -2 * low else -low
         logits = torch.full((num_tokens, num_rows), low)
         q = random(problem.num_q_heads, problem.head_dim)
@@ -72,7 +72,7 @@ class EdgeRows:
         return cls(q, k, k[..., : problem.v_head_dim] if problem.pool is PoolKind.LATENT else v)
 
     def to(self, device: torch.device) -> EdgeRows:
-        """The same rows elsewhere; of a latent pool, V stays a part of K."""
+        """The same rows on another device; in a latent pool, V stays a part of K."""
         k = self.k.to(device)
         is_part = self.v.data_ptr() == self.k.data_ptr()
         return EdgeRows(self.q.to(device), k, k[..., : self.v.shape[-1]] if is_part else self.v.to(device))
@@ -94,12 +94,12 @@ def cached_lengths(problem: Problem) -> tuple[int, ...]:
 
 
 def prompt_lengths(problem: Problem) -> tuple[int, ...]:
-    """New tokens of each sequence in a step with nothing in the cache: beyond a window, and a few."""
+    """New tokens of each sequence in a step with nothing in the cache: one beyond a window, and two short ones."""
     return max(_PROMPT, problem.window_left + NUM_EDGE_ROWS), 3, 2
 
 
 def gentle_weights(problem: Problem, max_kv_len: int) -> HeadWeights:
-    """Head weights beside which the edges still count: slopes of 2 at most over all keys, sinks below the edges."""
+    """Head weights that leave the edges visible: slopes of 2 at most over all keys, sinks below the edges."""
     weights = HeadWeights.random(problem, torch.Generator().manual_seed(0))
     sinks, slopes = weights.sinks, weights.alibi_slopes
     return HeadWeights(

@@ -1,9 +1,9 @@
-"""What the probe runs: steps of a small runtime over one kind of layer, each compared with the reference.
+"""The runs of the probe: steps of a small runtime over one kind of layer, each compared with the reference.
 
 random_run: random rows, as a model has them. Several sequences, prompts, chunks over a prefix, mixed and padded steps,
-            NaN wherever nothing was stored. What is wrong by a whole tile, head or sequence shows.
-edge_run:   rows in which the keys at the edges of what a query sees decide its result (probe_edges.py), at lengths
-            where kernels change their ways. What is wrong by one key shows, among 4,096 others too.
+            NaN wherever nothing was stored. Errors of a whole tile, head or sequence show.
+edge_run:   rows in which the keys at the edges of a query's visible keys decide its result (probe_edges.py), at lengths
+            at which kernels change their method. An error of one key shows, even among 4,096 others.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 
-# New tokens of three sequences, step by step. Together they cross pages, tiles and partitions of 256 keys, and every
-# kind of step is met twice: on short and on long sequences.
+# New tokens of three sequences, step by step. Together they cross pages, tiles and partitions of 256 keys, and have
+# every kind of step twice: with short and with long sequences.
 _STEPS: tuple[tuple[int, ...], ...] = (
     (5, 2, 17),
     (1, 1, 1),
@@ -55,29 +55,29 @@ _STEPS: tuple[tuple[int, ...], ...] = (
     (1, 33, 1),
 )
 _PAD_TO = 4
-# A large batch: kernels cut its sequences into fewer parts, or into none, which is another way through them.
+# A large batch: kernels cut its sequences into fewer parts, or into none, which is another code path.
 _MANY = 512
 # The longest sequence gets 284 tokens in these steps.
 _MAX_KV_LEN = 512
 
-# Of new tokens, the last ones that are compared: the reference takes float64 for each of them and each key.
+# The number of last new tokens that are compared: the reference takes float64 for each of them and each key.
 _MOST_COMPARED = 96
 
-# Of K and of V in eight bits.
+# The scales of K and of V in eight bits.
 _K_FACTOR, _V_FACTOR = 0.5, 0.25
 
-# Tokens that are stored at once where nothing attends.
+# Tokens that are stored at once in steps without attention.
 _CHUNK = 4096
 
-# What a verdict depends on, beside the machine and the kernels.
+# The inputs of a verdict, in addition to the machine and the kernels.
 ALL_OF_IT = [_STEPS, _MAX_KV_LEN, EDGE_STEPS, LENGTHS, _MANY, _K_FACTOR, _V_FACTOR]
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """The first probed kernel that is wrong, and what about it.
+    """The first probed kernel that is wrong, with its fault.
 
-    lacks_memory: whether it failed for want of memory
+    lacks_memory: True if it failed for lack of memory
     """
 
     kernel: str
@@ -86,12 +86,12 @@ class Wrong:
 
 
 class _Failed(Exception):
-    """A probed kernel raised something."""
+    """A probed kernel raised an exception."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What a step brings: q, k and v of its padded tokens, each [tokens, heads, dim]."""
+    """The inputs of a step: q, k and v of its padded tokens, each [tokens, heads, dim]."""
 
     q: Tensor
     k: Tensor
@@ -100,7 +100,7 @@ class _Rows:
 
 @dataclass
 class _Run:
-    """A small runtime, and all that its sequences have stored, in order: [tokens, kv_heads, dim]."""
+    """A small runtime, and all rows that its sequences have stored, in order: [tokens, kv_heads, dim]."""
 
     runtime: AttentionRuntime
     problem: Problem
@@ -131,7 +131,7 @@ class _Run:
         pages = runtime.pool.layer(0)
         pages.fill_nan(slice(1, None))
         if problem.kv_scales in (Scales.LAYER, Scales.HEAD):
-            # Other than 1, and than each other but for latent pages, so that one that is left out shows.
+            # They differ from 1, and from each other except for latent pages, so that a missing scale shows.
             for scale, factor in ((pages.v_scale, _V_FACTOR), (pages.k_scale, _K_FACTOR)):
                 assert scale is not None
                 scale.fill_(factor)
@@ -141,7 +141,7 @@ class _Run:
         return run
 
     def admit(self, num_seqs: int) -> None:
-        """Begin so many sequences, in place of those that there were."""
+        """Begins num_seqs sequences, which replace the earlier ones."""
         for row in self.rows:
             self.runtime.table.free(row)
         problem = self.problem
@@ -152,11 +152,11 @@ class _Run:
 
     @property
     def kv_len(self) -> list[int]:
-        """Of each sequence."""
+        """Tokens in the KV of each sequence."""
         return [len(k) for k in self.k]
 
     def store(self, q_len: Sequence[int], k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
-        """Append rows of each sequence that nothing attends to yet, a chunk at a time."""
+        """Appends rows to each sequence without attention, a chunk at a time."""
         for first in range(0, max(q_len), _CHUNK):
             new = [max(0, min(length - first, _CHUNK)) for length in q_len]
             with self._step(new) as step:
@@ -169,9 +169,9 @@ class _Run:
             self._remember(brought.k, brought.v, new)
 
     def wrong(self, q_len: Sequence[int], rows_of: Callable[[Part], _Rows], pad_to: int = _PAD_TO) -> Wrong | None:
-        """What is wrong with a step of so many new tokens; None where nothing is, or where the kernel is not probed.
+        """The fault of a step with q_len new tokens; None if there is none, or if the kernel is not probed.
 
-        rows_of: what the running step brings
+        rows_of: returns the rows of the running step
         """
         with self._step(q_len, pad_to) as step:
             row = step.plan.kernels[0].row
@@ -201,18 +201,18 @@ class _Run:
             yield step.parts[0]
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> _Rows:
-        """What a step brings; over a latent pool, V is a part of K."""
+        """The inputs of a step; in a latent pool, V is a part of K."""
         return _Rows(q, k, k[..., : self.problem.v_head_dim] if self.problem.pool is PoolKind.LATENT else v)
 
     def _packed(self, rows: Sequence[Tensor], step: Part) -> Tensor:
-        """Rows of each sequence as those of a step: one after the other, NaN in padded tokens."""
+        """Packs the rows of sequences into those of a step: one after the other, NaN in padded tokens."""
         packed = torch.cat(list(rows))
         padded = packed.new_full((step.token_ids.shape[0], *packed.shape[1:]), float("nan"))
         padded[: len(packed)] = packed
         return padded
 
     def _remember(self, k: Tensor, v: Tensor, q_len: Sequence[int]) -> None:
-        """What was stored; of eight-bit pages what they hold, so that a kernel answers for attention alone."""
+        """Keeps the stored rows; for eight-bit pages their decoded content, so that only attention is compared."""
         if self.problem.kv_encoding is not KVEncoding.LIKE_Q:
             self._read_back(q_len)
             return
@@ -232,9 +232,9 @@ class _Run:
     def wrong_at_edges(
         self, cached: Sequence[int], steps: Sequence[Sequence[int]], last_pad_to: int = _PAD_TO
     ) -> Wrong | None:
-        """What is wrong with these steps of new sequences, over so many tokens in the cache, at the edges.
+        """The first fault at the edges in these steps of new sequences, with `cached` tokens in the cache.
 
-        last_pad_to: what the last step is padded to
+        last_pad_to: the size that the last step is padded to
         """
         self.admit(len(cached))
         of_seq = list(zip(*steps, strict=True))
@@ -259,7 +259,7 @@ class _Run:
         return None
 
     def _difference(self, step: Part, q_len: Sequence[int], q: Tensor) -> str:
-        """What is wrong with a running step's output; empty when nothing is. Raises _Failed."""
+        """Describes the error of a running step's output; empty if there is none. Raises _Failed."""
         problem = self.problem
         out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if problem.wants_lse else None
@@ -285,7 +285,7 @@ def _close(result: Tensor, reference: Tensor, bound: Bound) -> bool:
 
 
 def random_run(selection: Selection, device: torch.device) -> Wrong | None:
-    """The first kernel that is wrong on random rows; the rest is not looked at before it is replaced."""
+    """The first kernel that is wrong on random rows; later kernels are not checked before it is replaced."""
     problem, generator = selection.problem, torch.Generator().manual_seed(0)
     run = _Run.of(
         selection,
@@ -309,9 +309,9 @@ def random_run(selection: Selection, device: torch.device) -> Wrong | None:
 
 
 def edge_run(selection: Selection, device: torch.device) -> Wrong | None:
-    """The first kernel that sees a key too few or too many; the rest is not looked at before it is replaced.
+    """The first kernel that sees a key too few or too many; later kernels are not checked before it is replaced.
 
-    A step with nothing in the cache, then one of each kind over what was stored without attention.
+    Runs a step with nothing in the cache, then one of each kind over rows that were stored without attention.
     """
     problem = selection.problem
     prompt, cached = prompt_lengths(problem), cached_lengths(problem)
@@ -331,11 +331,11 @@ def edge_run(selection: Selection, device: torch.device) -> Wrong | None:
 
 @contextmanager
 def _foreign_failures() -> Iterator[None]:
-    """Whatever a probed kernel raises becomes _Failed, with it as its cause.
+    """Turns any exception of a probed kernel into _Failed, with the exception as its cause.
 
-    Compilers that fail, tiles that do not fit, memory that is short, modules that are not there, assertions: none of
-    them is a reason to stop a model that another kernel can serve. Releases up to v0.1.10 leave by SystemExit where
-    they cannot compile. What this project raises stays what it is, and so does KeyboardInterrupt.
+    Failing compilers, tiles that do not fit, lack of memory, missing modules, assertions: none of them is a reason to
+    stop a model that another kernel can serve. Releases up to v0.1.10 raise SystemExit if they cannot compile. Errors
+    of this project are passed on, and so is KeyboardInterrupt.
     """
     try:
         yield

@@ -89,7 +89,7 @@ _Line = tuple[KernelRow, str]
 
 
 def _merged(rows: Sequence[KernelRow]) -> list[_Line]:
-    """Rows that differ only in the kind of step, together."""
+    """Merges rows that differ only in the kind of step."""
     kinds: dict[KernelRow, list[str]] = {}
     for row in rows:
         kinds.setdefault(replace(row, kind=StepKind.DECODE, bakes=frozenset()), []).append(row.kind.value)
@@ -98,7 +98,7 @@ def _merged(rows: Sequence[KernelRow]) -> list[_Line]:
 
 
 def _sparse(provider: str) -> str:
-    """The sparse kernels of a provider; empty where it has none."""
+    """The sparse kernels of a provider; empty if it has none."""
     cells = [
         f"| `{row.name}` | selects | {_archs(row.limits)} | {_dtypes(row.limits)} | {_range(row.limits.head_dim)} | "
         f"{row.limits.num_heads} | {_yes(row.batch_invariant)} |"
@@ -123,7 +123,7 @@ def _dtypes(limits: Limits | IndexLimits) -> str:
 
 
 def _faults(lines: Sequence[_Line]) -> str:
-    """What the kernels get wrong in some releases; empty where nothing is known."""
+    """The faults of the kernels in some releases; empty if none are known."""
     named: dict[Fault, dict[str, None]] = {}
     for row, kinds in lines:
         for fault in row.faults:

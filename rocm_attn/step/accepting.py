@@ -33,7 +33,7 @@ _ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def verified(step: Part, parents: Tensor) -> Verified:
-    """A verify step's tokens and their tree. parents: of its TreeMask; of chains -1, 0, 1, ... in each row
+    """A verify step's tokens and their tree. parents: of its TreeMask; for chains -1, 0, 1, ... in each row
 
     Raises BadTensor.
     """
@@ -50,9 +50,9 @@ def verified(step: Part, parents: Tensor) -> Verified:
 
 
 def accept_drawn(drawn: Tensor, given: Verified) -> Accepted:
-    """Accept the drafts that the model would have chosen by itself: kernels/speculative/accept_drawn.py.
+    """Accepts the drafts that the model itself would have chosen: kernels/speculative/accept_drawn.py.
 
-    drawn: int32 [T], token -> the one that the model chooses after it, by argmax or by a draw of its place
+    drawn: int32 [T], token -> the token that the model chooses after it, by argmax or by a draw of its place
     Raises BadTensor.
     """
     num_tokens = given.token_ids.shape[0]
@@ -64,7 +64,7 @@ def accept_drawn(drawn: Tensor, given: Verified) -> Accepted:
 
 
 def accept_sampled(probabilities: Probabilities, given: Verified) -> Accepted:
-    """Accept drafts that were drawn by probabilities of their own: kernels/speculative/accept_sampled.py.
+    """Accepts drafts that were drawn from probabilities of their own: kernels/speculative/accept_sampled.py.
 
     Raises BadTensor.
     """
@@ -88,16 +88,16 @@ def _accept(given: Verified, launch: Callable[[StepOps, Accepted], None]) -> Acc
 
 
 def select_last_accepted(rows: Tensor, step: Part, num_accepted: Tensor) -> Tensor:
-    """[S, ...]: of each sequence the row of its num_accepted-th new token.
+    """[S, ...]: for each sequence, the row of its num_accepted-th new token.
 
-    rows:         [T, ...], what a forward has for each token of the step, for instance hidden states
+    rows:         [T, ...], a forward's rows for each token of the step, for instance hidden states
     num_accepted: int32 or int64 [S], on the device: how many of its new tokens, from the first one on, a sequence
                   keeps. State of a request that lies by rows is num_accepted_of_row[step.row_of_seq]. A number outside
-                  of 1 .. new tokens is taken for the nearest one, so that a row of another sequence is never selected
+                  of 1 .. new tokens is clipped to the nearest one, so that a row of another sequence is never selected
 
     A draft model's step runs over W tokens of each sequence though only the device knows how many of them were
-    accepted: DeviceInputs(kv_len=..., ahead=W). This picks what the next drafts start from, without asking it. A pad
-    and a sequence without new tokens get a row that is no one's to use. Raises BadTensor.
+    accepted: DeviceInputs(kv_len=..., ahead=W). This picks the rows that the next drafts start from, without waiting
+    for the device. A pad and a sequence without new tokens get a row that must not be used. Raises BadTensor.
     """
     num_tokens = step.token_ids.shape[0]
     if rows.dim() == 0 or rows.shape[0] != num_tokens:
@@ -122,7 +122,7 @@ def last_accepted(step: Part, num_accepted: Tensor) -> Tensor:
 class AcceptedMoves:
     """Moves the K and V of accepted drafts to the places of their tokens, in all layers of a model.
 
-    Factors of tokens and index keys go with them. A launch for each space and each kind of memory.
+    Scales of tokens and index keys move with them. There is one launch per space and kind of memory.
     """
 
     def __init__(self, kinds: LayerKinds, table: Table, pool: Pool, ops: StepOps) -> None:
@@ -152,7 +152,7 @@ class AcceptedMoves:
         Raises Unsupported for layers whose index keys stand for several tokens.
         """
         if self._alike is None:
-            # Not in a capture: a step runs eagerly before it is captured.
+            # This never runs in a capture, because a step runs eagerly before it is captured.
             with torch.inference_mode(False):
                 self._alike = self._put_together()
         with on_device(self._pool.device):
@@ -162,7 +162,7 @@ class AcceptedMoves:
                 self._ops.move_paths(pages, paths)
 
     def _put_together(self) -> list[tuple[SpaceTable, AlikePages]]:
-        """The memory of all layers, as few as lie alike in a space."""
+        """The memory of all layers, grouped by equal layout within a space into as few groups as possible."""
         tables = {table.space: table for table in self._table.spaces}
         found: dict[object, tuple[SpaceTable, list[Tensor]]] = {}
         for layer, kind in enumerate(self._kinds.of_layer):
@@ -173,7 +173,7 @@ class AcceptedMoves:
         return [(table, AlikePages.of(sides)) for table, sides in found.values()]
 
     def _sides_of(self, layer: int) -> Sequence[Tensor]:
-        """All that a layer keeps of a token, as AlikePages has it."""
+        """All tensors in which a layer keeps data of a token, in the form of AlikePages."""
         pages = self._pool.layer(layer)
         sides = _sides(pages)
         if layer in self._kinds.selecting.indexed:
@@ -189,7 +189,7 @@ class AcceptedMoves:
 
 
 def _sides(pages: LayerPages, *, is_index: bool = False) -> list[Tensor]:
-    """K, V and factors of tokens of some pages; of latent and of index pages V is part of K."""
+    """K, V and scales of tokens of some pages; in latent pages and index pages V is part of K."""
     rows: list[tuple[Tensor, Tensor | None, Callable[..., object]]] = [(pages.raw_k, pages.k_scale, key_rows)]
     if pages.format.kind is not PoolKind.LATENT and not is_index:
         rows.append((pages.raw_v, pages.v_scale, value_rows))

@@ -1,8 +1,8 @@
 """StepBuffers: the tensors of a step, and the workspace of its kernels, at fixed addresses and reached by name.
 
-Each buffer declares its unit, dtype, size and pad value, and grows by itself when a padded step exceeds what it holds:
-the padded batch may be larger than the pool's rows. After seal() nothing moves any more. The children of a split step
-use sub-ranges of the same buffers, one after the other.
+Each buffer declares its unit, dtype, size and pad value, and grows by itself when a padded step exceeds it: the padded
+batch may be larger than the pool's rows. After seal() no buffer moves any more. The children of a split step use
+sub-ranges of the same buffers, one after the other.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class BufferSpec:
     """One buffer.
 
     elements: padded shape of a child -> elements that a child of that shape uses
-    pad:      what an element holds where no real sequence, token or page is
-    of_round: whether the steps of a round of drafts have one of it
-    exact:    whether no more is allocated than is needed
+    pad:      value of an element that belongs to no real sequence, token or page
+    of_round: True if all steps of a round of drafts share one
+    exact:    True if no more is allocated than is needed
     """
 
     name: str
@@ -49,7 +49,7 @@ class BufferSpec:
         return shape.num_halves if self.of_round else shape.num_children
 
     def part_of(self, shape: PaddedShape, child: int) -> int:
-        """Which of them a child uses."""
+        """The index of the part that a child uses."""
         return child // shape.drafts.steps if self.of_round else child
 
 
@@ -58,12 +58,12 @@ def name_in(space: Space, name: str) -> str:
     return name if space == Space.FULL else f"{space.value}_{name}"
 
 
-# What a step brings where it uses the tensors of a need; a need that is not named here has tensors in every step.
+# The extra input of a step that uses the tensors of a need; a need that is not listed has tensors in every step.
 _EXTRA_OF_NEED = {Need.MASK: Extra.MASK, Need.PREFIXES: Extra.PREFIXES}
 
 
 def room_for_mask(shape: PaddedShape, mask_keys: int) -> int:
-    """Cells for the new tokens too. A round's drafts have some for each other, and for no prefix."""
+    """Cells of a mask, with those between new tokens. A round's drafts have cells for each other, and for no prefix."""
     if isinstance(shape.drafts, Drafts):
         return shape.num_tokens * shape.drafts.tokens
     return room_for_cells(shape.num_tokens, mask_keys)
@@ -71,7 +71,7 @@ def room_for_mask(shape: PaddedShape, mask_keys: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TableSizes:
-    """How large the forms of the table are that other libraries' kernels read past its pages.
+    """Sizes of the forms of the table; other libraries' kernels read past its pages.
 
     row_width:   pages in a row of the request table
     list_tail:   entries of page_list after the last sequence's, for kernels that read ahead
@@ -89,7 +89,7 @@ class TableSizes:
     mask_room: Callable[[PaddedShape, int], int] = room_for_mask
 
     def elements(self, field: Field, shape: PaddedShape) -> int:
-        """Elements of a tensor of a step, or of a child of one, of this shape."""
+        """Elements of a tensor of a step of this shape, or of a child of one."""
         extra, tokens = shape.kind.extra, shape.num_tokens
         if any(_EXTRA_OF_NEED.get(need, extra) is not extra for need in field.needs):
             return 0
@@ -98,7 +98,7 @@ class TableSizes:
             Unit.SEQ: shape.num_seqs,
             Unit.SEQ_BOUNDARY: shape.num_seqs + 1,
             Unit.TOKEN: tokens,
-            # A padded sequence may hold pages too.
+            # A padded sequence may have pages too.
             Unit.LIST_ENTRY: shape.num_seqs * self.row_width + self.list_tail,
             Unit.TABLE_ENTRY: shape.num_seqs * self.table_width,
             Unit.MASK_WORD: -(-min(self.mask_room(shape, self.mask_keys), tokens * self.row_tokens) // 32),
@@ -109,7 +109,7 @@ class TableSizes:
     ) -> tuple[BufferSpec, ...]:
         """The buffers of steps whose kernels, in each space, have these needs; those of draft steps may have fewer.
 
-        Buffers of lengths alone exist once, however many spaces need them.
+        Buffers of lengths exist only once, for any number of spaces.
         """
         specs: dict[str, BufferSpec] = {}
         for space, needs in needs_of_space.items():
@@ -130,22 +130,22 @@ def _but_for_drafts(elements: Callable[[PaddedShape], int], shape: PaddedShape) 
 
 
 def of_tokens(name: str, per_token: int = 1, pad: int = 0, *, of_round: bool = False) -> BufferSpec:
-    """A buffer that has so many int32 for each token."""
+    """A buffer with per_token int32 for each token."""
     return BufferSpec(name, Unit.TOKEN, torch.int32, lambda shape: per_token * shape.num_tokens, pad, of_round)
 
 
 def one_after_another(child: int, elements: int) -> int:
     """The first of a child's elements: every child has a sub-range of its own."""
-    # Whole 16-byte units of 4-byte elements: Triton compiles a kernel anew when a pointer's alignment changes.
+    # Whole 16-byte units of 4-byte elements, because Triton compiles a kernel again when a pointer's alignment changes.
     return child * round_up(elements, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How large buffers are and what a view of one is: sized by the padded batch, and never cut short."""
+    """Sizes of buffers and of their views: computed from the padded batch, and never cut short."""
 
     def of_table(self, num_rows: int) -> Capacity:
-        """For steps over a table of so many rows, the reserved one not counted; a batch may be padded to more."""
+        """The capacity for steps over a table of num_rows rows, without the reserved one; batches may be larger."""
         return self
 
     def elements(self, spec: BufferSpec, shape: PaddedShape) -> int:
@@ -154,12 +154,12 @@ class Capacity:
         return one_after_another(spec.children(shape) - 1, used) + used
 
     def allocated(self, elements: int) -> int:
-        """Elements to allocate where this many are needed."""
-        # A power of two, so that a batch that grows by one sequence a step does not reallocate each time.
+        """Elements to allocate if `elements` are needed."""
+        # A power of two, so that a batch that grows by one sequence per step does not reallocate each time.
         return next_power_of_2(elements)
 
     def view(self, name: str, tensor: Tensor, first: int, elements: int) -> Tensor:
-        """Elements of a buffer. Raises NeverFits past its end: a slice would truncate silently."""
+        """A view of elements of a buffer. Raises NeverFits past its end, where a slice would truncate silently."""
         if first + elements > tensor.numel():
             raise NeverFits(f"{first + elements} elements of {name} were asked for, it holds {tensor.numel()}")
         return tensor[first : first + elements]
@@ -169,12 +169,12 @@ PADDED_BATCH = Capacity()
 
 
 def refuse_growth(reason: str) -> None:
-    """Sealed memory stays where it is. Raises NeverFits."""
+    """Refuses to grow sealed memory, which must not move. Raises NeverFits."""
     raise NeverFits(reason)
 
 
 def memory_of_its_own(counts: Tensor, step: StepTensors) -> Tensor:
-    """How many units each token got is no input of the step, and of no plan."""
+    """Returns counts: the number of units of each token is no input of the step, and of no plan."""
     return counts
 
 
@@ -182,10 +182,10 @@ def memory_of_its_own(counts: Tensor, step: StepTensors) -> Tensor:
 class MemoryGuards:
     """The safeguards of the memory of steps.
 
-    capacity:       how large buffers are, and what a view of one is
-    first_of_child: child, elements of each -> where in a buffer it begins
-    sealed_growth:  called with a sentence where memory that graphs read would have to move
-    selection_place: memory for the counts of a selection, the step -> where a selection's counts are written
+    capacity:       sizes of buffers and of their views
+    first_of_child: child, elements of each -> its first element in a buffer
+    sealed_growth:  called with a sentence if memory that graphs read would have to move
+    selection_place: memory for the counts of a selection, the step -> memory that the counts are written to
     mask_room:      as of TableSizes
     """
 
@@ -202,8 +202,8 @@ ALL_MEMORY_GUARDS = MemoryGuards()
 class StepBuffers:
     """The buffers of a runtime; graphs own a sealed instance, steps above the largest graph an open one.
 
-    epoch: another number when a buffer has moved
-    views: what its user has made of its buffers, by keys of his; dropped when one moves
+    epoch: a number that changes when a buffer moves
+    views: views that its user has made of the buffers, by the user's keys; dropped when a buffer moves
     """
 
     def __init__(
@@ -219,11 +219,11 @@ class StepBuffers:
         self.views: dict[Any, Any] = {}
 
     def seal(self) -> None:
-        """From now on graphs read the addresses: growing raises."""
+        """Fixes the addresses, because graphs read them: growing raises from now on."""
         self.sealed = True
 
     def ensure(self, shape: PaddedShape) -> None:
-        """Let every buffer hold a step of this shape; each grows by itself, and only when its own elements do not fit.
+        """Makes room for a step of this shape in every buffer; each grows only if its own elements do not fit.
 
         Raises NeverFits when sealed; nothing has moved then.
         """
@@ -241,9 +241,9 @@ class StepBuffers:
                 f"({spec.unit.value}) and captured graphs hold {self._tensors[spec.name].numel()}; "
                 "raise the largest of capture_sizes before the first capture"
             )
-        with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
+        with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
             grown = {spec.name: self._new_buffer(spec, needed) for spec, needed in short}
-        # All or none, and views of the old ones are void before they are: an allocation may fail, and so may we.
+        # All or none, and old views are dropped first: an allocation may fail, and an interrupt may come.
         self.epoch += 1
         self.views.clear()
         self._tensors = {**self._tensors, **grown}
@@ -253,11 +253,11 @@ class StepBuffers:
         return torch.full((elements,), spec.pad, dtype=spec.dtype, device=self._device)
 
     def view(self, name: str, elements: int, first: int = 0) -> Tensor:
-        """The elements of a buffer from the first one on. Raises NeverFits past its end."""
+        """A view of a buffer's elements, from `first` on. Raises NeverFits past its end."""
         return self._guards.capacity.view(name, self._tensors[name], first, elements)
 
     def step_view(self, name: str, shape: PaddedShape, child: int = 0) -> Tensor:
-        """What a child of a step of this shape uses of a buffer; empty for a buffer that no kernel needs."""
+        """The part of a buffer that a child of a step of this shape uses; empty for a buffer that no kernel needs."""
         spec = self._specs.get(name)
         if spec is None:
             return self._nothing

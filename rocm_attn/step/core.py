@@ -1,4 +1,4 @@
-"""StepCore: what every step needs, whoever owns pages and tables; StepGuards: its safeguards (guards/registry.py)."""
+"""StepCore: parts of every step, for any owner of pages and tables. StepGuards: its safeguards (guards/registry.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SelectionChange = Callable[[Selection], Selection]
 
 
 def unchanged(provided: _T) -> _T:
-    """The provider's launches and kernels guard by themselves."""
+    """Returns its argument: the provider's launches and kernels guard by themselves."""
     return provided
 
 
@@ -57,12 +57,12 @@ class LaunchGuards:
     cut_points: SelectionChange = unchanged
 
     def ops(self, ops: StepOps) -> StepOps:
-        """A provider's launches, as the safeguards leave them."""
+        """Applies the safeguards to a provider's launches."""
         changes = (getattr(self, each.name) for each in fields(self) if each.type == "OpsChange")
         return reduce(lambda changed, change: change(changed), changes, ops)
 
     def selection(self, selection: Selection) -> Selection:
-        """The kernels of a kind of layer, likewise."""
+        """Applies the safeguards to the kernels of a kind of layer."""
         return self.v_mask(self.cut_points(selection))
 
 
@@ -82,7 +82,7 @@ class StepCore:
     kinds: the layers, with the kernels that were chosen for them
     table: the rows that sequences read, in every space that a kind of layer lives in
     pool:  the pages of every layer
-    mask_keys: of StepMemory
+    mask_keys: see StepMemory
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class StepCore:
         self._table, self._pool = table, pool
         self._page_size = pool.page_size
         self._windows = tuple(space.window_left for space in table.spaces)
-        # One kind of each pool whose index keys stand for several tokens.
+        # One kind for each pool whose index keys stand for several tokens.
         kind_of_pool = {pool: kind for kind, pool in enumerate(pools_of(kinds))}
         self._pooled = [(kind, tokens) for (_, tokens), kind in kind_of_pool.items() if tokens > 1]
         self._fills_by_launches = does_only_launch(self.ops.fill) and not self._pooled
 
     def fill(self, children: Sequence[DeviceStep], plan: StepPlan) -> None:
-        """Derive the metadata of a step's children on the device, which is the current one; captured where a step is.
+        """Derives the metadata of a step's children on the device, which is the current one. Captured with the step.
 
         Running it twice is harmless.
         """
@@ -123,13 +123,13 @@ class StepCore:
                     self._derive(step, plan)
 
     def place_draft_mask(self, branches: int, number: int, step: DeviceStep) -> None:
-        """Derive the mask of a draft step from the parents of all drafts up to it. branches: of the round"""
+        """Derives the mask of a draft step from the parents of all drafts up to it. branches: of the round"""
         with on_device(self.device):
             for tensors, window_left in step.windows:
                 self.ops.place_trees(step.parents, number * branches, branches, window_left, tensors)
 
     def _derive(self, step: DeviceStep, plan: StepPlan) -> None:
-        """Launch all that derives the metadata of a step of a plan."""
+        """Launches all kernels that derive the metadata of a step of a plan."""
         for tensors, window_left in zip(step.spaces, self._windows, strict=True):
             self.ops.fill(tensors, page_size=self._page_size, window_left=window_left)
         for kind, key_tokens in self._pooled:

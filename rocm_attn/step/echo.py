@@ -1,4 +1,4 @@
-"""The echo of a step: what the device knew of it when the next one was published, read from that one's ring slot.
+"""The echo of a step: the device's report on it when the next one was published, read from the next one's ring slot.
 
 A slot is written again only when the kernels that read it are done, so the echo is there without another wait.
 """
@@ -28,8 +28,8 @@ from rocm_attn.kernels.metadata.error_word import (
 )
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, STEP, STEP_BEFORE, UNREAD, WRONG_STEP
 
-# Steps until the echo of a step is read. It lies in the slot of the next one, which is written again two steps later:
-# the ring has two slots.
+# Number of steps until the echo of a step is read. It lies in the slot of the next one, which is written again two
+# steps later: the ring has two slots.
 STEPS_UNTIL_ECHO = 3
 
 _WHAT = {
@@ -66,7 +66,7 @@ _WHAT = {
 
 
 def fault_of_counts(counts: Sequence[int], number: int) -> DeviceFault | None:
-    """What the counts of the step that was published last say of it, when it is done; None: all was well.
+    """The fault in the counts of the step that was published last, once it is done; None if there is none.
 
     counts: num_seqs, num_tokens, step number and error word, as the device has them
     number: of that step, as the host has it
@@ -81,10 +81,10 @@ def fault_of_counts(counts: Sequence[int], number: int) -> DeviceFault | None:
 
 
 def fault_of(step: int, error_word: int) -> DeviceFault:
-    """What went wrong in a step, in words; error_word is not 0."""
+    """The fault of a step, in words; error_word is not 0."""
     known = [what for bit, what in _WHAT.items() if error_word & bit]
     what = f"step {step}: {'; '.join(known) or f'the error word is {error_word:#x}'}"
-    # K and V that are no numbers were to go to pages of their own sequence, and went there as zeros.
+    # Non-finite K and V were meant for pages of their own sequence, and were stored there as zeros.
     return DeviceFault(what, step, is_contained=error_word == NOT_FINITE)
 
 
@@ -95,7 +95,7 @@ class EchoCheck:
         self._lost_step = -1
 
     def __call__(self, words: Int32Array) -> None:
-        """Raise DeviceFault for the step that went wrong. The caller clears the echo afterwards."""
+        """Raises DeviceFault for the step that went wrong. The caller clears the echo afterwards."""
         echo, before, echoed = int(words[ECHO]), int(words[STEP_BEFORE]), int(words[ECHOED_STEP])
         if echo & UNREAD:
             self._lost_step = int(words[STEP])

@@ -3,14 +3,14 @@
     k, v = expand(latents)        out = softmax(scale * q . k) v        over the new tokens, and over the cached prefix
 
 Absorbed attention takes head_dim + v_head_dim products for each query, key and head, 576 + 512 in DeepSeek-V3, and
-reads no key twice; expanded attention takes 192 + 128, and expands each key once a step. So it is for prefills: many
+reads no key twice; expanded attention takes 192 + 128, and expands each key once per step. So it is for prefills: many
 new tokens. The prefix is read, expanded and attended to in chunks of as many tokens as memory allows, and the chunks
 are merged by their log-sum-exps.
 
-Expanded keys and values lie one after the other, in no pages. AITER's kernel takes rows of some dims (packed.py of its
-provider), and this project's extend kernel all others. Before AITER's serves, the first rows that it is asked for are
-computed by both, and so are the first that are four times as long: where they are not the same it is not asked again,
-nor where it ever raises. The log says so once.
+Expanded keys and values are packed one after the other, without pages. AITER's kernel takes rows of some dims
+(packed.py of its provider), and this project's extend kernel all others. Before AITER's kernel serves, both kernels
+compute the first rows, and again the first rows that are four times as long. If the results differ, or if AITER's
+kernel ever raises, it is not used again. The log says so once.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class ExpandedPrefill:
     """Expanded attention of one latent layer, eagerly; its latents are stored as for absorbed attention.
 
     problem: the layer's, latent, causal and without a window
-    pages:   of the layer
+    pages:   pages of the layer
     table:   int32 [rows, width], row, page_no -> page
-    packed:  attention over what latents are expanded to
-    running_batch: the batch of the step that runs; raises WrongState where none does
+    packed:  attention over the expanded keys and values
+    running_batch: returns the batch of the step that runs; raises WrongState if none does
     """
 
     problem: Problem
@@ -76,8 +76,9 @@ class ExpandedPrefill:
         """out [T, heads, v_dim] in q's dtype and lse float32 [T, heads] of the running step's tokens, without pads.
 
         q:            [T, heads, dim]
-        latents:      [T, head_dim], the step's own, as they were given to the store
-        expand:       gets latents of new tokens and of chunks; k and v have q's dtype and the same v_dim each time
+        latents:      [T, head_dim], the step's own, as passed to the store
+        expand:       called with latents of new tokens and of chunks; k and v have q's dtype and the same v_dim each
+                      time
         chunk_tokens: tokens of the prefixes that are expanded at a time, of all sequences together; at least 1
 
         The scale, cap and sinks are the layer's: q . k has the value that absorbed products have.
@@ -113,7 +114,7 @@ class ExpandedPrefill:
         return out.to(q.dtype), lse
 
     def _expanded(self, expand: Expand, latents: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of latents, checked."""
+        """Expands latents to keys and values, and checks their shapes."""
         k, v = expand(latents)
         tokens, heads = latents.shape[0], q.shape[1]
         if k.shape != (tokens, heads, q.shape[2]) or v.shape[:2] != (tokens, heads) or v.dim() != 3:
@@ -126,7 +127,7 @@ class ExpandedPrefill:
         return k.contiguous(), v.contiguous()
 
     def _read(self, rows: np.ndarray, first: int, lengths: np.ndarray) -> Tensor:
-        """Latents [tokens, head_dim] of KV [first, first + length) of each row, in the problem's dtype."""
+        """Reads the latents [tokens, head_dim] of KV [first, first + length) of each row, in the problem's dtype."""
         device, page_size = self.table.device, self.problem.page_size
         counts = torch.from_numpy(lengths.astype(np.int64)).to(device)
         row = torch.from_numpy(rows.astype(np.int64)).to(device).repeat_interleave(counts)
@@ -136,20 +137,20 @@ class ExpandedPrefill:
 
 
 def _chunks(prefix_len: np.ndarray, chunk_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
-    """First place, and tokens of each sequence from it on, of chunks of up to chunk_tokens in all; none is empty.
+    """Yields chunks of up to chunk_tokens in all: the first place, and the tokens of each sequence from it on.
 
-    A chunk has the same places of every sequence; one token a sequence at least.
+    No chunk is empty. A chunk has the same places of every sequence, with at least one token per sequence.
     """
     step = max(1, chunk_tokens // max(1, int((prefix_len > 0).sum())))
     for first in range(0, int(prefix_len.max(initial=0)), step):
         yield first, np.clip(prefix_len - first, 0, step)
 
 
-# How far two kernels that are right may be apart, as a part of a value's size: both round the weights, and the output.
+# Largest difference of two correct kernels, relative to a value's size: both round the weights and the output.
 _APART = {torch.bfloat16: 4e-2, torch.float16: 8e-3}
-# Of a log-sum-exp, as it is: by exponentials of their own.
+# Largest absolute difference of log-sum-exps: each kernel has its own exponentials.
 _LSE_APART = 1e-2
-# A function of AITER's and a problem -> the keys of the longest sequence that it was seen to get right, or _NOT_ASKED.
+# A function of AITER's and a problem -> keys of the longest sequence for which it was found correct, or _NOT_ASKED.
 _RIGHT: dict[tuple[object, Problem], int] = {}
 _NOT_ASKED = -1
 _TIMES_AS_LONG = 4
@@ -163,11 +164,11 @@ class Lengths:
     kv_len: np.ndarray
 
     def queries(self, device: torch.device) -> tuple[Queries, Tensor]:
-        """The sequences, and a table whose pages are their keys."""
+        """Builds the sequences, and a table whose pages are their keys."""
         kv_len = torch.from_numpy(self.kv_len.astype(np.int32)).to(device)
         first = kv_len.cumsum(0) - kv_len
         width = max(int(self.kv_len.max(initial=0)), 1)
-        # Past a sequence's keys a table may say what it likes, but no page that is not there.
+        # Entries past a sequence's keys may have any value that is an existing page.
         last = max(int(self.kv_len.sum()) - 1, 0)
         table = (first[:, None] + torch.arange(width, device=device)).clamp(max=last).int()
         queries = Queries(
@@ -185,10 +186,10 @@ class Lengths:
 class PackedAttention:
     """Attention of a layer whose query heads all have keys and values of their own.
 
-    problem:  the layer's: its scale and cap
-    target:   whose kernels run
-    provider: as of RuntimeOptions
-    sinks:    of the layer's heads, float32, or None
+    problem:  the layer's problem: its scale and cap
+    target:   the target whose kernels run
+    provider: see RuntimeOptions
+    sinks:    sinks of the layer's heads, float32, or None
     """
 
     problem: Problem
@@ -197,11 +198,11 @@ class PackedAttention:
     sinks: Tensor | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, causal: bool) -> tuple[Tensor, Tensor]:
-        """out float32 [T, heads, v_dim] and lse float32 [T, heads]; 0 and -inf where a sequence has no keys.
+        """out float32 [T, heads, v_dim] and lse float32 [T, heads]; 0 and -inf if a sequence has no keys.
 
         q:      [T, heads, dim]
         k, v:   [keys, heads, dim | v_dim], contiguous, of q's dtype
-        causal: whether the keys are the new tokens' own; else each token sees all keys of its sequence, and no sink
+        causal: True if the keys are the new tokens' own; if not, each token sees all keys of its sequence, and no sink
         Raises NoTiles.
         """
         seen = (lengths.q_len > 0) & (lengths.kv_len > 0)
@@ -218,7 +219,7 @@ class PackedAttention:
             _RIGHT[asked] = _NOT_ASKED
         ours = self._by_extend(q, k, v, lengths, causal)
         size = ours[0].abs() + v.float().square().mean().sqrt()
-        # Rows of NaN, and of zeros alone, say nothing of a kernel; the next ones will.
+        # Rows of NaN, and rows of only zeros, prove nothing about a kernel; later rows will.
         if _RIGHT.get(asked) != _NOT_ASKED and ours[0].isfinite().all() and (size > 0).all():
             theirs = self._tried(kernel, (q, k, v), lengths, seen)
             is_right = theirs is not None and _agree(kernel, theirs, ours, size, v.dtype)
@@ -246,7 +247,7 @@ class PackedAttention:
     def _by_aiter(
         self, kernel: PackedVarlen, rows: tuple[Tensor, Tensor, Tensor], lengths: Lengths, seen: np.ndarray
     ) -> tuple[Tensor, Tensor]:
-        """Of the sequences that have queries and keys; the kernel is not asked about others."""
+        """Runs AITER's kernel on the sequences that have queries and keys; it is not called for others."""
         q, k, v = rows
         q_len, kv_len = lengths.q_len[seen], lengths.kv_len[seen]
         places = _indptr(q_len, q.device), _indptr(kv_len, q.device), int(q_len.max()), int(kv_len.max())
@@ -265,15 +266,15 @@ class PackedAttention:
     def _tried(
         self, kernel: PackedVarlen, rows: tuple[Tensor, Tensor, Tensor], lengths: Lengths, seen: np.ndarray
     ) -> tuple[Tensor, Tensor] | None:
-        """By AITER's kernel. None where it raised whatever but KeyboardInterrupt."""
+        """Runs AITER's kernel. None if it raised anything but KeyboardInterrupt."""
         try:
             return self._by_aiter(kernel, rows, lengths, seen)
-        except (Exception, SystemExit) as error:  # as selection/probe_runs.py has it, of compilers that leave
+        except (Exception, SystemExit) as error:  # compilers may exit, see selection/probe_runs.py
             _say(kernel, f"it raised {type(error).__name__}: {error}")
             return None
 
     def _by_extend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool) -> tuple[Tensor, Tensor]:
-        """By the extend kernel over pages of one token, or its twin where no Triton runs. Raises NoTiles."""
+        """Runs the extend kernel over pages of one token, or its twin if Triton does not run here. Raises NoTiles."""
         num_tokens, heads, dim = q.shape
         out = torch.empty(num_tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)
         lse = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
@@ -306,7 +307,7 @@ class PackedAttention:
 
 
 def _indptr(lengths: np.ndarray, device: torch.device) -> Tensor:
-    """int32 [S + 1] on the device."""
+    """The cumulative sums of lengths, int32 [S + 1], on the device."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
 
 
@@ -315,9 +316,9 @@ _Side = tuple[Tensor, Tensor]
 
 
 def _agree(kernel: PackedVarlen, theirs: _Side, ours: _Side, size: Tensor, dtype: torch.dtype) -> bool:
-    """True if AITER's kernel gave what ours did. size: of each value of out, more than 0"""
+    """True if AITER's kernel and ours agree. size: of each value of out, more than 0"""
     apart = float(((theirs[0] - ours[0]).abs() / size).max()) / _APART[dtype]
-    # Equal ones are so where they are infinite too.
+    # Equal values agree even if they are infinite.
     apart_lse = float(torch.where(theirs[1] == ours[1], 0.0, (theirs[1] - ours[1]).abs()).max())
     if apart <= 1 and apart_lse <= _LSE_APART:
         return True

@@ -1,4 +1,4 @@
-"""ExternalGate and ExternalLayers: who has an engine's step, and what its model calls in each layer of it."""
+"""ExternalGate and ExternalLayers: the thread that has an engine's step, and the layer calls of its model."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _ANOTHERS = (
 
 
 class ExternalGate:
-    """What every access to an engine's pages, tables and steps passes.
+    """Every access to an engine's pages, tables and steps passes this gate.
 
-    A step is the thread's that has begun it, until that thread begins another one or has ended. An engine says nowhere
-    that a step is over: its graphs run without a call. So another thread is refused until it says, by take_over(), that
-    the first one is done.
+    A step belongs to the thread that has begun it, until that thread begins another one or has ended. An engine does
+    not report the end of a step, because its graphs run without a call. So another thread is refused until it declares,
+    by take_over(), that the first one is done.
 
     guards:    the safeguards of tables and pages
-    is_sealed: whether graphs may read memory, tables and pages, so that these stay where they are
+    is_sealed: True if graphs may read memory, tables and pages, so that these must not move
     run, mask: of the step that was begun last; run is None before the first one
-    is_filled: whether that was filled
-    thread:    the one that has begun or taken over that step, and has it still; 0, which no thread is: none
+    is_filled: True if that step was filled
+    thread:    the thread that has begun or taken over that step, and still has it; 0, which is no thread's id: none
     """
 
     __slots__ = ("_holder", "guards", "is_filled", "is_sealed", "mask", "run", "thread")
@@ -45,7 +45,10 @@ class ExternalGate:
         self._holder = StepHolder()
 
     def enter(self) -> bool:
-        """The current thread is about to begin a step; whether it had one. Raises WrongState while another one has."""
+        """Takes the step for the current thread, which is about to begin one; returns whether it had one.
+
+        Raises WrongState while another thread has a step.
+        """
         if self.thread == get_ident() or self._holder.is_mine:
             return True
         self._holder.begin(_waits("begin()"))
@@ -53,11 +56,11 @@ class ExternalGate:
         return False
 
     def leave(self) -> None:
-        """The current thread, which had no step, has begun none."""
+        """Gives the step back: the current thread, which had none, has begun none."""
         self._holder.give_back()
 
     def begun(self) -> ExternalRun:
-        """How the step runs that the current thread has begun. Raises WrongState."""
+        """The run of the step that the current thread has begun. Raises WrongState."""
         run = self.run
         if run is None:
             raise WrongState("there is no step to fill; call begin() first")
@@ -66,7 +69,7 @@ class ExternalGate:
         return run
 
     def running(self) -> ExternalRun:
-        """How the step runs that the current thread has begun and filled. Raises WrongState."""
+        """The run of the step that the current thread has begun and filled. Raises WrongState."""
         run = self.run
         if run is None or not self.is_filled:
             raise WrongState("store and attend need a step that was begun and filled; call begin() and fill() first")
@@ -75,14 +78,13 @@ class ExternalGate:
         return run
 
     def change(self, call: str) -> None:
-        """A call is about to change tables, pages or what steps are told. Raises WrongState while another thread has a
-        step."""
+        """Permits a call that changes tables, pages or inputs. Raises WrongState while another thread has a step."""
         if self.thread != get_ident() and not self._holder.is_mine:
             with self._holder.idle(_waits(call)):
                 self.thread = 0
 
     def take_over(self) -> None:
-        """The current thread has the step that was begun last, whichever thread had it."""
+        """Moves the step that was begun last to the current thread, whichever thread had it."""
         if self.thread != get_ident() and not self._holder.is_mine:
             self._holder.give_back()
             self._holder.begin(_waits("take_over()"))
@@ -96,7 +98,7 @@ def _waits(call: str) -> str:
 class ExternalLayers(LayerCalls):
     """LayerCalls of the step that runs: ExternalAttention.layers. May be captured.
 
-    Positions are places in the KV, or came with the step's mask. Each call raises BadTensor, and WrongState without a
+    Positions are places in the KV, or those of the step's mask. Each call raises BadTensor, and WrongState without a
     step that the current thread has begun and filled.
     """
 

@@ -25,13 +25,13 @@ from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan, kv_len_bucket, make_plan
 from rocm_attn.step.publisher import Found, Line, PublishingGuards
 
-# Runs of steps that are not captured are kept for so many shapes.
+# Number of shapes for which runs of steps that are not captured are kept.
 _MOST_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExternalRun:
-    """How steps of one shape run, and where."""
+    """How steps of one shape run, and in which memory."""
 
     core: StepCore
     plan: StepPlan
@@ -43,8 +43,8 @@ class ExternalRun:
 class ExternalRuns:
     """The runs of one ExternalAttention.
 
-    cores:    what runs the steps of each causality
-    num_seqs, num_tokens: padded ones of the largest step
+    cores:    the core that runs the steps of each causality
+    num_seqs, num_tokens: padded sizes of the largest step
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ExternalRuns:
         self._is_sealed = False
 
     def seal(self, num_seqs: int, num_tokens: int) -> None:
-        """Fix the addresses that graphs read, with room for steps that are padded to so many, and smaller ones."""
+        """Fixes the addresses that graphs read, with room for steps padded to these sizes, and smaller ones."""
         for core in self._cores.values():
             kinds = [StepKind.EXTEND, StepKind.MIXED]
             if any(problem.custom_mask for problem in core.kinds.problems):
@@ -72,7 +72,7 @@ class ExternalRuns:
         self._is_sealed = True
 
     def core(self, causality: Causality) -> StepCore:
-        """What runs the steps of a causality. Raises WrongState."""
+        """The core that runs the steps of a causality. Raises WrongState."""
         core = self._cores.get(causality)
         if core is None:
             named = ", ".join(each.name for each in self._cores)
@@ -83,12 +83,12 @@ class ExternalRuns:
         return core
 
     def of(self, step: ExternalStep) -> ExternalRun:
-        """How a step runs: kept for captured ones, and for the latest of others.
+        """The run of a step: kept for captured steps, and for the latest others.
 
         Raises NeverFits, WrongState, Unsupported, BadTensor.
         """
         if self._tables.changes != self._changes_seen:
-            self._kept.clear()  # they read the tables that there were
+            self._kept.clear()  # they read tables that are replaced
             self._changes_seen = self._tables.changes
         max_kv_len = self._tables.max_kv_len
         if self._bakes_kv_len and not step.captured:
@@ -139,11 +139,11 @@ class ExternalRuns:
         return ExternalRun(core, plan, views, to, bounds)
 
     def _new_views(self, core: StepCore, plan: StepPlan) -> DeviceStep:
-        """The memory of steps of a plan. Raises NeverFits."""
+        """Views of the memory of steps of a plan. Raises NeverFits."""
         epochs = core.memory.epochs
         try:
             (views,) = core.memory.new_device_steps(plan)
-        except NeverFits as error:  # of captured steps alone: others get more memory
+        except NeverFits as error:  # only for captured steps; other steps get more memory
             raise NeverFits(
                 f"a captured step of {plan.shape.num_seqs} sequences and {plan.shape.num_tokens} tokens is larger than "
                 "seal() has made room for; give it larger bounds"
@@ -154,7 +154,7 @@ class ExternalRuns:
         return views
 
     def _check(self, step: ExternalStep) -> None:
-        """Refuse a step that was not built for."""
+        """Refuses a step that does not fit the settings of the build."""
         for bound, things, found, most in (
             ("num_seqs", "sequences", step.shape.num_seqs, self._num_seqs),
             ("num_tokens", "tokens", step.shape.num_tokens, self._num_tokens),
@@ -173,7 +173,7 @@ class ExternalRuns:
 
 
 def _check_plan(plan: StepPlan, *, captured: bool) -> None:
-    """Refuse kernels that cannot run such steps."""
+    """Refuses kernels that cannot run such steps."""
     if captured and not plan.replayable:
         names = sorted({kernel.row.name for kernel in plan.kernels if not kernel.row.graph_safe})
         raise WrongState(f"{', '.join(names)} cannot be captured; run such steps eagerly, or choose a provider")
@@ -183,9 +183,9 @@ def _check_plan(plan: StepPlan, *, captured: bool) -> None:
 
 
 class EnginePublisher:
-    """Writes the header of a ring slot and launches the kernel that reads it, one launch a step.
+    """Writes the header of a ring slot and launches the kernel that reads it, one launch per step.
 
-    on_fault: called with what went wrong in earlier steps, once; it may raise
+    on_fault: called once with the faults of earlier steps; it may raise
     """
 
     def __init__(
@@ -193,12 +193,12 @@ class EnginePublisher:
     ) -> None:
         self.line = Line(HostRing(device, wait=guards.ring_wait), guards.new_echo_check(), device)
         self._launch, self._on_fault, self._of_last_step = ops.publish_engine, on_fault, guards.of_last_step
-        # The words of a slot, counts and number of a publication that was begun and has not ended.
+        # The words of a slot, counts and number of a publication that has begun and not ended.
         self._launching: tuple[Int32Array, Tensor, int] | None = None
         self._found: Found = []
 
     def hear(self) -> RingSlot:
-        """The next slot, when its readers are done and the faults that it echoes were reported."""
+        """Returns the next slot, once its readers are done and the faults that it echoes are reported."""
         if self._launching is not None:
             self._settle()
         slot = self.line.ring.acquire(HEADER_WORDS)
@@ -209,11 +209,11 @@ class EnginePublisher:
         return slot
 
     def publish(self, slot: RingSlot, step: ExternalStep, run: ExternalRun) -> None:
-        """Launch what writes a step's counts, rows and lengths. slot: of hear(), which comes before"""
+        """Launches the kernel that writes a step's counts, rows and lengths. slot: from hear(), which comes before"""
         line, words, counts = self.line, slot.words, run.to.counts
         number = (line.number + 1) & INT32_MAX
         words[0], words[STEP], words[STEP_BEFORE] = step.num_seqs, number, line.number
-        # One statement: an interrupt comes before all of it or after.
+        # In one statement, so an interrupt comes before all of it or after.
         words[ECHO], self._launching = NO_ECHO, (words, counts, number)
         try:
             before = counts if line.counts is None else line.counts
@@ -223,7 +223,7 @@ class EnginePublisher:
         line.counts, line.number, self._launching = counts, number, None
 
     def find_faults(self) -> None:
-        """Report everything that went wrong in steps and was not reported yet. The device has nothing left to do."""
+        """Reports all faults of steps that were not reported yet. The device has nothing left to do."""
         if self._launching is not None:
             self._settle()
         self.line.find_all(self._found, self._of_last_step)
@@ -236,7 +236,7 @@ class EnginePublisher:
         self._on_fault(fault)
 
     def _settle(self) -> None:
-        """Finish a publication that an exception has ended."""
+        """Finishes a publication that an exception has interrupted."""
         assert self._launching is not None
         words, counts, number = self._launching
         if self.line.settle(words, counts, number, by_graph=False):

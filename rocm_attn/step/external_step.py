@@ -1,4 +1,4 @@
-"""ExternalStep: one step as an engine knows it. Lengths, rows and slots are tensors of the engine's."""
+"""ExternalStep: one step of an engine. Lengths, rows and slots are tensors of the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class Causality(enum.Enum):
-    """The tokens that a step's tokens see: those up to them, all, or as each layer's problem says."""
+    """Keys that a step's tokens see: those up to each token, all, or as each layer's problem says."""
 
     OF_LAYERS = "as its layers' problems say"
     CAUSAL = "they see themselves and what comes before"
@@ -47,9 +47,10 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """Where each sequence's new tokens begin, and where the last one's end.
+    """The boundaries between the new tokens of sequences.
 
-    of_seq: int32 or int64 [num_seqs + 1 or more], any stride, on the device; the first is 0
+    of_seq: int32 or int64 [num_seqs + 1 or more], any stride, on the device: each sequence's first new token, then the
+            end of the last; the first is 0
     """
 
     of_seq: Tensor
@@ -65,11 +66,11 @@ NO_CELLS = NoCells()
 
 @dataclass(frozen=True, slots=True)
 class BoolCells:
-    """A mask of one byte a cell: what each new token sees of its sequence's KV.
+    """A mask with one byte per cell: the keys of its sequence's KV that each new token sees.
 
     cells:     bool or uint8 [n], contiguous, on the device: the [q_len, kv_len] cells of each sequence, one sequence
                after the other; almost 2^31 of them at most
-    positions: int32 or int64 [num_tokens or more], any stride, on the device; where each token is, for windows
+    positions: int32 or int64 [num_tokens or more], any stride, on the device; the position of each token, for windows
     """
 
     cells: Tensor
@@ -92,8 +93,8 @@ class BoolCells:
 class ExternalStep:
     """One step: shape and bounds on the host, the rest in the engine's tensors, which are read on the current stream.
 
-    num_seqs:      entries of the engine's tensors that count. Those without KV are pads where attention is causal, and
-                   come after all others; entries past num_seqs are not looked at
+    num_seqs:      entries of the engine's tensors that are used. In causal attention, entries without KV are pads, and
+                   come after all others; entries past num_seqs are not read
     padded_seqs:   sequences that the step is padded to
     padded_tokens: tokens of q, k, v and out
     kv_len:        int32 or int64 [num_seqs or more], any stride, on the device; new tokens included
@@ -102,12 +103,12 @@ class ExternalStep:
                    sequence i has row i
     min_q_len, max_q_len: fewest and most new tokens of a sequence that has any
     max_kv_len:    most tokens of a sequence
-    captured:      whether the engine captures the step or replays it. Shape, q's form, min_q_len, max_q_len, mask and
-                   causality are then those of the capture; max_kv_len is not looked at
-    mask:          what tokens see, for layers with custom_mask
+    captured:      True if the engine captures the step or replays it. Shape, q's form, min_q_len, max_q_len, mask and
+                   causality are then those of the capture; max_kv_len is ignored
+    mask:          the keys that tokens see, for layers with custom_mask
     causality:     for all layers of the step
 
-    Lengths beyond the bounds are cut on the device and reported. Raises BadBatch, BadTensor.
+    Lengths beyond the bounds are clipped on the device and reported. Raises BadBatch, BadTensor.
     """
 
     num_seqs: int
@@ -131,7 +132,7 @@ class ExternalStep:
     ) -> ExternalStep:
         """One new token in each sequence, padded to the entries of kv_len.
 
-        rows: not given: sequence i has row i
+        rows: if not given, sequence i has row i
         """
         padded = kv_len.shape[0]
         return cls(num_seqs, padded, padded, kv_len, ONE_EACH, rows, 1, 1, max_kv_len, captured)
@@ -152,8 +153,8 @@ class ExternalStep:
         """Any new tokens, at boundaries q_indptr (cu_seqlens_q elsewhere), padded to the entries of kv_len.
 
         num_tokens: of q, padded ones; without pads the last of q_indptr
-        num_seqs:   not given: all entries of kv_len count
-        rows:       not given: sequence i has row i
+        num_seqs:   if not given, all entries of kv_len are used
+        rows:       if not given, sequence i has row i
         """
         padded = kv_len.shape[0]
         num_seqs = padded if num_seqs is None else num_seqs

@@ -1,4 +1,4 @@
-"""FaultReports: how the faults that the device found in steps reach the caller, on all ranks alike."""
+"""FaultReports: reports the faults that the device found in steps to the caller, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _Result = TypeVar("_Result")
 class FaultReports:
     """The faults of one runtime's steps.
 
-    While steps run, stage() or meet() raises a fault some steps later by itself. No step comes to report the last ones:
-    report() and check() wait for the device and raise those too. One DeviceFault names all faults.
+    While steps run, stage() or meet() raises a fault some steps later. After the last steps no step comes that could
+    report their faults: report() and check() wait for the device and raise those too. One DeviceFault names all faults.
 
     agree:    how ranks that share the layers agree; they call each method alike
-    canary:   what was written to row 0 of the table, or to page 0 of a layer; nothing where all is well
-    meetings: what ranks tell each other between steps
+    canary:   describes writes to row 0 of the table, or to page 0 of a layer; empty if there were none
+    meetings: the messages of ranks between steps
     """
 
     def __init__(self, publisher: Publisher, holder: StepHolder, agree: Agreement, canary: Callable[[], str]) -> None:
@@ -43,7 +43,7 @@ class FaultReports:
         return STEPS_UNTIL_ECHO + self.meetings.steps_late
 
     def meet(self) -> None:
-        """Hear of the other ranks' faults before a step is staged.
+        """Collects the other ranks' faults before a step is staged.
 
         Ranks that call AttentionRuntime.step(), or run steps by a StepRunner, meet there. Raises DeviceFault for an
         earlier step, on all ranks alike, and RanksDiverged.
@@ -58,23 +58,23 @@ class FaultReports:
         self._publisher.report(self.meetings.all_faults(self.step_number, found))
 
     def report(self) -> None:
-        """check() of steps alone: memory that padded sequences read is not looked at."""
+        """Does the same as check(), but does not read the memory that padded sequences read."""
         found = self._find(lambda: self._publisher.found)
         self._publisher.report(self.meetings.all_faults(self.step_number, found))
 
     def report_own(self) -> None:
-        """report() of this rank alone, for steps that were tried out: ranks may leave those at different places."""
+        """Does the same as report(), but for this rank alone: ranks may leave trial steps at different places."""
         self._publisher.report(self._find(lambda: self._publisher.found))
 
     def forget(self) -> None:
-        """Wait for the device, and drop the faults that were not raised yet. For steps that were tried out."""
+        """Waits for the device, and drops the faults that were not raised yet. For trial steps."""
         self._find(self._publisher.found.clear)
 
     def _find(self, then: Callable[[], _Result]) -> _Result:
-        """Wait for the device, find what went wrong, and do this before another thread may begin a step."""
+        """Waits for the device, finds faults, and calls `then` before another thread may begin a step."""
         with self._holder.alone("the device cannot be asked"):
             if self._publisher.launching is not None and self._holder.state is not IDLE:
-                # A look at the slot of a graph that is about to be launched would take its step for an abandoned one.
+                # Reading the slot of a graph that is about to be launched would treat its step as abandoned.
                 raise WrongState(
                     "the device cannot be asked, because a step was staged; ask when its graph was launched"
                 )

@@ -1,12 +1,12 @@
-"""StepGate: the one way into a step, and the one place that says what may touch its rows, pages and graphs.
+"""StepGate: the one way into a step, and the one place that decides what may touch its rows, pages and graphs.
 
     stage    host: check, pad, plan, grow buffers;  device: page copies, table updates, publish
-    fill     device: derive metadata; captured where a step is
+    fill     device: derive metadata; captured with a captured step
     layers   store and attend, or the replay of a graph that is all of the step
     end      host only
 
-Eager steps, graphs and steps that run again come through here alike. A step remembers the number of the last change of
-its rows: whatever comes later and reads or writes through it asks whether they have changed since.
+Eager steps, graphs and steps that run again all come through here. A step remembers the number of the last change of
+its rows; every later read or write through it checks whether they have changed since.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Again(Enum):
     """A plan: the step that was staged last runs once more, on inputs that the device has written over its own.
 
     Only changes of the table are published, and no page is given back. The error word is kept, so the next publication
-    reports the faults of all these runs. What they store counts once mark_stored() of the table says so.
+    reports the faults of all these runs. Their stored tokens count once mark_stored() of the table is called.
     """
 
     AGAIN = "again"
@@ -63,9 +63,9 @@ AnyPlan = StepPlan | Again
 class RanStep(NamedTuple):
     """The step that was staged last.
 
-    children: where its inputs lie, of each half or draft step
+    children: the memory of its inputs, for each half or draft step
     change:   the table's last change when it was staged
-    repeats:  whether it may run again: it is a whole step that may store
+    repeats:  True if it may run again: it is a whole step that may store
     """
 
     batch: StepBatch
@@ -76,27 +76,30 @@ class RanStep(NamedTuple):
 
     @property
     def inputs(self) -> StepTensors:
-        """Its inputs in the full space. The device may write those of another step there: of the same rows and sizes,
-        and with lengths for which the host has reserved pages."""
+        """The step's inputs in the full space.
+
+        The device may write those of another step there, of the same rows and sizes, and with lengths for which the
+        host has reserved pages.
+        """
         return self.children[0].spaces[0]
 
 
-# The fields of a RanStep, which is made of them when somebody asks.
+# The fields of a RanStep, which is built only on request.
 _Staged = tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int, bool]
 
 
 class Effects(NamedTuple):
-    """Effects of a graph of steps, as the host has seen when it was recorded.
+    """Effects of a graph of steps, as the host saw them when it was recorded.
 
-    layers: bit i: it stores in layer i; see StepStores.layers
-    moves:  whether it moves what it accepts
+    layers: bit i is set if it stores in layer i; see StepStores.layers
+    moves:  True if it moves the drafts that it accepts
     """
 
     layers: int
     moves: bool
 
 
-# How far a step has come, in the words of what is refused meanwhile.
+# The progress of a step, in the words of errors that refuse a call meanwhile.
 StepState = NewType("StepState", str)
 IDLE = StepState("no step was begun")
 STAGED = StepState("a step was staged and its metadata is not filled yet")
@@ -105,7 +108,7 @@ _STEP = "step"
 
 
 class StepHolder:
-    """The thread that has begun a step, or none: another one that asks for it is refused. state: of its step"""
+    """The thread that has begun a step, or none; other threads are refused. state: of its step"""
 
     __slots__ = ("_taking_over", "_thread_of", "state")
 
@@ -120,13 +123,13 @@ class StepHolder:
         return self._thread_of.get(_STEP) == get_ident()
 
     def begin(self, what_fails: str) -> None:
-        """Take the step for the current thread. Raises WrongState if another one has it, or this one has begun it.
+        """Takes the step for the current thread. Raises WrongState if another one has it, or this one has begun it.
 
         Taking it again is harmless, so an interrupt right after it was taken leaves nothing to clean up. A thread that
         has ended has no step.
         """
         me = get_ident()
-        # setdefault looks and writes at once, whatever other threads do meanwhile.
+        # setdefault reads and writes atomically, whatever other threads do.
         if self._thread_of.setdefault(_STEP, me) != me and not self._take_over(me):
             raise WrongState(
                 f"{what_fails}, because another thread has begun a step and not ended it; "
@@ -136,14 +139,14 @@ class StepHolder:
             raise WrongState(f"{what_fails}, because {self.state}; call end_step() first")
 
     def require_free(self, what_fails: str) -> None:
-        """Raise WrongState if a thread has begun a step, this one or another."""
+        """Raises WrongState if a thread has begun a step, this one or another."""
         if self._thread_of:
             self.begin(what_fails)
             self.give_back()
 
     @contextmanager
     def idle(self, what_fails: str) -> Iterator[None]:
-        """The current thread has the step, and it is not begun. Raises WrongState."""
+        """Holds the step for the current thread without beginning one. Raises WrongState."""
         self.begin(what_fails)
         try:
             yield
@@ -151,11 +154,11 @@ class StepHolder:
             self.give_back()
 
     def alone(self, what_fails: str) -> AbstractContextManager[None]:
-        """The current thread has the step, begun or not. Raises WrongState."""
+        """Holds the step for the current thread, begun or not. Raises WrongState."""
         return nullcontext() if self.is_mine else self.idle(what_fails)
 
     def give_back(self) -> None:
-        """The current thread, which has the step, has it no longer."""
+        """Releases the step of the current thread."""
         self._thread_of.clear()
 
     def _take_over(self, me: int) -> bool:
@@ -170,9 +173,9 @@ class StepHolder:
 class StepGate:
     """The gate of one runtime.
 
-    holder:  which thread has the step, and how far that has come
-    planner: plans what is staged without a plan
-    stores:  which layers the step has stored in
+    holder:  the thread that has the step, and the step's progress
+    planner: plans steps that are staged without a plan
+    stores:  the layers that the step has stored in
     """
 
     def __init__(
@@ -190,8 +193,8 @@ class StepGate:
         self._selections = StepSelections(selecting, core.guards.layers.selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)
-        # The step that runs, and its memory, by which its layers know whether it still runs. The last step that graphs
-        # replay: later ones of its size are equal to it.
+        # The step that runs, and its memory, by which its layers know whether it still runs. Also the last step that
+        # graphs replay: later steps of its size are equal to it.
         self._step: Step | None = None
         self._children: tuple[DeviceStep, ...] = ()
         self._kept: Step | None = None
@@ -199,9 +202,9 @@ class StepGate:
         self._may_move = self._moves_on = False
 
     def stage(self, batch: StepBatch, plan: AnyPlan | None = None, takers: Collection[StepPlan] = ()) -> Step:
-        """Check a step and publish its inputs; see AttentionRuntime.step.
+        """Checks a step and publishes its inputs; see AttentionRuntime.step.
 
-        takers: plans whose graphs take the inputs where nothing publishes them, and are what is run then
+        takers: plans whose graphs take the inputs if nothing publishes them; these graphs run the step then
         """
         self.holder.begin("a step cannot begin")
         try:
@@ -227,13 +230,13 @@ class StepGate:
             raise
 
     def _publish(self, batch: StepBatch, plan: StepPlan, refusal: str, takers: Collection[StepPlan]) -> Step:
-        """Bring a checked step to where the device reads it. The gate's device is the current one."""
+        """Brings a checked step to the memory that the device reads. The gate's device is the current one."""
         batches = (batch,) if plan.num_halves == 1 else split_batch(batch, plan.shape.child.num_seqs)
-        # From here on the step runs: a log, a signal handler or a finalizer begins no other one within it.
+        # From here on the step runs, so that a log, a signal handler or a finalizer cannot begin another one within it.
         self.holder.state = STAGED
-        # Before pages leave the windows of the step that might run again.
+        # Reset before pages leave the windows of the step that might run again.
         self._staged, self._moves_on = None, False
-        # A length that only the device knows may be shorter than its bound: such a step gives nothing back by itself.
+        # A length that only the device knows may be shorter than its bound, so such a step gives no pages back.
         if self._has_windows and batch.inputs.kv_len_on_host:
             self._table.evict(batch.rows, self._evict_before(batch))
         self._streams.follow()
@@ -250,7 +253,7 @@ class StepGate:
         return self._begun(staged, batches, refusal)
 
     def _begun(self, staged: _Staged, batches: Sequence[StepBatch], refusal: str) -> Step:
-        """The step whose inputs lie where the device reads them. batches: of its halves"""
+        """Returns the step whose inputs are published. batches: of its halves"""
         batch, plan, children, _, _ = staged
         steps = plan.draft_steps
         self.stores.begin(batch, len(children), refusal, steps if steps == 1 else min(steps, self._in_turn))
@@ -258,7 +261,7 @@ class StepGate:
             self._selections.begin(len(children))
         self._may_move = True
         if not plan.replayable or len(batches) > 1:
-            # A tuple of its own: its layers end with it.
+            # A tuple of its own, because its layers end with it.
             self._children = children = (*children,)
             self._step = self._new_step(batches, plan, children)
             return self._step
@@ -292,9 +295,9 @@ class StepGate:
         return Step(tuple(parts), num_first, num_first_tokens, plan, children, self.fill, self.end)
 
     def replay_again(self, replay: Callable[[], object]) -> None:
-        """Run the last step again by a graph that is all of it: stage() with AGAIN, its replay, and its end.
+        """Runs the last step again by a graph that is all of it: stage() with AGAIN, its replay, and its end.
 
-        The graph stores what it has stored in the same step before. Raises WrongState.
+        The graph stores the same tokens as the same step before. Raises WrongState.
         """
         self.holder.begin("a step cannot begin")
         try:
@@ -302,11 +305,11 @@ class StepGate:
             replay()
             self.end()
         except BaseException:
-            self.end()  # an interrupt may have come in its place
+            self.end()  # an interrupt may have prevented the call above
             raise
 
     def _begin_again(self) -> RanStep:
-        """The step that was staged last, which may run now. Raises WrongState."""
+        """Returns the step that was staged last, if it may run now. Raises WrongState."""
         last = self.last
         if last is None:
             raise WrongState("no whole step was staged last that could run again; stage one first")
@@ -320,12 +323,12 @@ class StepGate:
 
     @property
     def last(self) -> RanStep | None:
-        """The step that AGAIN runs; None where none was staged last, or it may not store."""
+        """The step that AGAIN runs; None if none was staged last, or it may not store."""
         ran = self._ran()
         return ran if ran is not None and ran.repeats else None
 
     def _ran(self) -> RanStep | None:
-        """The step that was staged last, as one value for as long as it is the last one."""
+        """The step that was staged last, as one object for as long as it is the last one."""
         staged = self._staged
         if staged is None or type(staged) is RanStep:
             return staged
@@ -334,26 +337,26 @@ class StepGate:
 
     @property
     def may_go_again(self) -> RanStep | None:
-        """The step that AGAIN would run now; None where there is none, or one of its rows has changed."""
+        """The step that AGAIN would run now; None if there is none, or one of its rows has changed."""
         last = self.last
         return None if last is None or self._changed_rows(last, 0) else last
 
     def move_on(self) -> None:
-        """AGAIN has later tokens each time, and its caller sees to it that no row shares them by then."""
+        """Declares that AGAIN has later tokens each time; the caller makes sure that no row shares them by then."""
         self._moves_on = True
 
     def _changed_rows(self, step: RanStep, staying: int) -> list[int]:
         """The rows of a step that were freed, cut, forked or kept since it was staged; see BatchGuards.changed."""
         if step.change == self._generations.last_change:
             return []
-        # A step that moves on writes none of the tokens that the host knows of.
+        # A step that moves on writes none of the tokens that the host knows.
         changed: list[int] = self._changed(step.change, step.batch, step.batch.max_q_len if self._moves_on else staying)
         return changed
 
     def resume(self, step: RanStep) -> RanStep:
-        """Have AGAIN run this step for the rows of the one that was staged last, with later tokens: move_on().
+        """Makes AGAIN run this step for the rows of the one that was staged last, with later tokens: move_on().
 
-        The device has these rows among the step's inputs. Returns what AGAIN runs. Raises WrongState.
+        The device has these rows among the step's inputs. Returns the step that AGAIN runs. Raises WrongState.
         """
         last = self._ran()
         if last is None:
@@ -364,10 +367,10 @@ class StepGate:
         return ran
 
     def _require_rows(self, step: RanStep, refused: str, *, staying: int = 0, rows: Int32Array | None = None) -> None:
-        """Raise WrongState where a row of a step was freed, cut, forked or kept since that step was staged.
+        """Raises WrongState if a row of a step was freed, cut, forked or kept since that step was staged.
 
         staying: new tokens of a sequence that are not written
-        rows:    those that count; not given: all
+        rows:    rows to check; if not given, all
         """
         changed = self._changed_rows(step, staying)
         if rows is not None:
@@ -419,7 +422,7 @@ class StepGate:
             (self._streams.follow if self.holder.state is IDLE else self._streams.join)()
 
     def take_inputs(self) -> None:
-        """Record the head of a whole step's graph, which takes the inputs that stage() leaves to it."""
+        """Records the head of a whole step's graph, which takes the inputs that stage() leaves to it."""
         with on_device(self.device):
             self._streams.join()
             self._publisher.take_inputs(self._children[0])
@@ -430,14 +433,14 @@ class StepGate:
         return Effects(self.stores.layers, not self._may_move)
 
     def after_replay(self, effects: Effects) -> None:
-        """The graph of the staged step was launched."""
+        """Notes that the graph of the staged step was launched."""
         layers, moves = effects
         self.stores.after_replay(layers)
         self._may_move = not moves
         self._publisher.taken()
 
     def fill(self) -> None:
-        """Derive the step's metadata on the device; captured where a step is. Running it twice is harmless."""
+        """Derives the step's metadata on the device; captured with the step. Running it twice is harmless."""
         step = self._step
         if step is None:
             raise WrongState("there is no step to fill; call runtime.stage() or runtime.step() first")
@@ -451,7 +454,7 @@ class StepGate:
         self.holder.state = RUNNING
 
     def running(self, number: int) -> LayerCalls:
-        """The layers of a part of the step that runs. number: Part.number. Raises WrongState."""
+        """The layers of a part of the running step. number: Part.number. Raises WrongState."""
         step = self._step
         if step is None:
             raise self._not_running("store and attend need")
@@ -466,7 +469,7 @@ class StepGate:
         return self._staged[0]
 
     def stored_now(self, row: int, layers: Collection[int]) -> int:
-        """Tokens of a row once the step that runs is over, if it has stored in all of these layers; else 0."""
+        """Tokens of a row once the running step has ended, if it has stored in all of these layers; else 0."""
         step, staged = self._step, self._staged
         if step is None or staged is None:
             return 0
@@ -482,17 +485,17 @@ class StepGate:
         return WrongState(f"{what} a running step, but {self.holder.state}; call runtime.step() first")
 
     def end(self) -> None:
-        """Close the step; see AttentionRuntime.end_step."""
+        """Closes the step; see AttentionRuntime.end_step."""
         if self.holder.is_mine:
             if self._publisher.launching is not None:
-                self._staged = None  # its inputs may not be there
+                self._staged = None  # its inputs may not have been published
             self.stores.end()
             self.holder.state = IDLE
             self._step, self._children = None, ()
             self.holder.give_back()
 
     def abandon(self) -> None:
-        """Close a step that was staged and is not run. A fault in its inputs is reported when they come again."""
+        """Closes a step that was staged and will not run. A fault in its inputs is reported when they come again."""
         step = self._step
         if self.holder.is_mine and self.holder.state is STAGED and step is not None:
             with on_device(self.device):
@@ -500,12 +503,12 @@ class StepGate:
         self.end()
 
     def start_over(self, padding: PaddingPolicy) -> None:
-        """Keep nothing that refers to the memory of steps, and pad by another policy from now on."""
+        """Drops all references to the memory of steps, and pads by another policy from now on."""
         self.planner.start_over(padding)
         self._kept = self._staged = None
 
     def _require(self, children: object) -> None:
-        """Raise WrongState unless the layers of the step with these children may store and attend now."""
+        """Raises WrongState unless the layers of the step with these children may store and attend now."""
         if self.holder.state is not RUNNING:
             raise self._not_running("store and attend need")
         if children is not self._children:

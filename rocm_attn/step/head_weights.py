@@ -1,4 +1,4 @@
-"""HeadWeights: what a model has learned for each query head's softmax, beside q, k and v."""
+"""HeadWeights: learned parameters of each query head's softmax, in addition to q, k and v."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from rocm_attn.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """One layer's; [q_heads] each, or None where the layer's problem has none.
+    """The head weights of one layer; [q_heads] each, or None if the layer's problem has none.
 
-    Of any floating dtype, strides and device where they are given to a runtime; what it owns is float32, contiguous.
+    They may have any floating dtype, strides and device when passed to a runtime; the runtime's copies are float32 and
+    contiguous.
 
-    sinks:        a logit that every softmax of the head has in its denominator
-    alibi_slopes: what the head's logits lose for each token of distance
+    sinks:        a logit in the denominator of every softmax of the head
+    alibi_slopes: the amount that the head's logits lose per token of distance
     """
 
     sinks: Tensor | None = None
@@ -27,13 +28,13 @@ class HeadWeights:
 
     @classmethod
     def random(cls, problem: Problem, generator: torch.Generator) -> HeadWeights:
-        """Weights of the problem for tests and probes, on the generator's device."""
+        """Random weights of the problem for tests and probes, on the generator's device."""
 
         size, device = problem.num_q_heads, generator.device
         return cls(**{name: torch.rand(size, generator=generator, device=device) for name in _names(problem)})
 
     def to(self, device: torch.device) -> HeadWeights:
-        """The same weights elsewhere."""
+        """The same weights on another device."""
         return HeadWeights(*(None if w is None else w.to(device) for w in (self.sinks, self.alibi_slopes)))
 
 
@@ -41,16 +42,16 @@ NO_HEAD_WEIGHTS = HeadWeights()
 
 
 def written_in_place(owned: Tensor, given: Tensor) -> Tensor:
-    """What a layer reads from now on, after other weights were given: the memory that there is, with other values."""
+    """Writes new weights into the layer's memory and returns it."""
     return owned.copy_(given)
 
 
-# what a layer has, what it is given -> what it has from now on
+# current weights of a layer, new weights -> the tensor that it uses from now on
 NewHeadWeights = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Given(dict[int, HeadWeights]):
-    """Layer -> what it has. A layer that wants something has no entry until it is given that."""
+    """Layer -> its weights. A layer that needs weights has no entry until it has them."""
 
     def __init__(self, wanted: Sequence[tuple[str, ...]]) -> None:
         super().__init__({layer: NO_HEAD_WEIGHTS for layer, names in enumerate(wanted) if not names})
@@ -62,12 +63,12 @@ class _Given(dict[int, HeadWeights]):
 
 
 class LayerHeadWeights:
-    """The head weights of every layer, in memory of the runtime: what is given is copied, and is the caller's.
+    """The head weights of every layer, in memory of the runtime: copies of the caller's tensors.
 
     Graphs read that memory. It stays where it is once a layer has it, and new values are written into it.
 
-    renew: how a layer that has weights gets others
-    of:    a layer -> what it was given; raises WrongState while it wants something
+    renew: how a layer that has weights gets new ones
+    of:    a layer -> its weights; raises WrongState while it lacks weights
     """
 
     def __init__(
@@ -76,14 +77,14 @@ class LayerHeadWeights:
         self._problems, self._device, self._renew = tuple(problems), device, renew
         self._wanted = tuple(map(_names, problems))
         self._given = _Given(self._wanted)
-        # The dict's own method: each layer of each step asks.
+        # The dict's own method, because each layer of each step calls it.
         self.of: Callable[[int], HeadWeights] = self._given.__getitem__
 
     def set(self, layer: int, weights: HeadWeights) -> None:
-        """Give a layer what its problem says that it has, all at once. Steps that come later use it, graphs too.
+        """Gives a layer all weights that its problem has. Later steps use them, graphs too.
 
-        The values are copied, on the current stream: to change them, call set() again, as writing into the tensors that
-        were given does nothing. Raises BadTensor; nothing has changed then.
+        The values are copied, on the current stream: to change them, call set() again; writing into the tensors that
+        were passed has no effect. Raises BadTensor; nothing has changed then.
         """
         if not 0 <= layer < len(self._problems):
             raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._problems) - 1}")
@@ -101,7 +102,7 @@ class LayerHeadWeights:
         )
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Name -> tensor, for what graphs read."""
+        """Name -> tensor, for the tensors that graphs read."""
         return {
             f"{name}_{layer}": tensor
             for layer, weights in self._given.items()
@@ -120,18 +121,18 @@ class LayerHeadWeights:
             raise BadTensor(f"{name} is on meta, where tensors have no values; load it first")
 
     def _owned(self, owned: Tensor | None, given: Tensor | None) -> Tensor | None:
-        """The values that are given, in memory of the runtime: that which there is, if there is some."""
+        """Copies the values into memory of the runtime: the existing tensor, if there is one."""
         if given is None:
             return None
         given = given.detach()
         if owned is not None:
             return self._renew(owned, given)
-        with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
+        with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
             owned = torch.empty(given.shape, dtype=torch.float32, device=self._device)
         return owned.copy_(given)
 
 
 def _names(problem: Problem) -> tuple[str, ...]:
-    """What a layer of the problem must be given."""
+    """The weights that a layer of the problem needs."""
     names = (("sinks", problem.has_sinks), ("alibi_slopes", problem.has_alibi_slopes))
     return tuple(name for name, is_there in names if is_there)

@@ -1,4 +1,4 @@
-"""HostRing: pinned host memory from which kernels read what the host decided for a step."""
+"""HostRing: pinned host memory from which kernels read the host's decisions for a step."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
 class Fence(Protocol):
-    """A place in a device's queue of work. One that was never recorded has been reached."""
+    """A place in a device's queue of work. A fence that was never recorded counts as reached."""
 
     def record(self) -> None:
-        """Put the fence after everything that was launched on the current stream."""
+        """Puts the fence after everything that was launched on the current stream."""
 
     def synchronize(self) -> None:
-        """Wait until the device has reached the fence."""
+        """Waits until the device has reached the fence."""
 
     def query(self) -> bool:
         """True if the device has reached the fence."""
 
 
 class NoFence:
-    """The fence of a CPU, where kernels have run when their launch returns."""
+    """The fence of a CPU, on which kernels have run when their launch returns."""
 
     def record(self) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
     def synchronize(self) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
     def query(self) -> bool:
         """True: nothing is left to wait for."""
         return True
 
 
-# Between two looks at a slot that a graph has yet to take: another step is launched after it, so the device has work.
+# Delay between two reads of a slot that a graph has yet to take. Another step is launched after it, so the device has
+# work.
 _LOOK_SECONDS = 20e-6
 
 
 class Taken:
-    """The fence of a slot that the kernel at the head of a graph reads, which says so in the slot.
+    """The fence of a slot that the kernel at the head of a graph reads; the kernel marks the slot when it has.
 
     words:     of the slot
     new_fence: makes a fence of the device
@@ -59,14 +60,14 @@ class Taken:
         self._words, self._new_fence = words, new_fence
 
     def record(self) -> None:
-        """The slot is marked by the host that writes it."""
+        """Does nothing: the host that writes the slot marks it."""
 
     def query(self) -> bool:
         """True if the graph has taken the slot."""
         return self._words.item(ECHO) != TAKEN_BY_GRAPH
 
     def synchronize(self) -> None:
-        """Wait until the graph has taken the slot, or everything that was launched is done and no graph has."""
+        """Waits until the graph has taken the slot, or everything that was launched is done and no graph has."""
         if self._words.item(ECHO) == TAKEN_BY_GRAPH:
             launched = self._new_fence()
             launched.record()
@@ -74,12 +75,12 @@ class Taken:
                 sleep(_LOOK_SECONDS)
 
 
-# (fence): waits until the device has reached the fence. Not a function of its own: each step asks.
+# (fence): waits until the device has reached the fence. Not a function of its own, because each step calls it.
 wait_for: Callable[[Fence], None] = methodcaller("synchronize")
 
 
 def wait_for_all(fences: Sequence[Fence], slots: Sequence[RingSlot]) -> None:
-    """Wait until no kernel reads these slots any more, and hold them until then."""
+    """Waits until no kernel reads these slots any more, and holds them until then."""
     for fence in fences:
         fence.synchronize()
 
@@ -93,7 +94,7 @@ class RingSlot(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> RingSlot:
-        """The slot that lies in a tensor of the host."""
+        """Makes a slot of a tensor of the host."""
         words: Int32Array = tensor.numpy()
         return cls(tensor, words, words.data.cast("B"))
 
@@ -101,14 +102,14 @@ class RingSlot(NamedTuple):
 class HostRing:
     """A ring of int32 slots. A slot is handed out again only after the kernels that read it are done.
 
-    So is its memory: torch knows of no kernel that reads pinned memory, and would give a dropped ring's to the next who
-    asks while a step still waits to read it. A ring that is dropped therefore waits for its readers.
+    The same holds for its memory. Torch does not track kernels that read pinned memory, and would reuse a dropped
+    ring's memory while a step still waits to read it. A ring that is dropped therefore waits for its readers.
 
     wait:      called with the fence after a slot's readers before the slot is handed out again
-    new_fence: makes a fence of the device; not given: an event on a GPU, nothing on a CPU
+    new_fence: makes a fence of the device; if not given, an event on a GPU, nothing on a CPU
     words:     length of the slots, at first
 
-    slots:     int32 [depth, words], the slots for as long as is_fixed: until one was asked for that is longer
+    slots:     int32 [depth, words], the slots, valid while is_fixed: until a longer one is requested
     """
 
     def __init__(
@@ -131,51 +132,52 @@ class HostRing:
         self._taken = [Taken(slot.words, new_fence) for slot in self._slots]
         self._done: list[Fence] = list(self._launched)
         self._next = 0
-        # Not at exit, where the device may be gone before the ring is.
+        # Not at exit, when the device may be gone before the ring.
         weakref.finalize(self, wait_for_all, self._done, self._slots).atexit = False
 
     def acquire(self, words: int) -> RingSlot:
-        """The next slot, at least `words` int32 long.
+        """Returns the next slot, at least `words` int32 long.
 
-        Waits when the device is `depth` steps late. It holds what it held before; a word that was never written is 0.
+        It waits if the device is `depth` steps late. The slot keeps its old content; a word that was never written is
+        0.
         """
         at = self._next
         self._wait(self._done[at])
         slot = self._slots[at]
         if len(slot.words) < words:
-            # A power of two: batches that grow slowly would otherwise pin memory again each time.
+            # A power of two; otherwise batches that grow slowly would pin memory again each time.
             larger = self._zeros(next_power_of_2(words))
             larger[: len(slot.words)] = slot.tensor
-            self.is_fixed = False  # first: an interrupt leaves no graph a slot that is not the host's
+            self.is_fixed = False  # first, so that no interrupt leaves a graph a slot that the host does not use
             slot = self._slots[at] = RingSlot.of(larger)
         return slot
 
     def _zeros(self, *shape: int) -> Tensor:
-        with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
+        with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
             return torch.zeros(shape, dtype=torch.int32, pin_memory=self._pinned)
 
     def written(self) -> list[Int32Array]:
-        """The slots that were used, oldest first, when their readers are done."""
+        """Waits for the readers, and returns the slots that were used, oldest first."""
         order = (*range(self._next, self._depth), *range(self._next))
         for at in order:
             self._wait(self._done[at])
         return [self._slots[at].words for at in order if len(self._slots[at].words)]
 
     def drain(self) -> None:
-        """Wait for everything that was launched on the current stream so far, whether or not a slot was released."""
+        """Waits for everything that was launched on the current stream so far, whether or not a slot was released."""
         fence = self._new_fence()
         fence.record()
         fence.synchronize()
 
     def release(self) -> None:
-        """Say that everything that reads the acquired slot was launched on the current stream."""
+        """Declares that all readers of the acquired slot were launched on the current stream."""
         at = self._next
         done = self._done[at] = self._launched[at]
         done.record()
         self._next = (at + 1) % self._depth
 
     def release_to_graph(self) -> None:
-        """Say that a graph takes the acquired slot, which is marked TAKEN_BY_GRAPH. The ring is_fixed."""
+        """Declares that a graph takes the acquired slot, which is marked TAKEN_BY_GRAPH. The ring is_fixed."""
         at = self._next
         self._done[at] = self._taken[at]
         self._next = (at + 1) % self._depth

@@ -1,4 +1,4 @@
-"""KVScales: the factors of a layer's eight-bit K and V, as a checkpoint has them or a calibration found them."""
+"""KVScales: the scales of a layer's eight-bit K and V, from a checkpoint or a calibration."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.step.head_weights import NewHeadWeights
 
-# An E4M3FN code is worth twice what the same bits are in E4M3FNUZ.
+# An E4M3FN code has twice the value of the same bits in E4M3FNUZ.
 _DOUBLED = {(KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ): 2.0, (KVEncoding.E4M3FNUZ, KVEncoding.E4M3FN): 0.5}
 
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """One layer's factors: an element of K is worth its code times k, of V its code times v.
+    """One layer's scales: an element of K is its code times k, an element of V its code times v.
 
-    k, v: a number, or floating tensors of any device: [] or [1] where kv_scales is LAYER, [kv_heads] where it is HEAD
+    k, v: a number, or floating tensors of any device: [] or [1] if kv_scales is LAYER, [kv_heads] if it is HEAD
     made_for: the encoding that they were found for; LIKE_Q: the layer's. Checkpoints give theirs for E4M3FN: in a layer
-              of E4M3FNUZ they are doubled, because the same bits are worth half
+              of E4M3FNUZ they are doubled, because the same bits have half the value
     """
 
     k: Tensor | float
@@ -30,7 +30,7 @@ class KVScales:
     made_for: KVEncoding = KVEncoding.LIKE_Q
 
     def of(self, layer: int, problem: Problem) -> tuple[Tensor, Tensor]:
-        """float32 factors of a layer as its pages have them. Raises BadTensor; waits for tensors on a device."""
+        """float32 scales of a layer in the form of its pages. Raises BadTensor; waits for tensors on a device."""
         if problem.kv_scales not in (Scales.LAYER, Scales.HEAD):
             raise BadTensor(
                 f"layer {layer} has {problem.kv_scales.value}; only factors of a layer or of KV heads are given, by "
@@ -54,7 +54,7 @@ class KVScales:
 
 
 def written_pages(pages: LayerPages, k: Tensor, v: Tensor, renew: NewHeadWeights) -> LayerPages:
-    """A layer's pages with other factors. renew: how it gets them; in the memory that there is, where graphs read"""
+    """A layer's pages with new scales. renew: how they are stored; if graphs read them, in the existing memory"""
     assert pages.k_scale is not None
     assert pages.v_scale is not None
     k_scale, v_scale = renew(pages.k_scale, k), renew(pages.v_scale, v)

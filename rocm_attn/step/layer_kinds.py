@@ -1,4 +1,4 @@
-"""LayerKinds: which layers of a model are alike, with which kernels, and where their pages lie."""
+"""LayerKinds: groups the layers of a model that are alike, with their kernels and the spaces of their pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayerKinds:
 
     @classmethod
     def of(cls, problems: Sequence[Problem], spaces: Sequence[Space], selections: Sequence[Selection]) -> LayerKinds:
-        """One kind for each distinct pair of a problem and a space, in the order in which they come.
+        """One kind for each distinct pair of a problem and a space, in order of appearance.
 
         problems, spaces: one for each layer
         selections:       one for each distinct problem, in any order
@@ -52,7 +52,7 @@ class LayerKinds:
         return tuple(self.spaces[kind] for kind in self.of_layer)
 
     def reading_alone(self, what: Callable[[Limits], bool]) -> dict[int, str]:
-        """Layer -> a kernel whose limits ask for that of K and V, of layers that have one."""
+        """Layer -> a kernel whose limits require `what` of K and V, for layers that have such a kernel."""
         of_kind = [
             [kernel.row.name for kernel in selection.kernels.values() if what(kernel.row.limits)]
             for selection in self.selections
@@ -61,7 +61,7 @@ class LayerKinds:
 
     @property
     def selecting(self) -> SelectingLayers:
-        """Which layers select keys, and which attend to whose selection. Raises BadProblem."""
+        """The layers that select keys, and the selection that each layer attends to. Raises BadProblem."""
         return SelectingLayers.of(self.problems)
 
     def of_kernels(self, change: Callable[[Selection], Selection]) -> LayerKinds:

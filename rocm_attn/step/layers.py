@@ -1,4 +1,4 @@
-"""Layers: what a forward asks for in each layer, checked and launched for a step or for one half of a split one."""
+"""Layers: checks and launches the calls of a forward in each layer, for a step or for one half of a split one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rocm_attn.step.selections import Require, StepSelections, refuse_stale
 
 
 def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
-    """A layer reads where it writes."""
+    """Returns the layer's space in the step: a layer reads in the space in which it writes."""
     return step.of_kind[kind]
 
 
@@ -42,10 +42,11 @@ def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
 class LayerGuards:
     """The safeguards of layers.
 
-    read_by:          step, kind of layer -> the step in the space that the layer reads in, which it writes in too
-    new_head_weights: how a layer that has head weights gets others
-    new_kv_scales:    how a layer of eight-bit K and V gets other factors
-    selection_of:     a layer, whose selection it attends to, and whose there is: raises unless they are one
+    read_by:          step, kind of layer -> the step in the space that the layer reads and writes in
+    new_head_weights: how a layer that has head weights gets new ones
+    new_kv_scales:    how a layer of eight-bit K and V gets new scales
+    selection_of:     layer, layer whose selection it attends to, layer whose selection is there: raises unless the last
+                      two are equal
     """
 
     read_by: Callable[[DeviceStep, int], StepTensors] = by_space_of_layer
@@ -57,11 +58,11 @@ class LayerGuards:
 class Layers:
     """The layers of a model over their pools of pages: LayerCalls, for the tokens of a step that has a plan.
 
-    What a call is given is checked here; whether it may come now, its caller asks. Each raises BadTensor, and to
-    attend raises WrongState for a layer that wants head weights.
+    Arguments of a call are checked here; its caller checks that the call may come now. Each call raises BadTensor, and
+    attend raises WrongState for a layer that lacks head weights.
 
-    Raises BadTensor where a pool holds another format than the kernels of a layer are for: what the store writes in one
-    layout and attention reads in another is never built.
+    Raises BadTensor if a pool has another format than the kernels of a layer: the store and attention must use one
+    layout.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Layers:
                     f"the pages of layer {layer} hold {pool.format(layer)}; its kernels are for {problem.page_format}"
                 )
         self._work_of_layer: dict[int, QkvWork] = {}
-        # A CPU has no launches to prepare.
+        # On a CPU there are no launches to prepare.
         on_gpu = pool.device.type == "cuda"
         self._stream = stream_of(pool.device) or _no_stream
         self._forms = LayerForms(self._kind_of_layer, pool, head_weights, self._stream)
@@ -138,7 +139,7 @@ class Layers:
         kernel = plan.kernels[kind]
         prepares = plan.prepared_of_kind[kind] and self._prepares()
         if prepares and isinstance(kernel.bound, MixedAtOnce):
-            # In a graph decode and extend run at the same time, which launches alone do not say.
+            # In a graph decode and extend run at the same time, which launches alone do not express.
             prepares = not is_capturing(self._device)
         call = self._forms.attend(step.prepared, layer, q, out, lse) if prepares else _AS_IT_IS
         if call is None:
@@ -151,8 +152,8 @@ class Layers:
                 self._ops.clear_pads(tensors.counts, out, lse)
 
     def stores_within(self, plan: StepPlan, layer: int) -> bool:
-        """True if the layer's kernel stores the new K and V itself: then store_and_attend() does both."""
-        # A store that is not the kernels' own is asked for by itself.
+        """True if the layer's kernel stores the new K and V itself, so that store_and_attend() does both."""
+        # A store that does not consist of the kernels alone is called by itself.
         return id(plan.kernels[self._kind_of(layer)]) in self._storing_kernels and does_only_launch(self._ops.store_kv)
 
     def store_and_attend(
@@ -166,9 +167,9 @@ class Layers:
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """By one kernel; see stores_within()."""
+        """Stores and attends by one kernel; see stores_within()."""
         kind = self._kind_of(layer)
-        bound: Any = plan.kernels[kind].bound  # a StoringKernel, see stores_within; to ask it would take microseconds
+        bound: Any = plan.kernels[kind].bound  # a StoringKernel, see stores_within; a check would take microseconds
         call = self._forms.store_and_attend(step.prepared, layer, q, k, v, out, lse) if self._prepares() else _AS_IT_IS
         if call is None:
             return
@@ -181,13 +182,13 @@ class Layers:
             bound.store_and_attend(args, new, read, plan.bounds)
 
     def both_again(self, step: DeviceStep, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
-        """Store and attend as the layer did the last time, if it is given the same; whether it was."""
-        # What was joined was prepared for these views, and so for their plan's kernels.
+        """Stores and attends like the layer's last call, if the arguments are the same; returns whether they were."""
+        # A joined call was prepared for these views, and so for their plan's kernels.
         return self._prepares() and self._forms.both_again(step.prepared, layer, q, k, v, out)
 
     def join(self, step: DeviceStep, plan: StepPlan, layer: int) -> None:
-        """The layer has stored and attended in one call."""
-        # What is joined is launched without a look at whether a graph is captured: see attend.
+        """Notes that the layer has stored and attended in one call."""
+        # A joined call is launched without a check whether a graph is captured: see attend.
         bound = plan.kernels[self._kind_of_layer[layer]].bound
         if not isinstance(bound, MixedAtOnce) and self._launches_alone:
             self._forms.join(step.prepared, layer)
@@ -246,20 +247,20 @@ class Layers:
         out: Tensor,
         lse: Tensor | None,
     ) -> AttendArgs:
-        """What the layer's kernel is given. tensors: of the space that the layer reads in"""
+        """Arguments of the layer's kernel. tensors: of the space that the layer reads in"""
         kind = self._kind_of_layer[layer]
         row, problem = plan.kernels[kind].row, self._selections[kind].problem
         self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
         if lse is not None and not row.limits.gives_lse(problem):
             raise BadTensor(f"{row.name} gives no lse; build the runtime of problems with wants_lse=True")
         weights = self._head_weights.of(layer)
-        # By position: names cost a tenth of the call.
+        # Passed by position, because names cost a tenth of the call.
         own = lse, weights.sinks, weights.alibi_slopes
         pages, schedule = self._pool.layer(layer), step.schedules[kind]
         return AttendArgs(q, pages, tensors.table, step.queries, out, *own, schedule, step.workspace)
 
     def _check_selection(self, step: DeviceStep, selected: Selection, tensors: StepTensors) -> None:
-        """Set a bit of the step's error word where a selection is not what attention over it takes."""
+        """Sets a bit of the step's error word if a selection is not valid for attention over it."""
         faults = self._selection_faults.zero_()
         self._ops.check_selection(selected, step.places, faults)
         tensors.counts[ERROR_WORD : ERROR_WORD + 1].bitwise_or_((faults != 0).int() * BAD_SELECTION)
@@ -276,20 +277,20 @@ class Layers:
             selection.sparse.selected.attend(args)
 
     def fill_again(self, step: DeviceStep) -> bool:
-        """Derive a step's metadata by the launches that were prepared for it; whether there are any."""
+        """Derives a step's metadata by the launches that were prepared for it; returns whether there are any."""
         return self._prepares() and step.prepared.fill.again(self._stream())
 
     def noting_fill(self, step: DeviceStep) -> AbstractContextManager[None]:
-        """Prepare what derives a step's metadata meanwhile, which is launches alone."""
+        """Prepares the launches that derive a step's metadata inside this context."""
         return step.prepared.fill.noting(step) if self._prepares() else nullcontext()
 
     def _prepares(self) -> bool:
-        """True if calls are prepared, and made again by what was prepared."""
-        # torch._C: see on_device. A call for a device that is not the current one is made as it is.
+        """True if calls are prepared, and repeated by their prepared launches."""
+        # torch._C: see on_device. A call for a device that is not the current one is not prepared.
         return self._launches_alone and torch._C._cuda_getDevice() == self._device_index and not is_observed()
 
     def _noting(self, step: DeviceStep, call: Call) -> AbstractContextManager[None]:
-        """Prepare the form of a call that is made meanwhile."""
+        """Prepares the form of a call that is made inside this context."""
         return nullcontext() if call is _AS_IT_IS else step.prepared.noting(call, step)
 
     def problem(self, layer: int) -> Problem:
@@ -303,7 +304,7 @@ class Layers:
         return self._kind_of_layer[layer]
 
     def _after_store(self, plan: StepPlan, layer: int, tensors: StepTensors) -> None:
-        """What a kernel that multiplies V after a sequence's end needs of its last page."""
+        """Zeroes the rest of a sequence's last page for kernels that multiply V after its end."""
         if not plan.kernels[self._kind_of_layer[layer]].row.masks_v:
             of_seqs = tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len
             self._ops.zero_tails(*of_seqs, self._pool.layer(layer), null_page=tensors.terms.null_page)
@@ -351,7 +352,7 @@ class Layers:
             self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        # One look where all is well, which is at every layer of every step.
+        # One check if all is well, because this runs at every layer of every step.
         is_right = tensor.shape == shape and tensor.dtype is dtype and tensor.stride(-1) == 1
         if is_right and tensor.device == self._device:
             return
@@ -374,7 +375,7 @@ def _no_stream() -> int:
 
 
 def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
-    """Raises BadTensor for a rope or norms that are not for the problem's rows, or elsewhere."""
+    """Raises BadTensor for a rope or norms that do not fit the problem's rows, or are on another device."""
     is_latent = problem.pool is PoolKind.LATENT
     if work.rope is not None:
         _check_rope("rope", work.rope, problem.head_dim, device)
@@ -393,14 +394,14 @@ def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
     for name, (norm, dim) in {"q_norm": of_q, "k_norm": of_k, "v_norm": of_v}.items():
         if norm is None:
             continue
-        # Of a latent layer the first elements of rows may be normalised alone.
+        # In a latent layer the first elements of rows may be normalised alone.
         if norm.dim > dim or (norm.dim < dim and not is_latent):
             raise BadTensor(f"{name} has {norm.dim} weights; rows have {dim} elements")
         _check_device(name, norm.weight, device)
 
 
 def _check_rope(name: str, rope: RopeTable, dim: int, device: torch.device) -> None:
-    """Raises BadTensor for a table of more elements than a row has, or elsewhere."""
+    """Raises BadTensor for a table of more elements than a row has, or on another device."""
     if rope.dim > dim:
         raise BadTensor(f"{name} turns {rope.dim} elements; rows have {dim}")
     _check_device(name, rope.cos_sin, device)
@@ -412,9 +413,9 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def may_overlap(one: Tensor, other: Tensor) -> bool:
-    """True if some element of one tensor may lie where one of the other does.
+    """True if some element of one tensor may share memory with one of the other.
 
-    Rows of one buffer that lie side by side do not overlap: K and the output as columns of one tensor.
+    Rows of one buffer that lie side by side do not overlap, such as K and the output as columns of one tensor.
     """
     (begin, end), (other_begin, other_end) = _span(one), _span(other)
     if end <= other_begin or other_end <= begin or not one.numel() or not other.numel():
@@ -438,9 +439,9 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 class StepLayers(LayerCalls):
     """The layer calls of a part of a step, for as long as that step runs.
 
-    require_running: raises WrongState when the step does not run
+    require_running: raises WrongState if the step does not run
     stores:          the layers that each part of the step has stored in
-    selections:      the layer whose selection each part has
+    selections:      the layer whose selection each part has at the moment
     part:            Part.number
     """
 
@@ -472,7 +473,7 @@ class StepLayers(LayerCalls):
         if lse is None and layers.both_again(step, layer, q, k, v, out):
             self._stores.after_store(self._part, layer)
         elif layers.stores_within(plan, layer) and not (may_overlap(out, k) or may_overlap(out, v)):
-            # In one launch a program may write to out before another one has read what lies there.
+            # In one launch a program may write to out before another one has read its rows there.
             layers.store_and_attend(step, plan, layer, q, k, v, out, lse)
             self._stores.after_store(self._part, layer)
         else:
@@ -521,5 +522,5 @@ class StepLayers(LayerCalls):
         self._layers.attend_selected(self._step, layer, q, out, lse)
 
     def _index_of(self, layer: int) -> int:
-        """The number of a layer's index keys among all that a step stores: they come after the layers' K and V."""
+        """The index of a layer's index keys among all that a step stores, after the layers' K and V."""
         return len(self._layers) + self._layers.selecting.place_of(layer)

@@ -41,18 +41,18 @@ from rocm_attn.step.prepared import PreparedCalls
 class DeviceStep:
     """Views of the buffers of a step, or of a child of a split one, at its padded sizes.
 
-    spaces:    the step in each space, in the table's order; what is not of a space is the same in all of them
-    of_kind:   per kind of layer, the step in its space: its layers write by its slots and read by its table
-    windows:   a mask is placed in each of these, by its window_left; they are one where masked layers have one window
-               or none, and else differ in window_start alone
+    spaces:    the step in each space, in the table's order; tensors that belong to no space are the same in all of them
+    of_kind:   per kind of layer, the step in its space: its layers write to its slots and read through its table
+    windows:   a mask is placed in each of these, by its window_left. There is one if masked layers have one window or
+               none; otherwise they differ in window_start alone
     schedules: int32, per kind of layer; kinds with equal schedules share one
     workspace: float32, shared by the layers, not by the children
-    queries:   who asks, which is the same in every space
-    places:    where the tokens are, likewise, for what attends over a selection
-    selected:  per kind of layer, where its selection lies; None where it attends to all keys
-    index_slots: per kind of layer, int32 [T], the slots of its index keys; those of tokens where it has none
-    parents:   of a draft step, int32 [S, K * steps]: of each draft of the round the number of its parent among them, or
-               NO_PARENT; draft step * K + branch is a draft's number. Empty where there are no branches
+    queries:   the sequences that attend, which are the same in every space
+    places:    the places of the tokens, the same in every space, for attention over a selection
+    selected:  per kind of layer, the place of its selection; None if it attends to all keys
+    index_slots: per kind of layer, int32 [T], the slots of its index keys; if it has none, those of tokens
+    parents:   of a draft step, int32 [S, K * steps]: for each draft of the round the number of its parent among them,
+               or NO_PARENT; draft step * K + branch is a draft's number. Empty if there are no branches
     prepared:  the layers' calls that were made in these views
     """
 
@@ -70,7 +70,7 @@ class DeviceStep:
 
     @property
     def tensors(self) -> StepTensors:
-        """The step in its first space, for what is the same in all of them."""
+        """The step in its first space, for tensors that are the same in all of them."""
         return self.spaces[0]
 
 
@@ -92,8 +92,9 @@ def _table_sizes(selections: Sequence[Selection], table: Table, mask_keys: int, 
 class StepMemory:
     """The buffers of every step of a model.
 
-    kinds:     the layers, whose kernels say what they need
-    mask_keys: keys before the new ones that masks of steps which graphs replay have room for; others have it for all
+    kinds:     the layers, whose kernels declare their needs
+    mask_keys: keys before the new ones that masks of steps which graphs replay have room for; masks of other steps have
+               room for all
     """
 
     def __init__(
@@ -114,30 +115,30 @@ class StepMemory:
 
     @property
     def epochs(self) -> tuple[int, int]:
-        """Another pair when views of a step that is not captured may hold memory that is given up."""
+        """A pair that changes when views of a step that is not captured may hold memory that was given up."""
         return self._sealed.epoch, self._open.epoch
 
     def seal(self, shapes: Sequence[PaddedShape]) -> None:
-        """Make room for steps of all these shapes and smaller ones, then fix every address that such steps read."""
+        """Makes room for steps of all these shapes and smaller ones, then fixes every address that such steps read."""
         for shape in shapes:
             self._sealed.ensure(shape)
         self._sealed.seal()
 
     def part_for(self, shapes: Sequence[PaddedShape]) -> StepBuffers:
-        """Room for steps of all these shapes and smaller ones, which nothing uses before it is taken."""
+        """Allocates room for steps of all these shapes and smaller ones; nothing uses it before take()."""
         part = self.new_part()
         for shape in shapes:
             part.ensure(shape)
         return part
 
     def take(self, part: StepBuffers) -> None:
-        """Use another part for steps that graphs replay; no graph that reads the old one may be replayed again."""
+        """Uses another part for steps that graphs replay; no graph that reads the old one may be replayed again."""
         self._sealed = part
 
     def device_steps(self, plan: StepPlan) -> tuple[DeviceStep, ...]:
-        """The views of each child of a step, after growing what is too small. They are kept for steps of this plan.
+        """The views of each child of a step, whose buffers grow if needed. They are kept for steps of this plan.
 
-        Raises CapacityExceeded when that is sealed.
+        Raises CapacityExceeded if such a buffer is sealed.
         """
         kept: dict[StepPlan, tuple[DeviceStep, ...]] = self._part_of(plan).views
         views = kept.get(plan)
@@ -148,7 +149,7 @@ class StepMemory:
         return views
 
     def new_device_steps(self, plan: StepPlan) -> tuple[DeviceStep, ...]:
-        """As device_steps(), for callers that keep the views themselves."""
+        """Like `device_steps`, but for callers that keep the views themselves."""
         part = self._part_of(plan)
         part.ensure(plan.shape)
         return tuple(self._views(plan, part, child) for child in range(plan.shape.num_children))
@@ -157,7 +158,7 @@ class StepMemory:
         return self._sealed if plan.replayable else self._open
 
     def new_part(self) -> StepBuffers:
-        """Memory for steps that graphs replay, which grows as they need it."""
+        """Memory for steps that graphs replay, which grows on demand."""
         return StepBuffers(self.specs, self._device, self._guards)
 
     def _views(self, plan: StepPlan, part: StepBuffers, child: int) -> DeviceStep:
@@ -195,7 +196,7 @@ class StepMemory:
     def _selected(
         self, shape: PaddedShape, view: Callable[[str], Tensor], indexing: Indexing, step: StepTensors
     ) -> SelectedUnits:
-        """Where a selection lies. Every indexer's begins at the same place: the next one writes over it."""
+        """The place of a selection. All indexers use the same place, so each selection overwrites the one before."""
         num_tokens, sets = shape.child.num_tokens, indexing.sets
         counts = view(SELECTION_COUNTS)[: num_tokens * sets]
         return SelectedUnits(
@@ -205,7 +206,7 @@ class StepMemory:
         )
 
     def _space_views(self, plan: StepPlan, pages: SpaceTable, view: Callable[[str], Tensor]) -> StepTensors:
-        """A step in a space. view: name of a buffer -> what the child uses of it."""
+        """A step in a space. view: name of a buffer -> the child's part of it"""
         tensors = {name: view(name_in(pages.space, name) if field.of_space else name) for name, field in FIELDS.items()}
         tensors["block_table"] = tensors["block_table"].view(-1, self._sizes.table_width)
         no_window = view(_window_name(UNLIMITED_WINDOW))
@@ -221,11 +222,11 @@ class StepMemory:
         needs = {space: self._needs_in(space, tuple(StepKind)) for space in spaces}
         of_drafts = {space: self._needs_in(space, (StepKind.DECODE, StepKind.MASKED)) for space in spaces}
         specs = list(sizes.buffers(needs, of_drafts))
-        if any(Need.MASK in each for each in needs.values()):  # which branches of drafts ask for
+        if any(Need.MASK in each for each in needs.values()):  # branches of drafts need masks
             specs.append(BufferSpec(_PARENTS, Unit.DRAFT, torch.int32, _parents_of_drafts, NO_PARENT, of_round=True))
         windows = set(_windows_of(self._selections)) - {UNLIMITED_WINDOW}
         specs += [BufferSpec(_window_name(each), Unit.TOKEN, torch.int32, _masked_tokens, 0) for each in windows]
-        # Where indexers write what they have chosen, one after the other.
+        # Memory to which indexers write their selections, one after the other.
         indexings = [indexing for indexing in indexings_of(self._selections) if indexing is not None]
         if indexings:
             units, sets = max(each.sets * each.width for each in indexings), max(each.sets for each in indexings)
@@ -240,26 +241,26 @@ class StepMemory:
         return [*specs, BufferSpec(WORKSPACE, Unit.WORD, torch.float32, words, 0, of_round=True, exact=True)]
 
     def _needs_in(self, space: Space, kinds: Collection[StepKind]) -> set[Need]:
-        """The needs of a space's kernels for these kinds of steps, besides lengths and the table."""
+        """The needs of a space's kernels for these kinds of steps, apart from lengths and the table."""
         selections = [s for s, its in zip(self._selections, self._space_of_kind, strict=True) if its is space]
         of_kinds = [kernel for s in selections for kind, kernel in s.kernels.items() if kind in set(kinds)]
         return {need for kernel in of_kinds for need in kernel.row.needs}
 
 
 def indexings_of(selections: Sequence[Selection]) -> list[Indexing | None]:
-    """What the layers of each kind attend to; None where that is all keys."""
+    """The indexing of each kind of layer; None if it attends to all keys."""
     indexers = [selection.problem.indexer for selection in selections]
     return [None if isinstance(indexer, AllKeys) else indexer.indexing for indexer in indexers]
 
 
 def _windows_of(selections: Sequence[Selection]) -> list[int]:
-    """window_left per kind of layer; UNLIMITED_WINDOW where no mask is looked at."""
+    """window_left per kind of layer; UNLIMITED_WINDOW if the kind does not use masks."""
     problems = [selection.problem for selection in selections]
     return [problem.window_left if problem.custom_mask else UNLIMITED_WINDOW for problem in problems]
 
 
 def pools_of(kinds: LayerKinds) -> tuple[tuple[Space, int], ...]:
-    """Per kind of layer, its space and the tokens that an index key of its stands for; 1 where it has none."""
+    """Per kind of layer, its space and the tokens per index key; 1 if it has no index keys."""
     indexers = [selection.problem.indexer for selection in kinds.selections]
     tokens = [indexer.indexing.key_tokens if isinstance(indexer, Indexer) else 1 for indexer in indexers]
     return tuple(zip(kinds.spaces, tokens, strict=True))
@@ -269,14 +270,15 @@ WORKSPACE = "workspace"
 
 
 def _workspace_words(selections: Sequence[Selection], shape: PaddedShape) -> int:
-    """Scratch memory that layers' kernels use one after the other: as large as the largest need, content undefined.
+    """Words of scratch memory that layers' kernels use one after the other: the largest need, content undefined.
 
-    The draft steps of a round follow each other and share it; halves may run at the same time and have a part each.
+    The draft steps of a round run one after the other and share it. Halves may run at the same time and have a part
+    each.
     """
     return max(selection.kernel(shape.kind).bound.workspace_words(shape) for selection in selections)
 
 
-_PARENTS = "draft_parents"  # of each draft of a round, whose child it is
+_PARENTS = "draft_parents"  # for each draft of a round, its parent
 SELECTION_UNITS, SELECTION_COUNTS = "selection_units", "selection_counts"
 
 
@@ -286,7 +288,7 @@ def _parents_of_drafts(shape: PaddedShape) -> int:
 
 
 def _window_name(window_left: int) -> str:
-    """The buffer of the first keys of new tokens' windows, in masked steps."""
+    """The name of the buffer with the first keys of new tokens' windows, in masked steps."""
     return f"window_start_{window_left}"
 
 
@@ -295,7 +297,7 @@ def _masked_tokens(shape: PaddedShape) -> int:
 
 
 def _pool_slots_name(space: Space, key_tokens: int) -> str:
-    """The buffer of the slots of index keys that stand for so many tokens each."""
+    """The name of the buffer with the slots of index keys that stand for key_tokens tokens each."""
     return name_in(space, f"slot_of_pool_{key_tokens}")
 
 
@@ -304,5 +306,5 @@ def _schedule_name(kind: int) -> str:
 
 
 def _schedule_words(selection: Selection, shape: PaddedShape) -> int:
-    """The schedule of a kind of layer; one buffer serves all kinds of step."""
+    """The size of the schedule of a kind of layer; one buffer serves all kinds of step."""
     return selection.kernel(shape.kind).bound.schedule.words(shape)

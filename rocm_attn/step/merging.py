@@ -1,8 +1,8 @@
 """Merging attention over parts of the keys into attention over all of them.
 
-A side is what attend() gives over some of the keys: out [tokens, heads, dim], and lse float32 [tokens, heads], the
+A side is the result of attend() over some of the keys: out [tokens, heads, dim], and lse float32 [tokens, heads], the
 natural log of the softmax denominator. Sides share no key; a sink belongs to one of them. A side that has seen no key
-has LSE -inf, and nothing of it is read; a token that no side has keys for gets 0 and -inf.
+has LSE -inf, and its out is not read; a token for which no side has keys gets 0 and -inf.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rocm_attn.providers.triton import TRITON
 
 
 def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse over the keys of both sides; out has the dtype of out_a. Raises BadTensor."""
+    """Returns out and lse over the keys of both sides; out has the dtype of out_a. Raises BadTensor."""
     return merge_states([(out_a, lse_a), (out_b, lse_b)])
 
 
 def merge_states(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """out and lse over the keys of all sides, one or more; out has the dtype of the first. Raises BadTensor.
+    """Returns out and lse over the keys of all sides, one or more; out has the dtype of the first. Raises BadTensor.
 
     More than two are merged from the first to the last, in float32 until then.
     """
@@ -32,7 +32,7 @@ def merge_states(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
     merged, merged_lse = sides[0]
     dtype, others = merged.dtype, list(sides[1:])
     if not others:
-        # A side that has seen nothing: a token that sees no key gets 0, whatever its only side holds there.
+        # A second side without keys: a token that sees no key gets 0, for any content of its only side.
         others = [(merged, torch.full_like(merged_lse, float("-inf")))]
     for left, (out, lse) in zip(reversed(range(len(others))), others, strict=True):
         target = torch.empty(out.shape, dtype=torch.float32 if left else dtype, device=out.device)
@@ -43,7 +43,7 @@ def merge_states(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
 
 
 def merge_into(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
-    """merge_state without checks or new memory; out and lse may be those of one of the sides."""
+    """Does the same as `merge_state`, without checks or new memory; out and lse may be those of one of the sides."""
     ops = (TRITON if out.is_cuda else TORCH).ops()
     with on_device(out.device):
         ops.merge_states(out_a, lse_a, out_b, lse_b, out, lse)

@@ -1,8 +1,8 @@
 """Metrics: counts and times of steps and requests, and Prometheus' text format of them, version 0.0.4.
 
 A metric is one field of Metrics: its help, its words and its kind. The object that sees an event counts it there;
-snapshots, their text, their JSON, what Prometheus reads, and the reports of the engine and the command line follow from
-the field.
+snapshots, their text, their JSON, the text for Prometheus, and the reports of the engine and the command line follow
+from the field.
 """
 
 # ruff: noqa: RUF009  # what is called in a default makes a field
@@ -15,18 +15,18 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields
 from functools import partial
 from typing import Any, NoReturn
 
-# Upper bounds in seconds, 1-2-5 from 10 us to 500 s; what took longer is in the last bucket, which has none.
+# Upper bounds in seconds, 1-2-5 from 10 us to 500 s; longer durations are in the last bucket, which has no bound.
 BOUNDS = tuple(digit * 10.0**power for power in range(-5, 3) for digit in (1, 2, 5))
 
 
 @dataclass(slots=True)
 class Durations:
-    """How long something took each time: counts in buckets that are the same for ever, and a sum.
+    """Counts of durations in fixed buckets, and their sum.
 
     Counts of several servers, and of one server at several moments, can be added and subtracted. Noting one takes less
     than a microsecond, and no memory.
 
-    counts:  of each bucket of BOUNDS, bounds included, and of what took longer
+    counts:  of each bucket of BOUNDS, bounds included, and of longer durations
     total:   seconds, of all together
     longest: seconds
     """
@@ -36,7 +36,7 @@ class Durations:
     longest: float = 0.0
 
     def note(self, seconds: float, times: int = 1) -> None:
-        """It took so long, so many times."""
+        """Adds a duration, `times` times."""
         self.counts[bisect_left(BOUNDS, seconds)] += times
         self.total += seconds * times
         if seconds > self.longest:
@@ -44,11 +44,11 @@ class Durations:
 
     @property
     def count(self) -> int:
-        """How often."""
+        """The number of durations."""
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:
-        """Seconds that this share of all took at most: the bound of a bucket, or the longest of all."""
+        """Seconds that this share of all did not exceed: the bound of a bucket, or the longest of all."""
         left = share * self.count
         for bound, count in zip(BOUNDS, self.counts, strict=False):
             left -= count
@@ -61,7 +61,7 @@ class Durations:
         return Durations(list(self.counts), self.total, self.longest)
 
     def as_dict(self) -> dict[str, float]:
-        """For JSON."""
+        """The durations for JSON."""
         return {
             "count": self.count,
             "total": self.total,
@@ -74,22 +74,22 @@ class Durations:
         return self.longest > 0
 
     def __str__(self) -> str:
-        """In words."""
+        """The durations in words."""
         return f"p50 {_span(self.quantile(0.5))}, p99 {_span(self.quantile(0.99))}, longest {_span(self.longest)}"
 
 
 def _metric(kind: str, start: type, help: str, words: str) -> Any:
     """A field that begins with start().
 
-    kind:  Prometheus' word for how it moves
-    help:  what it is
-    words: its text, with the value in the place of {}
+    kind:  Prometheus' type of the metric
+    help:  description of the metric
+    words: its text, with {} for the value
     """
     return field(default_factory=start, metadata={"help": help, "words": words, "kind": kind})
 
 
-# Counters count since a runner was built, reasons do so by reason; a gauge holds at the moment of a snapshot.
-# A state is a sentence, empty where there is nothing to say.
+# Counters count since a runner was built; reasons are counters by reason; a gauge has its value at the moment of a
+# snapshot. A state is a sentence, empty if there is nothing to report.
 _counter = partial(_metric, "counter", int)
 _seconds = partial(_metric, "counter", float)
 _reasons = partial(_metric, "counter", dict)
@@ -100,9 +100,9 @@ _durations = partial(_metric, "histogram", Durations)
 
 @dataclass(slots=True)
 class Metrics:
-    """Counts since a runner was built, and what is so at the moment of a snapshot; each field's help says what it is.
+    """Counts since a runner was built, and values at the moment of a snapshot; each field's help describes it.
 
-    One runner owns it; what serves through that runner (engine, scheduler, sampled check) counts in the same object.
+    One runner owns it; callers that serve through it (engine, scheduler, sampled check) count in the same object.
     """
 
     steps: int = _counter("steps that were run", "{} steps")
@@ -168,30 +168,30 @@ class Metrics:
     graphs_off: str = _state("why graphs are switched off", "graphs off: {}")
 
     def note_end(self, reason: str, seconds: float) -> None:
-        """A request has ended. seconds: since it was taken"""
+        """Notes that a request has ended. seconds: since it was taken"""
         self.requests_ended[reason] = self.requests_ended.get(reason, 0) + 1
         self.request_seconds.note(seconds)
 
     @property
     def padded_share(self) -> float:
-        """Padded sequences among all sequences of all steps."""
+        """The share of padded sequences among all sequences of all steps."""
         seqs = self.real_seqs + self.padded_seqs
         return self.padded_seqs / seqs if seqs else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens in a second of steps, making graphs not counted."""
+        """New tokens per second of steps, without the time for making graphs."""
         stepping = self.seconds - self.capture_seconds
         return self.new_tokens / stepping if stepping > 0 else 0.0
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a sequence got of a step that verified drafts of it, on average; 0 where none did."""
+        """Tokens that a sequence got per step that verified its drafts, on average; 0 if there was no such step."""
         return 1 + self.accepted_drafts / self.verifications if self.verifications else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """New tokens of a step, on average; those of all its sequences."""
+        """New tokens per step, over all its sequences, on average."""
         return self.new_tokens / self.steps if self.steps else 0.0
 
     def snapshot(self, **now: int | str) -> Metrics:
@@ -201,7 +201,7 @@ class Metrics:
         return _Snapshot.of({**values, **owned, **now})
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The metrics for JSON."""
         plain = {
             name: value.as_dict() if isinstance(value, Durations) else value for name, value in self._values().items()
         }
@@ -272,26 +272,26 @@ def _span(seconds: float) -> str:
 
 
 def _in_words(value: object) -> object:
-    """A value as it is put into the words of its metric."""
+    """A value in the form that the words of its metric take."""
     if isinstance(value, dict):
         return f"{sum(value.values())} ({', '.join(f'{count}: {reason}' for reason, count in value.items())})"
     return value
 
 
 def heading(name: str, help: str, of_type: str) -> list[str]:
-    """The two lines that stand above a metric's samples. of_type: "counter", "gauge" or "histogram"."""
+    """The two lines above a metric's samples. of_type: "counter", "gauge" or "histogram"."""
     escaped = help.replace("\\", "\\\\").replace("\n", "\\n")
     return [f"# HELP {name} {escaped}", f"# TYPE {name} {of_type}"]
 
 
 def sample(name: str, value: float, **labels: str) -> str:
-    """One value."""
+    """The line of one value."""
     in_braces = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
     return f"{name}{{{in_braces}}} {value}" if labels else f"{name} {value}"
 
 
 def histogram(name: str, value: Durations, **labels: str) -> list[str]:
-    """Durations: how many took at most as long as each bound, their sum in seconds, and their number."""
+    """Lines of durations: how many did not exceed each bound, their sum in seconds, and their number."""
     lines, below = [], 0
     for bound, count in zip((*BOUNDS, float("inf")), value.counts, strict=True):
         below += count
@@ -301,7 +301,7 @@ def histogram(name: str, value: Durations, **labels: str) -> list[str]:
 
 
 def text_of(lines: Iterable[str]) -> str:
-    """What a scrape gets; texts of several sources may follow one another, if no metric is in two of them."""
+    """The text of a scrape; texts of several sources may be joined if no metric is in two of them."""
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""RuntimeOptions: how large a runtime with pages of its own is, and which of its steps may be captured."""
+"""RuntimeOptions: the size of a runtime with pages of its own, and which of its steps may be captured."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ class RuntimeOptions:
     num_pages:       pages of the KV pool, the reserved page 0 included
     max_num_seqs:    sequences of a step; a padded step may be larger
     max_kv_len:      tokens of the longest sequence
-    max_num_rows:    requests that can be admitted at a time, at least max_num_seqs; 0: as many. Those that take no part
-                     in a step keep their KV
-    swa_pages:       pages of a pool of its own for layers with a window, the reserved page 0 included. There a request
-                     holds the pages of its window alone, and gives back those that have left it; 0: one pool for all
-    swa_kept:        tokens before a window that stay in that pool: at least as many as a sequence may go back, for
-                     instance by the drafts of a verify step that are rejected
+    max_num_rows:    requests that can be admitted at a time, at least max_num_seqs; 0: max_num_seqs. Requests that take
+                     no part in a step keep their KV
+    swa_pages:       pages of a pool of its own for layers with a window, the reserved page 0 included. In it a request
+                     holds only the pages of its window, and gives back those that have left it; 0: one pool for all
+    swa_kept:        tokens before a window that stay in that pool: at least the number that a sequence may go back, for
+                     instance by the rejected drafts of a verify step
     first_swa_page:  the first page of that pool that is handed out. From num_pages on, no id is used in both pools
     provider:        "auto", "torch", "triton" or "aiter"
     capture_sizes:   sequence counts that decode steps are padded to and may be captured at; None: a ladder up to
-                     max_num_seqs. Captured memory has room for all that may be captured; other steps run eagerly.
-                     Steps without graphs are those of a StepRunner whose recorder is None
-    capture_tokens:  token counts, likewise, of steps with several new tokens a sequence; by default none is captured
-    verify_tokens:   new tokens of a sequence in steps that verify drafts, its last token among them: steps of up to as
-                     many are padded to so many for each padded sequence, at the sizes of capture_sizes; 0: as others
+                     max_num_seqs. Captured memory has room for all steps that may be captured; other steps run eagerly.
+                     To run without graphs, use a StepRunner whose recorder is None
+    capture_tokens:  token counts, likewise, of steps with several new tokens per sequence; by default none is captured
+    verify_tokens:   new tokens of a sequence in steps that verify drafts, its last token included. Steps with up to
+                     this number are padded to it for each padded sequence, at the sizes of capture_sizes; 0: they are
+                     padded like other steps
     prompt_tokens:   token counts of steps with prompts in them, all at the largest of capture_sizes, one graph for each
-    split_steps:     whether steps that are split in two may be captured
-    shared_prefixes: whether decode steps that share prefixes (batch/prefixes.py) may be captured
+    split_steps:     True if steps that are split in two may be captured
+    shared_prefixes: True if decode steps that share prefixes (batch/prefixes.py) may be captured
     drafts:          the rounds of drafts that may be captured. Several branches take masks in every layer
     mask_keys:       keys before a sequence's new ones that the masks of captured steps have room for, a bit for each of
                      them and each padded token
-    deterministic:   whether a sequence's results must be bitwise the same in any batch, padded and chunked in any way
+    deterministic:   True if a sequence's results must be bitwise the same in any batch, padded and chunked in any way
                      (docs/deterministic.md)
 
-    Raises BadSetting for a number that is not allowed. What does not fit is refused when the runtime is built.
+    Raises BadSetting for a number that is not allowed. Sizes that do not fit are refused when the runtime is built.
     """
 
     num_pages: int
@@ -114,7 +115,7 @@ class RuntimeOptions:
 
     @property
     def pool_size(self) -> PoolSize:
-        """What kernels are chosen for."""
+        """The size of the pool for which kernels are chosen."""
         return PoolSize(max(self.num_pages, self.swa_pages), self.max_kv_len, self.max_num_seqs)
 
     def spaces(self, problems: Sequence[Problem]) -> tuple[Space, ...]:
@@ -122,14 +123,14 @@ class RuntimeOptions:
         return tuple(space_of(problem, has_swa=self.swa_pages > 0) for problem in problems)
 
     def windows(self, problems: Sequence[Problem]) -> tuple[SpacePages, ...]:
-        """The SWA space, if there is to be one. Raises NeverFits."""
+        """The SWA space, if there is one. Raises NeverFits."""
         if not self.swa_pages:
             return ()
         window_left = max([0, *(problem.window_left for problem in problems)])
         return (SpacePages(Space.SWA, self.swa_pages, "swa_pages", window_left, self.swa_kept, self.first_swa_page),)
 
     def padding(self, problems: Sequence[Problem]) -> PaddingPolicy:
-        """What steps are padded to, and which of them may be captured."""
+        """The ladders that steps are padded to, and the steps that may be captured."""
         extras = {Extra.NOTHING}
         if any(problem.custom_mask for problem in problems):
             extras.add(Extra.MASK)

@@ -1,7 +1,7 @@
-"""What a forward returns: a tensor, PerToken, None, or a tree of these: lists, tuples, dicts and dataclasses.
+"""Outputs of a forward: a tensor, PerToken, None, or a tree of these: lists, tuples, dicts and dataclasses.
 
-A tensor has a row for each sequence, [S, ...]; PerToken wraps one with a row for each token, [T, ...]. Shapes cannot
-say which it is: in a decode step S and T are equal, and in others they may be.
+A tensor has a row for each sequence, [S, ...]; PerToken wraps one with a row for each token, [T, ...]. Shapes do not
+tell them apart: in a decode step S and T are equal, and in others they may be.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing_extensions import TypeVar
 from rocm_attn.errors import BadTensor
 from rocm_attn.hip_graphs.tensor_trees import branches_of, is_tree, with_branches
 
-# What a forward returns; where nothing else is said, one tensor [S, ...].
+# Outputs of a forward; by default one tensor [S, ...].
 Outputs = TypeVar("Outputs", default=Tensor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PerToken:
-    """A tensor of what a forward returns that has a row for each padded token of its step, [T, ...].
+    """A tensor in a forward's outputs that has a row for each padded token of its step, [T, ...].
 
-    Of what a step gives, a row for each real token, [num_tokens, ...], in the order of the batch.
+    In the outputs of a step it has a row for each real token, [num_tokens, ...], in the order of the batch.
     """
 
     tensor: Tensor
@@ -34,9 +34,9 @@ Leaf = Tensor | PerToken | None
 
 
 def leaves_of(outputs: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
-    """(path, leaf) for each leaf, in order; the path is what is written after forward's result to reach it.
+    """(path, leaf) for each leaf, in order; the path is the expression after forward's result that reaches it.
 
-    Raises BadTensor for a leaf that is none of Leaf.
+    Raises BadTensor for a leaf of another type than Leaf.
     """
     if outputs is None or isinstance(outputs, (Tensor, PerToken)):
         yield path, outputs
@@ -48,8 +48,8 @@ def leaves_of(outputs: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
 
 
 def real_rows(outputs: Outputs, num_seqs: int, num_tokens: int) -> Outputs:
-    """The outputs without what they hold for pads: [num_seqs, ...], and [num_tokens, ...] of PerToken. No copies."""
-    if isinstance(outputs, Tensor):  # of most forwards
+    """The outputs without the rows of pads: [num_seqs, ...], and [num_tokens, ...] for PerToken. No copies."""
+    if isinstance(outputs, Tensor):  # true for most forwards
         return outputs if outputs.shape[0] == num_seqs else outputs[:num_seqs]  # type: ignore[return-value]
     return cast(Outputs, _cut(outputs, num_seqs, num_tokens))
 
@@ -65,7 +65,7 @@ def _cut(tree: Any, num_seqs: int, num_tokens: int) -> Any:
 
 
 def require_rows(outputs: object, num_seqs: int, num_tokens: int) -> None:
-    """Raise BadTensor unless each leaf has a row for each padded sequence, or for each padded token."""
+    """Raises BadTensor unless each leaf has a row for each padded sequence, or for each padded token."""
     for path, leaf in leaves_of(outputs):
         if leaf is None:
             continue

@@ -1,4 +1,4 @@
-"""StepPlan: how a step runs, with the key of its graph. make_plan() makes it of values."""
+"""StepPlan: how a step runs, with the key of its graph. make_plan() makes it from values."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.providers.contract import NO_SCHEDULE, BoundKernel, LayerKernel, StepBounds
 from rocm_attn.step.prepared import works_by_launches
 
-# Plans of steps that no graph replays, of which the latest are kept, and with them views and prepared calls: chunks of
-# prompts come in few sizes at a time, but in ever other ones.
+# The number of latest plans that are kept for steps that no graph replays, and with them views and prepared calls:
+# chunks of prompts have few sizes at a time, but the sizes keep changing.
 MOST_RAGGED = 16
-# Shortest length bucket: below it one graph serves all lengths, and a decode step costs the same anyway.
+# Shortest length bucket. Below it one graph serves all lengths, at the same cost of a decode step.
 SMALLEST_KV_BUCKET = 64
 
 Key = TypeVar("Key")
@@ -26,9 +26,9 @@ Value = TypeVar("Value")
 class GraphKey:
     """Everything that a capture freezes; two steps may share a graph only if their keys are equal.
 
-    shape:      step kind, padded sequences and tokens, and into how many children they are split
+    shape:      step kind, padded sequences and tokens, and the number of children
     max_q_len:  bound on new tokens of a sequence
-    max_kv_len: length bucket; the table's width for kernels that bake no length
+    max_kv_len: length bucket; the table's width for kernels that bake in no length
     kernels:    per kind of layer, the kernel with its tiles
     """
 
@@ -45,18 +45,18 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """How a step runs. Compared by identity; its key says whether two plans mean the same launches.
+    """How a step runs. Compared by identity; two plans with equal keys mean the same launches.
 
     key:             identifies the launches
-    shape:           the key's; each step looks at it, and at the num_halves and draft_steps that follow from it
+    shape:           the key's shape; each step reads it, and the num_halves and draft_steps that follow from it
     kernels:         per kind of layer
-    bounds:          what the host knows of the step, or of each half of a split one
-    pads:            what padded sequences hold
-    replayable:      whether the step may run as a graph
+    bounds:          the host's bounds of the step, or of each half of a split one
+    pads:            values in padded sequences
+    replayable:      True if the step may run as a graph
     schedule_of_kind: per kind of layer, the first kind whose kernel builds the same schedule
     built_kinds:     the kinds whose schedules are built
-    builds_by_launches: whether all that builds them is launches
-    prepared_of_kind: per kind of layer, whether calls of its kernel may be made again by their launches (prepared.py)
+    builds_by_launches: True if they are built by launches alone
+    prepared_of_kind: per kind of layer, True if calls of its kernel may be repeated by their launches (prepared.py)
     """
 
     key: GraphKey
@@ -79,7 +79,7 @@ def kv_len_bucket(max_kv_len: int, limit: int) -> int:
 
 
 def keep_latest(values: dict[Key, Value], key: Key, value: Value) -> None:
-    """Keep a value as the latest one of MOST_RAGGED; what was kept longest ago is forgotten."""
+    """Keeps a value as the latest one of MOST_RAGGED; the oldest one is dropped."""
     values.pop(key, None)
     while len(values) >= MOST_RAGGED:
         del values[next(iter(values))]
@@ -92,9 +92,9 @@ def make_plan(
     """The plan of a step.
 
     kernels:     per kind of layer, for the shape's kind of step
-    max_q_len:   bound on new tokens of a sequence, at least 1; a bucket where a kernel bakes it
-    max_kv_len:  length bucket where a kernel bakes it, else what a row of the table can hold
-    may_capture: whether the shape lies within the captured sizes
+    max_q_len:   bound on new tokens of a sequence, at least 1; a bucket if a kernel bakes it in
+    max_kv_len:  length bucket if a kernel bakes it in, else the tokens that a row of the table can hold
+    may_capture: True if the shape lies within the captured sizes
     """
     child, bound = shape.child, tuple(kernel.bound for kernel in kernels)
     schedules = [each.schedule for each in bound]

@@ -1,4 +1,4 @@
-"""Planner: which plan a batch has. Steps that are padded to the same shape share a plan, and so a graph."""
+"""Planner: finds the plan of a batch. Steps that are padded to the same shape share a plan, and so a graph."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.plan import GraphKey, StepPlan, keep_latest, kv_len_bucket, make_plan
 
-# New tokens of each sequence in a step of equally many, up to which its plan is kept by its sizes.
+# The most new tokens per sequence for which the plan of a step with equal counts is kept by its sizes.
 _MOST_VERIFIED = 64
 
-# Name -> tensor, of what graphs read in the memory of steps
+# Name -> tensor, for the tensors in the memory of steps that graphs read
 SealedTensors = Callable[[], Mapping[str, Tensor]]
 
 
 def lengths_on_the_host(sealed_tensors: SealedTensors) -> Callable[[StepBatch], int]:
-    """A step is planned for the longest sequence of its batch."""
+    """Plans a step for the longest sequence of its batch."""
     return attrgetter("max_kv_len")
 
 
 def whole_key(key: GraphKey) -> GraphKey:
-    """Steps share a graph when everything that it froze is equal."""
+    """Returns the whole key: steps share a graph if everything that it froze is equal."""
     return key
 
 
@@ -42,8 +42,8 @@ def whole_key(key: GraphKey) -> GraphKey:
 class PlanningGuards:
     """The safeguards of plans.
 
-    longest:   what graphs read -> batch -> tokens of the longest sequence that a step is planned for
-    graph_key: what of a plan's key tells graphs apart
+    longest:   tensors that graphs read -> batch -> tokens of the longest sequence that a step is planned for
+    graph_key: the part of a plan's key that tells graphs apart
     """
 
     longest: Callable[[SealedTensors], Callable[[StepBatch], int]] = lengths_on_the_host
@@ -56,7 +56,7 @@ class Planner:
     selections: per kind of layer
     device:     of the runtime
     max_kv_len: tokens that a row of the table has room for
-    sealed_tensors: what graphs read in the memory of steps; no plan follows from it
+    sealed_tensors: tensors in the memory of steps that graphs read; no plan depends on them
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class Planner:
         self._bakes_q_len = Baked.MAX_Q_LEN in bakes
         self._has_prefill = any(row.kind is StepKind.PREFILL for row in rows)
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
-        # Of steps that no graph replays: by shape, max_q_len, max_kv_len and may_capture, the latest one last.
+        # Plans of steps that no graph replays: by shape, max_q_len, max_kv_len and may_capture, the latest one last.
         self._ragged: dict[tuple[PaddedShape, int, int, bool], StepPlan] = {}
-        # The first and the last length of the bucket that was asked for last; of all, where no kernel asks for one.
+        # The first and the last length of the last bucket; all lengths if no kernel bakes one in.
         self._bucket = (1, 0) if self._bakes_kv_len else (0, max_kv_len)
-        # By all that a plan depends on, so that a step of known sizes costs one look-up.
+        # Keyed by everything that a plan depends on, so that a step of known sizes costs one look-up.
         self._plan_of_sizes: dict[tuple[object, ...], StepPlan] = {}
 
     def start_over(self, padding: PaddingPolicy) -> None:
-        """Forget every plan and pad by another policy."""
-        # One statement: no interrupt leaves plans of one policy under another.
+        """Drops every plan and pads by another policy."""
+        # In one statement, so that no interrupt leaves plans of one policy under another.
         self.padding, self._plan_of_key, self._plan_of_sizes, self._ragged = padding, {}, {}, {}
 
     def plan(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> StepPlan:
@@ -95,21 +95,21 @@ class Planner:
         if pad_to is not None:
             require_pad_to(pad_to)
         first, last = self._bucket
-        is_alike = pad_to is None and first <= self._longest(batch) <= last  # as most steps are
+        is_alike = pad_to is None and first <= self._longest(batch) <= last  # true for most steps
         max_kv_len = last if is_alike else self._max_kv_len_of(batch, pad_to)
         sizes: tuple[object, ...]
-        if batch.decodes and pad_to is None and num_children == 1:  # as most do
+        if batch.decodes and pad_to is None and num_children == 1:  # true for most steps
             sizes = batch.num_seqs, max_kv_len
         else:
             sizes = (
                 batch.num_seqs,
                 self._new_tokens(batch, pad_to, num_children),
                 max_kv_len,
-                # Its kv_len is another one in each step, and is in max_kv_len.
+                # Its kv_len differs in each step, and is part of max_kv_len.
                 pad_to and pad_to[:2],
                 num_children,
                 batch.inputs.device,
-                # Trees have room in every graph of their size, and other masks may have none.
+                # Trees have room in every graph of their size; other masks may have none.
                 type(batch.mask),
                 batch.prefixes is NO_PREFIXES,
                 batch.drafts,
@@ -118,7 +118,7 @@ class Planner:
         if plan is None:
             shape_of = self.padding.shape if num_children == 1 else self.padding.split_shape
             shape = shape_of(batch, pad_to)
-            # Where ranks agree, none of them has a bucket of its own.
+            # If ranks agree on sizes, none of them has a bucket of its own.
             longest = shape.child.num_tokens if pad_to is not None and pad_to.tokens else batch.max_q_len
             plan = self._make_plan(shape, batch, longest, max_kv_len)
             if plan.replayable and (plan.shape.kind.decodes or self._is_one_of_few(batch)):
@@ -126,10 +126,10 @@ class Planner:
         return plan
 
     def _new_tokens(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> tuple[int, int, int]:
-        """A batch's new tokens, as far as a plan depends on them: their number, and the fewest and most of a sequence.
+        """The new tokens of a batch that a plan depends on: their number, and the fewest and most of a sequence.
 
-        Where drafts are verified each sequence is padded to as many, whatever it has. Then the plan depends on whether
-        there is one with no more than one, which decides the kind of the step.
+        In verify steps every sequence is padded to the same number. The plan then depends only on whether a sequence
+        has at most one new token, which decides the kind of the step.
         """
         most = batch.max_q_len
         if most > 1 and pad_to is None and num_children == 1 and self.padding.pads_as_verified(batch):
@@ -137,15 +137,15 @@ class Planner:
         return batch.num_tokens, batch.min_q_len, most
 
     def _is_one_of_few(self, batch: StepBatch) -> bool:
-        """Steps of such sizes come again: rounds of drafts and verify steps, not prompts."""
-        if isinstance(batch.mask, StepMask):  # may have more cells in the next step, and no room in a graph
+        """True for steps whose sizes come again: rounds of drafts and verify steps, not prompts."""
+        if isinstance(batch.mask, StepMask):  # it may have more cells in the next step, and no room in a graph
             return False
         if batch.drafts is not NO_DRAFTS or self.padding.pads_as_verified(batch):
             return True
         return batch.max_q_len == batch.min_q_len <= _MOST_VERIFIED
 
     def admit(self, batch: StepBatch, plan: StepPlan) -> StepPlan:
-        """The plan, where the batch fits it. Raises NeverFits, WrongState for an old plan, and as plan()."""
+        """The plan, if the batch fits it. Raises NeverFits, WrongState for an old plan, and what plan() raises."""
         if plan.replayable and self._plan_of_key.get(self._graph_key(plan.key)) is not plan:
             raise WrongState("the plan was made before the sealed addresses were given up; plan the step anew")
         _require_fit(batch, plan.shape)
@@ -169,12 +169,12 @@ class Planner:
         return plan
 
     def plan_as(self, batch: StepBatch, shape: PaddedShape) -> StepPlan:
-        """The plan of a batch that is padded to a shape. Raises NeverFits where it does not fit, and as plan()."""
+        """The plan of a batch padded to a shape. Raises NeverFits if it does not fit, and what plan() raises."""
         _require_fit(batch, shape)
         return self._make_plan(shape, batch, batch.max_q_len, self._max_kv_len_of(batch, None))
 
     def _max_kv_len_of(self, batch: StepBatch, pad_to: PadTo | None) -> int:
-        """Tokens of the longest sequence, as a plan has them."""
+        """Tokens of the longest sequence, in the form that plans use."""
         if not self._bakes_kv_len:
             return self._max_kv_len
         longest = self._longest(batch)
@@ -190,7 +190,7 @@ class Planner:
         return last
 
     def _make_plan(self, shape: PaddedShape, batch: StepBatch, max_q_len: int, max_kv_len: int) -> StepPlan:
-        """max_q_len: new tokens of a sequence at most, for kernels that bake them"""
+        """Makes a plan. max_q_len: new tokens of a sequence at most, for kernels that bake them in"""
         may_capture = self.padding.captures(shape) and self.padding.has_room(batch, shape)
         if isinstance(batch.drafts, Drafts):
             max_q_len = batch.drafts.branches
@@ -214,7 +214,7 @@ class Planner:
         return plan
 
     def _check_inputs(self, batch: StepBatch, plan: StepPlan) -> None:
-        """Refuse tensors of another device, masks for no layer, and lengths that the host must know and does not."""
+        """Refuses tensors of another device, masks for no layer, and lengths that the host must know and does not."""
         if batch.mask is not NO_MASK and Extra.MASK not in self.padding.extras:
             raise BadBatch(
                 "the step has a mask and no layer looks at it; build the runtime of problems with custom_mask"
@@ -252,7 +252,7 @@ class Planner:
 
 
 def _require_fit(batch: StepBatch, shape: PaddedShape) -> None:
-    """Raise NeverFits for a batch that cannot run at a shape."""
+    """Raises NeverFits for a batch that cannot run at a shape."""
     if not fits(batch, shape):
         raise NeverFits(
             f"{batch.num_seqs} sequences with {batch.num_tokens} new tokens do not fit {shape}; take the shape that "

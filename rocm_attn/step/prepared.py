@@ -1,13 +1,13 @@
-"""PreparedCalls: a layer call that was made once is made again by its launches alone, with other addresses.
+"""PreparedCalls: repeats a layer call by its launches alone, with other addresses.
 
-Triton looks at every argument of every launch to see which compiled variant it needs, and a launcher asks tensors for
-their sizes; for one layer of attention that costs ten times what the launches do. A call of equal forms needs the same
-variants with the same numbers. So the first call of a form runs as it is, with all its checks, and what it launches is
-noted; later calls of that form put their own addresses into those launches. A layer that is given what it was given
-the last time, at the same addresses, has nothing to put anywhere.
+Triton checks every argument of every launch to find the compiled variant, and a launcher asks tensors for their sizes.
+For one layer of attention that costs ten times as much as the launches. A call of equal form needs the same variants
+with the same numbers. So the first call of a form runs unchanged, with all its checks, and its launches are recorded;
+later calls of that form put their own addresses into those launches. A layer with the same arguments as the last time,
+at the same addresses, has nothing to replace.
 
-A call is not prepared where its launches are not all that it does, where a launch is given memory that is neither the
-call's, nor the layer's, nor the step's, or where tensors do not begin at a multiple of 16 bytes.
+A call is not prepared if it does more than its launches, if a launch uses memory that belongs neither to the call, nor
+to the layer, nor to the step, or if tensors do not begin at a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from rocm_attn.paging.storage import Pool
 from rocm_attn.providers.by_tokens import KernelByTokens, SchedulesByTokens
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 
-# The check of torch's compiler; None in a torch that has it no longer, as it is no public name.
+# The check of torch's compiler; None in a torch that no longer has it, since the name is not public.
 _TENSOR_GUARDS: Callable[..., Any] | None = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
-# What Triton looks at of an address; variants for others than multiples of it are as rare as such tensors.
+# The property of an address that Triton checks; variants for other than multiples of it are as rare as such tensors.
 ALIGNMENT = 16
-# Forms of calls that a step remembers. A caller that gives tensors of ever other strides makes each call as it is.
+# Forms of calls that a step remembers. Calls with ever other strides are not prepared.
 _MOST_FORMS = 64
 
-# Calls of the driver, with all that each is given.
+# Calls of the driver, with all their arguments.
 Launches = tuple[tuple[Run, tuple[object, ...]], ...]
 
 
@@ -55,9 +55,10 @@ Launches = tuple[tuple[Run, tuple[object, ...]], ...]
 class PreparedCall:
     """The launches of a call, for any addresses of its tensors.
 
-    made_of:   what runs each, and what puts its arguments together of (stream, *addresses, *maps, *constants)
-    maps:      what makes maps of descriptors, each of the address with this number among the values
-    constants: everything that calls of the form have in common
+    made_of:   the function that runs each launch, and the one that builds its arguments from (stream, *addresses,
+               *maps, *constants)
+    maps:      functions that make maps of descriptors, each from the address with this number among the values
+    constants: the values that all calls of the form share
     """
 
     made_of: Sequence[tuple[Run, Arguments]]
@@ -65,21 +66,21 @@ class PreparedCall:
     constants: tuple[object, ...]
 
     def launches(self, stream: int, addresses: tuple[int, ...]) -> Launches:
-        """What a call launches on a stream, by its handle. addresses: of its tensors, in the order of the first ones"""
+        """The launches of a call on a stream, by handle. addresses: of its tensors, in the order of the first call"""
         maps = [map_of(addresses[number - 1]) for number, map_of in self.maps]
         values = (stream, *addresses, *maps, *self.constants)
         return tuple([(run, arguments(values)) for run, arguments in self.made_of])
 
 
-# The stream's handle; then the addresses, 0 for what is not there, and the forms of the tensors that are the call's.
+# The stream's handle; then the addresses, 0 for missing tensors, and the forms of the call's own tensors.
 Given = tuple[int, tuple[int, ...], tuple[object, ...]]
 
 
 class LastCall(NamedTuple):
-    """What a layer launched for what it was given the last time.
+    """The last launches of a layer, with the arguments that they were made for.
 
-    owners: as of _LayerMemory
-    same:   of a call that was made again, what tells whether tensors have the forms that were given; see forms_alike
+    owners: see _LayerMemory
+    same:   for a call that was repeated, a check that tensors have the same forms; see forms_alike
     """
 
     given: Given
@@ -89,17 +90,17 @@ class LastCall(NamedTuple):
 
 
 LastCalls = dict[int, LastCall]  # by layer
-# Of a layer that was called once: what it launched is kept from the second time on, as many views serve one step.
+# For a layer that was called once: its launches are kept from the second time on, as many views serve only one step.
 _NOT_KEPT = LastCall((-1, (), ()), (None, None), ())
 
 
 @dataclass(slots=True, eq=False)
 class SameLaunches:
-    """Launches that are made over and over with the same tensors.
+    """Launches that are made repeatedly with the same tensors.
 
-    The first two times the launcher makes them, and the second time they are noted; after that they are handed to the
-    driver: nothing is looked at, and no tensor is asked where it lies. So the tensors must stay as they are, and what
-    they hold may change.
+    The launcher makes them the first two times, and they are recorded the second time. After that they go straight to
+    the driver: nothing is checked, and no tensor is asked for its address. So the tensors must not move, while their
+    content may change.
     """
 
     _made: tuple[int, Launches] = (-1, ())  # no stream has this handle
@@ -107,7 +108,7 @@ class SameLaunches:
     _were_made: bool = False
 
     def again(self, stream: int) -> bool:
-        """Launch what was noted on a stream, by its handle; whether something was."""
+        """Repeats the recorded launches on a stream, by its handle; returns whether there were any."""
         if self._prepared is None:
             return False
         if self._made[0] != stream:
@@ -118,11 +119,11 @@ class SameLaunches:
 
     @contextmanager
     def noting(self, memory: object) -> Iterator[None]:
-        """The launches are made meanwhile, by a launcher that does nothing else.
+        """Records the launches made inside this context, by a launcher that does nothing else.
 
-        memory: a tree of the tensors that they are given
+        memory: a tree of the tensors that they use
         """
-        if not self._were_made:  # many come once, for which nothing is worth noting
+        if not self._were_made:  # many run only once, and need no record
             self._were_made = True
             yield
             return
@@ -134,15 +135,15 @@ class SameLaunches:
 
 @dataclass(slots=True, eq=False)
 class PreparedCalls:
-    """The calls that were made of one step's layers, by their form. It goes when the step's views do.
+    """The calls of one step's layers, by their form. It is dropped with the step's views.
 
-    A form holds all that a call's launches follow from but addresses: the operation, the kind and layout of the layer,
-    shape, strides, dtype and device of every tensor that is given, and which of them are one.
+    A form holds everything that determines a call's launches except addresses: the operation, the kind and layout of
+    the layer, shape, strides, dtype and device of every tensor that is passed, and which of them are the same.
 
     stored, roped, attended: the last call of each layer
-    both: the last two, or one of the two together, where a layer stored and attended in one call: given as both were,
-          owned as attend is
-    fill: what derives the step's metadata
+    both: for layers that stored and attended in one call: both last calls together, with the arguments of both and the
+          owners of attend
+    fill: the launches that derive the step's metadata
     """
 
     by_form: dict[Hashable, PreparedCall] = field(default_factory=dict)
@@ -155,14 +156,14 @@ class PreparedCalls:
 
     @contextmanager
     def noting(self, call: Call, memory: object) -> Iterator[None]:
-        """Prepare calls of this one's form by what is launched meanwhile.
+        """Prepares calls of this form from the launches made inside this context.
 
-        memory: a tree of tensors that stay where they are for as long as the step's views
+        memory: a tree of tensors that do not move while the step's views exist
         """
         with note_launches() as notes:
             yield
         own, of_layer = set(call.addresses[: call.num_own]), set(call.addresses[call.num_own :])
-        # Of a tensor that begins where one of the layer does, launches do not say which they were given.
+        # If a tensor begins at the address of one of the layer's, the launches do not show which of them they use.
         is_clear = notes.is_whole and not (own & of_layer) - {0} and not _are_odd(call.addresses)
         if is_clear and len(self.by_form) < _MOST_FORMS:
             self._owned = self._owned or _storages(memory)
@@ -174,11 +175,11 @@ class PreparedCalls:
 class RepeatedLauncher:
     """A launcher with its arguments, which are the same at each call; see SameLaunches.
 
-    A launcher that does more than to launch, or launches on no GPU, is called each time.
+    A launcher that does more than launch, or launches on no GPU, is called each time.
 
     stream:    gives the handle of the current stream; None: there is none, as on a CPU
     launcher:  one of only_launches(), if its launches are to be kept
-    arguments: its own; tensors on the device, or in pinned memory of the host
+    arguments: the launcher's arguments; tensors on the device, or in pinned memory of the host
     """
 
     __slots__ = ("_arguments", "_launches", "_stream", "launcher")
@@ -192,7 +193,7 @@ class RepeatedLauncher:
         self._stream = stream if does_only_launch(launcher) else None
 
     def __call__(self) -> None:
-        """Launch on the current stream."""
+        """Launches on the current stream."""
         if self._stream is None or is_observed():
             self.launcher()
         elif not self._launches.again(self._stream()):
@@ -201,10 +202,10 @@ class RepeatedLauncher:
 
 
 def prepare(launches: Sequence[Launch], addresses: tuple[int, ...], owned: frozenset[int]) -> PreparedCall | None:
-    """A call of these launches for other addresses, or None where something in them is not understood.
+    """A call of these launches for other addresses; None if a part of them is not understood.
 
-    addresses: what the launches were given; 0 for what is not there
-    owned:     addresses of the storages that stay where they are
+    addresses: arguments of the launches; 0 for missing tensors
+    owned:     addresses of the storages that do not move
     """
     places = {address: 1 + place for place, address in enumerate(addresses) if address}
     calls: list[tuple[Run, tuple[object, ...]]] = []
@@ -219,7 +220,7 @@ def prepare(launches: Sequence[Launch], addresses: tuple[int, ...], owned: froze
             return None
         calls.append(call[:2])
         maps += call[2]
-    # The variants are no arguments: held, as Triton unloads what is held no longer.
+    # The variants are no arguments. They are kept because Triton unloads variants without a reference.
     constants: list[object] = [launch.compiled for launch in launches]
     num_values = 1 + len(addresses) + len(maps)
     made = [(run, arguments_of(template, num_values, constants)) for run, template in calls]
@@ -227,7 +228,7 @@ def prepare(launches: Sequence[Launch], addresses: tuple[int, ...], owned: froze
 
 
 def _arguments(launch: Launch, places: dict[int, int], owned: frozenset[int]) -> list[object] | None:
-    """A launch's arguments: places, addresses that stay, and plain values; None where one is something else."""
+    """A launch's arguments: places, addresses that do not move, and plain values; None if one is something else."""
     found: list[object] = []
     for parameter, argument in zip(launch.kernel.params, launch.arguments, strict=True):
         if parameter.is_constexpr or argument is None or isinstance(argument, (bool, int, float)):
@@ -247,7 +248,7 @@ def _arguments(launch: Launch, places: dict[int, int], owned: frozenset[int]) ->
 
 
 def _described(argument: object, places: dict[int, int]) -> DescribedPlace | None:
-    """A descriptor of a tensor that calls are given; None of anything else."""
+    """A descriptor of a tensor that is an argument of calls; None for anything else."""
     base, padding = getattr(argument, "base", None), getattr(argument, "padding", None)
     if not isinstance(base, Tensor) or not isinstance(padding, str) or base.data_ptr() not in places:
         return None
@@ -264,7 +265,7 @@ def _storages(tree: object) -> frozenset[int]:
 
 
 def works_by_launches(value: Any, method: str, shape: PaddedShape) -> bool:
-    """True if all that a kernel's "attend", or a schedule's "build", does in steps of a shape is launches.
+    """True if a kernel's "attend", or a schedule's "build", only makes launches in steps of a shape.
 
     A kernel that forks a stream in a capture does so in no other step: see Layers.attend.
     """
@@ -276,15 +277,15 @@ def works_by_launches(value: Any, method: str, shape: PaddedShape) -> bool:
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
-    """What launches follow from, of a tensor that a call is given."""
+    """The properties of an argument tensor that launches depend on."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def forms_alike(*tensors: Tensor) -> Callable[..., bool] | None:
-    """Tells by one call of C whether as many tensors have the forms of these; it holds none of them.
+    """Returns a check, one call of C, whether as many tensors have the forms of these; it keeps none of them.
 
-    It may say no where they do, as in another grad or inference mode. None where a tensor is given twice, which is
-    always refused, or where torch has no such check.
+    The check may fail for equal forms, for instance in another grad or inference mode. None if a tensor is passed
+    twice, which is always refused, or if torch has no such check.
     """
     if _TENSOR_GUARDS is None or len(set(map(id, tensors))) < len(tensors):
         return None
@@ -293,16 +294,16 @@ def forms_alike(*tensors: Tensor) -> Callable[..., bool] | None:
 
 
 def _cannot_say(*tensors: Tensor) -> bool:
-    """In the place of what forms_alike gives, where it gives nothing."""
+    """Always fails; replaces the result of forms_alike if that is None."""
     return False
 
 
 class Call(NamedTuple):
-    """A layer call as PreparedCalls know it.
+    """A layer call in the form of PreparedCalls.
 
     form:      see PreparedCalls
-    addresses: of the tensors that are the call's, then of the layer's; 0 where there is none
-    num_own:   how many are the call's
+    addresses: of the call's own tensors, then of the layer's; 0 if there is none
+    num_own:   how many belong to the call
     """
 
     form: Hashable
@@ -310,15 +311,16 @@ class Call(NamedTuple):
     num_own: int
 
 
-# What a layer's launches read beside a call's own tensors: its pages, and what is done to rows or its head weights.
+# Memory that a layer's launches read in addition to a call's own tensors: its pages, and its work on rows or head
+# weights.
 Owners = tuple[LayerPages, QkvWork | HeadWeights | None]
 
 
 class _LayerMemory(NamedTuple):
-    """What a layer's launches are given beside a call's own tensors and the step's.
+    """Memory that a layer's launches use in addition to a call's own tensors and the step's.
 
-    owners:    the objects that hold it: for as long as a layer has these, the addresses are right
-    addresses: of each tensor; 0 where there is none
+    owners:    the objects that hold it: while a layer has these, the addresses are right
+    addresses: of each tensor; 0 if there is none
     layout:    a number that only layers of this kind with tensors of these forms have
     """
 
@@ -342,11 +344,11 @@ class LayerForms:
         self._numbers: dict[Hashable, int] = {}
         self._memories: dict[tuple[str, int], _LayerMemory] = {}
 
-    # What follows runs at every layer of every eager step. So what is given is written out, in a tuple that is compared
-    # before it is hashed, and with addresses first: mostly they differ where something does.
+    # The following code runs at every layer of every eager step. So arguments are written out in a tuple that is
+    # compared before it is hashed, with addresses first, where calls mostly differ.
 
     def store(self, prepared: PreparedCalls, layer: int, k: Tensor, v: Tensor) -> Call | None:
-        """Make a call of Layers.store if one of its form was prepared; else return it, so that it can be."""
+        """Makes a call of Layers.store if one of its form was prepared; else returns it, so that it can be prepared."""
         pages = self._pool.layer(layer)
         given = self._stream(), (k.data_ptr(), v.data_ptr()), (_form(k), _form(v))
         if _made_again(prepared.stored.get(layer, _NOT_KEPT), given, pages, None):
@@ -354,7 +356,7 @@ class LayerForms:
         return self._make(prepared, prepared.stored, layer, "store", given, (pages, None))
 
     def rope_and_store(self, prepared: PreparedCalls, layer: int, projected: Projected, work: QkvWork) -> Call | None:
-        """store(), of Layers.rope_and_store."""
+        """Does the same as `store`, for Layers.rope_and_store."""
         pages, (q, k, v, q_out) = self._pool.layer(layer), projected
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), q_out.data_ptr()
         given = self._stream(), addresses, (_form(q), _form(k), _form(v), _form(q_out))
@@ -363,7 +365,7 @@ class LayerForms:
         return self._make(prepared, prepared.roped, layer, "rope", given, (pages, work))
 
     def attend(self, prepared: PreparedCalls, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> Call | None:
-        """store(), of Layers.attend. Raises WrongState for a layer that wants head weights."""
+        """Does the same as `store`, for Layers.attend. Raises WrongState for a layer that lacks head weights."""
         pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
         of_q, of_out = (q.shape, q.stride(), q.dtype, q.device), (out.shape, out.stride(), out.dtype, out.device)
         at_lse, of_lse = (0, None) if lse is None else (lse.data_ptr(), _form(lse))
@@ -375,7 +377,7 @@ class LayerForms:
     def store_and_attend(
         self, prepared: PreparedCalls, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
     ) -> Call | None:
-        """store(), of Layers.store_and_attend. Raises WrongState for a layer that wants head weights."""
+        """Does the same as `store`, for Layers.store_and_attend. Raises WrongState if the layer lacks head weights."""
         pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
         at_lse, of_lse = (0, None) if lse is None else (lse.data_ptr(), _form(lse))
         addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr(), at_lse
@@ -385,9 +387,9 @@ class LayerForms:
         return self._make(prepared, prepared.both, layer, "store and attend", given, (pages, weights))
 
     def both_again(self, prepared: PreparedCalls, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
-        """Launch what a layer stored and attended by the last time, if it is given the same and no lse; whether it was.
+        """Repeats a layer's last store and attend if the arguments are the same, without lse; returns whether it did.
 
-        Raises WrongState for a layer that wants head weights.
+        Raises WrongState for a layer that lacks head weights.
         """
         last = prepared.both.get(layer, _NOT_KEPT)
         stream, addresses, forms = last.given
@@ -395,7 +397,7 @@ class LayerForms:
             return False
         if last.owners[0] is not self._pool.layer(layer) or last.owners[1] is not self._head_weights.of(layer):
             return False
-        # To ask four tensors for their forms takes half as long as the driver takes to launch a kernel.
+        # Asking four tensors for their forms takes half as long as the driver takes to launch a kernel.
         if last.same is None or not last.same(k, v, q, out):
             if forms != (_form(k), _form(v), _form(q), _form(out), None):
                 return False
@@ -406,12 +408,12 @@ class LayerForms:
         return True
 
     def join(self, prepared: PreparedCalls, layer: int) -> None:
-        """A layer has stored and attended in one call, without an lse: remember both together, if both are kept."""
+        """Notes that a layer has stored and attended in one call, without lse: keeps both as one, if both are kept."""
         stored, attended = prepared.stored.get(layer, _NOT_KEPT), prepared.attended.get(layer, _NOT_KEPT)
         if not (stored.launches and attended.launches):
             return
         (stream, addresses, forms), (other, more, more_forms) = stored.given, attended.given
-        # Either may be of an earlier call, where this one's was made as it is: then no call is given what both are of.
+        # Either may be from an earlier call, if this one's was not prepared; then no call has the arguments of both.
         if stream == other and stored.owners[0] is attended.owners[0]:
             given = stream, (*addresses, *more), (*forms, *more_forms)
             prepared.both[layer] = LastCall(given, attended.owners, (*stored.launches, *attended.launches))
@@ -419,7 +421,7 @@ class LayerForms:
     def _make(
         self, prepared: PreparedCalls, last: LastCalls, layer: int, operation: str, given: Given, owners: Owners
     ) -> Call | None:
-        """Make a call of a form that was prepared, and remember it as the layer's last one; return any other call."""
+        """Makes a call of a form that was prepared, and keeps it as the layer's last one; returns any other call."""
         memory = self._memories.get((operation, layer))
         if memory is None or memory.owners[0] is not owners[0] or memory.owners[1] is not owners[1]:
             memory = self._memories[operation, layer] = self._memory(layer, owners)
@@ -448,15 +450,15 @@ class LayerForms:
             numbers = rope and (rope.pairs, rope.at_end), *(norm and (norm.eps, norm.offset) for norm in norms)
         addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         forms = tuple(None if tensor is None else _form(tensor) for tensor in tensors)
-        # Of tensors that begin at one place, launches do not say which they were given.
+        # If tensors begin at the same address, the launches do not show which of them they use.
         same = tuple(addresses.index(address) for address in addresses)
-        # What was prepared by other addresses may count on what these are multiples of.
+        # Calls that were prepared with other addresses may rely on the alignment of these.
         layout = self._kind_of_layer[layer], pages.format, numbers, forms, same, _are_odd(addresses)
         return _LayerMemory(owners, addresses, self._numbers.setdefault(layout, len(self._numbers)))
 
 
 def _made_again(last: LastCall, given: Given, pages: object, other: object) -> bool:
-    """Launch what a layer launched last, if it is given the same, by the same owners."""
+    """Repeats a layer's last launches if it has the same arguments and the same owners."""
     if last.given != given or last.owners[0] is not pages or last.owners[1] is not other:
         return False
     for run, arguments in last.launches:
@@ -465,7 +467,7 @@ def _made_again(last: LastCall, given: Given, pages: object, other: object) -> b
 
 
 def _are_odd(addresses: tuple[int, ...]) -> bool:
-    """True if one of them is no multiple of what prepared launches take."""
+    """True if one of them is not a multiple of the alignment that prepared launches require."""
     bits = 0
     for address in addresses:
         bits |= address
@@ -473,6 +475,6 @@ def _are_odd(addresses: tuple[int, ...]) -> bool:
 
 
 def stream_of(device: torch.device) -> Callable[[], int] | None:
-    """Gives the handle of a GPU's current stream; None of a CPU, which has none."""
-    # torch._C: what Triton asks in its place costs as much as the launch.
+    """Returns a function for the handle of a GPU's current stream; None for a CPU, which has none."""
+    # torch._C, because the function that Triton uses costs as much as the launch.
     return partial(torch._C._cuda_getCurrentRawStream, device.index) if device.type == "cuda" else None

@@ -1,7 +1,7 @@
-"""Publisher: carries what the host decided to the device, before the step's graph or launches run.
+"""Publisher: carries the host's decisions to the device before the step's graph or launches run.
 
-Order on the stream: page copies, table updates, the step's inputs. Changes stay pending until their launch
-was enqueued. How a step went comes back in the ring slot of the next one.
+Order on the stream: page copies, table updates, the step's inputs. Changes stay pending until their launch was
+enqueued. The result of a step comes back in the ring slot of the next one.
 """
 
 from __future__ import annotations
@@ -49,30 +49,31 @@ from rocm_attn.step.memory import DeviceStep
 
 
 def launch_then_forget(launch: Callable[[], None], forget: Callable[[], None]) -> None:
-    """Carry a change to the device, then forget that it is pending: one whose launch raises stays so."""
+    """Launches a change and then marks it as no longer pending; if the launch raises, the change stays pending."""
     launch()
     forget()
 
 
-# (counts of the step that was published last, its number) -> how it went
+# (counts of the step that was published last, its number) -> its fault
 OfLastStep = Callable[[Sequence[int], int], DeviceFault | None]
 
-# Steps of a line whose sequences are remembered: as many as may be reported late, and two to spare.
+# Steps of a line whose sequences are remembered: those that may be reported late, and two to spare.
 _REMEMBERED_STEPS = 5
-# Whole steps from the publication that asks how the second half of a split step went to the one that has the answer.
+# Whole steps from the publication that asks for the result of a split step's second half to the one that has it.
 _STEPS_TO_ANSWER = 3
-# Words of a slot of whole steps beside those of its sequences: room for the ids of this many tokens. A step with more
-# makes its slot longer, and graphs, which have the slots' addresses, take no inputs any more: they are published.
+# Words in a slot of whole steps in addition to those of its sequences: room for the ids of this many tokens. A step
+# with more makes its slot longer. Graphs have the slots' addresses, so they then take no inputs any more: the inputs
+# are published.
 _ID_WORDS = 1 << 16
-# Sizes of steps whose parts of ring slots are kept cut.
+# Number of step sizes for which the views of ring slots are kept.
 _MOST_PARTS = 256
-# More than may have gone uncounted.
+# More runs than can have gone uncounted.
 _UNCOUNTED_RUNS = 1 << 16
-# Steps from one question for the device's count to the next one.
+# Steps between two comparisons with the device's count.
 STEPS_UNTIL_COMPARED = 64
 
-# What went wrong on the device and was not reported yet. A fault is put here before its trace on the device is wiped,
-# and leaves when it is raised: memory that runs out, or an interrupt, at any place in between loses none.
+# Faults of the device that were not reported yet. A fault is added before its trace on the device is cleared, and
+# removed when it is raised: so neither lack of memory nor an interrupt in between loses one.
 Found = list[DeviceFault]
 
 
@@ -81,7 +82,7 @@ class Line:
 
     counts: of the step that was published last
     number: its number
-    rest:   inputs of a step without sequences; its counts take the place of those whose memory is given up
+    rest:   inputs of a step without sequences; its counts replace those whose memory is given up
     recent: numbers and request rows of the last steps, oldest first
     """
 
@@ -93,14 +94,14 @@ class Line:
         self.recent: deque[tuple[int, Int32Array]] = deque(maxlen=_REMEMBERED_STEPS)
 
     def _add(self, fault: DeviceFault, found: Found) -> None:
-        """Once, with the request rows of its step: it is found again where the wipe of its trace was broken off."""
-        # From the last one on: a number whose launch failed was given again.
+        """Adds a fault once, with its step's request rows. It is found again if clearing its trace was interrupted."""
+        # Searched from the last one, because a number whose launch failed was used again.
         fault.rows = next((tuple(rows.tolist()) for number, rows in reversed(self.recent) if number == fault.step), ())
         if str(fault) not in map(str, found):
             found.append(fault)
 
     def look(self, words: Int32Array, found: Found) -> None:
-        """Find the fault that a slot's echo may be one of, where it is not 0. Then the echo is cleared."""
+        """Finds the fault in a slot's echo if that is not 0, then clears the echo."""
         if words[ECHO]:
             try:
                 self.check_echo(words)
@@ -109,24 +110,24 @@ class Line:
             words[ECHO] = 0
 
     def settle(self, words: Int32Array, counts: Tensor, number: int, *, by_graph: bool) -> bool:
-        """Find out, for a publication that an exception has ended, whether the kernel that reads its slot runs.
+        """Finds out, for a publication that an exception has interrupted, whether the kernel that reads its slot runs.
 
-        Until then the host must not write to the slot, where that kernel puts the echo of the step before.
-        by_graph: whether that kernel is the head of the step's graph
+        Until then the host must not write to the slot, because that kernel writes the echo of the step before there.
+        by_graph: True if that kernel is the head of the step's graph
         """
         self.ring.drain()
         if words[ECHO] & UNREAD:
-            # Never launched, so there is nothing to hear.
+            # It was never launched, so there is no echo.
             words[ECHO] = 0
             return False
-        # Where a graph has the counts of its step, it has run that one, and the next step tells how it went.
+        # If a graph has the counts of its step, it has run the step, and the next step reports the result.
         if not by_graph or int(counts[STEP]) != number:
-            # Its step is not run, so nothing was wrong with it. A CPU's launch may have ended before all was written.
+            # Its step is not run, so it has no fault. A CPU's launch may have ended before everything was written.
             counts[STEP], counts[ERROR_WORD] = number, 0
         return True
 
     def find_all(self, found: Found, of_last_step: OfLastStep) -> None:
-        """Find what the slots echo, and the fault of the step published last, which no later one echoes.
+        """Finds the faults that the slots echo, and that of the step published last, which no later one echoes.
 
         The device has nothing left to do.
         """
@@ -139,7 +140,7 @@ class Line:
                 self.counts[STEP], self.counts[ERROR_WORD] = self.number, 0
 
 
-# A publication whose launches were begun: its line, the words of its ring slot, counts and number, and whether a graph
+# A publication whose launches have begun: its line, the words of its ring slot, counts and number, and whether a graph
 # takes it. If it ends early, it is not known whether the first launch was made.
 _Launching = tuple[Line, Int32Array, Tensor, int, bool]
 
@@ -150,8 +151,8 @@ class PublishingGuards:
 
     ring_wait:      waits for the fence after a ring slot's readers
     deliver:        launches a pending change of the table or of its pages
-    new_echo_check: makes what looks at the echo of a step when its ring slot comes back
-    of_last_step:   what the counts of a step say that no later one echoes
+    new_echo_check: makes the check of a step's echo when its ring slot comes back
+    of_last_step:   finds the fault in the counts of a step that no later one echoes
     """
 
     ring_wait: Callable[[Fence], None] = wait_for
@@ -161,16 +162,16 @@ class PublishingGuards:
 
 
 class GraphRuns:
-    """How many graphs of a runtime have run that take their inputs by themselves, as host and device have counted them.
+    """The number of graph runs of a runtime that took their inputs by themselves, as counted by host and device.
 
-    A slot that a graph takes says how many runs come before (kernels/metadata/take_inputs.py). Where the host may have
-    miscounted, as after a launch that raised, both go on from a number that no run has had for long.
+    A slot that a graph takes holds the number of runs before it (kernels/metadata/take_inputs.py). If the host may have
+    miscounted, for instance after a launch that raised, both continue from a number that no recent run has had.
 
     A launch that the driver has lost raises nothing: each step after it would take the inputs of the one before it, and
-    say that all is well. So the host asks the device for its count now and then.
+    report no fault. So the host compares its count with the device's now and then.
 
-    on_device: int32 [1], which the kernel at the head of such a graph counts up
-    number:    what it holds when all that was launched is done, unless the count is lost
+    on_device: int32 [1], which the kernel at the head of such a graph increments
+    number:    its value when all launches are done, unless the count is lost
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -183,18 +184,18 @@ class GraphRuns:
         self._steps_left = STEPS_UNTIL_COMPARED
 
     def run(self, replay: Callable[[], object]) -> None:
-        """Launch a graph that takes inputs."""
+        """Launches a graph that takes inputs."""
         is_known, self._is_known = self._is_known, False
         replay()
-        # One statement: what breaks it off loses the count, as a launch does that raises.
+        # In one statement: an interrupt loses the count, like a launch that raises.
         self.number, self._is_known = (self.number + 1) & MOST_RUNS, is_known
 
     def lose_count(self) -> None:
-        """Runs may come, or have come, that are not counted."""
+        """Marks the count as unknown: runs may come, or have come, that are not counted."""
         self._is_known = False
 
     def next(self) -> int:
-        """How many runs come before the next one, of a step whose slot is written now."""
+        """The number of runs before the next one, for a step whose slot is written now."""
         self._steps_left -= 1
         if self._steps_left <= 0:
             self._compare()
@@ -205,9 +206,9 @@ class GraphRuns:
         return self.number
 
     def _compare(self) -> None:
-        """Ask the device for its count, and lose the count if its answer is another. Nobody waits for the answer.
+        """Compares with the device's count, and loses the count if they differ. Nobody waits for the answer.
 
-        The step whose graph was lost, or one after it, has left a slot that no graph takes then, and is told by it.
+        The step whose graph was lost, or one after it, has then left a slot that no graph takes, which reports it.
         """
         if self._asked_at is None and self._is_known:
             self._answer.copy_(self.on_device, non_blocking=True)
@@ -220,26 +221,26 @@ class GraphRuns:
 
 
 class Publisher:
-    """Writes ring slots and launches the kernels that read them, but for slots that a step's graph takes by itself.
+    """Writes ring slots and launches the kernels that read them, except slots that a step's graph takes by itself.
 
     found:        faults that were not reported yet
-    holds_faults: whether a fault waits for a meeting of ranks, instead of being raised by the next step
+    holds_faults: True if a fault waits for a meeting of ranks, instead of being raised by the next step
     runs:         of graphs that take their inputs
-    launching:    what was published last and may not have reached the device: no launch that brings it there has ended
+    launching:    the last publication, if it may not have reached the device: none of its launches has ended
     """
 
     def __init__(self, ops: StepOps, table: RequestTable, pool: HybridKVPool, guards: PublishingGuards) -> None:
         self.device = pool.device
         self._ops, self._table, self._pool = ops, table, pool
         self._deliver, self._of_last_step = guards.deliver, guards.of_last_step
-        # One for each child, so that the host may be as many split steps ahead as others.
+        # One ring for each child, so that the host may be as many split steps ahead as others.
         words = slot_parts(table.max_num_seqs, _ID_WORDS).stored.stop, HEADER_WORDS
         self._lines = tuple(
             Line(HostRing(pool.device, wait=guards.ring_wait, words=words[half]), guards.new_echo_check(), pool.device)
             for half in range(HALVES)
         )
         self.runs = GraphRuns(pool.device)
-        # A step takes up to two slots a space: of copies and of cells.
+        # A step takes up to two slots per space: for copies and for cells.
         self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=guards.ring_wait)
         self._parts: dict[tuple[int, int, int], GivenInputs] = {}
         self.launching: _Launching | None = None
@@ -247,7 +248,7 @@ class Publisher:
         self.holds_faults, self.step_number, self._steps_to_answer = False, 0, 0
 
     def apply_table_changes(self) -> None:
-        """Bring the device's pages and table up to date with the host's."""
+        """Brings the device's pages and table up to date with the host's."""
         for table in self._table.spaces:
             pending = table.pending
             if pending.copies:
@@ -261,12 +262,12 @@ class Publisher:
                 self._updates.release()
 
     def _copy_pages(self, table: PageTable) -> None:
-        """Launch a space's pending copies. No target is a source, so a launch that failed half way may run again."""
+        """Launches a space's pending copies. No target is a source, so a launch that failed halfway may run again."""
         copies = table.pending.copies
         slot, words, _ = self._updates.acquire(2 * len(copies))
         words[: len(copies)], words[len(copies) : 2 * len(copies)] = list(copies), list(copies.values())
         try:
-            # int64 on the device: a copy that converts would do so on the host, and wait.
+            # int64 on the device, because a copy that converts would convert on the host, and wait.
             ids = slot[: 2 * len(copies)].to(self._pool.device, non_blocking=True).to(torch.int64)
             target, source = ids[: len(copies)], ids[len(copies) :]
             copy_pages = self._pool.in_space(table.space).copy_pages
@@ -275,34 +276,34 @@ class Publisher:
             self._updates.release()
 
     def publish_whole(self, batch: StepBatch, step: DeviceStep, *, to_graph: bool = False) -> None:
-        """publish() of a step that is not split."""
+        """Publishes a step that is not split; see publish()."""
         if self._steps_to_answer:
             self._hear_of_the_second_half()
         self.publish(batch, step, 0, to_graph=to_graph)
 
     def take_inputs(self, step: DeviceStep) -> None:
-        """Launch what takes the inputs of a whole step from its slot: the head of its graph, to be recorded."""
-        self.runs.lose_count()  # what is recorded may be run before
+        """Launches the kernel that takes a whole step's inputs from its slot: the head of its graph, to be recorded."""
+        self.runs.lose_count()  # the recorded launch may run before
         self._ops.take_inputs(self._lines[0].ring.slots, self.runs.on_device, step.tensors)
 
     def taken(self) -> None:
-        """The graph was launched that takes what was published last, if a graph does."""
+        """Notes that the graph was launched that takes the last publication, if a graph takes it."""
         if self.launching is not None:
             line, _, counts, number, _ = self.launching
             line.counts, line.number, self.step_number, self.launching = counts, number, number, None
 
     def publish(self, batch: StepBatch, step: DeviceStep, child: int, *, to_graph: bool = False) -> None:
-        """Write the inputs of a child of a step, pads included, to their fixed addresses.
+        """Writes the inputs of a child of a step, pads included, to their fixed addresses.
 
         batch: the sequences of this child; a step that is not split is child 0 of itself
-        to_graph: whether a graph comes that takes them if nothing is launched here; taken() follows it
+        to_graph: True if a graph follows that takes them if nothing is launched here; call taken() after it
         Raises DeviceFault for an earlier step, unless faults are held.
         """
         if self.launching is not None:
             self._settle()
         is_plain, num_seqs, num_ids, num_fed = batch.is_plain, batch.num_seqs, len(batch.token_ids), batch.num_tokens
         kv_len_bytes, q_len_bytes = batch.kv_len_bytes, batch.q_len_bytes
-        if not is_plain and isinstance(batch.drafts, Drafts):  # the device derives the others from the first step
+        if not is_plain and isinstance(batch.drafts, Drafts):  # the device derives the other steps from the first
             num_fed, kv_len = batch.num_fed, batch.kv_len - np.int32(batch.drafts.tokens - batch.drafts.branches)
             kv_len_bytes, q_len_bytes = kv_len.tobytes(), as_many(num_seqs, batch.drafts.branches).tobytes()
         line = self._lines[child]
@@ -310,12 +311,12 @@ class Publisher:
         slot, words, raw = ring.acquire(HEADER_WORDS + SEQ_PARTS * num_seqs + num_ids)
         if words.item(ECHO):
             line.look(words, self.found)
-            self.runs.lose_count()  # what was lost may have been the run of a graph
+            self.runs.lose_count()  # the lost launch may have been the run of a graph
         if self.found:
             self._report_at_once()
         to = step.spaces[0]
         counts = to.counts
-        # The memory of the step before's counts is a graph's too.
+        # The memory of the previous step's counts must be a graph's too.
         takes = (
             to_graph
             and (is_plain or (batch.inputs is HOST_INPUTS and batch.mask is NO_MASK))
@@ -325,21 +326,21 @@ class Publisher:
         number = (self.step_number + 1) & INT32_MAX
         runs = self.runs.next() if takes else 0
         header = pack_header(num_seqs, num_fed, number, num_ids > 0, line.number, 0, 0, runs)
-        # At once, and as bytes: that takes a third of what writing to parts of an array does.
+        # Written at once as bytes, which takes a third of the time of writing parts of an array.
         data = b"".join((header, batch.row_bytes, kv_len_bytes, q_len_bytes, batch.token_ids))  # type: ignore[arg-type]
         raw[: len(data)] = data
         if not is_plain and isinstance(batch.prefixes, SharedPrefixes):
             parts = slot_parts(num_seqs, num_ids)
             words[parts.prefix_len], words[parts.group_end] = batch.prefixes.prefix_len, batch.prefixes.group_end
         if takes:
-            # One statement, as below; the echo comes last, for the graph of another step may look at the slot.
+            # In one statement, as below; the echo comes last, because the graph of another step may read the slot.
             words[ECHO], self.launching = TAKEN_BY_GRAPH, (line, words, counts, number, True)
             ring.release_to_graph()
             line.recent.append((number, batch.rows))
             return
         if not is_plain and isinstance(batch.inputs, DeviceInputs):
             self._write_limits(batch, words)
-        # One statement: an interrupt comes before all of it or after.
+        # In one statement, so an interrupt comes before all of it or after.
         words[ECHO], self.launching = NO_ECHO, (line, words, counts, number, False)
         try:
             self._ops.publish(slot, counts if line.counts is None else line.counts, to)
@@ -353,15 +354,15 @@ class Publisher:
             self._steps_to_answer = _STEPS_TO_ANSWER
 
     def _write_limits(self, batch: StepBatch, words: Int32Array) -> None:
-        """Write what lengths on the device have to keep to; of lengths that the host has, it has asked the table."""
+        """Writes the limits of lengths on the device; lengths of the host were checked against the table."""
         parts, on_host = slot_parts(batch.num_seqs, len(batch.token_ids)), batch.inputs.lengths_on_host
         words[parts.floor] = 0 if on_host else self._table.checks.floors(batch.rows)
         words[parts.stored] = INT32_MAX if on_host else self._table.tokens.stored_len[batch.rows]
 
     def _place_others(self, batch: StepBatch, slot: Tensor, step: DeviceStep, num_fed: int) -> None:
-        """Launch what puts a batch's inputs on the device, and its mask, in the place of what was published.
+        """Launches the kernels that replace published inputs by those on the device, and place the mask.
 
-        What was published stays where the caller gave no tensor.
+        Published values stay if the caller gave no tensor.
         """
         inputs = batch.inputs
         if isinstance(inputs, DeviceInputs):
@@ -373,7 +374,8 @@ class Publisher:
                 in_slot.token_ids if inputs.token_ids is ON_HOST else inputs.token_ids,
                 in_slot.floor,
                 in_slot.stored,
-                # Tokens of what is published that the caller's kv_len leaves out; of a round, its first step is.
+                # Tokens of the published step that the caller's kv_len leaves out; of a round, its first step is
+                # published.
                 inputs.ahead - (batch.num_tokens - num_fed) // max(1, batch.num_seqs) if has_kv_len else 0,
             )
             self._ops.device_inputs(slot, given, step.spaces[0])
@@ -387,13 +389,13 @@ class Publisher:
                 self._ops.place_trees(batch.mask.parents, 0, 0, window_left, tensors)
 
     def disregard(self, num_children: int) -> None:
-        """What the device has found wrong with the inputs published last is not reported: their step is not run."""
+        """Ignores faults of the inputs that were published last, because their step is not run."""
         for line in self._lines[:num_children]:
             if line.counts is not None:
                 line.counts[ERROR_WORD].zero_()
 
     def let_go(self) -> None:
-        """Hold no memory of steps: it is given up. What the last step has left there is kept for its echo."""
+        """Releases the memory of steps, which is given up. Counts of the last step are kept for its echo."""
         if self.launching is not None:
             self._settle()
         for line in self._lines:
@@ -402,29 +404,29 @@ class Publisher:
                 line.counts = line.rest.counts
 
     def find_faults(self) -> None:
-        """Find everything that went wrong in steps and was not reported yet. The device has nothing left to do."""
+        """Finds all faults of steps that were not reported yet. The device has nothing left to do."""
         if self.launching is not None:
             self._settle()
-        self.runs.lose_count()  # it costs nothing here, and a lost run ends here
+        self.runs.lose_count()  # it costs nothing here, and the effect of a lost run ends here
         for line in self._lines:
             line.find_all(self.found, self._of_last_step)
 
     def report(self, faults: Sequence[DeviceFault]) -> None:
-        """Raise one DeviceFault of these, which hold what was found, if there are any."""
+        """Raises one DeviceFault for these, which include all that were found, if there are any."""
         if faults:
             try:
                 raise DeviceFault.of_all(faults)
-            except DeviceFault:  # not an interrupt that comes first
+            except DeviceFault:  # not an interrupt, which may come first
                 self.found.clear()
                 raise
 
     def _report_at_once(self) -> None:
-        """Raise what was found, unless other ranks run this step too: then it is raised between two steps."""
+        """Raises faults at once, unless other ranks run this step too: then they are raised between two steps."""
         if not self.holds_faults:
             self.report(self.found)
 
     def _settle(self) -> None:
-        """Finish a publication that an exception has ended."""
+        """Finishes a publication that an exception has interrupted."""
         assert self.launching is not None
         self.runs.lose_count()
         line, words, counts, number, by_graph = self.launching
@@ -434,7 +436,7 @@ class Publisher:
             self.launching = None
 
     def _hear_of_the_second_half(self) -> None:
-        """A whole step comes after a split one: no second half comes to echo that one's.
+        """Gets the echo of a split step's second half when a whole step follows, so that no second half echoes it.
 
         A step without sequences does, and its echo is there when the ring slots of the first line have gone round.
         Raises DeviceFault.
@@ -468,7 +470,7 @@ class Publisher:
             if len(self._parts) == _MOST_PARTS:
                 self._parts.clear()
             parts = slot_parts(num_seqs, num_ids)
-            # These hold the slot's memory, so that no other one gets its address.
+            # These keep the slot's memory, so that no other slot gets its address.
             found = self._parts[key] = GivenInputs(
                 slot[parts.kv_len], slot[parts.q_len], slot[parts.token_ids], slot[parts.floor], slot[parts.stored]
             )
@@ -476,7 +478,7 @@ class Publisher:
 
 
 def _no_sequences(device: torch.device) -> StepTensors:
-    """A step that has one padded sequence and one padded token."""
+    """The tensors of a step that has one padded sequence and one padded token."""
     zeros = partial(torch.zeros, dtype=torch.int32, device=device)
     inputs = {name: zeros(1) for name in ("row_of_seq", "kv_len", "q_len", "token_ids")}
     return StepTensors.of(zeros(0), counts=zeros(COUNT_WORDS), **inputs)

@@ -21,10 +21,10 @@ class Seals:
     """The seal of one runtime.
 
     check:   raises DeviceFault for steps that went wrong; see AttentionRuntime.check_device
-    number:  the seal's number; 0 while there is none. Every seal has another one: graphs that were captured under one
+    number:  the seal's number; 0 while there is none. Every seal has a new number: graphs that were captured under one
              are void under the next
-    users:   those that make graphs of the runtime's steps
-    tensors: gives everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages
+    users:   users that make graphs of the runtime's steps
+    tensors: returns all tensors that a graph reads and the runtime owns, by name: buffers, workspace, table and pages
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class Seals:
         self._num_seals = self.number = 0
 
     def seal(self) -> None:
-        """Fix the addresses that graphs read, at the size of the largest capture. Growing them raises afterwards."""
+        """Fixes the addresses that graphs read, at the size of the largest capture. Growing them raises afterwards."""
         with self._gate.holder.idle("addresses cannot be sealed"), on_device(self._core.device):
             if self.number == 0:
                 self._seal()
 
     def unseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
-        """Give up the sealed addresses and take other capture sizes. Every graph of the runtime is void afterwards.
+        """Gives up the sealed addresses and takes other capture sizes. Every graph of the runtime is void afterwards.
 
-        Raises BadSetting, WrongState, and DeviceFault as check_device(); nothing has changed then.
+        Raises BadSetting, WrongState, and DeviceFault like check_device(); nothing has changed then.
         """
         with self._gate.holder.idle("addresses cannot be given up"), on_device(self._core.device):
             padding = self._padding_for(capture_sizes, capture_tokens)
@@ -59,17 +59,17 @@ class Seals:
             self._change(padding, self._core.memory.new_part())
 
     def give_up(self) -> None:
-        """unseal() for the same capture sizes, without asking the device: later steps report its faults."""
+        """Does the same as `unseal` for the same sizes, without asking the device: later steps report its faults."""
         with self._gate.holder.idle("addresses cannot be given up"), on_device(self._core.device):
             self._change(self._gate.planner.padding, self._core.memory.new_part())
 
     def reseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
-        """unseal, then seal; or neither.
+        """Does both unseal and seal, or neither.
 
-        The new memory is taken before the old one is given up: where it does not fit, and where one of several ranks
-        (agree) has no room, nothing has changed. An interrupt may leave the addresses unsealed.
-        Raises BadSetting, WrongState, DeviceFault as check_device(), CapacityExceeded for another rank, and what the
-        device raises when its memory is short.
+        The new memory is taken before the old one is given up: if it does not fit, or one of several ranks (agree) has
+        no room, nothing has changed. An interrupt may leave the addresses unsealed.
+        Raises BadSetting, WrongState, DeviceFault like check_device(), CapacityExceeded for another rank, and the
+        device's error if its memory is short.
         """
         with self._gate.holder.idle("addresses cannot be sealed again"), on_device(self._core.device):
             padding = self._padding_for(capture_sizes, capture_tokens)
@@ -90,13 +90,13 @@ class Seals:
 
     def _seal(self) -> None:
         self._core.memory.seal(self._gate.planner.padding.largest_shapes())
-        # One statement, and the last one: what is sealed halfway has no number.
+        # In one statement, and the last one: a half-finished seal has no number.
         self._num_seals, self.number = self._num_seals + 1, self._num_seals + 1
 
     def _change(self, padding: PaddingPolicy, part: StepBuffers) -> None:
-        """Void every graph, and use another memory and policy from now on. Nothing here takes memory of the device.
+        """Voids every graph, and uses another memory and policy from now on. Allocates no device memory.
 
-        In this order an interrupt leaves no graph, and steps that are right: the memory grows until it is sealed.
+        In this order an interrupt leaves no graph, and steps remain right: the memory grows until it is sealed.
         """
         wait_for_device(self._core.device)
         self._publisher.let_go()

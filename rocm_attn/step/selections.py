@@ -1,7 +1,7 @@
-"""Selections of keys: no layer attends to what another one, or an earlier step, has chosen.
+"""Selections of keys: no layer attends to the selection of another layer or of an earlier step.
 
 All indexers of a model write to one place, one after the other: a selection is used by its own layer and by those that
-reuse it, before the next indexer's turn. A graph keeps that order; eager and captured forwards are checked.
+reuse it, before the next indexer runs. A graph keeps that order; eager and captured forwards are checked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NOTHING = -1
 
 
 def refuse_stale(layer: int, wanted: int, found: int) -> None:
-    """Raise WrongState where a layer attends to what `wanted` selects, and another selection, or NOTHING, is found."""
+    """Raises WrongState if a layer attends to the selection of `wanted`, and another one, or NOTHING, is found."""
     if found != wanted:
         there = "nothing was selected in this step" if found == NOTHING else f"layer {found} has selected since"
         raise WrongState(
@@ -30,10 +30,10 @@ Require = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class SelectingLayers:
-    """Which layers select, and whose selection each layer attends to.
+    """The layers that select, and the selection that each layer attends to.
 
     indexed: layers that have an indexer, ascending
-    source:  layer -> the layer whose selection it attends to; NOTHING where it attends to all keys
+    source:  layer -> the layer whose selection it attends to; NOTHING if it attends to all keys
     """
 
     indexed: tuple[int, ...]
@@ -41,7 +41,7 @@ class SelectingLayers:
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> SelectingLayers:
-        """Of a model's layers, in order. Raises BadProblem for a selection that no earlier layer makes."""
+        """The selections of a model's layers, in order. Raises BadProblem for one that no earlier layer makes."""
         source, latest = [], NOTHING
         for layer, problem in enumerate(problems):
             indexer = problem.indexer
@@ -64,7 +64,7 @@ class SelectingLayers:
         return cls(indexed, tuple(source))
 
     def place_of(self, layer: int) -> int:
-        """How many layers with an indexer come before this one. Raises BadTensor for a layer that has none."""
+        """The number of layers with an indexer before this one. Raises BadTensor for a layer that has none."""
         if layer not in self.indexed:
             named = ", ".join(map(str, self.indexed)) or "none"
             raise BadTensor(f"layer {layer} has no indexer; the layers with one are {named}")
@@ -72,7 +72,7 @@ class SelectingLayers:
 
 
 class StepSelections:
-    """What the step that runs has selected, in each of its halves."""
+    """The current selections of the running step, in each of its halves."""
 
     __slots__ = ("_found", "_layers", "_require")
 
@@ -80,15 +80,15 @@ class StepSelections:
         self._layers, self._require, self._found = layers, require, [NOTHING]
 
     def begin(self, num_children: int) -> None:
-        """A step is staged: what lies in its memory is of an earlier one."""
+        """Starts a step: selections in its memory belong to an earlier one."""
         self._found = [NOTHING] * num_children
 
     def after_select(self, child: int, layer: int) -> None:
-        """A layer's indexer has selected."""
+        """Notes that a layer's indexer has selected."""
         self._found[child] = layer
 
     def before_attend(self, child: int, layer: int) -> None:
-        """Raise BadTensor for a layer without a selection, and WrongState for a selection that is not this layer's."""
+        """Raises BadTensor for a layer without a selection, and WrongState for a selection that is not this layer's."""
         wanted = self._layers.source[layer]
         if wanted == NOTHING:
             raise BadTensor(f"layer {layer} attends to all keys: its problem has no indexer; call attend()")

@@ -1,4 +1,4 @@
-"""Step and Part: a step as its caller gets it, whole, in halves, as a round of drafts, or both."""
+"""Step and Part: a step as its caller sees it, whole, in halves, as a round of drafts, or both."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PlaceMask = Callable[[int, int, DeviceStep], None]
 
 
 class RoundTree:
-    """The tree that a round of drafts grows, or one half of a split round. With one branch, drafts are a chain.
+    """The tree of a round of drafts, or of one half of a split round. With one branch, drafts are a chain.
 
     parents: int32 [S, branches * draft steps]: the number of each draft's parent, or NO_PARENT in the first draft step.
              A draft's number is draft step * branches + branch. A verify step takes its tree from it. Pads have parents
-             too. Empty with one branch, and in steps that are no rounds
+             too. Empty with one branch, and in steps that are not rounds
     """
 
     __slots__ = ("_branches", "_place_mask", "_steps", "_views", "num_set", "parents")
@@ -37,11 +37,11 @@ class RoundTree:
         self.begin()
 
     def begin(self) -> None:
-        """The round is filled, and runs from its first draft step: once, or again to be captured."""
+        """Starts the round, which is filled, from its first draft step: once, or again to be captured."""
         self.num_set = 1 if self._branches > 1 else self._steps
 
     def require(self, require_running: Callable[[], None], step: int) -> None:
-        """Raise WrongState for a draft step that does not run, or whose parents are not set."""
+        """Raises WrongState for a draft step that does not run, or whose parents are not set."""
         require_running()
         if step >= self.num_set:
             raise WrongState(
@@ -50,7 +50,7 @@ class RoundTree:
             )
 
     def set_parents(self, step: int, parents: Tensor) -> None:
-        """Part.set_parents of a draft step."""
+        """See `Part.set_parents`; for a draft step."""
         of_step = self._numbers_of(step)
         if parents.dtype != torch.int32 or parents.numel() != of_step.numel() or parents.device != of_step.device:
             raise BadTensor(
@@ -63,14 +63,14 @@ class RoundTree:
         self.keep_branches(step)
 
     def keep_branches(self, step: int) -> None:
-        """Part.keep_branches of a draft step."""
+        """See `Part.keep_branches`; for a draft step."""
         self._numbers_of(step)
         if self._branches > 1:
             self._place_mask(self._branches, step, self._views[step])
             self.num_set = step + 1
 
     def _numbers_of(self, step: int) -> Tensor:
-        """int32 [S, branches], where the parents of a draft step lie. Raises WrongState."""
+        """int32 [S, branches], the memory of a draft step's parents. Raises WrongState."""
         if not 0 < step < self._steps or (self._branches > 1 and step != self.num_set):
             raise WrongState(
                 f"parents of draft step {step} were given; a round of {self._steps} steps takes those of steps 1 to "
@@ -83,25 +83,25 @@ class RoundTree:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a model's forward gets: a whole step, a half of a split one, or a draft step of a round.
+    """The input of a model's forward: a whole step, a half of a split one, or a draft step of a round.
 
     Device tensors have padded sizes, S sequences and T tokens. A draft step has T = branches * S tokens, and branch b
     of sequence s has place s * branches + b.
 
-    num_seqs, num_tokens: real ones, on the host; a forward that is captured must not use them. Upper bounds where the
+    num_seqs, num_tokens: real ones, on the host; a forward that is captured must not use them. Upper bounds if the
                           batch's lengths are
     token_ids:            int32 [T], pads 0. Those of draft steps after the first are 0: the forward picks them between
                           two draft steps, on the device
-    positions:            int32 [T], rope positions, pads 0; places in the KV, or what came with the step's mask. Depths
-                          of drafts after the sequence's prefix, in a draft step
-    row_of_seq:           int32 [S], sequence -> row of the request table; pads 0, which is no request's
+    positions:            int32 [T], rope positions, pads 0; places in the KV, or the positions of the step's mask. In a
+                          draft step: depths of drafts after the sequence's prefix
+    row_of_seq:           int32 [S], sequence -> row of the request table; pads 0, which belongs to no request
     kv_len:               int32 [S], tokens after the step, new ones included
     q_indptr:             int32 [S + 1], sequence -> first token; the last one is where the last sequence's tokens end
-    seq_of_token:         int32 [T], token -> sequence. Tokens at or past q_indptr[S] are of none and have S - 1, which
-                          may be a real one: harmless to read by, and not to write by
-    row_of_token:         int32 [T], token -> row; pads 0, so that it is harmless to read and to write by
-    last_token_of_seq:    int32 [S], the token whose hidden state predicts the next one; 0 where there is no new token.
-                          A pad of a decode step has a token, a padded one
+    seq_of_token:         int32 [T], token -> sequence. Tokens at or past q_indptr[S] belong to none and have S - 1,
+                          which may be a real one: safe as an index for reads, not for writes
+    row_of_token:         int32 [T], token -> row; pads 0, so it is safe as an index for reads and writes
+    last_token_of_seq:    int32 [S], the token whose hidden state predicts the next one; 0 if there is no new token. A
+                          pad of a decode step has a padded token
     layers:               store and attend for the tokens above, while the step runs
     plan:                 how the step runs; its shape has all parts
     number:               the part's place in Step.parts
@@ -136,7 +136,7 @@ class Part:
 
     @property
     def branches(self) -> int:
-        """Drafts of a sequence in each draft step; 0 in a step that is no round of drafts."""
+        """Drafts of a sequence in each draft step; 0 in a step that is not a round of drafts."""
         return self.plan.shape.drafts.branches
 
     @property
@@ -145,7 +145,7 @@ class Part:
         return self.tree.parents
 
     def set_parents(self, parents: Tensor) -> None:
-        """Say which branch of the draft step before each draft of this one continues. Call it before the layers.
+        """Says which branch of the draft step before each draft of this one continues. Call it before the layers.
 
         parents: int32 [T] or [S, branches], on the device: numbers from 0 to branches - 1. Several drafts may continue
                  one branch. A draft with another number has no parent, and a later step raises DeviceFault
@@ -155,7 +155,7 @@ class Part:
         self.tree.set_parents(self.number % self.plan.shape.drafts.steps, parents)
 
     def keep_branches(self) -> None:
-        """set_parents() where each branch continues itself. Raises WrongState."""
+        """Calls set_parents() so that each branch continues itself. Raises WrongState."""
         self.tree.keep_branches(self.number % self.plan.shape.drafts.steps)
 
 
@@ -180,7 +180,7 @@ class Step:
     num_first_tokens: int32 [], tokens of its first part
     plan:             how the step runs
     children:         the memory of each part
-    fill:             derives the step's metadata on the device; captured where a step is. Doing it twice is harmless.
+    fill:             derives the step's metadata on the device; captured with the step. Doing it twice is harmless.
                       Raises WrongState for a step that is over
     end:              closes the step, so that the next one may begin; see AttentionRuntime.end_step
     """
@@ -195,7 +195,7 @@ class Step:
 
     @property
     def halves(self) -> tuple[Series, ...]:
-        """The parts of each half, which share nothing but the table and the pages; all parts where there is one."""
+        """The parts of each half, which share only the table and the pages; all parts if there is one half."""
         steps = self.plan.draft_steps
         return tuple(self.parts[first : first + steps] for first in range(0, len(self.parts), steps))
 

@@ -1,1 +1,1 @@
-"""What looks on while steps run: the flight recorder, the watchdog, profiler ranges, the sampled check."""
+"""Observers of running steps: the flight recorder, the watchdog, profiler ranges, the sampled check."""

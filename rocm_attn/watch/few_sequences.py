@@ -1,4 +1,4 @@
-"""A few sequences of a step, compared with the oracle in one layer: for the sampled check and the shadow check."""
+"""Compares a few sequences of a step with the reference in one layer: for the sampled check and the shadow check."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from rocm_attn.oracle.reference import attend_paged
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.step.head_weights import HeadWeights
 
-# The oracle works in float64: 4 sequences of 32k tokens and 32 heads take some 0.3 GB.
+# The reference works in float64: 4 sequences of 32k tokens and 32 heads take some 0.3 GB.
 MOST_SEQS = 4
 MOST_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LayerOfStep:
-    """One layer of a step, as the comparison needs it.
+    """The data of one layer of a step that the comparison needs.
 
     q_len, kv_len: of each sequence
     pages_of:      sequence -> int64 [n], the pages of its KV in order, on the pages' device
-    window_left:   previous keys whose size the bounds follow: what lies before the layer's window may be of other
-                   sequences by now, or no number; UNLIMITED_WINDOW where all that the pages hold is the sequence's
+    window_left:   previous keys that the bounds are computed from: cells before the layer's window may hold NaN or
+                   other sequences by now; UNLIMITED_WINDOW if all cells of the pages are the sequence's
     """
 
     problem: Problem
@@ -46,7 +46,7 @@ class LayerOfStep:
     eight_bit_products: bool
 
     def wrong_seqs(self, q: Tensor, out: Tensor, seqs: Sequence[int], most_tokens: int = MOST_TOKENS) -> list[int]:
-        """Those of seqs whose last new tokens are not the oracle's; q, out: of the layer in this step."""
+        """Those of seqs whose last new tokens differ from the reference; q, out: of the layer in this step."""
         ends = np.cumsum(self.q_len)
         return [
             seq
@@ -55,9 +55,9 @@ class LayerOfStep:
         ]
 
     def _is_right(self, q: Tensor, out: Tensor, seq: int, end: int, new: int) -> bool:
-        """Whether the last new tokens of a sequence, whose tokens end there, are the oracle's."""
+        """True if the last `new` tokens of a sequence, whose tokens end at `end`, agree with the reference."""
         tokens, length = slice(end - new, end), self.kv_len[seq]
-        if not length:  # there is nothing to see
+        if not length:  # without keys the output is zero
             return bool((out[tokens] == 0).all())
         held, pages = self.pages_of(seq), self.pages
         first = 0 if self.window_left == UNLIMITED_WINDOW else max(0, length - new - self.window_left)
@@ -74,11 +74,11 @@ class LayerOfStep:
 
 
 def within_bounds(out: Tensor, want: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem, bound: Bound) -> bool:
-    """The bounds are for values and scores of standard deviation 1.
+    """True if out agrees with want, by bounds that are made for values and scores of standard deviation 1.
 
-    An output is no larger than the values that it averages. A score is no larger than the lengths of its query and its
-    key; what rounding may change of it, kernels that multiply in float32 change of the shares, on either side of the
-    fraction.
+    An output is no larger than the values that it averages. A score is no larger than the product of the lengths of its
+    query and its key. Kernels that multiply in float32 may change a score by its rounding error, and the shares with
+    it, in the numerator and in the denominator.
     """
     size = max(1.0, float(v.abs().amax()))
     longest_q, longest_k = (rows.double().norm(dim=-1).amax() for rows in (q, k))

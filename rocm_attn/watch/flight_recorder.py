@@ -1,6 +1,6 @@
-"""FlightRecorder: what the last steps were, kept in memory and written to a file when something goes wrong.
+"""FlightRecorder: keeps the last steps in memory and writes them to a file when something goes wrong.
 
-No token ids and no values are kept: a step is run again with its lengths, rows and sizes, and random K and V.
+It keeps no token ids and no values: a step is run again with its lengths, rows and sizes, and random K and V.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rocm_attn.watch.indexer_json import indexer_as_json, indexer_from_json
 
 NUM_STEPS = 64
 _FORMAT = 7
-# Fields of a problem that are values of an enum.
+# Fields of a problem whose values are members of an enum.
 _NAMED = {"pool": PoolKind, "kv_encoding": KVEncoding, "kv_scales": Scales}
 
 
@@ -44,7 +44,7 @@ class FlightRecorder(Flight):
 
     path: the file that a dump goes to; an earlier one is replaced
 
-    Raises BadSetting when the file's folder does not exist: a fault is a bad moment to find out.
+    Raises BadSetting if the file's folder does not exist, so that this is not found out at a fault.
     """
 
     def __init__(self, runtime: AttentionRuntime, path: Path | str, *, num_steps: int = NUM_STEPS) -> None:
@@ -59,7 +59,7 @@ class FlightRecorder(Flight):
         self._noted = 0
 
     def note(self, batch: StepBatch, plan: StepPlan, replayed: bool, epoch: int) -> None:
-        """As Flight.note. A batch keeps its lengths, whatever becomes of the caller's arrays."""
+        """Does the same as `Flight.note`. A batch keeps its own lengths, so the caller may change its arrays."""
         at = self._noted
         self._ring[at % self._num_steps] = (
             at,
@@ -74,7 +74,7 @@ class FlightRecorder(Flight):
         self._noted = at + 1
 
     def failed(self, error: BaseException) -> None:
-        """As Flight.failed: dump, and add a note to the error. A dump that fails does not replace it."""
+        """Handles `Flight.failed`: dumps, and adds a note to the error. A failed dump does not replace the error."""
         try:
             note = f"the last steps are in {self.dump(f'{type(error).__name__}: {error}')}; see rocm-attn replay-step"
         except OSError as failure:
@@ -83,7 +83,7 @@ class FlightRecorder(Flight):
             error.add_note(note)
 
     def dump(self, reason: str) -> Path:
-        """Write the remembered steps to the file. Raises OSError."""
+        """Writes the remembered steps to the file. Raises OSError."""
         content = {
             "format": _FORMAT,
             "reason": reason,
@@ -104,7 +104,7 @@ class FlightRecorder(Flight):
 
 
 def dump_on_signal(recorder: FlightRecorder, number: signal.Signals = signal.SIGUSR1) -> None:
-    """Dump whenever the process gets the signal. For the main thread of a program, not for a library."""
+    """Dumps whenever the process gets the signal. For the main thread of a program, not for a library."""
 
     def dump(received: int, frame: FrameType | None) -> None:
         recorder.dump(f"signal {signal.Signals(received).name}")
@@ -161,7 +161,7 @@ class NotedStep:
         q_len: Int32Array,
         prefixes: Prefixes,
     ) -> NotedStep:
-        """A step as the ring holds it."""
+        """A step from the values that the ring holds."""
         key, shape = plan.key, plan.shape
         groups = prefixes.groups if isinstance(prefixes, SharedPrefixes) else ()
         return cls(
@@ -188,7 +188,7 @@ class NotedStep:
 
     @property
     def shape(self) -> PaddedShape:
-        """What it was padded to."""
+        """The shape that it was padded to."""
         return PaddedShape(StepKind(self.kind), self.padded_seqs, self.padded_tokens, self.children)
 
     def batch(self) -> StepBatch:
@@ -202,7 +202,7 @@ class NotedStep:
 
     @property
     def prefixes(self) -> Prefixes:
-        """What its sequences shared. Raises BadBatch."""
+        """The prefixes that its sequences shared. Raises BadBatch."""
         if StepKind(self.kind).extra is not Extra.PREFIXES:
             return NO_PREFIXES
         return SharedPrefixes(list(map(PrefixGroup, self.group_seqs, self.group_prefix_len)))
@@ -213,7 +213,7 @@ class NotedStep:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeFacts:
-    """What a runtime was built with, as far as a step depends on it.
+    """The settings of a runtime that a step depends on.
 
     options:    with the provider that was chosen, and the sizes that graphs are captured at now
     guards_off: safeguards that were switched off
@@ -259,7 +259,7 @@ class FlightDump:
     steps: tuple[NotedStep, ...]
 
     def step(self, number: int | None) -> NotedStep:
-        """The step of a number; the last one without. Raises BadSetting."""
+        """The step with this number; the last one if it is None. Raises BadSetting."""
         if not self.steps:
             raise BadSetting("the dump holds no step; it was written before the first one ran")
         if number is None:
@@ -273,7 +273,7 @@ class FlightDump:
 
 
 def read_dump(path: Path) -> FlightDump:
-    """A dump from its file. Raises BadSetting where the file does not hold one."""
+    """Reads a dump from its file. Raises BadSetting if the file does not hold one."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != _FORMAT:

@@ -1,4 +1,4 @@
-"""What a problem says of its indexer, as JSON and back, for the dumps of flight recorders."""
+"""The indexer of a problem to JSON and back, for the dumps of flight recorders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_INDEXING = {"pooling": Pooling, "last_unit": LastUnit}
 
 
 def indexer_as_json(indexer: AllKeys | Indexer | EarlierSelection) -> dict[str, Any]:
-    """Its kind and its fields."""
+    """The indexer's kind and fields."""
     fields: dict[str, Any] = {"kind": type(indexer).__name__}
     if isinstance(indexer, AllKeys):
         return fields

@@ -1,7 +1,7 @@
 """Named ranges in a profiler's timeline: roctx on ROCm, NVTX on NVIDIA, both through torch.cuda.nvtx.
 
-A profiler sees a layer's range where Python runs the layer: in eager steps and while a graph is made. A replayed step
-is one range.
+A profiler sees a layer's range when Python runs the layer: in eager steps and while a graph is made. A replayed step is
+one range.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Ranges(Protocol):
     """Opens and closes ranges; they nest."""
 
     def push(self, name: str) -> object:
-        """Open a range."""
+        """Opens a range."""
         ...
 
     def pop(self) -> object:
-        """Close the range that was opened last."""
+        """Closes the range that was opened last."""
         ...
 
 
@@ -41,7 +41,7 @@ class _Markers:
 
 
 def device_ranges() -> Ranges:
-    """The ranges of roctx or NVTX. Raises BadSetting where torch was built without them."""
+    """Returns the ranges of roctx or NVTX. Raises BadSetting if torch was built without them."""
     try:
         torch.cuda.nvtx.mark("rocm_attn")  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -50,14 +50,14 @@ def device_ranges() -> Ranges:
 
 
 class RangedSteps(Generic[Outputs]):
-    """Runs each step in a range that says how large it is."""
+    """Runs each step in a range that gives its size."""
 
     def __init__(self, steps: Steps[Outputs], ranges: Ranges) -> None:
         self._steps = steps
         self._ranges = ranges
 
     def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
-        """As StepRunner.run."""
+        """See `StepRunner.run`."""
         self._ranges.push(f"step: {batch.num_seqs} sequences, {batch.num_tokens} tokens")
         try:
             return self._steps.run(batch, pad_to)
@@ -73,42 +73,42 @@ class RangedLayers(LayerCalls):
         self._ranges = ranges
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """As LayerCalls.store."""
+        """See `LayerCalls.store`."""
         with self._range(f"layer {layer}: store"):
             self._layers.store(layer, k, v)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As LayerCalls.attend."""
+        """See `LayerCalls.attend`."""
         with self._range(f"layer {layer}: attend"):
             self._layers.attend(layer, q, out, lse)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """As LayerCalls.rope_and_store."""
+        """See `LayerCalls.rope_and_store`."""
         with self._range(f"layer {layer}: rope and store"):
             self._layers.rope_and_store(layer, q, k, v, q_out, work)
 
     def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """As LayerCalls.rope_queries."""
+        """See `LayerCalls.rope_queries`."""
         with self._range(f"layer {layer}: rope"):
             self._layers.rope_queries(layer, q, q_out, work)
 
     def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
-        """As LayerCalls.finish."""
+        """See `LayerCalls.finish`."""
         with self._range(f"layer {layer}: finish"):
             self._layers.finish(layer, out, gate=gate, undo=undo)
 
     def store_index(self, layer: int, k: Tensor) -> None:
-        """As LayerCalls.store_index."""
+        """See `LayerCalls.store_index`."""
         with self._range(f"layer {layer}: store_index"):
             self._layers.store_index(layer, k)
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """As LayerCalls.select."""
+        """See `LayerCalls.select`."""
         with self._range(f"layer {layer}: select"):
             self._layers.select(layer, q, weights)
 
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
-        """As LayerCalls.give_selection."""
+        """See `LayerCalls.give_selection`."""
         self._ranges.push(f"layer {layer}: give_selection")
         try:
             self._layers.give_selection(layer, units, counts)
@@ -116,7 +116,7 @@ class RangedLayers(LayerCalls):
             self._ranges.pop()
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As LayerCalls.attend_selected."""
+        """See `LayerCalls.attend_selected`."""
         with self._range(f"layer {layer}: attend_selected"):
             self._layers.attend_selected(layer, q, out, lse)
 

@@ -1,9 +1,9 @@
-"""SampledCheck: one step in many is run once more and compared, while it serves (EngineOptions.check_every).
+"""SampledCheck: runs one step in many once more and compares it, while serving (EngineOptions.check_every).
 
-The second run is eager: forward's rows must be those of the first, which may have been a graph, and in one layer the
-attention of a few sequences must be the oracle's over copies of their pages. It stores the same K and V again.
-What is reserved must be zero: row 0 of the table, and page 0 of that layer. A step whose lengths, ids or mask are on
-the device is looked at for that alone: they may have gone on since it ran.
+The second run is eager. Forward's rows must be those of the first run, which may have been a graph. In one layer the
+attention of a few sequences must agree with the reference over copies of their pages. The second run stores the same K
+and V again. Reserved memory must be zero: row 0 of the table, and page 0 of that layer. A step with lengths, ids or a
+mask on the device gets only the check of reserved memory, because these may have changed since it ran.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rocm_attn.watch.few_sequences import MOST_SEQS, LayerOfStep
 
 
 class LayerTap(LayerCalls):
-    """Around the layers of a step; copies what goes into and comes out of one layer's attention when that is asked for.
+    """Wraps the layers of a step, and copies the inputs and outputs of one layer's attention on request.
 
     around() is called before every step's first layer.
     """
@@ -45,12 +45,12 @@ class LayerTap(LayerCalls):
         self._taken: tuple[Tensor, Tensor] | None = None
 
     def around(self, layers: LayerCalls) -> LayerTap:
-        """The tap, around the layers of the step that is about to run."""
+        """Wraps the layers of the step that is about to run."""
         self._layers = layers
         return self
 
     def expect(self, layer: int) -> None:
-        """From the next step on, until take(), copy q and out of this layer."""
+        """Copies q and out of this layer from the next step on, until take()."""
         self._layer, self._taken = layer, None
 
     def take(self) -> tuple[Tensor, Tensor] | None:
@@ -59,50 +59,50 @@ class LayerTap(LayerCalls):
         return taken
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """As LayerCalls.store."""
+        """See `LayerCalls.store`."""
         self._layers.store(layer, k, v)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As LayerCalls.attend."""
+        """See `LayerCalls.attend`."""
         self._layers.attend(layer, q, out, lse)
         if layer == self._layer:
             self._taken = q.clone(), out.clone()
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """As LayerCalls.rope_and_store."""
+        """See `LayerCalls.rope_and_store`."""
         self._layers.rope_and_store(layer, q, k, v, q_out, work)
 
     def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """As LayerCalls.rope_queries."""
+        """See `LayerCalls.rope_queries`."""
         self._layers.rope_queries(layer, q, q_out, work)
 
     def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
-        """As LayerCalls.finish."""
+        """See `LayerCalls.finish`."""
         self._layers.finish(layer, out, gate=gate, undo=undo)
 
     def store_index(self, layer: int, k: Tensor) -> None:
-        """As LayerCalls.store_index."""
+        """See `LayerCalls.store_index`."""
         self._layers.store_index(layer, k)
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """As LayerCalls.select."""
+        """See `LayerCalls.select`."""
         self._layers.select(layer, q, weights)
 
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
-        """As LayerCalls.give_selection."""
+        """See `LayerCalls.give_selection`."""
         self._layers.give_selection(layer, units, counts)
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """As LayerCalls.attend_selected. What attends to a part of the keys is not compared with attention to all."""
+        """See `LayerCalls.attend_selected`. It is not compared, because the reference attends to all keys."""
         self._layers.attend_selected(layer, q, out, lse)
 
 
 class SampledCheck(Generic[Outputs]):
-    """Runs steps, and compares one in `every`. What differs is logged, and counted in the runner's metrics.
+    """Runs steps, and compares one in `every`. Differences are logged, and counted in the runner's metrics.
 
     problems: the runtime's, one for each layer
-    tap:      what the model of the runner calls
-    seed:     of the layers and sequences that are looked at
+    tap:      the layers that the runner's model calls
+    seed:     for the choice of layers and sequences
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class SampledCheck(Generic[Outputs]):
 
     @property
     def counters(self) -> Metrics:
-        """As StepRunner.counters."""
+        """See `StepRunner.counters`."""
         return self._runner.counters
 
     def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
-        """As StepRunner.run. Returns what the step gave, whatever the comparison says."""
+        """See `StepRunner.run`. The comparison does not change the outputs that are returned."""
         outputs = self._runner.run(batch, pad_to)
         self._until_next -= 1
         if self._until_next == 0:
@@ -170,7 +170,7 @@ class SampledCheck(Generic[Outputs]):
         logging.getLogger(__name__).warning("sampled check: %s", finding)
 
     def _wrong_seqs(self, batch: StepBatch, layer: int, q: Tensor, out: Tensor) -> list[int]:
-        """Sequences, among a few, whose last new tokens in a layer are not the oracle's."""
+        """Sequences, among a few, whose last new tokens in a layer differ from the reference."""
         runtime, table = self._runtime, self._runtime.table
         space = runtime.pool.space_of_layer(layer)
         of_step = LayerOfStep(

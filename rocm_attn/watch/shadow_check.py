@@ -1,7 +1,7 @@
-"""shadow_check: one layer of one step over an engine's storage against the oracle, on demand.
+"""shadow_check: compares one layer of one step over an engine's storage with the reference, on demand.
 
-The pages are looked up in the table that the layer's kernel has read, so a table or a slot that is wrong shows as well
-as a kernel that is.
+The pages are looked up in the table that the layer's kernel has read, so that a wrong table or slot shows as well as a
+wrong kernel.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def shadow_check(
     most_tokens: int = MOST_TOKENS,
     seed: int = 0,
 ) -> list[int]:
-    """Sequences of the step that is running, among a few, whose last new tokens are not the oracle's in a layer.
+    """Sequences of the running step, among a few, whose last new tokens differ from the reference in a layer.
 
-    For after attend(layer, q, out), outside of graphs: it waits for the device. Not for masked steps.
+    For use after attend(layer, q, out), outside of graphs: it waits for the device. Not for masked steps.
 
-    most_seqs:   sequences that are looked at, chosen by seed
-    most_tokens: of each, so many of its last new tokens
+    most_seqs:   sequences that are compared, chosen by seed
+    most_tokens: last new tokens of each sequence that are compared
     Raises WrongState, BadTensor.
     """
     run = attention.gate.running()

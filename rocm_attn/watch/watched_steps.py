@@ -20,7 +20,7 @@ class WatchedSteps(Generic[Outputs]):
         self._num_steps = 0
 
     def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
-        """As StepRunner.run."""
+        """See `StepRunner.run`."""
         self._num_steps += 1
         with self._watchdog.watch(f"step {self._num_steps} ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
             return self._steps.run(batch, pad_to)

@@ -1,4 +1,4 @@
-"""What is wrong with an installation or a machine, and how to put it right: `rocm-attn doctor`."""
+"""Finds faults of an installation or a machine and says how to fix them: `rocm-attn doctor`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 
 
 def run(options: argparse.Namespace) -> None:
-    """As command.run."""
-    # Here, because Python runs `-m rocm_attn.cli.doctor.probe` after this file, and warns of a module that it has read.
+    """See `command.run`."""
+    # Imported here: Python runs `-m rocm_attn.cli.doctor.probe` after this file, and warns of a module that is loaded.
     from rocm_attn.cli.doctor import command
 
     command.run(options)

@@ -1,4 +1,4 @@
-"""Where AITER is and what it has compiled, read from its files: importing it would compile and ask the GPU."""
+"""Where AITER is and what it has compiled, read from its files: importing it would compile code and use the GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from rocm_attn.cli.doctor.machine import AiterCopy, AiterModule, ImportFailure
 from rocm_attn.cli.doctor.probe import probe
 
-# What a provider may call.
+# Functions that a provider may call.
 ENTRY_POINTS = (
     "flash_attn_varlen_func",
     "mha_batch_prefill_func",
@@ -26,10 +26,10 @@ ENTRY_POINTS = (
     "unified_attention",
 )
 
-# Of an entry in a bundle of device code, as in "hipv4-amdgcn-amd-amdhsa--gfx942".
+# The arch of an entry in a bundle of device code, such as "hipv4-amdgcn-amd-amdhsa--gfx942".
 _OFFLOAD_ARCH = re.compile(rb"amdhsa--(gfx[0-9a-z]+)")
 
-# A younger lock may be in the middle of being made.
+# A younger lock may be just about to be made.
 _LOCK_AGE_S = 60.0
 
 
@@ -44,7 +44,7 @@ def aiter_copies() -> tuple[AiterCopy, ...]:
 
 
 def read_copy(folder: Path) -> AiterCopy:
-    """One folder `aiter`."""
+    """Reads one folder `aiter`."""
     is_amds = (folder / "ops").is_dir() and (folder / "jit").is_dir()
     return AiterCopy(
         path=str(folder),
@@ -71,16 +71,16 @@ def modules_in(folder: Path, but: Collection[str] = ()) -> tuple[AiterModule, ..
 
 
 def offload_archs(path: Path) -> tuple[str, ...]:
-    """The GPUs that a compiled module holds code for."""
+    """The archs that a compiled module holds code for."""
     if not path.stat().st_size:
         return ()
-    # Mapped, not read: modules reach hundreds of megabytes.
+    # The file is mapped, not read: modules reach hundreds of megabytes.
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return tuple(sorted({found.group(1).decode() for found in _OFFLOAD_ARCH.finditer(content)}))
 
 
 def jit_folder(environment: Mapping[str, str], home: Path, copies: tuple[AiterCopy, ...]) -> Path:
-    """Where AITER puts what it compiles: $AITER_JIT_DIR, else its package if it may write there, else ~/.aiter/jit."""
+    """The folder of AITER's compiled modules: $AITER_JIT_DIR, else its package if it is writable, else ~/.aiter/jit."""
     if environment.get("AITER_JIT_DIR"):
         return Path(environment["AITER_JIT_DIR"])
     for copy in copies[:1]:
@@ -106,7 +106,7 @@ def leftover_locks(jit: Path) -> tuple[str, ...]:
 
 
 def _files_in(folder: Path, pattern: str) -> list[Path]:
-    """In order; none of a folder that is not there, or that this user may not look into: glob() raises there."""
+    """The files, sorted. None if the folder is missing or not readable for this user, for which glob() raises."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -121,9 +121,9 @@ def _is_leftover(path: Path) -> bool:
         lines = path.read_text().splitlines()
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # held, released in the meantime, or not ours to read
+    except OSError:  # held, released in the meantime, or not readable for this user
         return False
-    # Older releases of AITER hold no lock on the file: there the process that it names must be gone.
+    # Older releases of AITER hold no lock on the file; their lock is left over if the process that it names is gone.
     return not (lines and lines[0].isdigit() and Path("/proc", lines[0]).exists())
 
 

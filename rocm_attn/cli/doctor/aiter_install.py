@@ -1,4 +1,4 @@
-"""Checks of AITER. Nothing here imports it: importing AITER compiles code and asks the GPU."""
+"""Checks of AITER. Nothing here imports it, because importing AITER compiles code and uses the GPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rocm_attn.cli.doctor.finding import Check, Verdict, ok, problem, skipped, w
 from rocm_attn.cli.doctor.machine import AiterCopy, AiterModule, Machine, Release, TorchBuild, release_name, release_of
 
 DISTRIBUTION = "amd-aiter"
-# A project of 2019 that has the name of AITER's module on PyPI.
+# A project of 2019 on PyPI that has the name of AITER's module.
 STRANGER = "aiter"
 
-# v0.1.12 was moved to another commit within hours; what was installed from it answered nonsense (vllm#39485).
+# v0.1.12 was moved to another commit within hours; installations of it returned wrong results (vllm#39485).
 _MOVED_RELEASE = (0, 1, 12)
 
 _INSTALL = (
@@ -40,7 +40,7 @@ def _package(machine: Machine) -> Verdict:
         )
     if copy is None:
         return skipped(_NO_AITER)
-    # Before v0.1.8 AMD's distribution had the stranger's name.
+    # Before v0.1.8, AMD's distribution had the same name as the stranger.
     versions = machine.versions_of(DISTRIBUTION) or stranger
     return ok(f"amd-aiter {versions[0]}" if versions else f"AITER from source in {copy.path}")
 
@@ -79,7 +79,7 @@ def _release(machine: Machine) -> Verdict:
 
 
 def _dotted(name: str) -> Release:
-    """The release that a version's tag names, which may leave the dots out: 7.2, 72 and 720 are (7, 2, ...)."""
+    """The release in the tag of a version, which may leave the dots out: 7.2, 72 and 720 are (7, 2, ...)."""
     if "." in name or len(name) < 2:
         return release_of(name)
     length = 2 if name.startswith("10") else 1

@@ -1,4 +1,4 @@
-"""`rocm-attn doctor`: what is wrong with this installation or this machine, and how to put it right."""
+"""`rocm-attn doctor`: finds faults of this installation or this machine, and says how to fix them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ProblemsFound(RocmAttnError):
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print a finding for each check. Raises ProblemsFound where one is a problem; warnings alone do not."""
+    """Prints a finding for each check. Raises ProblemsFound if one is a problem; warnings alone do not raise."""
     findings = diagnose(read_machine(os.environ), at_build=options.at_build)
     if options.json:
         print(json.dumps([finding.as_dict() for finding in findings], indent=2))
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """A line for each finding, and one below it with what to do."""
+    """A line for each finding, followed by a line with its fix."""
     width = max(len(finding.check.id) for finding in findings)
     text = []
     for finding in findings:

@@ -1,4 +1,4 @@
-"""What a check is and what it says."""
+"""A check of the doctor, and its verdict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rocm_attn.cli.doctor.machine import Machine
 
 
 class Severity(enum.Enum):
-    """A PROBLEM makes wrong results, a crash or a hang likely; a WARNING costs time or may bite later."""
+    """A PROBLEM makes wrong results, a crash or a hang likely; a WARNING costs time or may become a problem later."""
 
     OK = "ok"
     SKIPPED = "skipped"
@@ -20,10 +20,10 @@ class Severity(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one check makes of a machine, in sentences.
+    """The verdict of one check on a machine, in sentences.
 
-    found: what there is
-    fix:   what to do; empty where nothing needs to be done
+    found: what the check found
+    fix:   what to do; empty if nothing needs to be done
     """
 
     severity: Severity
@@ -36,33 +36,33 @@ class Verdict:
 
 
 def ok(found: str) -> Verdict:
-    """Nothing is wrong."""
+    """A verdict: nothing is wrong."""
     return Verdict(Severity.OK, found)
 
 
 def skipped(why: str) -> Verdict:
-    """The check does not apply to this machine."""
+    """A verdict: the check does not apply to this machine."""
     return Verdict(Severity.SKIPPED, why)
 
 
 def warning(found: str, fix: str) -> Verdict:
-    """Something that costs time or may bite later."""
+    """A verdict: something costs time or may become a problem later."""
     return Verdict(Severity.WARNING, found, fix)
 
 
 def problem(found: str, fix: str) -> Verdict:
-    """Something that makes wrong results, a crash or a hang likely."""
+    """A verdict: something makes wrong results, a crash or a hang likely."""
     return Verdict(Severity.PROBLEM, found, fix)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that is known to go wrong.
+    """A check for one known fault.
 
-    looks_at:   what it looks at, in words
-    report:     issues in which it was met, by repository and number
-    at_build:   whether it means something while an image is built, where the GPUs of the later host are not known
-    examine:    looks at a machine
+    looks_at:   what it checks, in words
+    report:     issues that report it, by repository and number
+    at_build:   True if it is meaningful while an image is built, when the GPUs of the later host are not known
+    examine:    checks a machine
     """
 
     id: str
@@ -81,11 +81,11 @@ class Finding:
 
     @property
     def severity(self) -> Severity:
-        """The verdict's."""
+        """The severity of the verdict."""
         return self.verdict.severity
 
     def as_dict(self) -> dict[str, str]:
-        """For JSON."""
+        """The finding for JSON."""
         return {
             "id": self.check.id,
             "looks_at": self.check.looks_at,

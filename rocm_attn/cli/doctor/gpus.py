@@ -63,7 +63,7 @@ def _visible(machine: Machine) -> Verdict:
 
 
 def _beyond_rocr(given: Mapping[str, str]) -> str:
-    """The variable that asks for a GPU which ROCR_VISIBLE_DEVICES leaves out; empty where none does."""
+    """The variable that selects a GPU which ROCR_VISIBLE_DEVICES leaves out; empty if none does."""
     if _ROCR not in given:
         return ""
     left = len(given[_ROCR].split(","))
@@ -82,7 +82,7 @@ def _counted(machine: Machine) -> Verdict:
     listed, counted = len(machine.amd_gpus or machine.nvidia_gpus), machine.torch.num_gpus
     if counted == listed:
         return ok(f"torch counts the {listed} GPUs that the kernel lists")
-    # A container may have been given some of the host's GPUs: the kernel goes on listing all.
+    # A container may have been given some of the host's GPUs, while the kernel still lists all.
     if counted:
         return ok(f"torch counts {counted} of the {listed} GPUs of this host")
     return problem(

@@ -8,7 +8,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.machine.settings import DISABLE_GUARDS, read_settings
 
 _NO_AMD = "no AMD GPU and no torch for ROCm"
-# Docker gives 64 MiB; RCCL and the worker processes of a serving engine take gigabytes.
+# Docker's default is 64 MiB; RCCL and the worker processes of a serving engine take gigabytes.
 _MIN_SHM_BYTES = 8 << 30
 # A model's kernels take tens of megabytes, AITER's modules up to gigabytes.
 _MIN_FREE_BYTES = 4 << 30

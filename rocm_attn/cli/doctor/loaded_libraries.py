@@ -1,8 +1,8 @@
-"""The ROCm libraries that a process has loaded: which files they are, and of which versions.
+"""The ROCm libraries that a process has loaded: their files and their versions.
 
-A wheel of torch may bring its own, and a variable may put the system's in their place. So the files are read from the
-process that has loaded them (/proc/self/maps), and versions are what the libraries themselves say, or what is in their
-names: libhsa-runtime64.so.1.18.70204 is of ROCm 7.2.4.
+A wheel of torch may bring its own, and a variable may replace them by the system's. So the files are read from the
+process that has loaded them (/proc/self/maps). Versions come from the libraries themselves or from their names:
+libhsa-runtime64.so.1.18.70204 is of ROCm 7.2.4.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-# Those that torch links to, and that crash or compute wrong where two of them, or two releases, meet.
+# Libraries that torch links to, and that crash or compute wrong results if two copies or two releases of them meet.
 NAMES = (
     "libamdhip64",
     "libhsa-runtime64",
@@ -36,7 +36,7 @@ _RELEASE_IN_NAME = re.compile(r"(?:^|\.)(\d{1,2})(\d{2})(\d{2})$")
 def loaded_libraries(maps: str) -> list[dict[str, str]]:
     """Facts of a LoadedLibrary for each ROCm library among the files of a process, in the order of NAMES.
 
-    maps: what /proc/self/maps says
+    maps: text of /proc/self/maps
     """
     paths = dict.fromkeys(line.split(maxsplit=5)[5] for line in maps.splitlines() if len(line.split(maxsplit=5)) == 6)
     found = [(match[1], path) for path in paths if (match := _FILE.fullmatch(Path(path).name)) and match[1] in NAMES]
@@ -47,7 +47,7 @@ def _facts(name: str, path: str) -> dict[str, str]:
     soname = soname_of(path)
     version, release = _said_version(name, path), release_in_name(os.path.realpath(path))
     if name == "libamdhip64" and version and not release:
-        # HIP counts as ROCm does; its third number counts builds.
+        # HIP's version counts like ROCm's; its third number counts builds.
         release = ".".join(version.split(".")[:2])
     return {
         "name": name,
@@ -60,7 +60,7 @@ def _facts(name: str, path: str) -> dict[str, str]:
 
 
 def release_in_name(path: str) -> str:
-    """The ROCm release that ends a library's full name, "7.2.4" of x.so.1.18.70204; empty where it has none."""
+    """The ROCm release at the end of a library's full name: "7.2.4" for x.so.1.18.70204; empty if it has none."""
     match = _RELEASE_IN_NAME.search(_version_in_name(path))
     return ".".join(str(int(number)) for number in match.groups()) if match else ""
 
@@ -71,7 +71,7 @@ def _version_in_name(path: str) -> str:
 
 
 def soname_of(path: str) -> str:
-    """The name by which a 64-bit ELF library is linked to; empty where it has none, or is none."""
+    """The name by which a 64-bit ELF library is linked to; empty if it has none, or is no such library."""
     try:
         with open(path, "rb") as file:
             data = file.read()
@@ -81,7 +81,7 @@ def soname_of(path: str) -> str:
 
 
 def _soname(data: bytes) -> str:
-    """Raises struct.error, IndexError, ValueError for what is no such library."""
+    """Reads the soname. Raises struct.error, IndexError, ValueError for data that is no such library."""
     if data[:6] != b"\x7fELF\x02\x01":
         return ""
     table, size, number = struct.unpack_from("<Q", data, 32)[0], *struct.unpack_from("<HH", data, 54)
@@ -100,12 +100,12 @@ def _soname(data: bytes) -> str:
 
 
 def _said_version(name: str, path: str) -> str:
-    """What a library says of itself; empty where it has no such function."""
+    """The version that a library reports; empty if it has no such function."""
     ask = _ASK.get(name)
     if ask is None:
         return ""
     try:
-        # What is loaded already, and nothing else.
+        # Opens only a library that is loaded already.
         return ask(ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD))
     except (OSError, AttributeError):
         return ""
@@ -131,7 +131,7 @@ def _rccl(library: ctypes.CDLL) -> str:
 
 
 def _sizes(function: str, count: int) -> Callable[[ctypes.CDLL], str]:
-    """What a function says that writes numbers of a version to as many pointers to size_t."""
+    """Calls a function that writes the numbers of a version through `count` pointers to size_t."""
 
     def ask(library: ctypes.CDLL) -> str:
         numbers = [ctypes.c_size_t() for _ in range(count)]
@@ -151,7 +151,7 @@ _ASK: Mapping[str, Callable[[ctypes.CDLL], str]] = {
 
 
 def identity_of(path: str) -> str:
-    """What two names of one file have in common; empty where there is no file."""
+    """An identity that all names of one file share; empty if there is no file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -160,7 +160,7 @@ def identity_of(path: str) -> str:
 
 
 def installation_of(path: str) -> str:
-    """Whose a library is, by where it lies."""
+    """The installation that a library belongs to, by its path."""
     parts = Path(path).parts
     if any(part.startswith("_rocm_sdk") for part in parts):
         return "ROCm's Python packages"

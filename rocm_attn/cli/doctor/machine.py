@@ -1,4 +1,4 @@
-"""A machine as the checks of the doctor see it: facts. A test writes one down, reading.py reads the real one."""
+"""A machine as the checks of the doctor see it: facts. Tests write them by hand; reading.py reads the real machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Numbers of a release, as many as are known: (7, 2) or (7, 2, 4).
+# Numbers of a release that are known: (7, 2) or (7, 2, 4).
 Release = tuple[int, ...]
 
 
@@ -17,7 +17,7 @@ class NotInstalled:
 
 @dataclass(frozen=True, slots=True)
 class ImportFailure:
-    """A library that is there and cannot be imported. error: the last line of what Python said."""
+    """A library that is there and cannot be imported. error: the last line of Python's message."""
 
     error: str
 
@@ -26,7 +26,7 @@ class ImportFailure:
 class TorchBuild:
     """The torch that is imported.
 
-    hip, cuda: version that it was built for, empty where it was not
+    hip, cuda: version that it was built for, empty if none
     num_gpus:  GPUs that it counts; counting touches no GPU memory
     """
 
@@ -37,9 +37,9 @@ class TorchBuild:
 
     @property
     def rocm(self) -> Release:
-        """The ROCm release that it was built for: (major, minor, patch) if it says so, else two numbers; () for none.
+        """The ROCm release that it was built for: (major, minor, patch) if known, else two numbers; () for none.
 
-        torch.version.hip does not say more than the minor: its third number counts builds, not patches.
+        torch.version.hip ends with the minor: its third number counts builds, not patches.
         """
         if not self.hip:
             return ()
@@ -56,8 +56,8 @@ class LoadedLibrary:
     name:     without its suffix, "libamdhip64"
     identity: equal for two names of one file
     soname:   the name by which others link to it
-    version:  its own, empty where it is not known
-    rocm:     the release of ROCm that it belongs to, "7.2.4" or "7.2"; empty where it is not known
+    version:  its own, empty if it is not known
+    rocm:     the release of ROCm that it belongs to, "7.2.4" or "7.2"; empty if it is not known
     """
 
     name: str
@@ -70,7 +70,7 @@ class LoadedLibrary:
 
 @dataclass(frozen=True, slots=True)
 class TritonBuild:
-    """The Triton that is imported. backends: "amd", "nvidia" ..., those that it brings a compiler for."""
+    """The Triton that is imported. backends: those that it has a compiler for: "amd", "nvidia" ..."""
 
     version: str
     backends: tuple[str, ...]
@@ -78,7 +78,7 @@ class TritonBuild:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """An installed distribution. name: lower case with dashes; requires: names of what it needs, without extras."""
+    """An installed distribution. name: lower case with dashes; requires: names of its requirements, without extras."""
 
     name: str
     version: str
@@ -91,7 +91,7 @@ class AiterModule:
     """A compiled module of AITER.
 
     archs: GPUs that it holds code for; none for a module of host code only
-    error: what the dynamic linker says, empty where it can be loaded
+    error: message of the dynamic linker, empty if it can be loaded
     built: when, in seconds since the epoch
     """
 
@@ -105,9 +105,9 @@ class AiterModule:
 class AiterCopy:
     """A folder `aiter` on Python's path, the first one being the one that is imported.
 
-    is_amds:      whether it is AMD's library and not another project of that name
+    is_amds:      True if it is AMD's library and not another project of that name
     missing:      attention entry points that its source does not define
-    modules:      those it brought along
+    modules:      modules that it was installed with
     installed:    when, in seconds since the epoch
     """
 
@@ -120,13 +120,13 @@ class AiterCopy:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder that something will write to, or the nearest one above it that exists.
+    """A folder that will be written to, or the nearest folder above it that exists.
 
-    purpose:    what is written there
-    path:       the one that was asked for
-    writable:   whether this user may create files in it
+    purpose:    the data that is written there
+    path:       the folder that was asked for
+    writable:   True if this user may create files in it
     owner:      uid
-    filesystem: "ext4", "nfs4", ...; empty where it is not known
+    filesystem: "ext4", "nfs4", ...; empty if it is not known
     """
 
     purpose: str
@@ -140,7 +140,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceNode:
-    """A device file. usable: whether this user may read and write it."""
+    """A device file. usable: True if this user may read and write it."""
 
     path: str
     usable: bool
@@ -149,7 +149,7 @@ class DeviceNode:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Who runs this process."""
+    """The user who runs this process."""
 
     uid: int
     gids: frozenset[int]
@@ -157,13 +157,13 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Everything that the checks look at.
+    """All facts that the checks use.
 
     distributions:   in the order in which Python finds them
     loaded:          the ROCm libraries of a process that has imported torch for ROCm, or why they are not known
-    named_hip:       the file that TRITON_LIBHIP_PATH names, as LoadedLibrary.identity; empty where there is none
-    driver:          the version of the amdgpu driver; empty where it says none
-    rocm:            the system's ROCm release, () where there is none
+    named_hip:       the file that TRITON_LIBHIP_PATH names, as LoadedLibrary.identity; empty if there is none
+    driver:          the version of the amdgpu driver; empty if it reports none
+    rocm:            the system's ROCm release, () if there is none
     amd_gpus:        archs of the GPUs that the kernel driver lists, whether or not this process may use them
     nvidia_gpus:     names, likewise
     nodes:           /dev/kfd and the render nodes
@@ -172,11 +172,11 @@ class Machine:
     aiter_linked:    names of the modules of its package that are linked into that folder
     leftover_locks:  lock files of AITER builds that no process holds
     folders:         caches
-    c_compiler:      path of a C compiler, empty where there is none
-    python_headers:  whether Python.h is there
-    hipcc:           path, empty where there is none
-    numa_balancing:  what the kernel says, empty where it says nothing
-    shm_bytes:       size of /dev/shm, 0 where there is none
+    c_compiler:      path of a C compiler, empty if there is none
+    python_headers:  True if Python.h is there
+    hipcc:           path, empty if there is none
+    numa_balancing:  the kernel's setting, empty if it reports none
+    shm_bytes:       size of /dev/shm, 0 if there is none
     """
 
     python: str
@@ -206,22 +206,22 @@ class Machine:
 
     @property
     def torch_rocm(self) -> Release:
-        """The ROCm release of torch, () where torch is not built for one."""
+        """The ROCm release of torch, () if torch is not built for one."""
         return self.torch.rocm if isinstance(self.torch, TorchBuild) else ()
 
     @property
     def is_amd(self) -> bool:
-        """Whether AMD GPUs are, or are to be, used here."""
+        """True if AMD GPUs are used here, or are to be."""
         return bool(self.amd_gpus or self.torch_rocm)
 
     @property
     def has_gpu(self) -> bool:
-        """Whether the kernel knows a GPU of either make."""
+        """True if the kernel lists a GPU of either vendor."""
         return bool(self.amd_gpus or self.nvidia_gpus)
 
     @property
     def imported_aiter(self) -> AiterCopy | None:
-        """The folder that `import aiter` finds, None where there is none."""
+        """The folder that `import aiter` finds, None if there is none."""
         return self.aiter[0] if self.aiter else None
 
     def versions_of(self, name: str) -> tuple[str, ...]:
@@ -230,11 +230,11 @@ class Machine:
 
 
 def release_of(text: str) -> Release:
-    """The dotted numbers that a version starts with: "7.2.4-93" is (7, 2, 4); () where there are none."""
+    """The dotted numbers that a version starts with: "7.2.4-93" is (7, 2, 4); () if there are none."""
     found = re.match(r"\d+(?:\.\d+)*", text.strip())
     return tuple(int(number) for number in found.group().split(".")) if found else ()
 
 
 def release_name(release: Release) -> str:
-    """(7, 2, 4) is "7.2.4"."""
+    """The release as text: (7, 2, 4) is "7.2.4"."""
     return ".".join(str(number) for number in release)

@@ -1,9 +1,9 @@
-"""What can only be found out by importing or loading, in a process of its own: it may fail, crash or take long.
+"""Imports and loads libraries in a process of its own, because that may fail, crash or take long.
 
     python -m rocm_attn.cli.doctor.probe torch | triton | loaded | modules PATH...
 
-prints one JSON object: a library's facts, the ROCm libraries that torch has loaded, or {path: what the dynamic linker
-says} of modules. No GPU memory is touched.
+prints one JSON object: a library's facts, the ROCm libraries that torch has loaded, or {path: message of the dynamic
+linker} for modules. No GPU memory is touched.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rocm_attn.cli.doctor.loaded_libraries import loaded_libraries
 from rocm_attn.cli.doctor.machine import ImportFailure
 
 _TIMEOUT_S = 120
-_ROOT = Path(__file__).parents[3]  # that rocm_attn is imported from
+_ROOT = Path(__file__).parents[3]  # the folder that rocm_attn is imported from
 
 
 def probe(*arguments: str) -> dict[str, Any] | ImportFailure:
-    """What the probe prints, or why it could not."""
+    """Runs the probe and returns the object that it prints, or why there is none."""
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         done = subprocess.run(
@@ -43,7 +43,7 @@ def probe(*arguments: str) -> dict[str, Any] | ImportFailure:
         return ImportFailure(f"the process was ended by signal {-done.returncode}")
     if done.returncode:
         return ImportFailure((done.stderr.strip().splitlines() or ["it failed without a word"])[-1])
-    # The library may have printed something of its own before.
+    # The library may have printed text of its own before.
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return facts
 
@@ -69,7 +69,7 @@ def _loaded() -> dict[str, object]:
 
 
 def _modules(paths: Sequence[str]) -> dict[str, object]:
-    importlib.import_module("torch")  # which brings the libraries that modules expect to be loaded already
+    importlib.import_module("torch")  # torch loads the libraries that modules expect to be loaded already
     errors = {}
     for path in paths:
         try:

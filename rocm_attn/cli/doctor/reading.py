@@ -1,4 +1,4 @@
-"""Reads the real machine. What belongs to the system is looked up under a root folder, so that a test can build one."""
+"""Reads the real machine. System files are read under a root folder, so that a test can build one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NVIDIA_NODE = re.compile(r"nvidia\d+")
 
 
 def read_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Machine:
-    """Everything that the checks look at."""
+    """Reads all facts that the checks use."""
     home = Path(environment.get("HOME", str(Path.home())))
     distributions = tuple(read_distributions())
     torch, copies = _torch(), aiter_copies()
@@ -82,7 +82,10 @@ def _node_number(properties: Path) -> int:
 
 
 def _arch_of(version: int) -> str:
-    """90402 is gfx942, 90010 is gfx90a: two decimal digits each for the minor number and the stepping, in hex."""
+    """The arch of a version: 90402 is gfx942, 90010 is gfx90a.
+
+    The minor number and the stepping are two decimal digits each, written in hex.
+    """
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
 
 
@@ -110,13 +113,13 @@ def read_nodes(root: Path) -> tuple[DeviceNode, ...]:
 
 
 def read_rocm(environment: Mapping[str, str], root: Path, distributions: tuple[Distribution, ...]) -> Release:
-    """The system's ROCm release; from ROCm 10 on it may be a Python distribution."""
+    """The system's ROCm release; since ROCm 10 it may be a Python distribution."""
     release = release_of(_text(_rocm_home(environment, root) / ".info/version"))
     return release or next((release_of(d.version) for d in distributions if d.name == "rocm-sdk-core"), ())
 
 
 def read_distributions() -> Iterator[Distribution]:
-    """Every installed distribution once for each place where it is."""
+    """Yields every installed distribution, once for each place where it is."""
     seen = set()
     for found in importlib.metadata.distributions():
         name, location = found.metadata["Name"], str(found.locate_file(""))
@@ -127,8 +130,8 @@ def read_distributions() -> Iterator[Distribution]:
 
 
 def read_folder(purpose: str, path: Path, root: Path = Path("/")) -> Folder:
-    """A folder, or the nearest one above it that this user can see: there it would be made."""
-    # Path.exists() raises in a folder that is closed to this user, in Python 3.11 at least.
+    """Reads a folder, or the nearest one above it that this user can see, in which it would be made."""
+    # Path.exists() raises in a folder that this user may not read, in Python 3.11 at least.
     there = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     status = there.stat()
     return Folder(
@@ -160,7 +163,7 @@ def _caches(
 
 
 def _modules_of_cache(jit: Path, packages: list[Path], linked: tuple[str, ...]) -> tuple[AiterModule, ...]:
-    """The modules of the cache but those that are the package's, unless AITER compiles into its own package."""
+    """The modules of the cache without those of the package, unless AITER compiles into its own package."""
     if any(jit.is_relative_to(package) for package in packages):
         return ()
     return modules_in(jit, but=linked)
@@ -174,7 +177,7 @@ def _torch() -> TorchBuild | ImportFailure | NotInstalled:
 
 
 def _loaded(torch: TorchBuild | ImportFailure | NotInstalled) -> tuple[LoadedLibrary, ...] | ImportFailure:
-    """In a process of their own: what they are asked for their versions may fail."""
+    """The loaded libraries, read in another process, because asking them for their versions may fail."""
     if not isinstance(torch, TorchBuild) or not torch.hip:
         return ()
     facts = probe("loaded")
@@ -218,7 +221,7 @@ def _size_of(path: Path) -> int:
 
 
 def _text(path: Path) -> str:
-    """What a small file holds; empty where it cannot be read."""
+    """The text of a small file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

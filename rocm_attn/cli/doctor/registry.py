@@ -1,4 +1,4 @@
-"""Every check, in the order in which a reader can act on them, and what they say of a machine."""
+"""Every check, in the order in which a reader can act on them, and their findings on a machine."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ CHECKS: tuple[Check, ...] = (
 
 
 def diagnose(machine: Machine, *, at_build: bool = False) -> tuple[Finding, ...]:
-    """What every check says of a machine; at_build: only those that mean something while an image is built."""
+    """The findings of all checks on a machine; at_build: only of those that are meaningful while an image is built."""
     return tuple(Finding(check, check.examine(machine)) for check in CHECKS if check.at_build or not at_build)

@@ -92,7 +92,7 @@ def _triton_hip(machine: Machine) -> Verdict:
 
 
 def _loaded_twice(loaded: Sequence[LoadedLibrary]) -> str:
-    """Paths of the first library of which two different files are loaded; empty where there is none."""
+    """Paths of the first library of which two different files are loaded; empty if there is none."""
     for library in loaded:
         others = [each.path for each in loaded if each.name == library.name and each.identity != library.identity]
         if others:
@@ -101,7 +101,7 @@ def _loaded_twice(loaded: Sequence[LoadedLibrary]) -> str:
 
 
 def _release(library: LoadedLibrary) -> Release:
-    """Major and minor of its ROCm release; () where it is not known."""
+    """Major and minor of its ROCm release; () if it is not known."""
     return release_of(library.rocm)[:2]
 
 

@@ -89,7 +89,7 @@ def _rocm_release(machine: Machine) -> Verdict:
 
 
 def _full_release(machine: Machine) -> Release:
-    """The release that torch runs on: torch's, with the patch from the system where torch does not know its own."""
+    """The release that torch runs on: torch's, with the system's patch number if torch does not know its own."""
     torch, system = machine.torch_rocm, machine.rocm
     if not torch or (len(torch) < 3 and system[:2] == torch[:2]):
         return system

@@ -1,4 +1,4 @@
-"""Checks of Triton and of what it needs to compile."""
+"""Checks of Triton and of its requirements for compiling."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Compiles candidates ahead of their turn, on all cores, in processes that touch no GPU.
 
 A candidate's kernels are compiled into Triton's cache over empty tensors of the sizes that will be timed. The process
-that times them finds them there, and nothing else runs on the GPU meanwhile. A compiler that ends its process ends that
-one alone: its candidate has no time, and a sentence.
+that times them finds them there, and nothing else runs on the GPU meanwhile. If a compiler ends its process, only that
+process ends: its candidate gets no time, and a sentence that says why.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Asked = tuple[Job, Tiles]
 
 @dataclass
 class _Worker:
-    """A process that compiles. asked: what it is at; None where it waits"""
+    """A process that compiles. asked: its present task; None while it waits"""
 
     process: BaseProcess
     ours: Connection
@@ -36,9 +36,9 @@ class _Worker:
 
 
 class CompiledAhead:
-    """A bench whose candidates are compiled before they are judged there.
+    """A bench whose candidates are compiled before it judges them.
 
-    bench:   where they are judged and timed
+    bench:   the bench that judges and times them
     workers: processes that compile; at least 1
     steps:   the steps of a job that the bench makes
     """
@@ -48,17 +48,17 @@ class CompiledAhead:
         self._context = multiprocessing.get_context("spawn")
         self._workers = [self._start() for _ in range(workers)]
         self._queue: deque[Asked] = deque()
-        # What is done, with why it was not; empty where it was.
+        # Finished tasks, each with the reason why it failed, or "".
         self._done: dict[Asked, str] = {}
 
     def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
-        """As Bench: these in place of what was expected and is not begun."""
+        """See `Bench.expect`. These replace candidates that were expected before and are not begun."""
         at = {worker.asked for worker in self._workers}
         self._queue = deque((job, each) for each in tiles if (job, each) not in self._done and (job, each) not in at)
         self._hand_out()
 
     def judge(self, job: Job, tiles: Tiles) -> Judged:
-        """As Bench."""
+        """See `Bench.judge`."""
         asked = job, tiles
         if asked not in self._done and asked not in {worker.asked for worker in self._workers}:
             if asked in self._queue:
@@ -69,11 +69,11 @@ class CompiledAhead:
         return Judged(self._done[asked]) if self._done[asked] else self._bench.judge(job, tiles)
 
     def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
-        """As Bench."""
+        """See `Bench.times`."""
         return self._bench.times(job, both, rounds)
 
     def close(self) -> None:
-        """End the processes."""
+        """Ends the processes."""
         for worker in self._workers:
             worker.process.kill()
             worker.process.join()
@@ -97,7 +97,7 @@ class CompiledAhead:
                     self._ended(number)
 
     def _turn(self) -> None:
-        """Wait until some worker is done, or ended, and hand out what is next."""
+        """Waits until a worker is done or has ended, and hands out the next tasks."""
         self._hand_out()
         waiting = {id(worker.ours): number for number, worker in enumerate(self._workers) if worker.asked is not None}
         for connection in wait([self._workers[number].ours for number in waiting.values()]):
@@ -114,7 +114,7 @@ class CompiledAhead:
         self._hand_out()
 
     def _ended(self, number: int) -> None:
-        """A worker's process is gone, with what it was at: another one takes its place."""
+        """Replaces a worker whose process has ended during a task."""
         worker = self._workers[number]
         assert worker.asked is not None
         worker.process.join()
@@ -124,12 +124,12 @@ class CompiledAhead:
 
 
 def _compile_all(connection: Connection, target: Target, steps: Steps) -> None:
-    """The work of a process: compile what comes, until the other end is closed."""
-    # Here, because it imports Triton.
+    """The loop of a process: compiles tasks until the other end is closed."""
+    # Imported here, because it imports Triton.
     from rocm_attn.kernels.compile_only import AbsentGpu, compile_only
     from rocm_attn.kernels.launch import observe_launches
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked answers it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles the signal
     torch.set_num_threads(1)
     gpu = AbsentGpu(target.arch, target.compute_units, target.wave_size, target.lds_bytes)
     with compile_only(gpu), observe_launches(_launch):
@@ -147,9 +147,9 @@ def _launch(launch: Callable[[], object]) -> None:
 
 
 def compile_tiles(job: Job, tiles: Tiles, target: Target, steps: Steps) -> None:
-    """Launch a candidate's kernels on empty tensors of the CPU, as they will be launched on the GPU's.
+    """Launches a candidate's kernels on empty tensors of the CPU, with the launches that the GPU will run.
 
-    What fails here fails there with its sentence.
+    A candidate that fails here also fails on the GPU, where its error is reported.
     """
     for step in steps.of(job):
         data = step.empty(job.problem)

@@ -1,8 +1,8 @@
-"""Where candidates run: the kernel that select() binds with their tiles, over random pages, on this machine's device.
+"""Runs candidates: the kernel that select() binds with their tiles, over random pages, on this machine's device.
 
-A candidate is judged on steps whose lengths lie about the edges of pages and tiles, with and without cached tokens, of
-every kind of step that its row would serve, and on the shapes that are timed. Then it is timed on those, over sets of
-pages that no cache holds at the same time.
+A candidate is judged on steps whose lengths lie around the edges of pages and tiles, with and without cached tokens,
+for every kind of step that its row would serve, and on the shapes that are timed. Then it is timed on those, over sets
+of pages that no cache holds at the same time.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.providers.select import select
 
-# Twice the largest cache that a GPU has beside its memory: AMD's Infinity Cache of 256 MiB.
+# Twice the largest cache of a GPU apart from its memory: AMD's Infinity Cache of 256 MiB.
 _PAST_CACHES = 512 << 20
 _MOST_SETS = 32
-# New tokens of a sequence, at most, whose steps have rows of their own.
+# The most new tokens of a sequence for which steps have rows of their own.
 _MOST_SHORT = 65
 _ON_TRIAL = Provenance("on trial", "", 0, "", "", "", "", "", "", (), 0, 0.0, 0.0, 0.0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """A step that candidates run. sets: of pages; is_edge: whether it is judged alone, with its log-sum-exp"""
+    """A step that candidates run. sets: number of page sets; is_edge: True if it is only judged, with log-sum-exp"""
 
     lengths: Lengths
     sets: int
     is_edge: bool
 
     def random(self, problem: Problem, device: torch.device) -> StepData:
-        """With data."""
+        """The step with random data."""
         return StepData.random(problem, self.lengths, sets=self.sets, device=device, lse=self.is_edge)
 
     def empty(self, problem: Problem) -> StepData:
-        """Without, on the CPU."""
+        """The step without data, on the CPU."""
         return StepData.empty(problem, self.lengths, sets=self.sets, device=torch.device("cpu"), lse=self.is_edge)
 
 
@@ -59,7 +59,7 @@ class StepSizes:
 class Steps:
     """The steps of a job.
 
-    edges: those that every candidate is judged on, whatever shapes are timed
+    edges: steps that every candidate is judged on, for any timed shapes
     apart: bytes of K and V that lie between two uses of a page of a timed step
     """
 
@@ -67,7 +67,7 @@ class Steps:
     apart: int = _PAST_CACHES
 
     def of(self, job: Job) -> list[StepSizes]:
-        """The edges, then what is timed."""
+        """The edges, then the timed steps."""
         timed = [Lengths((each.kv_len,) * each.num_seqs, (each.q_len,) * each.num_seqs) for each in job.shapes]
         return [
             *(StepSizes(lengths, 1, is_edge=True) for lengths in self.edges(job)),
@@ -76,7 +76,7 @@ class Steps:
 
 
 class LayerBench:
-    """Judges and times on a device. timer: what takes samples there; steps: what it makes of a job"""
+    """Judges and times candidates on a device. timer: takes samples there; steps: makes the steps of a job"""
 
     def __init__(self, device: torch.device, target: Target, timer: Timer, steps: Steps) -> None:
         self._device, self._target, self._timer, self._steps = device, target, timer, steps
@@ -86,10 +86,10 @@ class LayerBench:
         self._in_use: tuple[Tiles, list[Sample]] | None = None
 
     def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
-        """As Bench: nothing is done ahead."""
+        """See `Bench.expect`. Does nothing ahead."""
 
     def judge(self, job: Job, tiles: Tiles) -> Judged:
-        """As Bench."""
+        """See `Bench.judge`."""
         self._take(job)
         spilled = 0
         every = [(data, range(len(data.lengths.q_len))) for data in self._edges]
@@ -102,7 +102,7 @@ class LayerBench:
         return Judged("", spilled)
 
     def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
-        """As Bench."""
+        """See `Bench.times`."""
         self._take(job)
         in_use, tiles = both
         if self._in_use is None or self._in_use[0] != in_use:
@@ -112,7 +112,7 @@ class LayerBench:
         return [of_round[0] for of_round in taken], [of_round[1] for of_round in taken]
 
     def _take(self, job: Job) -> None:
-        """Make the steps of a job, in place of another one's."""
+        """Makes the steps of a job, which replace those of another job."""
         if self._job == job:
             return
         self._edges, self._timed, self._in_use = [], [], None
@@ -121,7 +121,7 @@ class LayerBench:
             (self._edges if step.is_edge else self._timed).append(step.random(job.problem, self._device))
 
     def _run(self, job: Job, tiles: Tiles, data: StepData, seqs: Sequence[int]) -> tuple[str, int]:
-        """What is wrong with a candidate on a step, and the registers that it spills."""
+        """Runs a candidate on a step. Returns what is wrong with it, and the number of registers that it spills."""
         kernel = kernel_of(job, tiles, data, self._target)
         if str(tiles) not in kernel.describe():
             name = kernel.describe().partition("(")[0]
@@ -152,7 +152,7 @@ class LayerBench:
         wait_for_device(self._device)
 
     def _check_device(self, failure: Exception) -> None:
-        """Raises SearchEnded where the device does nothing any more."""
+        """Raises SearchEnded if the device does not work any more."""
         try:
             torch.ones(8, device=self._device).sum().item()
         except RuntimeError:
@@ -163,7 +163,7 @@ class LayerBench:
 
 
 def kernel_of(job: Job, tiles: Tiles, data: StepData, target: Target) -> BoundKernel:
-    """What would serve a step of the layer, were these tiles measured."""
+    """The kernel that would serve a step of the layer if these tiles were measured."""
     problem = replace(job.problem, wants_lse=data.lse is not None)
     selection = select(problem, replace(target, measured=(job.row(tiles, _ON_TRIAL),)), "triton")
     bound = selection.kernel(data.lengths.kind).bound
@@ -171,17 +171,17 @@ def kernel_of(job: Job, tiles: Tiles, data: StepData, target: Target) -> BoundKe
 
 
 def _attend_all(kernel: BoundKernel, runs: Sequence[tuple[AttendArgs, StepTensors]], bounds: StepBounds) -> None:
-    """A layer over each set of pages."""
+    """Runs a layer over each set of pages."""
     for args, step in runs:
         kernel.attend(args, step, bounds)
 
 
 def edges_of(job: Job) -> list[Lengths]:
-    """Steps whose sequences end about the edges of pages and of key blocks, of every kind that the row serves."""
+    """Steps whose sequences end around the edges of pages and key blocks, of every kind that the row serves."""
     page = job.problem.page_size
     kv_len = (1, 2, page, page + 1, 63, 64, 65, 129, 300, 777)
     decode = Lengths(kv_len, (1,) * len(kv_len))
-    # So many that a step is none of those with fewer new tokens, which have rows of their own.
+    # Enough new tokens that no step is one of those with fewer, which have rows of their own.
     least = 2 * min(_MOST_SHORT, *(shape.q_len for shape in job.shapes))
     longest = max(48, least) if job.max_rows == ANY_ROWS else max(2, job.max_rows // job.problem.gqa_ratio)
     new = tuple(max(2, longest - seq % 3) if seq % 4 else 2 for seq in range(len(kv_len)))
@@ -192,7 +192,7 @@ def edges_of(job: Job) -> list[Lengths]:
 
 
 def sets_of(job: Job, num_tokens: int, apart: int) -> int:
-    """Sets of pages of a step, so that one is out of the caches before it is read again."""
+    """Number of page sets of a step, so that a set has left the caches before it is read again."""
     problem = job.problem
     dims = problem.head_dim + (0 if "latent" in job.table.value else problem.v_head_dim)
     num_bytes = num_tokens * problem.num_kv_heads * dims * problem.page_format.encoding.dtype.itemsize

@@ -1,7 +1,7 @@
 """The tiles that are tried in place of a table's row: those that differ from it in one field, then those in two.
 
-What two fields do together follows mostly from what each does alone, so that pairs come later and are left out where
-one of the two changes was bad. Tiles that no kernel takes, or whose loads in flight do not fit LDS, are not listed.
+The effect of two changes together follows mostly from the effects of each alone. So pairs come later, and are left out
+if one of the two changes was bad. Tiles that no kernel takes, or whose loads in flight do not fit LDS, are not listed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rocm_attn.providers.tiles import codes_of, layer_of
 Change = tuple[str, object]
 Values = Mapping[str, tuple[object, ...]]
 
-# In place of changes, of what serves without a search.
+# Takes the place of changes for the row that serves without a search.
 IN_USE: Change = ("the row", "in use")
 _WARPS, _STAGES, _KEYS = (1, 2, 4, 8), (1, 2, 3, 4), (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Tiles, and in what they differ from those of the table's row."""
+    """Tiles, and their differences from the tiles of the table's row."""
 
     tiles: Tiles
     changes: tuple[Change, ...]
@@ -39,9 +39,9 @@ class Candidate:
 
 
 def candidates(job: Job, target: Target) -> list[Candidate]:
-    """All that are tried for a job, in order; the row in use is not among them, and the table's where it is not that.
+    """All candidates of a job, in order, without the row in use.
 
-    Another kernel's row is in use: the table's own is the first one that is tried.
+    If the row in use is another kernel's, the table's own row is the first candidate.
     """
     values = _values(job, target)
     single: list[Change] = [
@@ -64,7 +64,7 @@ def _changed(tiles: Tiles, changes: tuple[Change, ...]) -> Candidate:
 
 
 def _values(job: Job, target: Target) -> Values:
-    """What each field may be: those that change a kernel's time and not what it is."""
+    """The values of each field that may be tried: only fields that change a kernel's time and not its results."""
     values = dict(_values_of(job))
     if target.is_amd:
         values["waves_per_eu"] = (0, 1, 2, 3)
@@ -115,23 +115,23 @@ def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
 
 
 def _heads_at_once(problem: Problem) -> tuple[int, ...]:
-    """KV heads that can be read as one: whole parts of them, of up to 256 columns."""
+    """Numbers of KV heads that can be read as one: divisors of all heads, with up to 256 columns."""
     heads = range(1, min(16, problem.num_kv_heads) + 1)
     return tuple(n for n in heads if problem.num_kv_heads % n == 0 and (n == 1 or n * problem.head_dim <= 256))
 
 
 def _dim_blocks(problem: Problem, heads: int) -> tuple[int, ...]:
-    """Columns that cut the elements of so many heads that are read as one into several blocks."""
+    """Columns per block that cut the elements of `heads` heads, read as one, into several blocks."""
     columns = max(problem.head_dim, problem.v_head_dim) * heads
     return tuple(block for block in (32, 64, 128) if block < columns)
 
 
 def _fits(tiles: Tiles, problem: Problem, lds_bytes: int) -> bool:
-    """Whether the key blocks whose loads are in flight fit LDS; what a compiler keeps there besides is not known."""
+    """True if the key blocks whose loads are in flight fit LDS; other data of the compiler in LDS is not known."""
     if isinstance(tiles, CdnaTiles):
         return True  # its blocks are in registers
     heads = 1 if isinstance(tiles, LatentTiles) else tiles.heads_per_row
-    # Over a latent pool V is a part of K.
+    # In a latent pool V is a part of K.
     dims = problem.head_dim + (0 if isinstance(tiles, LatentTiles) else problem.v_head_dim)
     in_flight = (tiles.num_stages - 1) * tiles.key_block * dims * heads * problem.page_format.encoding.dtype.itemsize
     return not lds_bytes or in_flight <= lds_bytes

@@ -1,4 +1,4 @@
-"""`rocm-attn tune`: search faster tiles for a model's layers on this GPU, and keep them where runtimes look."""
+"""`rocm-attn tune`: searches faster tiles for a model's layers on this GPU, and keeps them where runtimes look."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _GEOMETRY = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Search for options.config and print what was found, or with options.dry_run what would be tried."""
+    """Searches for options.config and prints the findings; with options.dry_run, prints what would be tried."""
     if options.dry_run:
         target = target_elsewhere(options.arch or "gfx942")
         problems = problems_of(options, target)
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
         raise BadSetting("there is no GPU whose times could be taken; --dry-run lists what would be tried on one")
     if target.releases.triton == UNKNOWN:
         raise BadSetting("the installed Triton's release is not known, and a row serves one release; install triton")
-    # Here, because it captures graphs of a GPU.
+    # Imported here, because it captures graphs of a GPU.
     from rocm_attn.cli.tune.ahead import CompiledAhead
     from rocm_attn.cli.tune.bench import LayerBench, Steps, edges_of
     from rocm_attn.cli.tune.timer import GraphTimer
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def tune(options: argparse.Namespace, target: Target, device: str, bench: Bench) -> None:
-    """Search on a bench. device: its name"""
+    """Searches on a bench. device: its name"""
     place = output_place(options.output)
     file = TuningFile.read(place) if place.exists() else TuningFile()
     problems = problems_of(options, target)
@@ -89,7 +89,7 @@ def tune(options: argparse.Namespace, target: Target, device: str, bench: Bench)
 
 
 class _Run:
-    """What a search has found so far, and the file that it is kept in."""
+    """The findings of a search so far, and the file that they are kept in."""
 
     def __init__(self, file: TuningFile, place: Path, facts: dict[str, str]) -> None:
         self._file, self._place, self._facts = file, place, facts
@@ -97,7 +97,7 @@ class _Run:
         self._tried: list[Tried] = []
 
     def kept(self, job: Job) -> MeasuredRow | None:
-        """What an earlier search kept for the job, at the same shapes and with the same software."""
+        """The row that an earlier search kept for the job, at the same shapes and with the same software, or None."""
         for row in self._file.rows:
             is_same = all(str(getattr(row.measured, name)) == fact for name, fact in self._facts.items())
             shapes = tuple(times.shape for times in row.measured.shapes)
@@ -106,7 +106,7 @@ class _Run:
         return None
 
     def keep(self, job: Job, found: Found) -> None:
-        """Write a row into the file. Raises BadSetting."""
+        """Writes a row into the file. Raises BadSetting."""
         times = zip(job.shapes, found.gain.in_use_us, found.gain.us, strict=True)
         facts: dict[str, Any] = {**self._facts, "compute_units": int(self._facts["compute_units"])}
         measured = Provenance(
@@ -122,11 +122,11 @@ class _Run:
         row = job.row(found.candidate.tiles, measured)
         self._file = self._file.with_row(row)
         self._file.write(self._place)
-        # What another kernel's tiles were beaten by is not told twice.
+        # Rows of other kernels that this row replaces are not reported.
         self._found = {name: old for name, old in self._found.items() if old in self._file.rows} | {str(job): row}
 
     def took(self, tried: Tried) -> None:
-        """Say what became of a candidate."""
+        """Reports the trial of a candidate."""
         if not self._tried or self._tried[-1].job != tried.job:
             say(str(tried.job))
         again = " (from an earlier search)" if tried.was_known else ""
@@ -134,7 +134,7 @@ class _Run:
         self._tried.append(tried)
 
     def report(self, in_json: bool, *, was_enough: bool) -> None:
-        """What was found, on stdout."""
+        """Prints the findings on stdout."""
         failed = [tried for tried in self._tried if tried.trial.outcome != TIMED]
         if in_json:
             rows = [as_json(row) for row in self._found.values()]
@@ -186,7 +186,7 @@ def output_place(named: str | None) -> Path:
 
 
 def facts_of(target: Target, device: str) -> dict[str, str]:
-    """What a time hangs on beside tiles and shapes, as Provenance has it."""
+    """The facts that a time depends on in addition to tiles and shapes, with the names of Provenance."""
     return {
         "device": device,
         "arch": target.arch,
@@ -207,7 +207,7 @@ def _version() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that this file belongs to; "unknown" where it is none of its own."""
+    """The commit of the checkout that this file belongs to; "unknown" if it is not part of one."""
     here = Path(__file__).resolve()
     git = ("git", "-C", str(here.parent))
     try:
@@ -223,7 +223,7 @@ def _shapes(options: argparse.Namespace) -> Sequence[Any]:
 
 
 def _not_served(problems: Sequence[Problem], target: Target, provider: str, jobs: Sequence[Job]) -> list[str]:
-    """Steps whose kernels are not Triton's where this provider is asked for: their rows would serve with another."""
+    """Sentences for steps whose kernels are not Triton's with this provider; their rows would serve with another."""
     said = []
     for problem in problems:
         kernels = select(problem, target, provider).kernels

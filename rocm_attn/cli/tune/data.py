@@ -1,4 +1,4 @@
-"""A step of one layer with random pages, as a candidate is judged and timed on."""
+"""A step of one layer with random pages, on which candidates are judged and timed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.step.head_weights import HeadWeights
 
-# Of sequences that are compared, the last new tokens: the reference takes float64 for each of them and each key.
+# The number of last new tokens per sequence that are compared: the reference takes float64 for each of them and each
+# key.
 _MOST_TOKENS = 8
-# Elements that random numbers are drawn for at once.
+# Elements for which random numbers are drawn at once.
 _DRAWN = 1 << 26
-# Of codes: from, to.
+# Range of the scales of codes: from, to.
 _FACTORS = 0.5, 1.5
 
 
@@ -37,7 +38,7 @@ class Lengths:
 
     @property
     def kind(self) -> StepKind:
-        """The step's."""
+        """The kind of the step."""
         if max(self.q_len) == 1:
             return StepKind.DECODE
         return StepKind.MIXED if min(self.q_len) == 1 else StepKind.EXTEND
@@ -45,10 +46,10 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepData:
-    """What steps of one shape read and write, over several sets of pages of one pool.
+    """Inputs and outputs of steps of one shape, over several sets of pages of one pool.
 
     tables: int32 [sets, sequences, pages of the longest]
-    lse:    float32 [tokens, q_heads]; None where it is not asked for
+    lse:    float32 [tokens, q_heads]; None if it is not requested
     """
 
     problem: Problem
@@ -63,7 +64,7 @@ class StepData:
 
     @classmethod
     def empty(cls, problem: Problem, lengths: Lengths, *, sets: int, device: torch.device, lse: bool) -> StepData:
-        """Of the sizes that random() has, with nothing in it: to be compiled for."""
+        """A step with the sizes of random(), without data: to compile for."""
         num_pages = [-(-length // problem.page_size) for length in lengths.kv_len]
         tables = torch.zeros(sets, len(num_pages), max(num_pages), dtype=torch.int32, device=device)
         num_tokens, num_seqs = sum(lengths.q_len), len(lengths.q_len)
@@ -89,7 +90,7 @@ class StepData:
 
     @classmethod
     def random(cls, problem: Problem, lengths: Lengths, *, sets: int, device: torch.device, lse: bool) -> StepData:
-        """Normal numbers; where a page has none, because its sequence has ended, NaN."""
+        """A step of normal random numbers; pages hold NaN after the end of their sequence."""
         data = cls.empty(problem, lengths, sets=sets, device=device, lse=lse)
         generator = torch.Generator(device).manual_seed(0)
         num_pages = [-(-length // problem.page_size) for length in lengths.kv_len]
@@ -105,12 +106,12 @@ class StepData:
 
     @property
     def bounds(self) -> StepBounds:
-        """What the host knows of the step."""
+        """The bounds of the step that the host knows."""
         of = self.lengths
         return StepBounds(PaddedShape(of.kind, len(of.q_len), sum(of.q_len)), max(of.q_len), max(of.kv_len))
 
     def runs(self, kernel: BoundKernel) -> list[tuple[AttendArgs, StepTensors]]:
-        """A layer for each set of pages: its arguments, with a schedule that is built, and its step."""
+        """One run per set of pages: the layer's arguments, with a schedule that is built, and its step."""
         bounds, device = self.bounds, self.q.device
         schedule = torch.empty(kernel.schedule.words(bounds.shape), dtype=torch.int32, device=device)
         workspace = torch.empty(kernel.workspace_words(bounds.shape), dtype=torch.float32, device=device)
@@ -135,7 +136,7 @@ class StepData:
         return of_sets
 
     def wrong(self, seqs: Sequence[int]) -> str:
-        """What is wrong with the output of the first set, of these sequences; empty where nothing is."""
+        """Describes the first error of these sequences in the output of the first set; empty if there is none."""
         bounds = bounds_of(self.problem.dtype, eight_bit_products=False)
         for seq in seqs:
             for head in sorted({0, self.problem.num_kv_heads - 1}):
@@ -146,7 +147,7 @@ class StepData:
         return ""
 
     def _worst(self, seq: int, head: int, bounds: Bounds) -> float:
-        """How far a sequence's results of one KV head are off, as a part of what is allowed; at most 1 is right."""
+        """The error of a sequence's results in one KV head, relative to the bound; at most 1 is right."""
         problem, kv_len, q_len = self.problem, self.lengths.kv_len[seq], self.lengths.q_len[seq]
         end = sum(self.lengths.q_len[: seq + 1])
         tokens = slice(end - min(q_len, _MOST_TOKENS), end)
@@ -163,7 +164,7 @@ class StepData:
 
 
 def _fill(pages: LayerPages, generator: torch.Generator) -> None:
-    """Normal numbers in all pages but the first, and factors."""
+    """Fills all pages but the first with normal random numbers, and random scales."""
     is_latent = pages.format.kind is PoolKind.LATENT
     for side in (pages.k,) if is_latent else (pages.k, pages.v):
         chunk = max(1, _DRAWN // side[0].numel())
@@ -177,7 +178,7 @@ def _fill(pages: LayerPages, generator: torch.Generator) -> None:
 
 
 def _end_in_nan(pages: LayerPages, table: Tensor, kv_len: Sequence[int]) -> None:
-    """NaN after each sequence's last token, in its last page: what a kernel must not let through."""
+    """Writes NaN after each sequence's last token, in its last page: a kernel must not let it through."""
     page_size = pages.format.page_size
     if pages.format.encoding.is_fp8:
         return

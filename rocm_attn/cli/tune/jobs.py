@@ -1,4 +1,4 @@
-"""What is searched: for each kind of layer a row of each table, at the shapes of steps that the row serves."""
+"""The jobs of a search: for each kind of layer a row of each table, at the shapes of steps that the row serves."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from rocm_attn.providers.tiles import (
 )
 from rocm_attn.providers.triton_cdna import CdnaDecode
 
-# Of interest where nobody says otherwise: decode of one long and of many sequences, a chunk of a prompt, many chunks,
-# and verified drafts.
+# Default shapes: decode of one long and of many sequences, a chunk of a prompt, many chunks, and verified drafts.
 SHAPES = (Shape(1, 16384), Shape(64, 4096), Shape(1, 8192, 2048), Shape(8, 4608, 512), Shape(64, 2053, 5))
 _SHAPE = re.compile(r"(\d+)x(\d+)(k?)(?:\+(\d+))?")
 
@@ -36,10 +35,10 @@ _SHAPE = re.compile(r"(\d+)x(\d+)(k?)(?:\+(\d+))?")
 class Job:
     """The search for one row.
 
-    max_rows: as MeasuredRow has it
-    tiles:    those of the table's row, from which candidates differ
-    in_use:   those that serve where nothing is measured, with which candidates are compared: `tiles`, or another
-              table's where another kernel comes first
+    max_rows: see MeasuredRow
+    tiles:    tiles of the table's row, from which candidates differ
+    in_use:   tiles that serve if nothing is measured, with which candidates are compared: `tiles`, or another table's
+              if another kernel comes first
     """
 
     table: Table
@@ -51,17 +50,17 @@ class Job:
 
     @classmethod
     def of(cls, table: Table, problem: Problem, tiles: Tiles, shapes: tuple[Shape, ...]) -> Job:
-        """Of a row that serves by itself, in all steps."""
+        """A job for a row that serves by itself, in all steps."""
         return cls(table, problem, ANY_ROWS, tiles, tiles, shapes)
 
     def row(self, tiles: Tiles, measured: Provenance) -> MeasuredRow:
-        """The row that these tiles make, of this table or of the one whose tiles they are."""
+        """The row with these tiles, in this table or in the one that has tiles of this type."""
         table = next(table for table in self.table.rivals if type(tiles) is table.tiles)
         return MeasuredRow(table, layer_of(self.problem), self.max_rows, tiles, measured)
 
     @property
     def kind(self) -> StepKind:
-        """Of the steps that are timed."""
+        """The kind of the steps that are timed."""
         return StepKind.DECODE if self.table.is_decode else StepKind.EXTEND
 
     def __str__(self) -> str:
@@ -70,7 +69,7 @@ class Job:
 
 
 def shapes_named(text: str) -> tuple[Shape, ...]:
-    """Shapes as SEQUENCESxCACHED+NEW, with k for 1024, separated by commas; +1 where nothing is added.
+    """Parses shapes as SEQUENCESxCACHED+NEW, with k for 1024, separated by commas; +NEW is 1 if left out.
 
     Raises BadSetting.
     """
@@ -100,7 +99,8 @@ def jobs_of(problems: Iterable[Problem], target: Target, shapes: Sequence[Shape]
             left_out.append(f"{layer_of(problem)}: {missing}")
             continue
         jobs += found
-        # Latent steps with a few new tokens have tiles that other steps share: none of their own to search.
+        # Latent steps with a few new tokens share their tiles with other steps, so they have none of their own to
+        # search.
         searched = {shape for job in found for shape in job.shapes}
         left_out += [f"{layer_of(problem)}: no row is for {shape} alone" for shape in shapes if shape not in searched]
     return jobs, left_out
@@ -127,7 +127,7 @@ def _jobs_of(problem: Problem, target: Target, shapes: Sequence[Shape]) -> Itera
 
 
 def _decode_jobs(problem: Problem, static: Target, shapes: tuple[Shape, ...]) -> Iterator[Job]:
-    """Of paged decode, after decode for CDNA where that serves: both are compared with it."""
+    """Jobs for paged decode, after one for CDNA decode if that serves: both are compared with CDNA decode."""
     tiles = decode_tiles_of(problem, static)
     bound = select(problem, static, "triton").kernel(StepKind.DECODE).bound
     if not isinstance(bound, CdnaDecode):
@@ -138,6 +138,6 @@ def _decode_jobs(problem: Problem, static: Target, shapes: tuple[Shape, ...]) ->
 
 
 def _rows(problem: Problem, shape: Shape) -> int:
-    """New tokens times query heads of a KV head, as a kernel tells it by a step's shape."""
+    """New tokens times query heads per KV head, computed by a kernel from a step's shape."""
     step = PaddedShape(StepKind.EXTEND, shape.num_seqs, shape.num_seqs * shape.q_len)
     return likely_q_len(step) * problem.gqa_ratio

@@ -1,6 +1,6 @@
-"""What became of each candidate, a line of JSON each, so that a search goes on where the last one ended.
+"""The journal of trials, one line of JSON each, so that a search continues where the last one ended.
 
-A line says that a candidate is begun before it is compiled: one that takes the process with it is passed over later.
+A candidate gets a line before it is compiled. If it takes the process down, later searches skip it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ BEGUN, INTERRUPTED = "begun", "interrupted"
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What became of a candidate.
+    """The result of a candidate.
 
-    ratio:   its time over that of the row in use, over all shapes; infinite where it has none
+    ratio:   its time divided by that of the row in use, over all shapes; infinite if it has none
     outcome: "timed", BEGUN, INTERRUPTED, or why it has no time
     spilled: registers that the compiler keeps in memory
     """
@@ -37,9 +37,9 @@ class Trial:
 class Journal:
     """The trials of a search's machine and software, read at once and appended to.
 
-    place: a file that is made; lines that cannot be read are passed over
-    facts: what a time hangs on beside the job: device, arch, releases, commit
-    Raises BadSetting where the file cannot be read or written.
+    place: a file that is created; lines that cannot be read are skipped
+    facts: facts that a time depends on in addition to the job: device, arch, releases, commit
+    Raises BadSetting if the file cannot be read or written.
     """
 
     def __init__(self, place: Path, facts: dict[str, str]) -> None:
@@ -53,7 +53,7 @@ class Journal:
             raise BadSetting(f"the list of trials {place} cannot be used ({error}); name another --output") from error
         for line in lines:
             self._take(line)
-        # What was cut off in the middle ends here.
+        # Ends a line that was cut off in the middle.
         self._file.write("\n" if lines else "")
 
     def _take(self, line: str) -> None:
@@ -65,16 +65,16 @@ class Journal:
             return
 
     def of(self, job: Job, tiles: Tiles) -> Trial | None:
-        """What became of tiles, now or in an earlier search; None where they are still to be tried."""
+        """The trial of these tiles, now or in an earlier search; None if they are still to be tried."""
         trial = self._trials.get(self._key(job, tiles))
         return None if trial is not None and trial.outcome == INTERRUPTED else trial
 
     def begin(self, job: Job, candidate: Candidate) -> None:
-        """A candidate is about to be compiled."""
+        """Records that a candidate is about to be compiled."""
         self.end(job, candidate, Trial(BEGUN))
 
     def end(self, job: Job, candidate: Candidate, trial: Trial) -> None:
-        """What became of it."""
+        """Records the result of a candidate."""
         key = self._key(job, candidate.tiles)
         self._trials[key] = trial
         ratio = None if trial.ratio == float("inf") else round(trial.ratio, 4)
@@ -84,11 +84,11 @@ class Journal:
         self._file.flush()
 
     def close(self) -> None:
-        """End with the file."""
+        """Closes the file."""
         self._file.close()
 
     def _key(self, job: Job, tiles: Tiles) -> str:
-        """A job and tiles, with all that their time hangs on."""
+        """A key of a job and tiles, with all facts that their time depends on."""
         layer = asdict(layer_of(job.problem))
         names = [f"{type(each).__name__} {sorted(asdict(each).items())}" for each in (job.in_use, tiles)]
         facts = [self._facts, job.table.value, layer, job.max_rows, [str(shape) for shape in job.shapes], names]

@@ -1,8 +1,8 @@
 """The search: candidates in order, each judged before it is timed, and the best one kept as soon as it is sure.
 
-Times are taken in turn with those of the row in use, and compared round by round, so that what slows the GPU for a
-while slows both. A candidate that looks faster is measured again over more rounds. It is kept where three of four of
-those rounds, and the median by more than noise, are faster than what was best.
+Times are taken in turn with those of the row in use, and compared round by round, so that anything that slows the GPU
+for a while slows both. A candidate that looks faster is measured again over more rounds. It is kept if three of four of
+those rounds are faster than the best so far, and the median by more than noise.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ from rocm_attn.errors import RocmAttnError
 from rocm_attn.kernels.tuning.measured import MeasuredRow, Tiles
 from rocm_attn.machine.target import Target
 
-# Rounds of a first look, and of a candidate that is to be kept.
+# Rounds of a first measurement, and of one that decides whether a candidate is kept.
 LOOK, CONFIRM = 3, 15
-# A row is kept for no less than this.
+# The least gain for which a row is kept.
 LEAST_GAIN = 0.01
-# Changes that cost so much alone are in no pair, nor are two that cost so much together.
+# Largest ratio of a change alone that may be in a pair, and of two changes together.
 TOO_SLOW, UNLIKELY = 1.15, 1.1
-# Registers: what spills so many more than the row in use is not timed. Rows that spill a few were seen to win.
+# A candidate that spills this many more registers than the row in use is not timed. Rows that spill a few have won.
 MORE_SPILLED = 16
 TIMED = "timed"
 
-# Microseconds of one layer: round, shape.
+# Microseconds of one layer, by round and shape.
 Times = list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a candidate's results are worth. wrong: why it is not timed; empty where it is right"""
+    """The verdict on a candidate's results. wrong: why it is not timed; empty if they are right"""
 
     wrong: str
     spilled: int = 0
 
 
 class SearchEnded(RocmAttnError):
-    """The device failed with a candidate; what was found is kept."""
+    """The device failed with a candidate; earlier findings are kept."""
 
 
 class Bench(Protocol):
-    """Where candidates run."""
+    """Judges and times candidates."""
 
     def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
-        """Candidates that are likely to be judged next, in order."""
+        """Announces candidates that are likely to be judged next, in order."""
         ...
 
     def judge(self, job: Job, tiles: Tiles) -> Judged:
-        """Compare with the oracle. Raises SearchEnded where the device is no use any more."""
+        """Compares a candidate with the reference. Raises SearchEnded if the device does not work any more."""
         ...
 
     def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
-        """Of two tiles, in turn."""
+        """Times two tiles, in turn."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A candidate's time over that of the row in use: median and quartiles of rounds, and medians of each shape."""
+    """A candidate's time divided by that of the row in use: median and quartiles of rounds, medians of each shape."""
 
     rounds: int
     ratio: float
@@ -86,7 +86,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A candidate, what became of it, and whether that was known before."""
+    """A candidate with its trial. was_known: True if the trial is from an earlier search"""
 
     job: Job
     number: int
@@ -98,7 +98,7 @@ class Tried:
 
 @dataclass
 class _Best:
-    """The least ratio that was kept, and the registers that the row in use spills."""
+    """The lowest ratio that was kept, and the registers that the row in use spills."""
 
     ratio: float
     spilled: int
@@ -108,9 +108,9 @@ class _Best:
 class Search:
     """Searches jobs until they are done or time is up.
 
-    has_time: whether another candidate may be begun
-    keep:     called with each row that is faster than what was kept before
-    kept:     what an earlier search kept for a job, if it did
+    has_time: True while another candidate may be begun
+    keep:     called with each row that is faster than the one kept before
+    kept:     the row that an earlier search kept for a job, if any
     """
 
     bench: Bench
@@ -121,7 +121,7 @@ class Search:
     kept: Callable[[Job], MeasuredRow | None]
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Tried]:
-        """Every candidate as it is tried. Ends early when time is up. Raises SearchEnded."""
+        """Tries every candidate and yields it. Ends early when time is up. Raises SearchEnded."""
         for job in jobs:
             if not self.has_time():
                 return
@@ -136,7 +136,7 @@ class Search:
         if base.outcome != TIMED:
             yield Tried(job, 0, len(every), in_use, base, was_known=False)
             if job.tiles != job.in_use:
-                # The probe will find the other kernel wrong, too: the table's own row serves then.
+                # The probe will find the other kernel wrong, too, so the table's own row serves then.
                 yield from self._job(replace(job, in_use=job.tiles))
             return
         row = self.kept(job)
@@ -151,7 +151,7 @@ class Search:
             yield replace(tried, number=next(numbers), of=len(singles) + len(pairs))
 
     def _all(self, job: Job, each: Sequence[Candidate], best: _Best) -> Iterator[Tried]:
-        """Candidates in order, until time is up."""
+        """Tries candidates in order, until time is up."""
         self.bench.expect(job, [candidate.tiles for candidate in self._new(job, each)])
         for candidate in each:
             trial = self.journal.of(job, candidate.tiles)
@@ -170,7 +170,7 @@ class Search:
         return Trial(judged.wrong or TIMED, spilled=judged.spilled)
 
     def _try(self, job: Job, candidate: Candidate, best: _Best) -> Trial:
-        """What became of a candidate."""
+        """Tries a candidate, and records it in the journal."""
         self.journal.begin(job, candidate)
         try:
             trial = self._timed(job, candidate, best)
@@ -196,7 +196,7 @@ class Search:
 
 
 def _likely(every: Sequence[Candidate], ratios: Mapping[Change, float]) -> list[Candidate]:
-    """Pairs of changes, the likely ones first: what each does alone, multiplied. Those with a bad one are left out."""
+    """Pairs of changes, by the product of their ratios, likely ones first. Pairs with a bad change are left out."""
     infinite = float("inf")
     found = []
     for candidate in every:
@@ -207,7 +207,7 @@ def _likely(every: Sequence[Candidate], ratios: Mapping[Change, float]) -> list[
 
 
 def gain_of(times: tuple[Times, Times]) -> Gain:
-    """Of two in turn, the row in use first; shapes count alike."""
+    """The gain of two times taken in turn, the row in use first; all shapes have the same weight."""
     ratios = sorted(
         math.exp(statistics.fmean(math.log(new / old) for old, new in zip(*of_round, strict=True)))
         for of_round in zip(*times, strict=True)

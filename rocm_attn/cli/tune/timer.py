@@ -1,4 +1,4 @@
-"""Times of work on a GPU, replayed as a graph between two events."""
+"""Times work on a GPU, replayed as a graph between two events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from rocm_attn.bench.clocks import GraphClock
 
-# One sample takes about as long, in microseconds; a graph is replayed so often.
+# Target duration of a sample in microseconds, which decides how often a graph is replayed.
 _SAMPLE_US = 2000.0
 
 
@@ -28,10 +28,10 @@ Sample = Callable[[], float]
 
 
 class Timer(Protocol):
-    """Makes ready what is to be timed."""
+    """Prepares work for timing."""
 
     def ready(self, work: Work) -> Sample:
-        """What takes a sample. The work has run once."""
+        """Returns the function that takes a sample. The work has run once."""
         ...
 
 
@@ -42,6 +42,6 @@ class GraphTimer:
     device: torch.device
 
     def ready(self, work: Work) -> Sample:
-        """As Timer."""
+        """See `Timer.ready`."""
         timed = GraphClock(self.device, _SAMPLE_US).timed((work.launch,))
         return lambda: timed.microseconds() / work.times

@@ -15,7 +15,7 @@ from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 
-# What its kernels for bfloat16 and float16 are built for.
+# Query heads per KV head for which it has kernels in bfloat16 and float16.
 _HEADS_ON_ONE = (8, 16)
 _SCALE = 128**-0.5
 
@@ -34,7 +34,7 @@ class AssembledDecode:
         return num_words(self._parts(shape))
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        # Of q only the stride between tokens is read, of out none.
+        # For q, the function reads only the stride between tokens; for out, no stride.
         q_rows, out_rows = cut(args.workspace, self._parts(bounds.shape))
         out = room_for(args.out, out_rows)
         library.pa_fwd_asm()(
@@ -55,14 +55,14 @@ class AssembledDecode:
         keep_rows(args.out, out)
 
     def _parts(self, shape: PaddedShape) -> tuple[Part, Part]:
-        """Room for q and out where their rows are not contiguous."""
+        """Room for q and out if their rows are not contiguous."""
         rows = (shape.num_tokens, self.problem.num_q_heads, self.problem.head_dim)
         return Part(rows, self.problem.dtype), Part(rows, self.problem.dtype)
 
 
 def bind_asm(problem: Problem, target: Target, pool: PoolSize) -> AssembledDecode:
-    """The kernel. Raises LookupError for another scale, and for counts of heads that no kernel was built for."""
-    # To the float32 in which it multiplies.
+    """Binds the kernel. Raises LookupError for another scale, and for counts of heads that no kernel was built for."""
+    # Compared at the precision of float32, in which it multiplies.
     if not math.isclose(problem.scale, _SCALE, rel_tol=2**-24):
         raise LookupError(f"its scale is 1/sqrt(128), {_SCALE:.9g}, and this layer's is {problem.scale:.9g}")
     if problem.gqa_ratio not in _HEADS_ON_ONE:

@@ -1,8 +1,8 @@
 """Queries in eight bits, for functions that multiply codes of q with codes of K.
 
-q is rounded with a factor of 1: an element keeps three bits after its first one whatever its size, down to 2**-6. What
-is larger than the encoding's largest value saturates; NaN stays in its own row. A factor from the largest element would
-cost launches in each layer, and one request's strange row would take the others' bits.
+q is rounded with a scale of 1: an element of any size down to 2**-6 keeps three bits after its first one. Elements
+above the encoding's largest value saturate; NaN stays in its own row. A scale from the largest element would cost
+launches in each layer, and an outlier in one request would cost the others precision.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.scratch import Part
 
-# Its dtype and device are said, as an engine may have set others where it imports this.
+# Its dtype and device are given, because an engine may have set other defaults before it imports this.
 _ONE_AS_INT32 = torch.tensor(1.0, dtype=torch.float32, device="cpu").view(torch.int32).item()
 
 
 @dataclass(frozen=True, slots=True)
 class FactorOfOne:
-    """A float32 1 in the device's memory: of what has no factor, for functions that want an address."""
+    """A float32 1 in the device's memory, for functions that need the address of a scale where there is none."""
 
     def words(self, shape: PaddedShape) -> int:
         return 1
@@ -36,7 +36,7 @@ class FactorOfOne:
 
 
 def query_parts(problem: Problem, num_tokens: int, num_heads: int) -> tuple[Part, Part]:
-    """Room for saturated queries, and for the codes of so many heads."""
+    """Room for saturated queries, and for the codes of num_heads heads."""
     return (
         Part((num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype),
         Part((num_tokens, num_heads, problem.head_dim), problem.page_format.encoding.dtype),
@@ -44,7 +44,7 @@ def query_parts(problem: Problem, num_tokens: int, num_heads: int) -> tuple[Part
 
 
 def query_codes(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """q [T, heads, dim] in eight bits. parts: of query_parts(); heads that only the codes have are zero"""
+    """Encodes q [T, heads, dim] in eight bits. parts: of query_parts(); heads that only the codes have are zero"""
     saturated, codes = parts
     largest = torch.finfo(codes.dtype).max
     torch.clamp(q, -largest, largest, out=saturated)

@@ -1,7 +1,7 @@
-"""What AITER's kernels get wrong in some releases: of AITER, or of the ROCm that compiles them.
+"""Faults of AITER's kernels in some releases: of AITER, or of the ROCm that compiles them.
 
 Each says how it is known. A fault ends with the first release that AITER's own sources, tests or code objects show to
-be right; where no release is known that ended it, it has no end here.
+be right. If no such release is known, it has no end here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _between(since: str, before: str) -> Span:
     return Span(Release.of(since), Release.of(before))
 
 
-# Its tiles in decode are a page, or 64 keys of one that is larger, which is 64 KiB at head_dim 512.
+# Its tile in decode is a page, or 64 keys of a larger page, which takes 64 KiB at head_dim 512.
 WIDE_DECODE = Fault(
     "head_dim 512 on pages of 64 tokens or more takes more than the 64 KiB of LDS that gfx942 has",
     lambda problem, pool: problem.head_dim == 512 and problem.page_size >= 64,
@@ -34,7 +34,7 @@ WIDE_DECODE = Fault(
     aiter=_before("0.1.19.post1"),
 )
 
-# In extend and mixed steps they are 64 keys on pages of any size.
+# In extend and mixed steps its tiles are 64 keys on pages of any size.
 WIDE_EXTEND = Fault(
     "head_dim 512 takes more than the 64 KiB of LDS that gfx942 has",
     lambda problem, pool: problem.head_dim == 512,
@@ -42,7 +42,7 @@ WIDE_EXTEND = Fault(
     aiter=_before("0.1.19.post1"),
 )
 
-# Two stages of a tile of 128 keys, where a sequence is not split.
+# Two stages of a tile of 128 keys, if a sequence is not split.
 LARGE_PAGE_DECODE = Fault(
     "head_dim 256 on pages of 128 tokens takes more than the 64 KiB of LDS that gfx942 has",
     lambda problem, pool: problem.head_dim == 256 and problem.page_size == 128,
@@ -50,7 +50,7 @@ LARGE_PAGE_DECODE = Fault(
     aiter=_before("0.1.12"),
 )
 
-# An assertion on the way to the kernel that splits sequences; those of layers with a window are not split.
+# An assertion on the way to the kernel that splits sequences; layers with a window are not split.
 FLOAT16_SPLITS = Fault(
     "float16 is refused where sequences are split",
     lambda problem, pool: problem.dtype == torch.float16 and problem.window_left == UNLIMITED_WINDOW,
@@ -58,7 +58,7 @@ FLOAT16_SPLITS = Fault(
     aiter=_between("0.1.16", "0.1.17"),
 )
 
-# Pages of more than 256 tokens were cut into parts of 256 keys, of which there are eight at most; the rest was dropped.
+# Pages of more than 256 tokens were cut into parts of 256 keys, of which eight at most were read; the rest was dropped.
 LARGE_PAGES_LOSE_KEYS = Fault(
     "on pages of 1024 tokens it leaves out keys after the first 2048",
     lambda problem, pool: problem.page_size == 1024,
@@ -66,7 +66,7 @@ LARGE_PAGES_LOSE_KEYS = Fault(
     aiter=_before("0.1.14"),
 )
 
-# Byte offsets of 31 bits: what its code objects declare as the size of K and of V, 0x80000000 in v0.1.16.
+# Byte offsets of 31 bits: its code objects declare 0x80000000 as the size of K and of V in v0.1.16.
 POOL_OF_2_GIB = Fault(
     "K or V of a layer takes more than 2 GiB, which its offsets reach",
     lambda problem, pool: side_bytes(problem, pool) > 2**31 - 1,
@@ -80,7 +80,7 @@ POOL_OF_2_GIB = Fault(
 # v0.1.12 tests linear pages of 1024 alone, without causality.
 PROMPTS_OF_2_GIB = replace(POOL_OF_2_GIB, aiter=_before("0.1.13"))
 
-# Its instances, by what AITER's tests of each release run.
+# Its instances are those that AITER's tests of each release run.
 NO_PAGES_OF_16 = Fault(
     "it has no kernel for pages of 16 tokens",
     lambda problem, pool: problem.page_size == 16,
@@ -102,7 +102,7 @@ SPILLED_SCALARS = Fault(
     rocm=_between("7.2", "7.3"),
 )
 
-# It adds the bias to what it then caps.
+# It adds the bias before it caps the sum.
 CAPPED_SLOPES = Fault(
     "it caps logits and their ALiBi slopes together, where the slopes come after the soft cap",
     lambda problem, pool: problem.has_alibi_slopes and problem.logits_soft_cap > 0,
@@ -116,7 +116,7 @@ FAR_SLOPES = Fault(
     _BOTH,
 )
 
-# What its dtypes.fp8 is there, and what the matrix units compute in.
+# float8_e4m3fnuz is its dtypes.fp8 there, and the format in which the matrix units compute.
 READS_FNUZ = Fault(
     "it reads eight bits as float8_e4m3fnuz on gfx942, where a code of float8_e4m3fn would be worth half",
     lambda problem, pool: problem.kv_encoding is KVEncoding.E4M3FN,
@@ -129,7 +129,7 @@ READS_FN = Fault(
 )
 EIGHT_BITS = (READS_FNUZ, READS_FN)
 
-# It finds factors of a page by their stride since then; before, by how many KV heads there are.
+# Since that release it finds scales of a page by their stride; before, by the number of KV heads.
 NO_FACTOR_STRIDES = Fault(
     "its factors lie page by page",
     lambda problem, pool: True,
@@ -137,10 +137,10 @@ NO_FACTOR_STRIDES = Fault(
     aiter=_before("0.1.13"),
 )
 
-# Groups of 16 heads were counted as more sequences, or as more tokens, or were none, as the release had it. In v0.1.18
-# schedule and kernels agree for one new token: both take 32, 64 and 128 heads as they are, and others in groups of 16
-# (csrc/kernels/mla/metadata/v1_2_device.cuh:859, aiter/mla.py:483 to 558), and csrc/py_itfs_cu/asm_mla.cu:850 has a
-# kernel for each (hsa/gfx950/mla/mla_asm.csv); v0.1.19 and v0.1.20 have the same.
+# Depending on the release, groups of 16 heads were counted as more sequences, counted as more tokens, or not formed. In
+# v0.1.18 schedule and kernels agree for one new token: both take 32, 64 and 128 heads unchanged, and others in groups
+# of 16 (csrc/kernels/mla/metadata/v1_2_device.cuh:859, aiter/mla.py:483 to 558), and csrc/py_itfs_cu/asm_mla.cu:850 has
+# a kernel for each (hsa/gfx950/mla/mla_asm.csv); v0.1.19 and v0.1.20 have the same.
 GROUPS_OF_HEADS = Fault(
     "releases differ in how they group more than 16 heads on gfx950",
     lambda problem, pool: problem.num_q_heads > 16,

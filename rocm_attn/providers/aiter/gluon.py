@@ -16,11 +16,11 @@ from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.scratch import Part, cut, num_words
 
-# Keys that a program looks at in one turn.
+# Keys that a program reads per iteration.
 _PARTITION_KEYS = 256
 
-# Programs that a compute unit holds at a time, and the most parts of a sequence: get_recommended_splits of its own,
-# which asks the device and is therefore not called.
+# Programs that a compute unit holds at a time, and the most parts of a sequence. They are those of its own
+# get_recommended_splits, which asks the device and is therefore not called.
 _PROGRAMS_PER_UNIT, _MOST_PARTS = 2, 8
 
 # Its tiles have at least 4 rows, and 3 heads fill as many.
@@ -59,7 +59,8 @@ class GluonDecode:
             max_context_partition_num=self.num_parts(bounds.shape),
             context_partition_size=_PARTITION_KEYS,
             compute_type=problem.dtype,
-            # q stays as it is: of eight-bit pages, codes become elements of q's dtype, and factors go to the products.
+            # q is unchanged: codes of eight-bit pages become elements of q's dtype, and scales are applied to the
+            # products.
             query_scale=None,
             key_scale=args.pages.k_scale,
             value_scale=args.pages.v_scale,
@@ -69,15 +70,16 @@ class GluonDecode:
             alibi_slopes=None,
             sinks=args.sinks,
             sliding_window=_sliding_window(problem.window_left),
-            # Parts of each sequence's own length. Without, a part is 256 keys, and how many there are is frozen.
+            # Cuts each sequence into parts by its own length. Without it, a part is 256 keys and the number of parts is
+            # frozen.
             ps=True,
         )
 
     def num_parts(self, shape: PaddedShape) -> int:
-        """Parts that each sequence of a step is cut into: enough to fill the device, a function of the shape alone."""
+        """Parts that each sequence of a step is cut into: enough to fill the device, depending on the shape alone."""
         if self.problem.window_left != UNLIMITED_WINDOW:
-            return 1  # older releases give a window to one program, whatever they are given
-        # Programs share a page that is larger than what one takes in a turn.
+            return 1  # older releases give a window to one program, for any number of parts
+        # Several programs share a page that is larger than the keys of one iteration.
         on_one_page = -(-self.problem.page_size // _PARTITION_KEYS)
         rows = max(1, shape.num_seqs) * self.problem.num_kv_heads * on_one_page
         parts = -(-self.compute_units * _PROGRAMS_PER_UNIT // rows) * on_one_page
@@ -95,12 +97,12 @@ class GluonDecode:
 
 
 def _sliding_window(window_left: int) -> int:
-    """A window in its words: it sees one key less than the number says, its own among them; 0 is no window."""
+    """The window in the function's terms: it sees one key less than the number, its own included; 0 means no window."""
     return 0 if window_left == UNLIMITED_WINDOW else window_left + 2
 
 
 def bind_gluon(problem: Problem, target: Target, pool: PoolSize) -> GluonDecode:
-    """The kernel; it chooses its own tiles. Raises LookupError for layers that it has none for."""
+    """Binds the kernel, which chooses its own tiles. Raises LookupError for layers that it cannot serve."""
     if problem.gqa_ratio < _FEWEST_HEADS_ON_ONE:
         raise LookupError(
             f"its tiles are for {_FEWEST_HEADS_ON_ONE} query heads or more on a KV head, and this layer has "

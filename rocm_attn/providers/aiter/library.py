@@ -1,7 +1,7 @@
-"""The one file that imports AITER: its functions, and whether the installed ones take what is passed to them.
+"""The one file that imports AITER: its functions, and whether the installed ones take the arguments that are passed.
 
-Every function is called by keyword: parameters have moved by position between releases. `from aiter import` runs at
-each call; it costs less than a microsecond, and a replayed graph does not come here.
+Every function is called by keyword, because parameters have changed position between releases. `from aiter import` runs
+at each call; it costs less than a microsecond, and a replayed graph does not run it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class EntryPoint:
     keywords: frozenset[str]
 
     def complaint(self) -> str:
-        """Why the installed function cannot be called as the provider calls it; empty when it can."""
+        """Why the installed function cannot be called as the provider calls it; empty if it can."""
         try:
             function = self.load()
         except ImportError as error:
@@ -198,7 +198,7 @@ _LATENT_SCHEDULE = EntryPoint(
     ),
 )
 
-# By name of the table's row: the functions that its kernel calls.
+# Name of the table's row -> the functions that its kernel calls.
 ENTRY_POINTS: Mapping[str, tuple[EntryPoint, ...]] = {
     "aiter.unified_attention": (_UNIFIED,),
     "aiter.paged_attention_ragged": (_RAGGED,),
@@ -219,7 +219,7 @@ ENTRY_POINTS: Mapping[str, tuple[EntryPoint, ...]] = {
 
 
 def unavailable() -> Mapping[str, str]:
-    """Row name -> why the installed AITER cannot serve it; a row that it can serve is not in here."""
+    """Row name -> why the installed AITER cannot serve it; rows that it can serve are left out."""
     complaints = {name: [entry.complaint() for entry in entries] for name, entries in ENTRY_POINTS.items()}
     return {name: "; ".join(filter(None, each)) for name, each in complaints.items() if any(each)}
 

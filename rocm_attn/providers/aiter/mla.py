@@ -1,11 +1,10 @@
-"""aiter.mla: attention over a latent pool, whose one row a token is K and, in its first part, V.
+"""aiter.mla: attention over a latent pool, whose one row per token is K and, in its first part, V.
 
 mla_decode_fwd serves decode steps, mla_prefill_fwd all others. Both read tokens one by one: their bfloat16 kernels read
-the wrong ones on pages of more. Both have kernels for 16 and for 128 query heads; other counts are made up to those.
-
-Releases from v0.1.14 on have decode kernels for 32 and 64 heads as well. They are left aside: what puts their splits
-together takes steps of 32 keys for 64 heads, as the kernel of gfx950 does, where that of gfx942 does 16, and neither
-count is among those that AITER's tests run unless they are asked to.
+the wrong ones on pages of more. Both have kernels for 16 and for 128 query heads; other counts are padded to those.
+Releases from v0.1.14 on have decode kernels for 32 and 64 heads as well. They are not used: the kernel that combines
+their splits takes steps of 32 keys for 64 heads, like the decode kernel of gfx950, while that of gfx942 takes 16. And
+AITER's tests run neither count by default.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_fo
 # Query heads that the kernels are made for, in every release.
 FEW_HEADS, MANY_HEADS = 16, 128
 
-# The most that AITER's own choice takes.
+# The most splits that AITER's own choice takes.
 MOST_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class EqualSplits:
-    """Every sequence in as many parts as give every compute unit a share: an indptr over sequences."""
+    """Cuts every sequence into enough parts to give every compute unit a share: an indptr over sequences."""
 
     compute_units: int
 
@@ -54,9 +53,9 @@ class EqualSplits:
 class LatentDecode:
     """One new token in each sequence.
 
-    Heads are padded with zeros to 16 or 128: a decode step waits for the latent rows, which are read once either way.
-    The number of splits and their indptr are always given. What the function chooses itself depends on the length of
-    the page list, is kept for ever, and may be allocated inside a capture.
+    Heads are padded with zeros to 16 or 128: the time of a decode step is reading the latent rows, which are read once
+    in both cases. The number of splits and their indptr are always given. The function's own choice depends on the
+    length of the page list, is kept for ever, and may be allocated inside a capture.
     """
 
     problem: Problem
@@ -100,9 +99,9 @@ class LatentDecode:
 class LatentExtend:
     """Any number of new tokens in each sequence.
 
-    Heads that are not 16 or 128 run in groups of 16, the last one padded with zeros: an extend step waits for its
-    products, of which a padded head has as many as a real one. A sequence with one new token is not split over its
-    keys, as mla_decode_fwd would.
+    Heads that are not 16 or 128 run in groups of 16, the last one padded with zeros: the time of an extend step is its
+    products, and a padded head has as many as a real one. A sequence with one new token is not split over its keys,
+    unlike in mla_decode_fwd.
     """
 
     problem: Problem
@@ -144,16 +143,16 @@ class LatentExtend:
 
 
 def padded_rows(problem: Problem, num_tokens: int, num_heads: int) -> tuple[Part, Part]:
-    """Room for q and out of so many heads, where those of the step cannot be taken as they are."""
+    """Room for q and out with num_heads heads, if those of the step cannot be used directly."""
     rows = (num_tokens, num_heads)
     return Part((*rows, problem.head_dim), problem.dtype), Part((*rows, problem.v_head_dim), problem.dtype)
 
 
 def bind_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentDecode:
-    """The kernel, split for the target's compute units."""
+    """Binds the kernel, with splits for the target's compute units."""
     return LatentDecode(problem, target.compute_units)
 
 
 def bind_latent_extend(problem: Problem, target: Target, pool: PoolSize) -> LatentExtend:
-    """The kernel; it has one tile."""
+    """Binds the kernel; it has one tile."""
     return LatentExtend(problem)

@@ -1,9 +1,9 @@
 """aiter.mla.mla_decode_fwd over latent pages in eight bits, always by a schedule, as SGLang calls it.
 
 The kernels multiply codes of q with codes of the latent rows. gfx942 has them for 16 and for 128 heads in every
-release; a count in between runs as groups of 16 that each read the rows, which is less work than 128 heads of which
-most are zero. Releases from v0.1.18 on take 64 heads as they are, and on gfx950 32 too. Before it, releases differ in
-how they group heads on gfx950, so that only 16 are taken there (faults.py).
+release. A count in between runs as groups of 16 that each read the rows, which is less work than 128 heads of which
+most are zero. Releases from v0.1.18 on take 64 heads unchanged, and on gfx950 32 too. Earlier releases differ in how
+they group heads on gfx950, so only 16 are taken there (faults.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_fo
 
 @dataclass(frozen=True, slots=True)
 class SharesAndFactor:
-    """A schedule of shares, and the factor of q after it."""
+    """A schedule of shares, followed by the scale of q."""
 
     shares: LatentShares
     factor: ClassVar[FactorOfOne] = FactorOfOne()
@@ -91,11 +91,11 @@ class EightBitLatentDecode:
         return -(-self.problem.num_q_heads // FEW_HEADS) * FEW_HEADS
 
     def _parts(self, shape: PaddedShape) -> tuple[Part, Part, Part]:
-        """Room for queries, saturated and in eight bits, and for out where its rows cannot be written as they are."""
+        """Room for queries, saturated and in eight bits, and for out if its rows cannot be written directly."""
         rows = (shape.num_tokens, self._num_heads, self.problem.v_head_dim)
         return (*query_parts(self.problem, shape.num_tokens, self._num_heads), Part(rows, self.problem.dtype))
 
 
 def bind_eight_bit_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> EightBitLatentDecode:
-    """The kernel, with shares for the target's compute units."""
+    """Binds the kernel, with shares for the target's compute units."""
     return EightBitLatentDecode(problem, target.compute_units)

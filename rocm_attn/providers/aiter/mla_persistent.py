@@ -1,7 +1,7 @@
 """aiter.mla.mla_decode_fwd with a schedule: every compute unit gets an equal share of all keys, cut where it must be.
 
-get_mla_metadata_v1 makes the schedule from the step's lengths, on the device, once a step. It writes two addresses of
-the schedule's own buffers into it, so that a schedule that has moved must be made again; here both are one buffer.
+get_mla_metadata_v1 makes the schedule from the step's lengths, on the device, once per step. It writes two addresses of
+the schedule's own buffers into it, so a schedule that has moved must be made again; here both are one buffer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rocm_attn.providers.aiter.mla import (
 from rocm_attn.providers.contract import PoolSize, StepBounds
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 
-# Keys that a share is a multiple of.
+# A share is a multiple of this number of keys.
 _KV_GRANULARITY = 16
 
 
@@ -37,9 +37,9 @@ _KV_GRANULARITY = 16
 class LatentShares:
     """A share of all keys for each compute unit.
 
-    compute_units: of the device; AITER makes as many shares, whatever it is given
+    compute_units: of the device; AITER always makes this number of shares
     dtype:         of q and of the pages
-    num_heads:     query heads that mla_decode_fwd is given, a multiple of 16
+    num_heads:     query heads that are passed to mla_decode_fwd, a multiple of 16
     """
 
     compute_units: int
@@ -77,9 +77,9 @@ class LatentShares:
     def parts(self, shape: PaddedShape) -> tuple[Part, ...]:
         """The schedule's buffers, of the sizes that get_mla_metadata_info_v1 gives for one token.
 
-        Two addresses; shares by compute unit, and what each is; partial results by sequence, where they go, and which.
-        Heads that no kernel takes as they are count as so many more sequences of 16; which those are depends on the
-        release, and room that is not needed stays empty.
+        They are: two addresses; shares by compute unit, and the work of each; partial results by sequence, their
+        destinations, and their indices. Heads that no kernel takes unchanged count as further sequences of 16 heads. It
+        depends on the release which those are, and unneeded room stays empty.
         """
         units, tiles = self.compute_units, 1 if self.num_heads == MANY_HEADS else self.num_heads // FEW_HEADS
         num_seqs, shares = shape.num_seqs, (shape.num_seqs + units - 1) * tiles
@@ -93,7 +93,7 @@ class LatentShares:
         )
 
     def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
-        """What mla_decode_fwd is given of a schedule that was built into words."""
+        """Arguments of mla_decode_fwd for a schedule that was built into words."""
         addresses, indptr, work, reduce_indptr, final_map, partial_map = cut(words, self.parts(shape))
         return {
             "work_meta_data": addresses,
@@ -102,21 +102,21 @@ class LatentShares:
             "reduce_indptr": reduce_indptr,
             "reduce_final_map": final_map,
             "reduce_partial_map": partial_map,
-            # The most shares that one sequence may be cut into. Without, the function may leave the schedule aside.
+            # The most shares that one sequence may be cut into. Without it, the function may ignore the schedule.
             "num_kv_splits": self.compute_units,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class SharesOfFew:
-    """Shares in steps of up to max_seqs sequences; larger ones go by equal splits."""
+    """Shares in steps of up to max_seqs sequences; larger steps use equal splits."""
 
     max_seqs: int
     shares: LatentShares
     splits: EqualSplits
 
     def takes(self, shape: PaddedShape) -> bool:
-        """Whether a step of this shape goes by shares."""
+        """True if a step of this shape uses shares."""
         return shape.num_seqs <= self.max_seqs
 
     def words(self, shape: PaddedShape) -> int:
@@ -173,9 +173,9 @@ class ScheduledLatentDecode:
 
 
 def bind_scheduled_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> ScheduledLatentDecode:
-    """The kernel, with shares for the target's compute units, where equal splits leave some of them idle.
+    """Binds the kernel, with shares for the compute units, for steps in which equal splits leave some of them idle.
 
-    No one has measured more: AITER's own gate ends the schedule at 31 sequences on gfx950, and SGLang takes it for FP8
+    No more has been measured: AITER's own gate ends the schedule at 31 sequences on gfx950, and SGLang uses it for FP8
     alone, because it costs more than it gains.
     """
     max_seqs = (target.compute_units - 1) // MOST_SPLITS

@@ -1,4 +1,4 @@
-"""What is odd about AITER's kernels by their sources, and why they serve nevertheless; docs/kernels.md lists it."""
+"""Oddities of AITER's kernels, by their sources, and why they serve all the same; docs/kernels.md lists them."""
 
 from __future__ import annotations
 

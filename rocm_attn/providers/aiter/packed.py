@@ -1,6 +1,6 @@
-"""aiter.flash_attn_varlen_func over keys and values that lie packed: expanded attention of latent layers.
+"""aiter.flash_attn_varlen_func over packed keys and values: expanded attention of latent layers.
 
-192 elements of a key and 128 of a value, in DeepSeek-V3. Its log-sum-exps are what chunks of a prefix are merged by.
+A key has 192 elements and a value 128 in DeepSeek-V3. Chunks of a prefix are merged by its log-sum-exps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rocm_attn.providers.contract import SMALLEST_POOL
 
 
 class PackedRows(NamedTuple):
-    """Sequences one after the other: queries and keys of each, which all have some of both.
+    """Sequences one after the other; each has at least one query and one key.
 
     q:          [T, heads, dim]
     k, v:       [keys, heads, dim | v_dim], contiguous
@@ -44,11 +44,11 @@ class PackedVarlen:
     problem: Problem
 
     def describe(self) -> str:
-        """Name and problem, to be printed."""
+        """Name and problem as text."""
         return f"aiter.flash_attn_varlen_func({self.problem})"
 
     def attend(self, rows: PackedRows, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """out [T, heads, v_dim] in q's dtype, and lse float32 [T, heads]."""
+        """Returns out [T, heads, v_dim] in q's dtype, and lse float32 [T, heads]."""
         q, v = rows.q, rows.v
         out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
         out, lse = library.flash_attn_varlen_func()(
@@ -69,7 +69,7 @@ class PackedVarlen:
 
 
 def packed_varlen(problem: Problem, target: Target, provider: str) -> PackedVarlen | None:
-    """The kernel; None where the provider is another one, AITER is not installed, or its row refuses the problem."""
+    """The kernel; None if the provider is another one, AITER is not installed, or its row refuses the problem."""
     if provider not in ("auto", "aiter") or not target.is_amd:
         return None
     if any(entry.complaint() for entry in library.ENTRY_POINTS[VARLEN.name]) or VARLEN.refusals(problem, target):

@@ -1,8 +1,8 @@
 """aiter.pa_persistent_fwd: decode over vectorised pages of 1024 tokens in eight bits, in assembly, by a schedule.
 
-Its kernels take a factor for each token and find those of a page and of a KV head by strides that they are given. A
-stride of 0 shows them the same 1024 factors in every page, so that a factor of a layer or of a head needs one row. The
-kernels for a factor of each page ignore those strides, and the scale of the logits is not a parameter.
+Its kernels take a scale for each token, and find those of a page and of a KV head by strides that they are given. A
+stride of 0 shows them the same 1024 scales in every page, so the scale of a layer or of a head needs one row. The
+kernels for a scale of each page ignore those strides, and the scale of the logits is not a parameter.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_fo
 PAGE_TOKENS = 1024
 _SCALE = 128**-0.5
 
-# Query heads for which partial results of 128 elements are put together.
+# Counts of query heads for which it can combine partial results of 128 elements.
 _REDUCED_HEADS = (1, 2, 4, 8, 10, 16, 32, 40, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class PageShares:
-    """A share of all pages for each compute unit, and each KV head a part of the units.
+    """A share of all pages for each compute unit; each KV head gets a part of the units.
 
-    compute_units: of the device, a multiple of num_kv_heads; AITER makes as many shares
+    compute_units: of the device, a multiple of num_kv_heads; AITER makes this number of shares
     """
 
     compute_units: int
@@ -68,7 +68,7 @@ class PageShares:
         )
 
     def parts(self, shape: PaddedShape) -> tuple[Part, ...]:
-        """The schedule's buffers, of the sizes that get_pa_metadata_info_v1 gives."""
+        """The schedule's buffers, with the sizes that get_pa_metadata_info_v1 gives."""
         num_seqs, units = shape.num_seqs, self.compute_units
         shares = num_seqs + units - 1
         return (
@@ -120,13 +120,13 @@ class PersistentDecode:
             K_QScale=self._factors(args.pages.k_scale, len(args.pages.k), k_factors),
             V_QScale=self._factors(args.pages.v_scale, len(args.pages.v), v_factors),
             softmax_scale=self.problem.scale,
-            # It has no kernels without; the only new token of a sequence sees all keys either way.
+            # It has only causal kernels; the only new token of a sequence sees all keys in both cases.
             mask=1,
         )
         keep_rows(args.out, out)
 
     def _factors(self, scale: Tensor | None, num_pages: int, rows: Tensor) -> Tensor:
-        """Factors as the function takes them, [pages, kv_heads, 1024]; rows: room for those of one page"""
+        """The scales in the form that the function takes, [pages, kv_heads, 1024]; rows: room for those of one page"""
         assert scale is not None
         if self.problem.kv_scales is Scales.TOKEN:
             return scale
@@ -134,7 +134,7 @@ class PersistentDecode:
         return rows.expand(num_pages, self.problem.num_kv_heads, PAGE_TOKENS)
 
     def _parts(self, shape: PaddedShape) -> tuple[Part, Part, Part, Part]:
-        """Room for q and out where their rows are not contiguous, and for factors of K and V of one page."""
+        """Room for q and out if their rows are not contiguous, and for scales of K and V of one page."""
         problem = self.problem
         rows = Part((shape.num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
         factors = Part((problem.num_kv_heads if problem.kv_scales is Scales.HEAD else 1, PAGE_TOKENS), torch.float32)
@@ -142,11 +142,12 @@ class PersistentDecode:
 
 
 def bind_persistent(problem: Problem, target: Target, pool: PoolSize) -> PersistentDecode:
-    """The kernel, with shares for the target's compute units.
+    """Binds the kernel, with shares for the target's compute units.
 
-    Raises LookupError for another scale, and for counts of heads that are not put together or share the units unevenly.
+    Raises LookupError for another scale, and for counts of heads whose partial results it cannot combine, or that share
+    the units unevenly.
     """
-    # To the float32 in which it multiplies.
+    # Compared at the precision of float32, in which it multiplies.
     if not math.isclose(problem.scale, _SCALE, rel_tol=2**-24):
         raise LookupError(f"its scale is 1/sqrt(128), {_SCALE:.9g}, and this layer's is {problem.scale:.9g}")
     if problem.num_q_heads not in _REDUCED_HEADS:

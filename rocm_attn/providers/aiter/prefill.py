@@ -1,4 +1,4 @@
-"""aiter.mha_batch_prefill_func for extend steps over the pool, aiter.flash_attn_varlen_func where nothing is cached."""
+"""aiter.mha_batch_prefill_func for extend steps over the pool, aiter.flash_attn_varlen_func if nothing is cached."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BatchPrefill:
 
 @dataclass(frozen=True, slots=True)
 class EightBitBatchPrefill:
-    """The same over pages in eight bits, with q in eight bits too."""
+    """Like `BatchPrefill`, but over pages in eight bits, with q in eight bits too."""
 
     problem: Problem
     schedule: ClassVar[Schedule] = FactorOfOne()
@@ -65,7 +65,7 @@ class EightBitBatchPrefill:
 
 
 def _paged_arguments(problem: Problem, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> dict[str, object]:
-    """What mha_batch_prefill_func is given beside q and factors."""
+    """Arguments of mha_batch_prefill_func apart from q and scales."""
     one_token_pages = problem.page_size == 1
     return {
         # Pages of one token have no page dimension.
@@ -93,7 +93,7 @@ def _paged_arguments(problem: Problem, args: AttendArgs, step: StepTensors, boun
 class VarlenPrefill:
     """New tokens of sequences that have nothing in the cache, over packed K and V.
 
-    K and V are gathered from the slots that the store has just written: what is read comes from where it was written.
+    K and V are gathered from the slots that the store has just written, so they are what a later step would read.
     """
 
     problem: Problem
@@ -134,13 +134,13 @@ class VarlenPrefill:
 
 
 def varlen_scores(problem: Problem) -> dict[str, object]:
-    """Arguments of flash_attn_varlen_func for a problem's scores, beside sinks and slopes."""
+    """Arguments of flash_attn_varlen_func for a problem's scores, apart from sinks and slopes."""
     return {
         "dropout_p": 0.0,
         "softmax_scale": problem.scale,
         "logits_soft_cap": problem.logits_soft_cap,
         "causal": problem.causal,
-        # The third: how many first tokens every query sees; those are not what is called sinks here.
+        # The third number is the first tokens that every query sees, which are not the sinks of this package.
         "window_size": (*window_size(problem), 0),
     }
 
@@ -148,7 +148,7 @@ def varlen_scores(problem: Problem) -> dict[str, object]:
 def _gather(
     side: PageRows, page: Tensor, offset: Tensor, encoding: Encoding, factors: Tensor | None, rows: Tensor
 ) -> None:
-    """Rows [n, kv_heads, dim] of tokens; of eight-bit pages what their codes are worth."""
+    """Gathers rows [n, kv_heads, dim] of tokens; codes of eight-bit pages are decoded."""
     if factors is None:
         side.read_tokens(page, offset, rows)
         return
@@ -158,26 +158,26 @@ def _gather(
 
 
 def _keep_lse(result: Tensor | tuple[Tensor, Tensor], lse: Tensor | None) -> None:
-    """Both functions return out alone, or out and a log-sum-exp [q_heads, T]."""
+    """Copies the log-sum-exp. Both functions return out alone, or out and a log-sum-exp [q_heads, T]."""
     if lse is not None:
         assert isinstance(result, tuple)
         lse.copy_(result[1].t())
 
 
 def bind_batch_prefill(problem: Problem, target: Target, pool: PoolSize) -> BatchPrefill:
-    """The kernel; its tiles follow from its JIT variant. Raises LookupError for scores that it has no variant for."""
+    """Binds the kernel, whose JIT variant sets its tiles. Raises LookupError for scores without a variant."""
     refuse_composable(problem)
     return BatchPrefill(problem)
 
 
 def bind_eight_bit_batch_prefill(problem: Problem, target: Target, pool: PoolSize) -> EightBitBatchPrefill:
-    """The kernel over pages in eight bits. Raises LookupError as bind_batch_prefill does."""
+    """Binds the kernel over pages in eight bits. Raises the LookupErrors of `bind_batch_prefill`."""
     refuse_composable(problem)
     return EightBitBatchPrefill(problem)
 
 
 def bind_varlen_prefill(problem: Problem, target: Target, pool: PoolSize) -> VarlenPrefill:
-    """The kernel; it chooses between its variants itself. Raises LookupError for scores that none of them makes."""
+    """Binds the kernel, which chooses its own variant. Raises LookupError for scores that none of them supports."""
     refuse_composable(problem)
     refuse_assembled(problem)
     return VarlenPrefill(problem)

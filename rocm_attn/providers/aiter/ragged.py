@@ -18,10 +18,10 @@ from rocm_attn.providers.aiter.eight_bits import FactorOfOne
 from rocm_attn.providers.contract import PoolSize, Schedule, StepBounds
 from rocm_attn.providers.scratch import Part, cut, keep_rows, num_words, room_for, whole_rows
 
-# Fixed in its source. Keys past max_num_partitions of these are ignored in silence.
+# Fixed in its source. Keys after max_num_partitions partitions are silently ignored.
 _PARTITION_KEYS = 256
 
-# Its workspace grows with sequences times length, whatever the pool holds; above this another kernel is taken.
+# Its workspace grows with sequences times length, for any pool; above this another kernel is used.
 WORKSPACE_BUDGET_BYTES = 1 << 30
 
 
@@ -34,7 +34,7 @@ class RaggedDecode:
 
     problem: Problem
     max_kv_len: int
-    # The function wants factors of K and V even where nothing has any.
+    # The function requires scales of K and V even if there are none.
     schedule: ClassVar[Schedule] = FactorOfOne()
 
     def describe(self) -> str:
@@ -74,7 +74,7 @@ class RaggedDecode:
         keep_rows(args.out, out)
 
     def _parts(self, shape: PaddedShape, max_kv_len: int) -> tuple[Part, Part, Part]:
-        """The function's workspace, then room for q and out where their rows are not contiguous.
+        """The function's workspace, then room for q and out if their rows are not contiguous.
 
         For each row, head and partition: an exp sum and a maximum in float32, and a partial output.
         """
@@ -90,7 +90,7 @@ def _num_partitions(max_kv_len: int) -> int:
 
 
 def bind_ragged(problem: Problem, target: Target, pool: PoolSize) -> RaggedDecode:
-    """The kernel, with workspace for sequences up to pool.max_kv_len. Raises LookupError where that is too much."""
+    """Binds the kernel, with workspace for sequences up to pool.max_kv_len. Raises LookupError if that is too much."""
     kernel = RaggedDecode(problem, -(-pool.max_kv_len // problem.page_size) * problem.page_size)
     num_seqs = pool.max_num_seqs
     num_bytes = kernel.workspace_words(PaddedShape(StepKind.DECODE, num_seqs, num_seqs)) * torch.float32.itemsize

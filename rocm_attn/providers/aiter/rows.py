@@ -1,8 +1,8 @@
-"""AITER's rows of the capability table: every entry point for attention, and what is known of its limits.
+"""AITER's rows of the capability table: every entry point for attention, and its known limits.
 
-A number that is not plain from the function itself is what AITER's own tests run, so that no user is the first to try.
-Within a kind of step the first row that serves is taken. A function that reads linear pools and vectorised ones has a
-row for each: a release may lack one of the two.
+A limit that is not obvious from the function itself is taken from AITER's own tests, so that no user is the first to
+exceed them. Within a kind of step the first row that serves is taken. A function that reads linear pools and vectorised
+ones has a row for each, because a release may lack one of the two.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from rocm_attn.providers.contract import (
 
 _HALF = (torch.bfloat16, torch.float16)
 
-# One of the two on each arch: faults.py.
+# Each arch has one of the two: faults.py.
 _EIGHT_BITS = (KVEncoding.E4M3FNUZ, KVEncoding.E4M3FN)
 _ANY_ENCODING = (KVEncoding.LIKE_Q, *_EIGHT_BITS)
-# Their factors are one number.
+# Their scale is one number.
 _LAYER_SCALES = (Scales.NONE, Scales.LAYER)
 
 _LIMITS = Limits(
@@ -61,10 +61,10 @@ _RAGGED = replace(
     page_sizes=(1, 16, 32),
     soft_cap=True,
     alibi=True,
-    # The only new token of a sequence sees all keys either way.
+    # The only new token of a sequence sees all keys in both cases.
     non_causal=True,
     lse=False,
-    # 2**31 elements of 2 bytes: a build of it that the environment may ask for computes 32-bit offsets.
+    # 2**31 elements of 2 bytes: a build that the environment may select computes 32-bit offsets.
     max_side_bytes=2**32 - 1,
 )
 
@@ -84,7 +84,7 @@ _UNIFIED = replace(
     page_strides=True,
 )
 
-# What goes together and what does not: scores.py.
+# scores.py has the combinations that it supports.
 _COMPOSABLE = replace(
     _LIMITS,
     window=True,
@@ -96,7 +96,7 @@ _COMPOSABLE = replace(
     lse_of_slopes=False,
 )
 
-# Of linear pages it takes some strides, tokens apart further than heads, and raises for others.
+# For linear pages it takes some strides, with tokens further apart than heads, and raises for others.
 _BATCH_PREFILL = replace(
     _COMPOSABLE,
     exact_dims=((128, 128), (256, 256)),
@@ -108,14 +108,14 @@ _VARLEN = replace(
     _COMPOSABLE,
     exact_dims=((64, 64), (96, 96), (128, 128), (160, 160), (192, 192), (192, 128), (224, 224), (256, 256)),
     max_gqa_ratio=64,
-    # K and V are gathered for it, and in q's dtype.
+    # K and V are gathered for it, in q's dtype.
     pools=(PoolKind.SPLIT, PoolKind.VECTORIZED),
     encodings=(*_ANY_ENCODING, KVEncoding.E5M2),
     scales=(*_LAYER_SCALES, Scales.HEAD),
     page_strides=True,
 )
 
-# Of queries in eight bits, AITER's tests run plain scores, soft caps and no more, bfloat16 out, and no log-sum-exp.
+# For queries in eight bits, AITER's tests run only plain scores and soft caps, with bfloat16 out and no log-sum-exp.
 _BATCH_PREFILL_EIGHT_BITS = replace(
     _BATCH_PREFILL,
     dtypes=(torch.bfloat16,),
@@ -130,13 +130,13 @@ _BATCH_PREFILL_EIGHT_BITS = replace(
 _LATENT = replace(
     _LIMITS,
     exact_dims=((576, 512),),
-    # On pages of more than one token its bf16 kernels read the wrong ones.
+    # On pages of more than one token its bf16 kernels read the wrong tokens.
     page_sizes=(1,),
     max_gqa_ratio=128,
     dtypes=(torch.bfloat16,),
     pools=(PoolKind.LATENT,),
     lse=False,
-    # Its offsets have 32 bits, in every release. It multiplies the low 24 bits of a page id, which is farther.
+    # Its offsets have 32 bits, in every release. It multiplies the low 24 bits of a page id, which reach further.
     max_side_bytes=2**32 - 1,
 )
 
@@ -152,7 +152,7 @@ _GLUON = replace(
     max_gqa_ratio=64,
     window=True,
     sinks=True,
-    # The only new token of a sequence sees all keys either way.
+    # The only new token of a sequence sees all keys in both cases.
     non_causal=True,
     encodings=_ANY_ENCODING,
     scales=_LAYER_SCALES,
@@ -181,7 +181,7 @@ _PERSISTENT = replace(
     encodings=_EIGHT_BITS,
     scales=(Scales.LAYER, Scales.HEAD, Scales.TOKEN),
     lse=False,
-    # A page's number times its bytes has 32 bits.
+    # The product of a page's number and its bytes has 32 bits.
     max_side_bytes=2**32 - 1,
     pools=_VECTORISED,
 )
@@ -203,13 +203,13 @@ _BOTH_LENGTHS = frozenset({Baked.MAX_KV_LEN, Baked.MAX_Q_LEN})
 # Composable Kernel reads blocks of 128 entries of a page list, the last one whole.
 _LIST_BLOCKS = ReadAhead(list_entries=256)
 _TABLE_TILES = ReadAhead(table_tokens=64)
-# Nothing is known of how the assembly reads a table: a turn of its four waves.
+# It is not known how the assembly reads a table, so this is one iteration of its four waves.
 _TABLE_TURNS = ReadAhead(table_tokens=256)
 _NOTHING_AHEAD = ReadAhead()
 
 
 def _row(name: str, kind: StepKind, limits: Limits, bind: Bind) -> KernelRow:
-    """Of a library that may change: none of its kernels is taken for batch-invariant or knows of padded tokens."""
+    """A row of a library that may change: no kernel is assumed to be batch-invariant or to handle padded tokens."""
     return KernelRow(
         provider="aiter",
         name=f"aiter.{name}",
@@ -237,7 +237,7 @@ def _unbound(name: str, kind: StepKind, limits: Limits, why: str) -> KernelRow:
 
 
 def _batch_prefill(kind: StepKind) -> tuple[KernelRow, KernelRow]:
-    """Over linear pools and over vectorised ones."""
+    """The rows for linear pools and for vectorised ones."""
     linear = replace(
         _row("mha_batch_prefill_func", kind, _BATCH_PREFILL, bind_batch_prefill),
         needs=_LISTED,
@@ -249,7 +249,7 @@ def _batch_prefill(kind: StepKind) -> tuple[KernelRow, KernelRow]:
 
 
 def _batch_prefill_eight_bits(kind: StepKind) -> tuple[KernelRow, KernelRow]:
-    """Likewise, with queries in eight bits."""
+    """Like `_batch_prefill`, but for queries in eight bits."""
     linear = replace(
         _row("mha_batch_prefill_func[fp8]", kind, _BATCH_PREFILL_EIGHT_BITS, bind_eight_bit_batch_prefill),
         needs=_LISTED,
@@ -267,7 +267,7 @@ def _batch_prefill_eight_bits(kind: StepKind) -> tuple[KernelRow, KernelRow]:
 
 
 def _unified(kind: StepKind, bakes: frozenset[Baked]) -> tuple[KernelRow, KernelRow]:
-    """Over linear pools and over vectorised ones."""
+    """The rows for linear pools and for vectorised ones."""
     in_decode = kind is StepKind.DECODE
     limits, vectorised = (replace(each, non_causal=in_decode) for each in (_UNIFIED, _UNIFIED_VECTORISED))
     linear = replace(
@@ -329,7 +329,7 @@ def _few_tokens_in_eight_bits(kind: StepKind) -> KernelRow:
     )
 
 
-# Latent layers whose latents are expanded take it too (packed.py).
+# Latent layers with expanded latents use it too (packed.py).
 VARLEN = replace(
     _row("flash_attn_varlen_func", StepKind.PREFILL, _VARLEN, bind_varlen_prefill),
     bakes=frozenset({Baked.MAX_Q_LEN}),
@@ -356,7 +356,7 @@ ROWS: tuple[KernelRow, ...] = (
         "it rounds shares of 256 keys to eight bits without a factor, so that those below 1/2048 vanish (1/1024 on "
         "gfx950) and with them up to an eighth (a quarter) of a result",
     ),
-    # Over vectorised pools: parts of a sequence before whole ones, because one long sequence alone fills a device.
+    # For vectorised pools: parts of a sequence before whole ones, because one long sequence alone fills a device.
     replace(
         _row("pa_decode_gluon", StepKind.DECODE, _GLUON, bind_gluon),
         needs=_TABLE,
@@ -371,7 +371,7 @@ ROWS: tuple[KernelRow, ...] = (
         notes=(oddities.TABLE_OVER_READ,),
     ),
     *_unified(StepKind.DECODE, _MAX_KV_LEN),
-    # Equal shares of all keys before equal splits of each sequence, for steps of few: one long sequence fills a device.
+    # Equal shares of all keys before equal splits of each sequence, in steps of few: one long sequence fills a device.
     replace(
         _row(
             "mla_decode_fwd+get_mla_metadata_v1",
@@ -403,9 +403,9 @@ ROWS: tuple[KernelRow, ...] = (
         rounds_products=True,
         rounds_queries=True,
     ),
-    # Of sparse layers (providers/sparse.py), which Triton's kernels serve in their place.
+    # For sparse layers (providers/sparse.py), which Triton's kernels serve instead.
     *_sparse(),
-    # Stores: launches of StepOps serve in their place.
+    # Stores, for which launches of StepOps serve instead.
     *(
         _unbound(
             name,
@@ -425,7 +425,7 @@ ROWS: tuple[KernelRow, ...] = (
     ),
     *_batch_prefill(StepKind.EXTEND),
     *_unified(StepKind.EXTEND, _BOTH_LENGTHS),
-    # After unified_attention, which leaves q as it is.
+    # After unified_attention, which does not round q.
     *_batch_prefill_eight_bits(StepKind.EXTEND),
     *_latent_extends(StepKind.EXTEND),
     _few_tokens_in_eight_bits(StepKind.EXTEND),

@@ -1,4 +1,4 @@
-"""The scores of a problem, as AITER's functions want them, and what they cannot make together.
+"""The scores of a problem in the terms of AITER's functions, and combinations that they do not support.
 
 Every function takes sinks and ALiBi slopes as float32 [q_heads], a soft cap as a number that is 0 for none, and applies
 scale, cap, bias and sink in the order of rocm_attn.oracle.reference.
@@ -10,30 +10,30 @@ import torch
 
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
-# Of queries and keys, and of values, where flash_attn_varlen_func takes assembly kernels for bfloat16.
+# Dims of queries and keys, and of values, for which flash_attn_varlen_func uses assembly kernels in bfloat16.
 _ASSEMBLED_DIMS = ((128, 128), (192, 128))
 
 
 def window_size(problem: Problem) -> tuple[int, int]:
     """Keys before and after a query's own that it sees, its own not counted; -1: all of them.
 
-    Composable Kernel takes both as they are. unified_attention looks at the first and adds the query's own key.
+    Composable Kernel takes both numbers unchanged. unified_attention uses the first and adds the query's own key.
     """
     return (problem.window_left, -1 if problem.window_left == UNLIMITED_WINDOW else 0)
 
 
 def refuse_unified(problem: Problem) -> None:
-    """Raise LookupError for scores that unified_attention would get wrong."""
-    # Its bias is slope * (key - cached tokens): off by a number that is one query's own, which a sink does not share.
+    """Raises LookupError for scores that unified_attention would compute wrong."""
+    # Its bias is slope * (key - cached tokens): off by a constant per query, which a sink does not share.
     if problem.has_alibi_slopes and problem.has_sinks:
         raise LookupError("its ALiBi slopes go wrong beside attention sinks")
 
 
 def refuse_composable(problem: Problem) -> None:
-    """Raise LookupError for scores that Composable Kernel has no variant for, or gets wrong."""
+    """Raises LookupError for scores that Composable Kernel has no variant for, or computes wrong."""
     if problem.logits_soft_cap and problem.has_alibi_slopes:
         raise LookupError("it has no variant with both a logits soft cap and ALiBi slopes")
-    # A sink is divided by the scale to start the running maximum, which is of capped logits where there is a cap.
+    # A sink is divided by the scale to start the running maximum, which is of capped logits if there is a cap.
     if problem.has_sinks and (problem.logits_soft_cap or problem.has_alibi_slopes):
         raise LookupError("its attention sinks are for plain logits, without a soft cap or ALiBi slopes")
     if problem.has_alibi_slopes and not problem.causal:
@@ -41,9 +41,9 @@ def refuse_composable(problem: Problem) -> None:
 
 
 def refuse_assembled(problem: Problem) -> None:
-    """Raise LookupError for scores that flash_attn_varlen_func's assembly kernels drop.
+    """Raises LookupError for scores that flash_attn_varlen_func's assembly kernels drop.
 
-    They are taken where it sees no window, and it sees none that is 0 or reaches over the longest prompt.
+    The function uses them if it sees no window; it sees no window that is 0 or longer than the longest prompt.
     """
     is_assembled = (problem.head_dim, problem.v_head_dim) in _ASSEMBLED_DIMS and problem.dtype == torch.bfloat16
     if is_assembled and problem.has_sinks:

@@ -1,11 +1,10 @@
 """aiter.ops.triton.attention.unified_attention: one Triton kernel for decode, extend and mixed steps.
 
-A tile that shows a query nothing puts its running maximum at 0 where it was at -inf. Where that tile is the first one,
-and all logits that follow are below about -87, they vanish beside it: NaN, or a wrong result from splits. Only queries
-beside others meet such tiles, in two ways, and neither is left open:
-
-- before a window that begins in a later tile. A sink of FAR_BELOW starts the maximum there, and adds exp(-1e30) = 0.
-- at the head of a split that comes after the query. Steps of more than one new token are not split.
+A tile that shows a query no key sets its running maximum to 0 if it was -inf. If that tile is the first one, and all
+logits that follow are below about -87, their exponentials underflow: the result is NaN, or wrong with splits. Only
+queries in a block with others meet such tiles, in two cases, and both are prevented: - before a window that begins in a
+later tile. A sink of FAR_BELOW starts the maximum there, and adds exp(-1e30) = 0. - at the head of a split that comes
+after the query. Steps of more than one new token are not split.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.scores import refuse_unified, window_size
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
 
-# Below every logit, and in float32 far from overflowing when it is multiplied by log2(e).
+# Below every logit, and in float32 far from overflow when it is multiplied by log2(e).
 FAR_BELOW = -1e30
-# Its dtype and device are said, as an engine may have set others where it imports this.
+# Its dtype and device are given, because an engine may have set other defaults before it imports this.
 _FAR_BELOW_AS_INT32 = torch.tensor(FAR_BELOW, dtype=torch.float32, device="cpu").view(torch.int32).item()
 
-# Sequences of up to so many keys are not split; it does not ask how long they are otherwise.
+# Sequences of up to this number of keys are not split; it does not use their length otherwise.
 LONGEST_UNSPLIT = 512
 
 
 @dataclass(frozen=True, slots=True)
 class FarBelowSinks:
-    """A sink for each query head, far below every logit; none for steps that decode: a query alone needs none."""
+    """A sink for each query head, far below every logit. Decode steps have none, since a single query needs none."""
 
     num_q_heads: int
 
@@ -61,17 +60,17 @@ class Unified:
 
     @property
     def schedule(self) -> Schedule:
-        """Sinks for layers that have a window and none of their own."""
+        """Provides sinks for layers that have a window and no sinks of their own."""
         lacks_sinks = self.problem.window_left != UNLIMITED_WINDOW and not self.problem.has_sinks
         return FarBelowSinks(self.problem.num_q_heads) if lacks_sinks else NO_SCHEDULE
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """None that it is given."""
+        """0: it needs no workspace."""
         return 0
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         decodes = bounds.shape.kind.decodes
-        # Releases that read linear pools alone do not know the word.
+        # Releases that read only linear pools do not have this argument.
         layout = {"shuffled_kv_cache": True} if self.problem.pool is PoolKind.VECTORIZED else {}
         library.unified_attention()(
             q=args.q,
@@ -79,18 +78,18 @@ class Unified:
             v=args.pages.v,
             out=args.out,
             cu_seqlens_q=step.q_indptr,
-            # With 1 it takes token i for the only one of sequence i, which holds in steps that decode alone.
+            # With 1 it assumes that token i is the only one of sequence i, which is true only in decode steps.
             max_seqlen_q=1 if decodes else max(2, bounds.max_q_len),
             # int64: its address arithmetic takes the dtype of the lengths, and wraps above 2 GiB with int32.
             seqused_k=step.kv_len_int64,
             max_seqlen_k=bounds.max_kv_len if decodes else min(bounds.max_kv_len, LONGEST_UNSPLIT),
             softmax_scale=self.problem.scale,
-            # It knows no other; the only new token of a sequence sees all keys either way.
+            # It supports no other value; the only new token of a sequence sees all keys in both cases.
             causal=True,
             window_size=window_size(self.problem),
             block_table=step.block_table,
             softcap=self.problem.logits_soft_cap,
-            # q stays as it is: codes of eight-bit pages become elements of its dtype.
+            # q is unchanged: codes of eight-bit pages become elements of its dtype.
             q_descale=None,
             k_descale=args.pages.k_scale,
             v_descale=args.pages.v_scale,
@@ -101,6 +100,6 @@ class Unified:
 
 
 def bind_unified(problem: Problem, target: Target, pool: PoolSize) -> Unified:
-    """The kernel; it chooses its own tiles. Raises LookupError for scores that it gets wrong."""
+    """Binds the kernel, which chooses its own tiles. Raises LookupError for scores that it computes wrong."""
     refuse_unified(problem)
     return Unified(problem)

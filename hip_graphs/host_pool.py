@@ -35,7 +35,7 @@ class _Chunk:
 
     @classmethod
     def of(cls, num_bytes: int) -> _Chunk:
-        # Mapped memory is aligned, and only touched pages are allocated, so an unused rest costs nothing.
+        # Mapped memory is aligned, and only touched memory is allocated, so an unused rest costs nothing.
         memory = memoryview(mmap.mmap(-1, num_bytes))
         return cls(memory, torch.frombuffer(memory, dtype=torch.uint8), [(0, num_bytes)])
 

@@ -23,6 +23,7 @@ class StoredTokens:
     floor:     int32 [num_rows], the first token that a step may store; those before it may lie in pages that have other
                holders
     on_floors: called when floors have risen, for the running step
+    on_cut:    called with a row and the number of tokens that it keeps, for the running step
     left_out:  row -> its stored tokens, and the layers in which a step after these did not store, in words
     """
 
@@ -34,6 +35,7 @@ class StoredTokens:
         self.has_floors = False
         self.changed: list[int] = []
         self.on_floors: Callable[[], None] = lambda: None
+        self.on_cut: Callable[[int, int], None] = lambda row, kv_len: None
         self.left_out: dict[int, tuple[int, str]] = {}
 
     @property
@@ -53,6 +55,7 @@ class StoredTokens:
     def forget(self, row: int, kv_len: int) -> None:
         """Marks tokens of row from kv_len on as not stored."""
         self.changed.append(row)
+        self.on_cut(row, kv_len)
         self.left_out.pop(row, None)
         self.mark(row, min(kv_len, int(self.stored_len[row])))
 
@@ -114,7 +117,7 @@ class StepStores:
         self._in_turn = 1
         self._wrote = False
         self.refusal = ""
-        tokens.on_floors = self._floors_have_risen
+        tokens.on_floors, tokens.on_cut = self._floors_have_risen, self._was_cut
 
     def begin(self, batch: StepBatch, num_children: int, refusal: str, in_turn: int) -> None:
         """Starts the record of a step that is staged.
@@ -140,6 +143,15 @@ class StepStores:
             self.refusal = (
                 f"row {batch.rows[seq]} was forked or kept while its step runs, which would store token {begin[seq]} "
                 "again that others read by now; end the step, truncate() the row and begin again"
+            )
+
+    def _was_cut(self, row: int, kv_len: int) -> None:
+        """Updates the refusal after a row was freed or cut: the pages of its new tokens may be another row's by now."""
+        batch = self._batch
+        if batch is not None and not self.refusal and ((batch.rows == row) & (batch.kv_len > kv_len)).any():
+            self.refusal = (
+                f"row {row} was freed, or cut to {kv_len} tokens, while its step runs, which would store in pages that "
+                "may be another row's by now; end the step and begin again"
             )
 
     def before_store(self, child: int, layer: int) -> None:

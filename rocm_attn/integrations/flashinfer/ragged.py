@@ -109,8 +109,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         """Plans a batch for later calls of run().
 
         qo_indptr, kv_indptr: int [S + 1], the first new token of each sequence, and its first row of K and V
-        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan. Raises Unsupported, BadBatch,
-        BadTensor.
+        Other arguments: see BatchPrefillWithPagedKVCacheWrapper.plan. Raises Unsupported, BadBatch, BadTensor.
         """
         refuse(
             prefix_len_ptr=prefix_len_ptr is not None,

@@ -101,6 +101,8 @@ def evict(scene: Scene) -> None:
     rows = [scene.a_row() for _ in range(2)]
     lengths = [scene.length(row) for row in rows]
     scene.call(f"evict of {rows}", lambda: scene.runtime.table.evict(rows, lengths))
+    if scene.last is not None and {seq.row for seq in scene.last[1]} & {*rows}:
+        scene.provoked = True  # that step run again may begin its windows before those lengths
 
 
 def mark_stored(scene: Scene) -> None:

@@ -44,6 +44,46 @@ def assert_refused(world: World, request: Request, q_len: int) -> None:
     world.runtime.end_step()
 
 
+def free(world: World, request: Request) -> None:
+    world.runtime.table.free(request.row)
+
+
+def give_back_room(world: World, request: Request) -> None:
+    world.runtime.table.truncate(request.row, request.kv_len)
+
+
+def cut_stored_tokens(world: World, request: Request) -> None:
+    world.runtime.table.truncate(request.row, request.kv_len - 1)
+
+
+@pytest.mark.parametrize("go_back", [free, give_back_room, cut_stored_tokens])
+def test_a_row_that_goes_back_while_its_step_runs_is_not_stored_in_pages_that_are_anothers_by_now(
+    go_back: Callable[[World, Request], None], device: torch.device
+) -> None:
+    """The other request's tokens came from elsewhere, so no later step writes them again."""
+    world = World.build([small_problem()] * 2, device, "torch")
+    runtime, table = world.runtime, world.runtime.table
+    request = world.admit()
+    world.step([request], [table.page_size])
+    end = table.page_size + 1
+    table.reserve(request.row, end)
+    step = runtime.stage(StepBatch([request.row], [end], [1], NO_TOKEN_IDS))
+    go_back(world, request)
+    other = table.admit()
+    table.reserve(other, 2 * table.page_size)
+    table.mark_stored([other], [2 * table.page_size])
+    pages = table.pages_of(other).tolist()
+    for layer in range(2):
+        runtime.pool.layer(layer).k[pages] = 5.0
+    step.fill()
+    for layer, problem in enumerate(world.problems):
+        _, k, v = world.qkv(problem, step.parts[0])
+        with pytest.raises(BadBatch, match=f"row {request.row} was freed, or cut to .* while its step runs"):
+            step.parts[0].layers.store(layer, k, v)
+    runtime.end_step()
+    assert all((runtime.pool.layer(layer).k[pages] == 5.0).all() for layer in range(2))
+
+
 @pytest.mark.by_day(interpreted=1)
 @pytest.mark.each_value
 @each_provider

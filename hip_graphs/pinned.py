@@ -1,6 +1,6 @@
 """PinnedTensors: the memory that recordings read, by name, and a check that it has not moved.
 
-"Pinned" refers to addresses: a pinned tensor must not move while a recording reads it. It is unrelated to page-locked
+"Pinned" refers to addresses: a pinned tensor must not move while a recording reads it. It is unrelated to locked
 host memory.
 """
 

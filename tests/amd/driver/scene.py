@@ -286,6 +286,13 @@ class Scene(Calls):
             self.cut(seq.row, seq.begin)
             self.oracle.store(seq.row, seq.begin, seq.stored)
 
+    def stored_in_part(self, begun: Begun) -> None:
+        """A layer of an open step has stored: until all have, the tokens that were stored before it may be gone."""
+        for seq in begun.seqs:
+            kv = self.oracle.kv.get(seq.row)
+            if kv is not None and begun.lives[seq.row] == self.lives[seq.row]:
+                kv[seq.begin :] = [UNKNOWN] * len(kv[seq.begin :])
+
     def staged(self, batch: StepBatch, seqs: Sequence[Seq]) -> None:
         """A whole step was staged, which may run again."""
         self.last = batch, list(seqs), {seq.row: self.changes[seq.row] for seq in seqs}

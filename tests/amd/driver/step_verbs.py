@@ -390,6 +390,7 @@ def store_one(scene: Scene) -> None:
         calls = scene.compiled.of(part) if scene.rng.random() < 0.3 else part.layers
         if scene.call(f"layer {number} stores", partial(calls.store, number, k, v)) is not REFUSED:
             scene.open.done.add((0, number))
+            scene.stored_in_part(scene.open)
         return None
     return None
 

@@ -16,7 +16,7 @@ import time
 import numpy as np
 import torch
 
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.bench.machine import describe_machine
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
@@ -75,7 +75,7 @@ def _step_us(runtime: AttentionRuntime, rows: np.ndarray, kv_len: np.ndarray) ->
     k, v, out = *(torch.zeros_like(q[:, : problem.num_kv_heads]) for _ in "kv"), torch.empty_like(q)
     torch.cuda.synchronize(runtime.device)
     before = time.perf_counter()
-    step = runtime.step(StepBatch(rows, kv_len, ones, NO_TOKEN_IDS)).parts[0]
+    step = runtime.step(StepBatch(rows, kv_len, ones)).parts[0]
     for layer in range(NUM_LAYERS):
         step.layers.store_and_attend(layer, q, k, v, out)
     runtime.end_step()

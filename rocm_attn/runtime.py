@@ -192,28 +192,25 @@ class AttentionRuntime:
         self.gate.end()
 
     def move_accepted(self, accepted: Accepted, seqs: Integers | None = None) -> None:
-        """Move the K and V of accepted drafts to the places of their tokens, in all layers; see step/accepting.py.
+        """Moves the K and V of accepted drafts to the places of their tokens, in all layers; see step/accepting.py.
 
         Call it once after a verify step of trees has stored, in its forward or after it, and before the next step.
         Chains need none.
         seqs: int32 [paths], the place in the step's batch of each accepted path's sequence: rows of the others may have
               changed. None: all sequences in order, with the step's pads or without
         Raises BadTensor; WrongState for a second move, after a step without a mask, and after a row of the step was
-        freed, cut, forked or kept; BadBatch for other sequences than the step's, and where it may not store;
+        freed, cut, forked or kept; BadBatch for other sequences than the step's, and if it may not store;
         Unsupported for layers whose index keys stand for several tokens.
         """
         self.core.moves.check(accepted)
-        row_of_seq = self.gate.rows_of_paths(len(accepted.path), seqs)
-        self.gate.before_move(seqs)
-        self.core.moves.move(accepted, row_of_seq)
+        self.core.moves.move(accepted, self.gate.before_paths(len(accepted.path), seqs))
 
     def check_device(self) -> None:
         """Waits for the device, and raises DeviceFault if steps went wrong that no later step has reported.
 
         Also raises it if something was written to row 0 of the table or to page 0 of a layer. Ranks that share the
         layers (`agree`) call it together, and raise what any of them has found. For tests, debugging, and whenever
-        serving goes idle. Raises WrongState if a step was staged and the graph that takes its inputs was not launched
-        yet.
+        serving goes idle. Raises WrongState if a step was staged and the graph that takes its inputs was not launched.
         """
         self.faults.check()
 

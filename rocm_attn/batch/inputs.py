@@ -24,11 +24,11 @@ ON_HOST = torch.empty(0, dtype=torch.int32, device="cpu")
 class HostInputs:
     """The host knows everything: a batch's lengths are the lengths.
 
-    device:          of the caller's tensors; there are none
-    kv_len_on_host:  whether a batch's kv_len are lengths, and not bounds
-    q_len_on_host:   likewise
-    lengths_on_host: whether both are
-    token_ids_on_host: likewise, for token ids
+    device:            None, as there are no tensors of the caller
+    kv_len_on_host:    True if a batch's kv_len are lengths, and not bounds
+    q_len_on_host:     likewise for q_len
+    lengths_on_host:   True if both are
+    token_ids_on_host: True if the batch has the token ids, if there are any
     """
 
     __slots__ = ()
@@ -136,7 +136,7 @@ class DeviceInputs:
 
     @property
     def token_ids_on_host(self) -> bool:
-        """True if the batch has the token ids, if there are any."""
+        """See HostInputs.token_ids_on_host."""
         return self.token_ids is ON_HOST
 
     def min_q_len(self, num_seqs: int, num_tokens: int, fewest: int) -> int:

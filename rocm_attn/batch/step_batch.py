@@ -22,9 +22,9 @@ Integers = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 _INT32 = np.dtype(np.int32)
 _STRIDES = (4,)
-# The model is fed by the caller, who says so by giving these.
+# The caller feeds the model, and passes these to say so.
 NO_TOKEN_IDS: Int32Array = np.empty(0, np.int32)
-# Nothing was said of token ids: a StepRunner refuses the batch, since its forward would read zeros.
+# No token ids were passed: a StepRunner refuses the batch, because its forward would read zeros.
 FORGOTTEN_TOKEN_IDS: Int32Array = np.empty(0, np.int32)
 INT32_MAX = 2**31 - 1
 
@@ -38,8 +38,8 @@ class StepBatch:
     q_len:      int32 [num_seqs]    new tokens of this step, at the end of the KV
     token_ids:  int32 [num_tokens]  ids of the new tokens, sequence after sequence. With drafts those of the first draft
                 step alone: int32 [num_seqs * branches]. NO_TOKEN_IDS: the caller feeds the model. A StepRunner refuses
-                a batch that says nothing, unless inputs have them
-    inputs:     what the device alone knows: kv_len and q_len are then upper bounds, and with them num_tokens,
+                a batch without any of these, unless inputs have them
+    inputs:     values that only the device knows. kv_len and q_len are then upper bounds, and so are num_tokens,
                 max_q_len and max_kv_len; pages are reserved for the bounds
     mask:       the keys that new tokens see in layers whose problem has custom_mask
     prefixes:   which sequences of a decode step share pages, to be read once for all of them; without a mask, and with
@@ -114,7 +114,7 @@ class StepBatch:
             fed = _fed_at_once(drafts, (fewest, most), num_seqs, (inputs, mask, prefixes))
         if len(token_ids) not in (0, fed):
             raise BadBatch(f"{len(token_ids)} token ids for {fed} new tokens; pass one each, or NO_TOKEN_IDS")
-        if inputs is not HOST_INPUTS:  # on most steps there is nothing to ask
+        if inputs is not HOST_INPUTS:  # in most steps there is nothing to check
             fewest = inputs.min_q_len(num_seqs, fed, fewest)
         if not isinstance(mask, NoMask):
             mask.check(kv, new)
@@ -124,8 +124,9 @@ class StepBatch:
         self.rows = np.frombuffer(row_bytes, _INT32)
         self.kv_len = kv
         self.q_len = new
-        none = FORGOTTEN_TOKEN_IDS if token_ids is FORGOTTEN_TOKEN_IDS else NO_TOKEN_IDS
-        self.token_ids = np.frombuffer(token_ids.tobytes(), _INT32) if len(token_ids) else none
+        # An empty array is kept itself, because FORGOTTEN_TOKEN_IDS is known by its identity.
+        num_ids = len(token_ids)
+        self.token_ids = np.frombuffer(token_ids.tobytes(), _INT32) if num_ids else as_int32("token_ids", token_ids)
         self.inputs, self.mask, self.prefixes, self.drafts = inputs, mask, prefixes, drafts
         self.num_seqs, self.num_tokens, self.num_fed = num_seqs, num_tokens, fed
         self.max_q_len = most
@@ -149,9 +150,9 @@ def draft_batch(
     """A round of drafts.
 
     rows:       int32 [num_seqs]  seq -> row of the request table, which has room for prefix_len + drafts.tokens
-    prefix_len: int32 [num_seqs]  tokens that are stored before the drafts; upper bounds where inputs have kv_len
+    prefix_len: int32 [num_seqs]  tokens that are stored before the drafts; upper bounds if inputs have kv_len
     token_ids:  int32 [num_seqs * branches]  ids that the first draft step is fed, as in StepBatch
-    inputs:     DeviceInputs(kv_len=prefix lengths, ahead=drafts.tokens) where only the device knows them
+    inputs:     DeviceInputs(kv_len=prefix lengths, ahead=drafts.tokens) if only the device knows them
 
     Raises BadBatch.
     """

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.bench import layers
 from rocm_attn.bench.choices import HOST
 from rocm_attn.bench.layers import NAMED
@@ -154,6 +154,6 @@ def _store(
     runtime.table.reserve_all(rows, kv_len)
     q, k, v = (each.repeat_interleave(_STORED, dim=0) for each in qkv)
     out = q.new_empty(*q.shape[:2], v.shape[2])
-    with runtime.step(StepBatch(rows, kv_len, kv_len, NO_TOKEN_IDS)) as step:
+    with runtime.step(StepBatch(rows, kv_len, kv_len)) as step:
         for layer in range(layers):
             step.parts[0].layers.store_and_attend(layer, q, k, v, out)

@@ -23,7 +23,7 @@ from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, shape_name, takes_inputs
 from rocm_attn.capture.probe_requests import as_steps_of, evenly, typical_new_tokens
@@ -187,7 +187,7 @@ def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, atten
     try:
         table.reserve_all(rows, cached + new)
         table.mark_stored(rows, cached)
-        batch = StepBatch(rows, cached + new, new, NO_TOKEN_IDS)
+        batch = StepBatch(rows, cached + new, new)
         whole = as_steps_of(shape, batch, torch.Generator(runtime.device))
         with runtime.step(whole, runtime.plan(whole, pad_to)) as step:
             if takes_inputs(runtime, step):

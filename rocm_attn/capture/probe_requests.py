@@ -20,7 +20,7 @@ from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.mask import random_mask, random_trees
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -75,8 +75,8 @@ class Candidate:
 
     @classmethod
     def of(cls, runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) -> Candidate:
-        """A graph of a shape, of whose steps none waits. Raises as AttentionRuntime.plan"""
-        batch = StepBatch(np.arange(1, len(q_len) + 1, dtype=np.int32), q_len, q_len, NO_TOKEN_IDS)
+        """A graph of a shape for which no step waits. Raises what AttentionRuntime.plan raises."""
+        batch = StepBatch(np.arange(1, len(q_len) + 1, dtype=np.int32), q_len, q_len)
         batch = as_steps_of(shape, batch, torch.Generator(runtime.device))
         return cls(runtime, runtime.plan(batch, shape), q_len, None)
 

@@ -146,7 +146,7 @@ class AcceptedMoves:
                 )
 
     def move(self, accepted: Accepted, row_of_seq: Tensor) -> None:
-        """Move what was accepted, once for a verify step.
+        """Moves K and V of the accepted drafts, once per verify step.
 
         row_of_seq: int32, the row of the request table of each path, as the verify step has it
         Raises Unsupported for layers whose index keys stand for several tokens.

@@ -313,7 +313,7 @@ class StepGate:
         last = self.last
         if last is None:
             raise WrongState("no whole step was staged last that could run again; stage one first")
-        self._require_rows(last, "the step cannot run again")
+        self._require_rows(last, "the step cannot run again", last.batch.rows)
         self.holder.state = STAGED
         with on_device(self.device):
             self._streams.follow()
@@ -362,26 +362,23 @@ class StepGate:
         if last is None:
             raise WrongState("no step was staged whose rows could go on; stage one first")
         self._moves_on = True
-        self._require_rows(last, "the step cannot run again")
+        self._require_rows(last, "the step cannot run again", last.batch.rows)
         self._staged = ran = step._replace(batch=last.batch, change=last.change)
         return ran
 
-    def _require_rows(self, step: RanStep, refused: str, *, staying: int = 0, rows: Int32Array | None = None) -> None:
-        """Raises WrongState if a row of a step was freed, cut, forked or kept since that step was staged.
+    def _require_rows(self, step: RanStep, refused: str, rows: Int32Array, *, staying: int = 0) -> None:
+        """Raises WrongState if one of these rows of a step was freed, cut, forked or kept since that step was staged.
 
         staying: new tokens of a sequence that are not written
-        rows:    rows to check; if not given, all
         """
-        changed = self._changed_rows(step, staying)
-        if rows is not None:
-            changed = [row for row in changed if row in rows]
+        changed = [row for row in self._changed_rows(step, staying) if row in rows]
         if changed:
             raise WrongState(
                 f"{refused}: row {changed[0]} was freed, cut, forked or kept since it was staged; stage a step anew"
             )
 
-    def rows_of_paths(self, num_paths: int, seqs: Integers | None) -> Tensor:
-        """The rows that accepted paths of the last verify step are moved in: int32 [num_paths] on the device.
+    def before_paths(self, num_paths: int, seqs: Integers | None) -> Tensor:
+        """Does the same as before_move() for accepted paths, and returns their rows, int32 [num_paths] on the device.
 
         seqs: see AttentionRuntime.move_accepted
         Raises WrongState, BadBatch.
@@ -389,16 +386,24 @@ class StepGate:
         step = self._verified()
         batch, with_pads = step.batch, step.inputs.row_of_seq
         if seqs is None and num_paths == len(with_pads):
+            self._allow_move(step, batch.rows)
             return with_pads
         places = np.arange(batch.num_seqs) if seqs is None else as_int32("seqs", seqs)
         if len(places) != num_paths:
             raise BadBatch(f"{num_paths} accepted paths for {len(places)} sequences; give one each")
         if len(np.unique(places)) < num_paths or (num_paths and not 0 <= places.min() <= places.max() < batch.num_seqs):
             raise BadBatch(f"seqs must be sequences of the step, each once: 0 to {batch.num_seqs - 1}; got {places}")
-        return torch.from_numpy(batch.rows[places]).to(self.device)
+        rows = batch.rows[places]
+        self._allow_move(step, rows)
+        return torch.from_numpy(rows).to(self.device)
+
+    def before_move(self) -> None:
+        """Checks that the last verify step may move its accepted drafts, once. Raises WrongState, BadBatch."""
+        step = self._verified()
+        self._allow_move(step, step.batch.rows)
 
     def _verified(self) -> RanStep:
-        """The last step, whose accepted tokens were not moved yet. Raises WrongState."""
+        """Returns the last step, whose accepted drafts were not moved yet. Raises WrongState."""
         step = self._ran()
         if step is None or not self._may_move or step.batch.mask is NO_MASK:
             raise WrongState(
@@ -406,15 +411,9 @@ class StepGate:
             )
         return step
 
-    def before_move(self, seqs: Integers | None = None) -> None:
-        """Ask whether the last verify step may move what was accepted, once. Raises WrongState, BadBatch.
-
-        seqs: places in the step's batch of the sequences in which something is moved; not given: all
-        """
-        step = self._verified()
-        rows = None if seqs is None else step.batch.rows[seqs]
-        # The first node of a tree is accepted in its place.
-        self._require_rows(step, "accepted tokens cannot be moved", staying=1, rows=rows)
+    def _allow_move(self, step: RanStep, rows: Int32Array) -> None:
+        # The first node of a tree is accepted in place.
+        self._require_rows(step, "accepted tokens cannot be moved", rows, staying=1)
         self.stores.before_move()
         self._may_move = False
         with on_device(self.device):

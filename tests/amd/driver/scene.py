@@ -62,7 +62,7 @@ class Seq:
 
     @property
     def stored(self) -> list[int]:
-        """What the new tokens look up."""
+        """The entries that the new tokens look up."""
         return [looked_up(token_id, position) for token_id, position in zip(self.ids, self.positions, strict=True)]
 
     def tokens(self) -> Tokens:
@@ -83,7 +83,7 @@ class Begun:
 
 @dataclass(slots=True)
 class Sent:
-    """What was exported: a buffer, and what the tokens in it look up. by_layers: each has a stretch of its own"""
+    """An export: a buffer, and the entries that its tokens look up. by_layers: each layer has a stretch of its own"""
 
     extent: KVExtent
     buffer: Tensor
@@ -150,11 +150,11 @@ class Scene(Calls):
         self.set_weights()
 
     def renew_movers(self) -> None:
-        """What exports and imports, by the factors that there are now."""
+        """Makes the exporter and the importer, with the present scales."""
         self.exporter = KVExporter(self.runtime)
         self.importer = KVImporter(self.runtime, self.exporter.passport)
 
-    # What there is
+    # Rows and lengths
 
     @property
     def rows(self) -> list[int]:
@@ -168,7 +168,7 @@ class Scene(Calls):
 
     @property
     def is_latent(self) -> bool:
-        """Whether layers keep latents."""
+        """True if layers keep latents."""
         return self.kind == "latent"
 
     def length(self, row: int) -> int:
@@ -191,14 +191,14 @@ class Scene(Calls):
         """Token ids."""
         return [self.rng.randint(1, VOCABULARY - 1) for _ in range(count)]
 
-    # What a call leaves as it was
+    # State that refused calls keep
 
     def check_device(self) -> None:
-        """Of the runtime."""
+        """Checks the device of the runtime."""
         self.runtime.check_device()
 
     def state(self) -> tuple[object, ...]:
-        """What a refused call must leave as it was."""
+        """Returns the state that a refused call must leave unchanged."""
         table = self.runtime.table
         rows = np.array([row for row in self.rows if table.is_admitted(row)], np.int32)
         held = {row: tuple(int(page) for page in table.pages_of(row)) for row in rows.tolist()}
@@ -242,7 +242,7 @@ class Scene(Calls):
             self.oracle.truncate(row, kv_len)
 
     def give_up(self, rows: Sequence[int]) -> None:
-        """What was reported, or may have gone wrong, of these rows is not looked at again."""
+        """Forgets the tokens of these rows, which were reported or may be wrong."""
         for row in rows:
             self.cut(row, 0)
             self.unsure.add(row)
@@ -279,19 +279,23 @@ class Scene(Calls):
             if seq.row not in self.oracle.kv or (lives is not None and lives[seq.row] != self.lives[seq.row]):
                 continue
             if changes is not None and changes[seq.row] != self.changes[seq.row]:
-                kv = self.oracle.kv[seq.row]
-                kv[seq.begin :] = [UNKNOWN] * len(kv[seq.begin :])
+                self.forget_from(seq)
                 self.unsure.add(seq.row)
                 continue
             self.cut(seq.row, seq.begin)
             self.oracle.store(seq.row, seq.begin, seq.stored)
 
-    def stored_in_part(self, begun: Begun) -> None:
+    def stored_in_layer(self, begun: Begun, layer: int) -> None:
         """A layer of an open step has stored: until all have, the tokens that were stored before it may be gone."""
+        begun.done.add((0, layer))
         for seq in begun.seqs:
-            kv = self.oracle.kv.get(seq.row)
-            if kv is not None and begun.lives[seq.row] == self.lives[seq.row]:
-                kv[seq.begin :] = [UNKNOWN] * len(kv[seq.begin :])
+            if seq.row in self.oracle.kv and begun.lives[seq.row] == self.lives[seq.row]:
+                self.forget_from(seq)
+
+    def forget_from(self, seq: Seq) -> None:
+        """The tokens of a row from a sequence's new ones on are not known."""
+        kv = self.oracle.kv[seq.row]
+        kv[seq.begin :] = [UNKNOWN] * len(kv[seq.begin :])
 
     def staged(self, batch: StepBatch, seqs: Sequence[Seq]) -> None:
         """A whole step was staged, which may run again."""
@@ -353,7 +357,7 @@ class Scene(Calls):
         finally:
             self.oracle.kv = kv
 
-    # What is compared
+    # Comparisons
 
     def compare_pool(self, what: str) -> None:
         """Every token of every live request, and of every kept page, lies in its page as it was stored."""

@@ -389,8 +389,7 @@ def store_one(scene: Scene) -> None:
         _, k, v = layer.of(scene.model.entries(part))
         calls = scene.compiled.of(part) if scene.rng.random() < 0.3 else part.layers
         if scene.call(f"layer {number} stores", partial(calls.store, number, k, v)) is not REFUSED:
-            scene.open.done.add((0, number))
-            scene.stored_in_part(scene.open)
+            scene.stored_in_layer(scene.open, number)
         return None
     return None
 
@@ -418,7 +417,7 @@ def old_layers(scene: Scene) -> None:
             "old layers store", lambda: part.layers.store(0, k, v), wrong="" if is_open else "it is over"
         )
         if given is not REFUSED and scene.open is not None:
-            scene.open.done.add((0, 0))
+            scene.stored_in_layer(scene.open, 0)
         return
     out, lse = layer.room(q)
     scene.call("old layers attend", lambda: part.layers.attend(0, q, out, lse), wrong="" if is_open else "it is over")
@@ -433,7 +432,7 @@ def end(scene: Scene) -> None:
 
 
 def close_of(scene: Scene) -> None:
-    """What has come of the open step, which has ended."""
+    """Notes the result of the open step, which has ended."""
     begun = scene.open
     assert begun is not None
     scene.open, scene.over = None, begun.step
@@ -495,7 +494,7 @@ def _round_of(scene: Scene, drafts: Drafts) -> tuple[list[Seq], StepBatch]:
 
 
 def _drafted(scene: Scene, drafts: Drafts, seqs: list[Seq]) -> None:
-    """What a round has stored: of chains tokens that later steps may go on from."""
+    """Notes the tokens that a round has stored. Later steps may continue from those of chains."""
     for seq in seqs:
         scene.cut(seq.row, seq.begin)
         if drafts.branches == 1:

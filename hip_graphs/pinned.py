@@ -1,7 +1,7 @@
 """PinnedTensors: the memory that recordings read, by name, and a check that it has not moved.
 
-"Pinned" refers to addresses: a pinned tensor must not move while a recording reads it. It is unrelated to locked
-host memory.
+"Pinned" refers to addresses: a pinned tensor must not move while a recording reads it. This is not about locked host
+memory.
 """
 
 from __future__ import annotations

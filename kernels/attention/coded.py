@@ -146,8 +146,7 @@ def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.co
     """
     factor = 1.0
     if C.SCALES == TOKEN_SCALES:
-        # Dead keys read page 0: a mask of the load would be kept in pairs of scalar registers, and then AMD's compiler
-        # has too few.
+        # Dead keys read page 0: a mask would be kept in pairs of scalar registers, and then AMD's compiler has too few.
         if MASKED:
             page = tl.where(live, page, 0)
         factor = tl.load(scale + (page * C.KV_HEADS + head) * C.PAGE_SIZE + offset)

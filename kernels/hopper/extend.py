@@ -6,8 +6,7 @@ A program is consumers, groups of four warps, 64 rows of a query block each, and
 K and V by TMA; one that loads codes, and four that decode them (codes.py); or four that gather keys if pages hold no
 box for it (gather.py). If whole rows are drawn (draws.py), a warp or two do nothing else, except that warps that gather
 draw by themselves. Tiles of K and of V pass through two rings in shared memory, which run on from row to row. Each
-warp, or group of warps, walks the program's rows by itself; they meet only at the barriers of the rings and of drawn
-rows.
+warp, or group of warps, walks the program's rows alone; they meet only at the barriers of the rings and of drawn rows.
 
 Rows, and how the longest are shared out, are those of extend_schedule.py; extend_merge.py adds up the parts that
 several programs hold of a row. There are as many programs as run at a time. Each takes its share, and then whole rows:

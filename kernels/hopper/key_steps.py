@@ -26,8 +26,7 @@ from rocm_attn.kernels.hopper.scaling import times_if_any
 # In powers of two. A row's scores may exceed its maximum by this much before it is raised, as in FlashAttention-4
 # (rescale_threshold of flash_attn/cute). Weights are then 256 at most, which float16 holds. The largest one is no
 # longer exactly 1, and is rounded like the others: if one key outweighs all others, the error grows from 1.6e-4 to
-# 1.1e-3 in bfloat16, before the output is rounded. And the sums, in float32, may overflow at 256 times smaller
-# values.
+# 1.1e-3 in bfloat16, before the output is rounded. And float32 sums may overflow at 256 times smaller values.
 SLACK = gl.constexpr(8.0)
 
 

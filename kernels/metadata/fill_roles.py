@@ -1,7 +1,7 @@
-"""The roles of a program of the fill launch: each writes a share of some index tensors. What they hold: fill.py.
+"""The roles of a program of the fill launch: each writes a share of some index tensors. See fill.py.
 
 A share is one of `Share.of` programs that work on the same sequence. Each sums the lengths itself, _SEQS sequences at a
-time. What is known when a kernel is compiled stays out of the tuples: Triton 3.9 passes their members as values.
+time. Constants of a compilation stay out of the tuples: Triton 3.9 passes their members as values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from rocm_attn.kernels.metadata import error_word
 
-# What a program looks at in one step; fixed numbers, so that no batch size needs another compilation.
+# The elements that a program reads at a time; fixed numbers, so that no batch size needs another compilation.
 SEQS_AT_ONCE = 256
 TOKENS_AT_ONCE = 128
 PAGES_AT_ONCE = 1024
@@ -52,7 +52,7 @@ class Share(NamedTuple):
 
 
 class Boundaries(NamedTuple):
-    """What there is one of for each sequence or boundary."""
+    """Tensors with an element for each sequence or boundary."""
 
     q_indptr: tl.tensor
     last_token_of_seq: tl.tensor
@@ -63,7 +63,7 @@ class Boundaries(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Shared prefixes: what was published of them, and what follows from it."""
+    """Shared prefixes: their published tensors, and those derived from them."""
 
     prefix_len: tl.tensor
     end: tl.tensor
@@ -73,7 +73,7 @@ class Groups(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What there is one of for each of `num` padded tokens; each sees at most window_left keys before its own."""
+    """Tensors with an element for each of `num` padded tokens, which see at most window_left keys before their own."""
 
     seq: tl.tensor
     row: tl.tensor
@@ -186,7 +186,7 @@ def write_tokens(share, seqs, table, tokens, PAGE_SIZE: tl.constexpr, NULL_PAGE:
         live = inside & (token < num_tokens)
         kv_index = prefix + offset
         page_no = kv_index // PAGE_SIZE
-        # A token before its KV, or past its row, meets no page, and is told of below; its position says no more then.
+        # A token before its KV, or past its row, meets no page, and is reported below; its position has no meaning.
         in_row = live & (kv_index >= 0) & (page_no < table.width)
         page = tl.load(table.entries + row * table.stride + page_no, mask=in_row, other=NO_PAGE)
         position = tl.where(live, tl.maximum(kv_index, 0), 0)
@@ -226,7 +226,7 @@ def write_page_list(share, seqs, table, page_list, page_list_len, PAGE_SIZE: tl.
     for first in range((share.id % share.of) * _PAGES, pages, share.of * _PAGES):
         page_no = first + tl.arange(0, _PAGES)
         # Nothing of a live sequence is left out: the list has room for full rows, and one that is longer than its row
-        # has its newest token past it, which write_tokens tells of.
+        # has its newest token past it, which write_tokens reports.
         live = page_no < pages
         page = tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)
         tl.store(page_list + before + page_no, page, mask=live & (before + page_no < page_list_len))
@@ -239,7 +239,7 @@ def write_page_list(share, seqs, table, page_list, page_list_len, PAGE_SIZE: tl.
 def write_block_table(share, seqs, table, block_table, PAGE_SIZE: tl.constexpr):
     """A share of one sequence's row of another table."""
     seq = share.id // share.of
-    # As in write_page_list.
+    # Pages past the table are left out for the reason given in write_page_list.
     pages = tl.minimum(tl.cdiv(tl.load(seqs.kv_len + seq), PAGE_SIZE), table.width)
     row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
     for first in range((share.id % share.of) * _PAGES, block_table.width, share.of * _PAGES):

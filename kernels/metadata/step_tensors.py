@@ -18,7 +18,7 @@ NO_PARENT = -1
 # The first parent of a sequence whose new tokens are a prompt, and no drafts, in a step that verifies trees.
 BRINGS_PROMPT = -2
 
-# UNLIMITED_WINDOW for subtracting a window from lengths: no sequence has so many keys.
+# UNLIMITED_WINDOW for subtracting a window from lengths: no sequence has that many keys.
 ALL_KEYS = 2**31 - 1
 
 

@@ -1,4 +1,4 @@
-"""Tell a page that is written under a row that still names it.
+"""Reports a page that is written while another row still names it.
 
 A page remembers which entry of the table led to it when it was written last, and in which step. An entry remembers
 since which step it names its page. An entry of a live row whose page was written since, by another entry, leads to
@@ -10,8 +10,8 @@ token still lies in the same page. Else it is taken for another one, whose entri
 
 The last page of a sequence without new tokens is not looked at: another one may fill the rest of it.
 
-What is told in a step is not told again. A page that another row has written in this very step is told now or in the
-row's next step. page_watch.py says what is kept; new tokens that are dropped write no page.
+A page is reported once. A page that another row has written in this very step is reported now or in the row's next
+step. page_watch.py describes the kept state; new tokens that are dropped write no page.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOW = tl.constexpr(2**32 - 1)
 
 @triton.jit
 def _last_step(words, live, now):
-    """Where among a row's words those of its last step before this one begin."""
+    """Returns the offset, among a row's words, of those of its last step before this one."""
     first = tl.load(words, mask=live, other=0)
     second = tl.load(words + _WORDS, mask=live, other=0)
     return tl.where((second < now) & ((first >= now) | (second > first)), _WORDS, 0)
@@ -46,7 +46,7 @@ def _last_step(words, live, now):
 
 @triton.jit
 def _goes_on(last_step, entry, page, begin, live, now):
-    """Whether a row is the same sequence as before; entry and page: of its last stored token."""
+    """True if a row is the same sequence as before. entry, page: of its last stored token"""
     since = entry >> 32
     known = live & (begin > 0) & ((entry & _LOW) == page) & (since < now)
     known &= tl.load(last_step, mask=live, other=0) < now
@@ -181,7 +181,7 @@ _variant = repeated_launches(_watch_pages_kernel)
 
 
 def launch_watch_pages(step: StepTensors, engine_row: Tensor, watch: PageWatch, *, page_size: int) -> None:
-    """Look at the pages that a step's rows name, and remember them and those that its new tokens are stored to.
+    """Checks the pages that a step's rows name, and records them and those that its new tokens are stored to.
 
     step:       as fill, and what takes given slots, have left it
     engine_row: int32 [S], rows of the watch

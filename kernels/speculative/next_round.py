@@ -148,8 +148,7 @@ def launch_next_round(picked: Tensor, given: GuessedRound, width: int, *, draws:
     picked:   int32 [num_seqs * width or more], the token that was picked after each token of the round
     width:    new tokens of each sequence, W, at least 1
     draws:    whether any sequence draws its tokens
-    looks_up: whether the drafts come from the texts; else the caller writes them, and those of the last round stay
-              unchanged
+    looks_up: whether the drafts come from the texts; else the caller writes them, and the last round's stay
     """
     num_seqs = given.limit.shape[0]
     assert given.texts.is_contiguous()

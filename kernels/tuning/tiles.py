@@ -63,7 +63,7 @@ class DecodeTiles:
                       ("programmatic dependent launch" of NVIDIA from sm_90 on)
     side_by_side:     whether programs work side by side, each on the same keys of a sequence's rows (DecodeCut)
     most_rounds:      how many times its programs the grid may hold, if there are that many rows (DecodeCut.of_step)
-    fewer_of_few:     how many times fewer programs serve steps of a few rows, if so many would share each row that
+    fewer_of_few:     how many times fewer programs serve steps of a few rows, if that many would share each row that
                       adding up their parts takes as long as reading K and V (DecodeCut.of_step)
     merge_group:      parts of a row that the program that ends last with them adds up, and then results of this many
                       groups (merge_within.py); 0: a launch of its own adds up all

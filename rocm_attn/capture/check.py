@@ -151,8 +151,7 @@ class _Trial(Generic[Outputs]):
     def _compare(self, graph: Graph[Outputs], batch: StepBatch) -> None:
         """Replays a step and runs it eagerly. The first difference is kept."""
         with self._runtime.stage(batch, self._plan) as step:
-            # The graph runs first: the buffers still hold the step before, so values that the graph forgets to fill
-            # show.
+            # The graph runs first: the buffers still hold the step before, so values that it does not fill show.
             forget_new_tokens(self._runtime, batch)
             graph.recording.replay()
             replayed, made = self._tensors(batch, graph.outputs), structure_of(graph.outputs)

@@ -292,8 +292,7 @@ class StepRunner(Generic[Outputs]):
         Graphs are made again as steps need them, or by capture_all(); also those of other runners. If graphs were
         switched off, they are on again. Requests and pages stay. Under tensor parallelism all ranks must call it
         between the same two steps.
-        Raises what Seals.reseal raises: nothing has changed then. After an interrupt, steps may be eager until it is
-        called again.
+        Raises what Seals.reseal raises: nothing has changed then. Call it again after an interrupt.
         """
         seals = self._runtime.seals
         if self._given_recorder is None:

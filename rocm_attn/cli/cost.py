@@ -92,8 +92,7 @@ class Gpu:
     clock:                 in Hz; matrix_ops: 16-bit operations per second
     hbm:                   bytes per second of streams of reads, least and most
     asm_flops:             operations per second of AITER's kernels in assembly, slowest and fastest shape
-    triton_of_asm:         share of their speed that the slowest kernel in Triton reaches, after its loop is accounted
-                           for
+    triton_of_asm:         share of their speed that the slowest kernel in Triton reaches (its loop counted apart)
     """
 
     name: str

@@ -112,7 +112,7 @@ def _with_measured_rows(target: Target, named: str | None) -> tuple[Target, str]
 
 
 def _row_lines(kinds: Sequence[LayerKind], choice: Choice, about_rows: str) -> list[str]:
-    """The tiles of all layers with the rows that they come from, and faster choices that are left on the table."""
+    """The tiles of all layers with the rows that they come from, and faster choices that were not taken."""
     served = [(_count(kind.layers), kind.outcome) for kind in kinds if isinstance(kind.outcome, Selection)]
     rows = [f"- {layers}: {row.line()}" for layers, outcome in served for row in tile_rows(outcome)]
     left = [f"- {layers}: {each.line()}" for layers, outcome in served for each in left_of(outcome, choice)]

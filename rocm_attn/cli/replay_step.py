@@ -160,7 +160,7 @@ class _Replay:
         batch, prefixes = self.batch, self.batch.prefixes
         shortest = batch.q_len + (prefixes.prefix_len if isinstance(prefixes, SharedPrefixes) else 0)
         runner.run(StepBatch(batch.rows, shortest, batch.q_len, NO_TOKEN_IDS, prefixes=prefixes.alone()), self.shape)
-        self.runtime.table.mark_stored(batch.rows, batch.kv_len)  # with what the pages were filled with
+        self.runtime.table.mark_stored(batch.rows, batch.kv_len)  # the pages hold random values there
         runner.run_eagerly(self.batch, self.shape)
         eager = [out.clone() for out in self.outs]
         for out in self.outs:

@@ -1,7 +1,6 @@
 """The names that options take.
 
-They are in this module, not next to the things that they name, because the command line shows them without importing
-torch.
+They are in this module, not next to the things that they name, as the command line shows them without torch.
 """
 
 from __future__ import annotations

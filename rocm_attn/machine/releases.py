@@ -23,8 +23,7 @@ class Release:
     """A release by its numbers, in the order in which releases are made.
 
     numbers: of the release, and one more: 0.1.20 is (0, 1, 20, 0), 0.1.19.post1 is (0, 1, 19, 1), and a build before
-             0.1.21 (of its development, of a commit, or a candidate) is (0, 1, 21, -1). Empty: the release is not
-             known.
+             0.1.21 (of its development, of a commit, or a candidate) is (0, 1, 21, -1). Empty: it is not known.
     """
 
     numbers: tuple[int, ...]

@@ -51,8 +51,7 @@ class KeptPages:
         spaces: spaces in which a page is kept; those that the table does not have are ignored
         Returns int64 [n] ids, one for each page_no.
         Raises WrongState, and BadBatch for a page that is not full of stored tokens, or has left a window; nothing is
-        changed then. For a length that only the device knows, the bound counts: keep only pages that are known to be
-        stored.
+        changed then. For a length that only the device knows, the bound counts: keep only pages known to be stored.
         """
         self._rows.must_be_admitted(row)
         if not 0 <= first_page_no <= end_page_no:

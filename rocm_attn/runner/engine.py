@@ -419,8 +419,7 @@ class Engine:
         if step.is_of_a_suspect:
             self._check_device()  # before it gets a token, and before others run again
         self.settle()
-        # This comes first: an interrupt may leave a step that the scheduler has not noted; sequences take nothing of
-        # it.
+        # This comes first: an interrupt may leave a step that the scheduler has not noted; they take nothing of it.
         self._unread.append(UnreadStep(step, self.runtime.faults.step_number, picks, started, launched))
         self._is_launching = False
         self._scheduler.launched(step)

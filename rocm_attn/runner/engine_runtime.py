@@ -73,8 +73,7 @@ _MOST_REPLAYED = 512
 def prompt_sizes(chunk: int) -> tuple[int, ...]:
     """Token counts that steps with prompts are padded to: the chunk, up to a bound, and a quarter of that.
 
-    With draft tokens, steps wait for the tokens of the steps before them, so the host's time for an eager step is paid
-    in full.
+    With draft tokens, steps wait for the tokens of the steps before them, so an eager step costs all of its host time.
     """
     most = min(chunk, _MOST_REPLAYED)
     return tuple(sorted({-(-most // 4), most} - {1}))

@@ -103,8 +103,7 @@ class Decoder:
 class Family:
     """One architecture.
 
-    defaults: values that a published file may leave out because the model's class has them; null in the file overrides
-              one
+    defaults: values that a published file may leave out because the model's class has them; a null overrides one
     decoder:  None if the runner does not run the model; its attention is served all the same
     """
 

@@ -63,8 +63,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, ra
 
     dtype: of all weights: float32, float16 or bfloat16
     ranks: that share the model; each reads its own part
-    Raises BadModel for a model that is missing, damaged or not known, BadSetting for a dtype or device that is not
-    served.
+    Raises BadModel for a missing, damaged or unknown model, BadSetting for a dtype or device that is not served.
     """
     _check_dtype_and_device(dtype, device)
     files, num_ranks = open_model(path), ranks.shard.num_ranks

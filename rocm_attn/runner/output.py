@@ -29,7 +29,6 @@ class Output:
     reason:     why it has ended; None: it goes on
     error:      why it has failed
     _is_whole:  whether _stream and _stops have seen exactly the tokens that were published; an interrupt may leave more
-                in them
     """
 
     sequence: Sequence

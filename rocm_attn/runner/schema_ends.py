@@ -13,8 +13,7 @@ from urllib.parse import unquote
 from rocm_attn.errors import BadRequest
 
 # Most remainders of a schema: the least common multiple of all its multipleOf, in units of their common divisor. A
-# digit's place has a state for each remainder. 10,000 take a third of a second to compile, 1,000,000 more than a
-# minute.
+# digit's place has a state for each remainder. 10,000 compile in a third of a second, 1,000,000 in more than a minute.
 MOST_REMAINDERS = 10_000
 _LONGEST_PLACE = 100
 # Larger numbers are not written in full: Python refuses to write one of thousands of digits.

@@ -1,8 +1,7 @@
 """Page size and layout of a pool, chosen before it is allocated: those with the best kernels over all layers and steps.
 
 Kernels differ in the pages that they read, and a pool has one page size and one layout for all of its layers. So the
-choice is joint: pages that suit the decode kernel may leave extend steps to a kernel that would not be chosen
-otherwise.
+choice is joint: pages that suit the decode kernel may leave extend steps to a kernel that nothing else would choose.
 """
 
 from __future__ import annotations

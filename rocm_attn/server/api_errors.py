@@ -53,7 +53,7 @@ def bad_request(message: str, param: str = "", code: str = "invalid_value") -> A
 
 
 def client_gone() -> ApiError:
-    """Returns the error for a client that closed its connection or stopped reading. Nobody reads the answer."""
+    """Returns the error for a client that closed its connection or stopped reading. No one reads the answer."""
     return ApiError(CLIENT_GONE, "the client has gone", code="client_gone")
 
 

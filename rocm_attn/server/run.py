@@ -52,7 +52,7 @@ _MOST_MILLISECONDS = 2**31 - 1
 def bind(options: ServerOptions) -> socket.socket:
     """Returns the socket of a server, which does not listen yet. Raises BadSetting if the address cannot be bound.
 
-    Connections that a killed server leaves behind do not block the port for the next one (SO_REUSEADDR).
+    Connections left by a killed server do not block the port for the next one (SO_REUSEADDR).
     """
     with contextlib.ExitStack() as unless_bound:
         try:

@@ -98,8 +98,7 @@ def _num_pointed(indexer: Indexer) -> int:
 def _too_few(indexing: Indexing) -> float:
     """Returns the number of units up to which none is turned away from, because too many of them are selected.
 
-    A unit's score must be that of one key. If it is the largest of several keys' scores, no unit can be turned away
-    from.
+    A unit's score must be that of one key. No unit can be turned away from by the largest of several keys' scores.
     """
     is_one = indexing.unit_keys == 1 or indexing.pooling is Pooling.MEAN
     return 4 * indexing.top + 4 if is_one else math.inf

@@ -77,8 +77,7 @@ class ExpandedPrefill:
 
         q:            [T, heads, dim]
         latents:      [T, head_dim], the step's own, as passed to the store
-        expand:       called with latents of new tokens and of chunks; k and v have q's dtype and the same v_dim each
-                      time
+        expand:       called with latents of new tokens and of chunks; k and v have q's dtype and one v_dim
         chunk_tokens: tokens of the prefixes that are expanded at a time, of all sequences together; at least 1
 
         The scale, cap and sinks are the layer's: q . k has the value that absorbed products have.

@@ -44,8 +44,7 @@ class NoFence:
         return True
 
 
-# Delay between two reads of a slot that a graph has yet to take. Another step is launched after it, so the device has
-# work.
+# Delay between two reads of a slot that a graph has yet to take. The device has work: another step comes after it.
 _LOOK_SECONDS = 20e-6
 
 
@@ -138,8 +137,7 @@ class HostRing:
     def acquire(self, words: int) -> RingSlot:
         """Returns the next slot, at least `words` int32 long.
 
-        It waits if the device is `depth` steps late. The slot keeps its old content; a word that was never written is
-        0.
+        It waits if the device is `depth` steps late. The slot keeps its old content; an unwritten word is 0.
         """
         at = self._next
         self._wait(self._done[at])

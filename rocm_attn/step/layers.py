@@ -61,8 +61,7 @@ class Layers:
     Arguments of a call are checked here; its caller checks that the call may come now. Each call raises BadTensor, and
     attend raises WrongState for a layer that lacks head weights.
 
-    Raises BadTensor if a pool has another format than the kernels of a layer: the store and attention must use one
-    layout.
+    Raises BadTensor if a pool has another format than the kernels of a layer: both must use one layout.
     """
 
     def __init__(

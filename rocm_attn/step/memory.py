@@ -272,8 +272,7 @@ WORKSPACE = "workspace"
 def _workspace_words(selections: Sequence[Selection], shape: PaddedShape) -> int:
     """Words of scratch memory that layers' kernels use one after the other: the largest need, content undefined.
 
-    The draft steps of a round run one after the other and share it. Halves may run at the same time and have a part
-    each.
+    The draft steps of a round run one after the other and share it. Halves may run at once and have a part each.
     """
     return max(selection.kernel(shape.kind).bound.workspace_words(shape) for selection in selections)
 

@@ -311,8 +311,7 @@ class Call(NamedTuple):
     num_own: int
 
 
-# Memory that a layer's launches read in addition to a call's own tensors: its pages, and its work on rows or head
-# weights.
+# Memory that a layer's launches read in addition to a call's own tensors: its pages, row work and head weights.
 Owners = tuple[LayerPages, QkvWork | HeadWeights | None]
 
 

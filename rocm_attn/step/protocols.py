@@ -129,8 +129,7 @@ class LayerCalls(Protocol):
         Its problem says by which indexer: the layer's own, or that of the nearest earlier layer with one.
 
         q, out, lse: as in attend()
-        Raises what attend() raises, and WrongState if nothing was chosen in this step, or another layer has chosen
-        since.
+        Raises what attend() raises, and WrongState if nothing was chosen in this step, or by another layer since.
         """
 
 

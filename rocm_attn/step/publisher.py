@@ -62,8 +62,7 @@ _REMEMBERED_STEPS = 5
 # Whole steps from the publication that asks for the result of a split step's second half to the one that has it.
 _STEPS_TO_ANSWER = 3
 # Words in a slot of whole steps in addition to those of its sequences: room for the ids of this many tokens. A step
-# with more makes its slot longer. Graphs have the slots' addresses, so they then take no inputs any more: the inputs
-# are published.
+# with more makes its slot longer. Graphs have the slots' addresses, so inputs are then published.
 _ID_WORDS = 1 << 16
 # Number of step sizes for which the views of ring slots are kept.
 _MOST_PARTS = 256
@@ -206,7 +205,7 @@ class GraphRuns:
         return self.number
 
     def _compare(self) -> None:
-        """Compares with the device's count, and loses the count if they differ. Nobody waits for the answer.
+        """Compares with the device's count, and loses the count if they differ. No one waits for the answer.
 
         The step whose graph was lost, or one after it, has then left a slot that no graph takes, which reports it.
         """

@@ -152,7 +152,7 @@ class LayerBench:
         wait_for_device(self._device)
 
     def _check_device(self, failure: Exception) -> None:
-        """Raises SearchEnded if the device does not work any more."""
+        """Raises SearchEnded if the device has stopped working."""
         try:
             torch.ones(8, device=self._device).sum().item()
         except RuntimeError:

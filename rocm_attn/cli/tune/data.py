@@ -20,8 +20,7 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.step.head_weights import HeadWeights
 
-# The number of last new tokens per sequence that are compared: the reference takes float64 for each of them and each
-# key.
+# The number of last new tokens per sequence that are compared: the reference takes float64 for each and each key.
 _MOST_TOKENS = 8
 # Elements for which random numbers are drawn at once.
 _DRAWN = 1 << 26

@@ -55,7 +55,7 @@ class Bench(Protocol):
         ...
 
     def judge(self, job: Job, tiles: Tiles) -> Judged:
-        """Compares a candidate with the reference. Raises SearchEnded if the device does not work any more."""
+        """Compares a candidate with the reference. Raises SearchEnded if the device has stopped working."""
         ...
 
     def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:

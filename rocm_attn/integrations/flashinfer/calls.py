@@ -44,8 +44,7 @@ class Call:
 def pages_of(paged_kv_cache: PagedKV, kv_layout: str) -> tuple[Tensor, Tensor]:
     """Returns K and V as [pages, page_size, kv_heads, dim]: views, for any layout of FlashInfer's. Raises BadTensor.
 
-    A single tensor has K and V in its second dimension. If the dimension of the page size is missing, pages have 1
-    token.
+    A single tensor has K and V in its second dimension. Without a dimension of page size, pages have 1 token.
     """
     if isinstance(paged_kv_cache, Tensor):
         if paged_kv_cache.dim() not in (4, 5) or paged_kv_cache.shape[1] != 2:

@@ -59,8 +59,7 @@ class GluonDecode:
             max_context_partition_num=self.num_parts(bounds.shape),
             context_partition_size=_PARTITION_KEYS,
             compute_type=problem.dtype,
-            # q is unchanged: codes of eight-bit pages become elements of q's dtype, and scales are applied to the
-            # products.
+            # q is unchanged: codes of eight-bit pages get q's dtype, and scales multiply the products.
             query_scale=None,
             key_scale=args.pages.k_scale,
             value_scale=args.pages.v_scale,

@@ -74,8 +74,7 @@ def drawn_bytes(options: EngineOptions, vocabulary: int) -> int:
     """Memory of drawn drafts next to K and V: kept rows, and most of a round and of its acceptance.
 
     Counted per sequence in float32 rows of the vocabulary. Kept: the rows that its drafts were drawn by, and its first
-    level's. In a round: the rows of all levels, and a copy of them. In acceptance: p, q and the weights of p of each
-    node.
+    level's. In a round: the rows of all levels, and a copy of them. In acceptance: p, q and p's weights of each node.
     """
     if not options.sampled_drafts:
         return 0

@@ -7,7 +7,7 @@ step, the picks and that kernel (round_launches.py), without the results of the 
 these while later rounds run.
 
 The random number that draws a token belongs to its place in its request's text. Those numbers are on the device before
-the rounds that may reach these places, so a seed draws the same text whoever plans a round.
+the rounds that may reach these places, so a seed draws the same text with rounds that host or device plan.
 
 Drafts that branch are put into the order of a chain first, on the device (round_trees.py).
 

@@ -65,8 +65,7 @@ def run(function: Callable[..., None], *args: Any, **options: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scores that a function computes from the products q.k of one sequence. Fields have the names of its
-    arguments.
+    """The scores that a function computes from the products q.k of one sequence. Fields are named like its arguments.
 
     visible:  bool [q_len, kv_len]
     soft_cap: 0 for none; applied to scaled products

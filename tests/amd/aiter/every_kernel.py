@@ -26,8 +26,7 @@ from tests.amd.aiter.one_layer import STEPS, OneLayer
 from tests.amd.graphs.small_models import same, serve
 
 MAX_KV_LEN = 640
-# New tokens of three sequences per kind of step. They cover tiles, pages, partitions of 256 keys, an empty sequence and
-# pads.
+# New tokens of three sequences per kind of step. They cover tiles, pages, partitions of 256 keys, no tokens and pads.
 STEPS_OF_KIND = {
     StepKind.PREFILL: ([70, 2, 257],),
     StepKind.DECODE: ([255, 511, 63], [1, 1, 1], [1, 1, 1], [1, 1, 1]),

@@ -64,8 +64,7 @@ def functions_of(row: KernelRow) -> list[str]:
 
 
 def partly_torch(problem: Problem, target: Target = GFX942) -> Selection:
-    """Selects the first AITER kernel that serves each kind of step, and torch's for the kinds that AITER does not
-    serve.
+    """Selects the first AITER kernel that serves each kind of step, and torch's for kinds that AITER does not serve.
 
     Torch's kernels read pages as long as AITER's here, which a runtime without AITER does not offer.
     """

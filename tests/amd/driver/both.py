@@ -17,7 +17,7 @@ DRIVERS: Final = ("moves", "pairs")
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What came of a seed. counts: what was done, in words"""
+    """The result of a seed. counts: calls and comparisons, by a word for each kind"""
 
     findings: tuple[str, ...]
     counts: dict[str, int]

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Refused:
-    """What call() returns for a call that was refused."""
+    """The result of call() for a call that was refused."""
 
 
 REFUSED: Final = Refused()
@@ -38,7 +38,7 @@ class Calls(ABC):
 
     @abstractmethod
     def state(self) -> object:
-        """What a refused call must leave as it was."""
+        """Returns the state that a refused call must leave unchanged."""
 
     @abstractmethod
     def compare_pool(self, what: str) -> None:
@@ -59,7 +59,7 @@ class Calls(ABC):
         self.log.append(what)
 
     def call(self, what: str, function: Callable[[], Any], *, wrong: str = "", right: bool = False) -> Any:
-        """What a call returns, or REFUSED, after which nothing may have changed.
+        """Returns the result of a call, or REFUSED if it was refused; then nothing may have changed.
 
         wrong: why it must be refused; right: it must not be
         """

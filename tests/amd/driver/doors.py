@@ -48,7 +48,7 @@ def doors_of(cls: type) -> dict[str, list[CodeType]]:
 
 
 def is_ours(cls: type) -> bool:
-    """Whether a class is the package's own."""
+    """True if a class is the package's own."""
     return cls.__module__.split(".")[0] in ("rocm_attn", "hip_graphs")
 
 
@@ -65,9 +65,9 @@ def _codes(member: Any) -> Iterator[CodeType]:
 
 
 def public_classes(roots: Iterable[object], storages: set[int]) -> dict[type, bool]:
-    """The classes that a caller meets from these objects on, and whether an object of each reaches storage.
+    """Returns the classes that a caller reaches from these objects, and whether an object of each reaches storage.
 
-    What an object of a stable name leads to is met; where that leads on to is not a caller's any more.
+    A caller reaches the objects to which an object of a stable name refers, and none beyond them.
     """
     found: dict[type, bool] = {}
     stable = {getattr(ra, name) for name in _NAMES if isinstance(getattr(ra, name), type)}
@@ -104,7 +104,7 @@ def _public_attributes(thing: object) -> set[str]:
 
 
 def reaches(thing: object, storages: set[int]) -> bool:
-    """Whether an object refers, however far away, to a tensor over one of these storages."""
+    """True if an object refers, through any number of objects, to a tensor over one of these storages."""
     waiting, seen = [thing], {id(thing)}
     while waiting and len(seen) < _MOST_OBJECTS:
         one = waiting.pop()
@@ -160,7 +160,7 @@ class Tracer:
 
 
 def _comes_from_outside(frame: FrameType) -> bool:
-    """Whether the nearest frame of the package or of its tests below this one is a test's."""
+    """True if the nearest frame of the package or of its tests below this one is a test's."""
     below = frame.f_back
     while below is not None:
         path = below.f_code.co_filename

@@ -51,7 +51,7 @@ class Member:
 
     @property
     def looked_up(self) -> list[int]:
-        """What the new tokens look up."""
+        """The entries that the new tokens look up."""
         return [looked_up(token_id, position) for token_id, position in zip(self.ids, self.positions, strict=True)]
 
     def tokens(self) -> Tokens:
@@ -89,7 +89,7 @@ class Draft:
 
     @property
     def must_be_reported(self) -> bool:
-        """Whether the device must report the step."""
+        """True if the device must report the step."""
         return self.is_beyond or any(NOT_FINITE_ID in seq.ids for seq in self.seqs)
 
     def batch(self, device: torch.device) -> StepBatch:

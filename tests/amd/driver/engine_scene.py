@@ -99,7 +99,7 @@ class EngineScene(Calls):
         self.sent: list[Sent] = []
 
     def renew_movers(self) -> None:
-        """What exports and imports, of the pages that are bound now."""
+        """Makes the exporter and the importer of the pages that are bound now."""
         self.exporter = KVExporter(self.attention)
         self.importer = KVImporter(self.attention, self.exporter.passport)
 
@@ -113,7 +113,7 @@ class EngineScene(Calls):
     # Tables
 
     def make_tables(self) -> None:
-        """What source() names."""
+        """Makes the table that source() names."""
         wide = torch.int32 if self.kind in ("in place", "watched") else torch.int64
         columns = WIDTH * PAGE if self.kind == "slots" else WIDTH
         self.entries = torch.full((ROWS, columns), self.hole, dtype=wide, device=self.device)
@@ -191,7 +191,7 @@ class EngineScene(Calls):
         self.write_tables()
 
     def give_up(self, rows: Sequence[int]) -> None:
-        """What is known of these rows' tokens is nothing any more."""
+        """Forgets all that is known about these rows' tokens."""
         for row in rows:
             if row in self.oracle.kv:
                 self.release(row)
@@ -228,7 +228,7 @@ class EngineScene(Calls):
         return seqs
 
     def step(self, seqs: Sequence[Seq], **changed: Any) -> ExternalStep:
-        """As the engine says it; changed: what it says otherwise."""
+        """Returns the step as the engine describes it. changed: fields that it describes otherwise"""
         new = [len(seq.ids) for seq in seqs]
         decodes = set(new) <= {1}
         total = sum(new)
@@ -253,7 +253,7 @@ class EngineScene(Calls):
         return ExternalStep(**{**said, **changed})
 
     def entries_of(self, seqs: Sequence[Seq], padded: int) -> Tensor:
-        """What the tokens of a step look up; its pads look up NaN."""
+        """Returns the entries that the tokens of a step look up; its pads look up NaN."""
         entries = [entry for seq in seqs for entry in seq.stored]
         return self.ints([*entries, *[0] * (padded - len(entries))], torch.int64)
 
@@ -293,10 +293,10 @@ class EngineScene(Calls):
             if (given[at:] != 0).any():
                 raise Finding(f"{what}: layer {number} gives pads something else than 0")
 
-    # What is compared
+    # Comparisons
 
     def check_device(self) -> None:
-        """Of the engine's attention."""
+        """Checks the device of the engine's attention."""
         self.attention.check_device()
 
     def state(self) -> object:

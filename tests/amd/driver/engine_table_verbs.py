@@ -201,7 +201,7 @@ def export(scene: EngineScene) -> None:
 
 
 def import_(scene: EngineScene) -> None:
-    """What was sent comes into pages of a new request, whole or by layers."""
+    """Exported tokens come into pages of a new request, whole or by layers."""
     if not scene.sent:
         return export(scene)
     sent, row = scene.rng.choice(scene.sent[-3:]), scene.admit()

@@ -40,7 +40,7 @@ from tests.amd.driver.scene import Seq
 Verb = Callable[[EngineScene], None]
 
 
-# What looks on
+# Observers
 
 
 def forget(scene: EngineScene) -> None:
@@ -76,7 +76,7 @@ def shadow(scene: EngineScene) -> None:
 
 
 def look(scene: EngineScene) -> None:
-    """What it says of itself."""
+    """The engine's attention reports its own state."""
     attention = scene.attention
     copies = any(table.source.copied for table in attention.tables.spaces)
     wrong = "" if copies else "no table is copied"

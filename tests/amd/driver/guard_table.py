@@ -56,7 +56,7 @@ UNSEEN_ON = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was found with a safeguard off.
+    """The findings with a safeguard off.
 
     by_driver: the seed at which the driver found it; None: by none of them
     by_soak:   the steps of a soak in which it was found; None: in none

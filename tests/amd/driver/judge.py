@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def judge(world: World, draft: Draft, rows: Tensor, num_padded: tuple[int, int], num_children: int) -> str:
-    """What is wrong with a step that was run, or nothing; its tokens are stored in the oracle.
+    """Returns the error of a step that was run, or an empty string; stores its tokens in the oracle.
 
     rows:       what the forward returned, [num_seqs, ...]
     num_padded: sequences and tokens that the step had, with its pads
@@ -105,7 +105,7 @@ def _values(answer: Answer, out: npt.NDArray[np.float64], lse: npt.NDArray[np.fl
 
 
 def _bits(world: World, number: int, layer: Layer, seq: Member, answer: Answer, tables: LayerTables, at: Ints) -> str:
-    """Of a deterministic runtime: a token with the same KV has had the same bits before."""
+    """Checks a deterministic runtime: a token with the same KV has had the same bits before."""
     if seq.shows is not None:
         return ""
     kv = tuple(world.oracle.kv[seq.row][: seq.kv_len])

@@ -165,5 +165,5 @@ class Model:
         return self.entries(step)
 
     def entries(self, step: Part) -> Tensor:
-        """What each token of a step looks up, int64 [T]."""
+        """Returns the entry that each token of a step looks up, int64 [T]."""
         return step.token_ids.long() * PLACES + step.positions.remainder(PLACES)

@@ -66,7 +66,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a layer must give for the new tokens of a sequence, and how far off a float32 kernel may be.
+    """The results of a layer for the new tokens of a sequence, and the error that a float32 kernel may have.
 
     out:   [tokens, q_heads, dim]     lse: [tokens, q_heads]
     known: bool [tokens], whether every key that the token sees was stored
@@ -101,7 +101,7 @@ class Oracle:
         self.kv[request] = list(looked_up)
 
     def page(self, request: int, page_no: int, page_size: int) -> list[int]:
-        """What the tokens of one page looked up."""
+        """Returns the entries that the tokens of one page looked up."""
         found = self.kv[request][page_no * page_size : (page_no + 1) * page_size]
         return found + [UNKNOWN] * (page_size - len(found))
 
@@ -120,7 +120,7 @@ class Oracle:
         del self.kv[request][num_tokens:]
 
     def attend(self, layer: Layer, request: int, tokens: Tokens) -> Answer:
-        """What the layer gives for the new tokens, which are stored already."""
+        """Returns the layer's results for the new tokens, which are stored already."""
         kv = np.array(self.kv[request][: tokens.kv_len], np.int64)
         q = layer.queries[np.array(tokens.looked_up, np.int64)]
         group = q.shape[1] // layer.keys.shape[1]

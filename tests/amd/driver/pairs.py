@@ -21,7 +21,7 @@ from tests.amd.driver.verbs import VERBS, clear, prefill, settle
 
 LAST_CALLS = 10
 SEQUENCES_OF_A_SEED = 12
-# What verbs leave for good, such as a seal, is over then.
+# A new scene then undoes what verbs leave for good, such as a seal.
 SEQUENCES_OF_A_SCENE = 60
 Sequence_ = tuple[str, ...]
 
@@ -68,7 +68,7 @@ ENGINE = Side(ENGINE_KINDS, {}, ENGINE_VERBS, EngineScene, engine_clear, engine_
 
 @dataclass(frozen=True, slots=True)
 class PairsOutcome:
-    """What came of some sequences of verbs.
+    """The result of some sequences of verbs.
 
     findings: one for each scene that was given up
     counts:   calls that were taken, refused, reported; tokens that were compared; sequences
@@ -131,7 +131,7 @@ def _scenes(
 
 
 def _run(side: Side, scene: Calls, verbs: Sequence_) -> str:
-    """What went wrong in a sequence of verbs, or nothing."""
+    """Returns the finding of a sequence of verbs, or an empty string."""
     try:
         side.clear(scene)
         side.prefill(scene)

@@ -18,7 +18,7 @@ LAST_MOVES = 6
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a seed.
+    """The result of a seed.
 
     finding:      what went wrong unreported, with the last moves; or nothing
     num_moves:    made

@@ -15,7 +15,7 @@ Chance = random.Random
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a runtime is built from.
+    """The arguments that a runtime is built from.
 
     calm: whether memory never runs out and no one interrupts, so that every fault needs an explanation
     """

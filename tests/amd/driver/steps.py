@@ -25,9 +25,9 @@ FROM_OUTSIDE = (torch.OutOfMemoryError, KeyboardInterrupt)
 
 
 def run(world: World, draft: Draft, way: str) -> bool:
-    """Run a draft and compare everything that it gives. Whether it was run.
+    """Runs a draft, compares all of its results, and returns True if it was run.
 
-    Raises Finding for whatever is wrong and was not reported.
+    Raises Finding for anything that is wrong and was not reported.
     """
     world.say(f"{way}: {draft.words()}")
     try:
@@ -65,7 +65,7 @@ def run(world: World, draft: Draft, way: str) -> bool:
 
 
 def _give_up(world: World, draft: Draft, fault: ExpectedFault) -> None:
-    """The step is not tried again. What a graph was made of may have been run, and reported."""
+    """The step is not tried again. The step that a graph was made of may have run, and been reported."""
     fault.must = False
     if draft.is_beyond:
         for seq in draft.seqs:
@@ -92,7 +92,7 @@ def _unchanged(world: World, before: Held, error: Exception) -> None:
 
 
 def _failed(world: World, draft: Draft, cause: BaseException) -> None:
-    """What the step was to store may have been stored, or not."""
+    """The step may have stored its tokens, or not."""
     world.failed(cause)
     for seq in draft.seqs:
         if seq.row not in world.requests:
@@ -127,7 +127,7 @@ def _passed(world: World, draft: Draft, rows: Tensor, fault: ExpectedFault, shap
             request.doubtful = max(request.doubtful, seq.kv_bound)
     wrong = judge(world, draft, rows, (shape.num_seqs, shape.num_tokens), shape.num_children)
     if wrong:
-        # A result that is wrong and reported is not a silent one. What it touched is given up.
+        # A result that is wrong and reported is not a silent one. The rows that it touched are given up.
         if fault not in world.faults:
             world.faults.append(fault)
         world.listen()

@@ -188,7 +188,7 @@ def drop(scene: Scene) -> None:
 
 
 def look(scene: Scene) -> None:
-    """What tables say of rows and pages, which changes nothing."""
+    """Tables report their rows and pages, which changes nothing."""
     table, row = scene.runtime.table, scene.a_row()
     ids = list(scene.kept)[:2]
     calls: list[Callable[[], object]] = [
@@ -269,7 +269,7 @@ def _export(scene: Scene, way: str) -> None:
 
 
 def import_row(scene: Scene) -> None:
-    """What was sent comes into a row of its own; or into one that is another's, or none's."""
+    """Exported tokens come into a row of their own, or into one of another request or of none."""
     if not scene.sent:
         return export_row(scene)
     sent = scene.rng.choice(scene.sent[-3:])

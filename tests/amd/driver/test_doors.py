@@ -20,10 +20,10 @@ from tests.amd.driver.step_verbs import step_whole
 from tests.amd.driver.verbs import prefill
 
 SEEDS_OF_MOVES = 6
-# What some verbs go on from.
+# The verbs that others continue from.
 FIRST = {SERVER.kinds: "export_pages", ENGINE.kinds: "seal"}
 
-# A callable, or the class of some -> why no driver calls it. What is driven, or is gone, must not be here.
+# A callable, or the class of some -> why no driver calls it. Callables that are driven, or are gone, must not be here.
 _GATE = "steps, runners and tables call it; each verb goes through it"
 _SELECTS = "no layer of these runs selects keys: tests/amd/guards/test_selections.py"
 _VALUES = "it touches nothing that a runtime or an engine holds"
@@ -50,7 +50,7 @@ NOT_DRIVEN: dict[str, str] = {
 
 
 def scenes(device: torch.device) -> tuple[list[object], list[Tensor | np.ndarray]]:
-    """What callers hold, of every kind, and the tensors and arrays that nothing but the gate may reach."""
+    """Returns objects that callers hold, of every kind, and the tensors and arrays that only the gate may reach."""
     plain, latent = Scene("graphs", 1, device, None), Scene("latent", 1, device, None)
     for scene in (plain, latent):
         prefill(scene)

@@ -72,7 +72,7 @@ from tests.amd.driver.table_verbs import (
 Verb = Callable[[Scene], None]
 
 
-# What is the same for all rows
+# Calls that concern all rows
 
 
 def weights(scene: Scene) -> None:

@@ -35,7 +35,7 @@ Pages = dict[tuple[int, Space], tuple[int, ...]]
 
 @dataclass(slots=True)
 class Request:
-    """What the driver knows of a row, besides what the oracle does.
+    """The driver's knowledge of a row, in addition to the oracle's.
 
     script:    ids that it mostly takes, by place; several requests have the same one
     end:       tokens that it has stored; what lies after them is over
@@ -105,7 +105,7 @@ class Held:
     kept: dict[Space, tuple[int, ...]]
 
     def is_but_evictions(self, before: Held) -> bool:
-        """Whether it is what it was before, but for pages that have left a window, or that were kept to be copied."""
+        """True if nothing changed but pages that have left a window, or that were kept to be copied."""
         if self.free_rows != before.free_rows or self.pages.keys() != before.pages.keys() or self.kept != before.kept:
             return False
         for (_, space), pages in self.pages.items():
@@ -179,18 +179,18 @@ class World:
         return [Space.FULL, Space.SWA] if self.setting.options.swa_pages else [Space.FULL]
 
     def pages(self) -> Pages:
-        """What every row holds."""
+        """Returns the pages of every row."""
         table = self.runtime.table
         return {
             (row, space): tuple(table.pages_of(row, space).tolist()) for row in self.requests for space in self.spaces()
         }
 
     def kept_pages(self) -> dict[Space, tuple[int, ...]]:
-        """What is kept; 0 where that is nothing."""
+        """Returns the kept pages; 0 for no page."""
         return {space: tuple(self.runtime.table.kept.pages([*self.kept], space).tolist()) for space in self.spaces()}
 
     def state(self) -> Held:
-        """What a refused call must leave as it was."""
+        """Returns the state that a refused call must leave unchanged."""
         table = self.runtime.table
         free = {space: table.space(space).num_free_pages for space in self.spaces()}
         return Held(table.num_free_rows, free, self.pages(), self.kept_pages())
@@ -316,7 +316,7 @@ class World:
         """Keep pages of a request. Raises what the table does."""
         table, request = self.runtime.table, self.requests[row]
         ids = table.kept.keep(row, first, end, spaces).tolist()
-        # What a step that is said to have gone back would store again is refused.
+        # A step that is said to have gone back would store tokens again, and is refused.
         request.may_be_refused |= end * table.page_size > request.end
         for page_no, id_ in enumerate(ids, first):
             tokens = self.oracle.page(row, page_no, table.page_size)

@@ -193,11 +193,11 @@ class StepGate:
         self._selections = StepSelections(selecting, core.guards.layers.selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)
-        # The step that runs, and its memory, by which its layers know whether it still runs. Also the last step that
-        # graphs replay: later steps of its size are equal to it.
+        # The step that runs, its memory, and the last step that graphs replay: later steps of its size in the same
+        # memory are equal to it.
         self._step: Step | None = None
         self._children: tuple[DeviceStep, ...] = ()
-        self._kept: Step | None = None
+        self._kept: tuple[tuple[DeviceStep, ...], Step] | None = None
         self._staged: _Staged | None = None
         self._may_move = self._moves_on = False
 
@@ -260,24 +260,25 @@ class StepGate:
         if self._selects:
             self._selections.begin(len(children))
         self._may_move = True
-        if not plan.replayable or len(batches) > 1:
-            # A tuple of its own, because its layers end with it.
-            self._children = children = (*children,)
-            self._step = self._new_step(batches, plan, children)
-            return self._step
-        # A server decodes many steps of equal sizes in a row.
-        self._children, kept = children, self._kept
-        if (
-            kept is None
-            or kept.children is not children
-            or kept.parts[0].num_seqs != batch.num_seqs
-            or kept.parts[0].num_tokens != batch.num_fed
-        ):
-            kept = self._kept = self._new_step(batches, plan, children)
-        self._step = kept
-        return kept
+        self._children = children
+        if plan.replayable and len(batches) == 1:
+            # A server decodes many steps of equal sizes in a row.
+            memory, step = self._kept or ((), None)
+            if (
+                step is None
+                or memory is not children
+                or step.parts[0].num_seqs != batch.num_seqs
+                or step.parts[0].num_tokens != batch.num_fed
+            ):
+                step = self._new_step(batches, plan, children)
+                self._kept = children, step
+        else:
+            step = self._new_step(batches, plan, children)
+        self._step = step
+        return step
 
     def _new_step(self, batches: Sequence[StepBatch], plan: StepPlan, children: tuple[DeviceStep, ...]) -> Step:
+        children = (*children,)  # a tuple of its own, by which the step's layers know whether it still runs
         drafts, parts = plan.shape.drafts, list[Part]()
         for half, batch in enumerate(batches):
             views = children[half * drafts.steps : (half + 1) * drafts.steps]
@@ -510,6 +511,6 @@ class StepGate:
         """Raises WrongState unless the layers of the step with these children may store and attend now."""
         if self.holder.state is not RUNNING:
             raise self._not_running("store and attend need")
-        if children is not self._children:
+        if self._step is None or children is not self._step.children:
             raise WrongState("the step of these layers is over; call the layers of the step that runs")
         self._streams.join()

@@ -1,21 +1,23 @@
-"""python -m tests.amd.driver.guard_table [--seeds N] [--seconds N] [--steps N] [--device cuda] [--write]
+"""python -m tests.amd.driver.guard_table --results FILE [--seeds N] [--seconds N] [--steps N] [--device cuda] [--write]
 
-Which safeguards the random drivers and the soak need: each is switched off alone, and they run until
-one finds what goes wrong. With --write the table goes to docs/guards.md, between the markers of the kind of device.
+Shows the safeguards that the random drivers and the soak need. Each is switched off alone, and they run until one finds
+a fault. A row goes to FILE as soon as it is known, and a later call with this file runs the other safeguards. With
+--write the table goes to docs/guards.md, between the markers of the kind of device.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import logging
 import os
 import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -143,7 +145,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for a safeguard's seeds, at most")
     parser.add_argument("--steps", type=int, default=1600, help="of the soak, at most")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", nargs="*", default=[guard.id for guard in GUARDS], metavar="ID")
+    parser.add_argument(
+        "--results", type=Path, required=True, metavar="FILE", help="rows that are known, as JSON lines"
+    )
     parser.add_argument("--write", action="store_true", help="put the table into docs/guards.md")
     parser.add_argument("--processes", type=int, default=1, help="safeguards at a time")
     options = parser.parse_args()
@@ -152,17 +156,22 @@ def main() -> int:
     machine = "a CPU" if device.type == "cpu" else f"an {torch.cuda.get_device_name(device)}"
     where = (
         f"At commit {commit()}, {today:%d %B %Y}, on {machine}: up to {options.seeds} seeds of the drivers "
-        f"(`python -m tests.amd.driver`) and up to {options.steps:,} steps of `rocm-attn soak`, each until it found "
+        f"(`python -m tests.amd.driver`) in at most {options.seconds:.0f} s, and up to {options.steps:,} steps of `rocm-attn soak`, each until it found "
         "something. With all of them on, none finds anything."
     )
     find = partial(found_without, seeds=options.seeds, seconds=options.seconds, steps=options.steps, device=device)
-    rows = []
+    options.results.touch()
+    rows = {row.guard: row for row in (Row(**json.loads(line)) for line in options.results.read_text().splitlines())}
+    missing = [guard.id for guard in GUARDS if guard.id not in rows]
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        for row in pool.map(find, options.only):
-            rows.append(row)
+        for done in as_completed(pool.submit(find, guard) for guard in missing):
+            row = rows[done.result().guard] = done.result()
+            with options.results.open("a") as results:
+                results.write(json.dumps(asdict(row)) + "\n")
             print(row.line(device.type), flush=True)
     if options.write:
-        PAGE.write_text(page_with(PAGE.read_text(), rows, where, device.type))
+        rows_in_order = [rows[guard.id] for guard in GUARDS]
+        PAGE.write_text(page_with(PAGE.read_text(), rows_in_order, where, device.type))
     return 0
 
 

@@ -125,6 +125,18 @@ def test_the_layers_of_an_earlier_step_are_refused(world: World) -> None:
     world.runtime.end_step()
 
 
+def test_the_layers_of_an_earlier_step_of_the_same_plan_are_refused(world: World) -> None:
+    both = world.batch(world.requests, [1, 1])
+    plan = world.runtime.plan(both)
+    earlier = world.runtime.step(both, plan).parts[0]
+    rows = torch.zeros(len(earlier.token_ids), 2, 16, device=world.runtime.device)
+    world.runtime.end_step()
+    world.runtime.step(world.batch(world.requests[:1], [1]), plan)
+    with pytest.raises(WrongState, match="the step of these layers is over"):
+        earlier.layers.store(0, rows, rows)
+    world.runtime.end_step()
+
+
 def test_a_pool_that_cannot_be_is_refused(device: torch.device) -> None:
     def build(problems: list[Problem], num_pages: int = 8, max_num_seqs: int = 2, max_kv_len: int = 8) -> None:
         build_runtime(

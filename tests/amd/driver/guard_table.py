@@ -156,8 +156,8 @@ def main() -> int:
     machine = "a CPU" if device.type == "cpu" else f"an {torch.cuda.get_device_name(device)}"
     where = (
         f"At commit {commit()}, {today:%d %B %Y}, on {machine}: up to {options.seeds} seeds of the drivers "
-        f"(`python -m tests.amd.driver`) in at most {options.seconds:.0f} s, and up to {options.steps:,} steps of `rocm-attn soak`, each until it found "
-        "something. With all of them on, none finds anything."
+        f"(`python -m tests.amd.driver`) in at most {options.seconds:.0f} s, and up to {options.steps:,} steps of "
+        "`rocm-attn soak`, each until it found something. With all of them on, none finds anything."
     )
     find = partial(found_without, seeds=options.seeds, seconds=options.seconds, steps=options.steps, device=device)
     options.results.touch()

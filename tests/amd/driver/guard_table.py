@@ -16,11 +16,13 @@ import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -33,6 +35,7 @@ from tests.amd.driver.both import DRIVERS, run_drivers
 PAGE = Path(__file__).parents[3] / "docs" / "guards.md"
 BEGIN, END = "<!-- guard table on {}: begin -->", "<!-- guard table on {}: end -->"
 SHORTEST_SOAK = 25
+_T = TypeVar("_T")
 
 _SELECTS = "no layer of these runs selects keys: tests/amd/guards/test_selections.py"
 # Why no run needs a safeguard: what would meet it is not there, on any machine or on a kind of device.
@@ -87,23 +90,21 @@ def found_by_drivers(guard: str, seeds: int, seconds: float, device: torch.devic
         if time.monotonic() - started > seconds:
             break
         for driver in DRIVERS:
-            if run_drivers(seed, device, guards, [driver]).findings and not _finds(seed, device, driver):
+            if run_drivers(seed, device, guards, [driver]).findings and not alone(_finds, seed, device, driver):
                 return seed
     return None
 
 
 def _finds(seed: int, device: torch.device, driver: str) -> bool:
-    """True if a driver has findings with all safeguards on.
-
-    A process of its own runs it, as the finding without one may have been an illegal access, which ends a GPU's context.
-    """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_findings, seed, device, driver).result() > 0
-
-
-def _findings(seed: int, device: torch.device, driver: str) -> int:
+    """True if a driver has findings with all safeguards on."""
     prepare(device)
-    return len(run_drivers(seed, device, Guards(), [driver]).findings)
+    return bool(run_drivers(seed, device, Guards(), [driver]).findings)
+
+
+def alone(function: Callable[..., _T], *arguments: object) -> _T:
+    """Calls a function in a process of its own: a fault without a safeguard may end the GPU context of its process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def found_by_soak(guard: str, steps: int, device: str) -> int | None:
@@ -175,8 +176,8 @@ def main() -> int:
     options.results.touch()
     rows = {row.guard: row for row in (Row(**json.loads(line)) for line in options.results.read_text().splitlines())}
     missing = [guard.id for guard in GUARDS if guard.id not in rows]
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        for done in as_completed(pool.submit(find, guard) for guard in missing):
+    with ThreadPoolExecutor(options.processes) as pool:
+        for done in as_completed(pool.submit(alone, find, guard) for guard in missing):
             row = rows[done.result().guard] = done.result()
             with options.results.open("a") as results:
                 results.write(json.dumps(asdict(row)) + "\n")

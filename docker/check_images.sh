@@ -227,7 +227,7 @@ holds "a /cache that its user cannot write to is told, at the start and by the d
 
 echo "== models and text"
 run --entrypoint python3 --volume "$work:/out" --user 0 rocm-attn-check:ci -c \
-    'import pathlib, shutil; from rocm_attn.runner.loading import find_model; shutil.copy(find_model("smollm2"), "/out/smollm2.gguf")'
+    'import pathlib, shutil; from rocm_serve.models.loading import find_model; shutil.copy(find_model("smollm2"), "/out/smollm2.gguf")'
 mkdir "$work/models"
 mv "$work/smollm2.gguf" "$work/models/"
 chmod a+rx "$work" "$work/models"

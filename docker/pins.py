@@ -2,7 +2,7 @@
 
 python3 pins.py constraints             the installed torch and Triton, as pip constraints
 python3 pins.py built WHEEL             these, and a wheel's requirements in the releases that it was just built with
-python3 pins.py requirements EXTRA      an extra of ./pyproject.toml, without them and without this project itself
+python3 pins.py requirements EXTRA FILE an extra of a pyproject.toml, without them and without the project itself
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _main(arguments: list[str]) -> None:
     else:
         import tomllib  # from Python 3.11 on; the images have 3.12
 
-        with open("pyproject.toml", "rb") as file:
+        with open(arguments[2], "rb") as file:
             lines = requirements(arguments[1], tomllib.load(file)["project"])
     print("\n".join(sorted(set(lines))))
 

@@ -99,14 +99,6 @@ from rocm_attn.integrations.kv_passport import KVPassport as KVPassport
 from rocm_attn.integrations.kv_transfer import KVExporter as KVExporter
 from rocm_attn.integrations.kv_transfer import KVImporter as KVImporter
 
-# Sampling
-from rocm_attn.runner.sampling import Sampler as Sampler
-from rocm_attn.runner.sampling_options import Sampling as Sampling
-from rocm_attn.runner.constraint import Constraint as Constraint
-from rocm_attn.runner.logprobs import NO_LOGPROBS as NO_LOGPROBS
-from rocm_attn.runner.logprobs import TokenLogprobs as TokenLogprobs
-from rocm_attn.runner.sampling import pick_tokens as pick_tokens
-
 # Machines and ranks
 from rocm_attn.machine.agreement import Agreement as Agreement
 from rocm_attn.machine.agreement import RanksDiverged as RanksDiverged
@@ -122,30 +114,6 @@ from rocm_attn.machine.watchdog import Watchdog as Watchdog
 from rocm_attn.watch.flight_recorder import FlightRecorder as FlightRecorder
 from rocm_attn.watch.sampled_check import SampledCheck as SampledCheck
 from rocm_attn.watch.shadow_check import shadow_check as shadow_check
-
-# The engine, which needs the extra [runner]
-from rocm_attn.runner.engine import Engine as Engine
-from rocm_attn.runner.async_engine import AsyncEngine as AsyncEngine
-from rocm_attn.runner.async_engine import EngineEnded as EngineEnded
-from rocm_attn.runner.async_engine import TooManyRequests as TooManyRequests
-from rocm_attn.runner.loading import load_model as load_model
-from rocm_attn.runner.parallel.messages import RankError as RankError
-from rocm_attn.runner.parallel.processes import RankFailed as RankFailed
-from rocm_attn.runner.parallel.ranked_engine import RankedEngine as RankedEngine
-from rocm_attn.runner.ranks import RanksOfGroup as RanksOfGroup
-from rocm_attn.runner.options import EngineOptions as EngineOptions
-from rocm_attn.runner.report import Report as Report
-from rocm_attn.runner.request import AbortEvent as AbortEvent
-from rocm_attn.runner.request import Completion as Completion
-from rocm_attn.runner.request import FailureEvent as FailureEvent
-from rocm_attn.runner.request import Request as Request
-from rocm_attn.runner.request import RequestsFailed as RequestsFailed
-from rocm_attn.runner.request import RequestsFaulted as RequestsFaulted
-from rocm_attn.runner.request import TokenEvent as TokenEvent
-from rocm_attn.runner.engine_thread import ServingEngine as ServingEngine
-from rocm_attn.runner.request_stream import Piece as Piece
-from rocm_attn.runner.request_stream import RequestFailed as RequestFailed
-from rocm_attn.runner.request_stream import RequestStream as RequestStream
 
 # Errors
 from rocm_attn.errors import BadBatch as BadBatch

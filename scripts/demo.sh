@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
 
-make_venv .venv cli
+make_venv .venv . ./rocm_serve
 if [ $# -eq 0 ]; then
     set -- "What is the capital of France?" "Write a haiku about rivers."
 fi

@@ -5,7 +5,7 @@
 # ends.
 #
 #   lint             ruff, format and lint
-#   types            mypy --strict over the package, the tests and the benchmarks
+#   types            mypy --strict over the package, the tests and the laboratory
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
 #   mutation         every sixty-fourth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
@@ -129,7 +129,7 @@ with_triton() {
 run_stage() {
     case $1 in
     lint) ruff format --check && ruff check ;;
-    types) mypy -p rocm_attn -p tests -p benchmarks ;;
+    types) mypy -p rocm_attn -p rocm_serve -p rocm_lab -p tests ;;
     host) run_on_host -m "not nightly" ;;
     host-long) run_on_host -m nightly ;;
     interpreter) TRITON_INTERPRET=1 spread -m "not long and not nightly" tests/amd/{kernels,runtime,external,integrations} ;;
@@ -159,7 +159,7 @@ run_stage() {
     rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;
     images)
         hadolint docker/{,stand_in/}Dockerfile docker/Dockerfile.engine
-        shellcheck -x docker/*.sh docker/{ci,gateway}/*.sh docker/stand_in/rocm/bin/* scripts/*.sh benchmarks/*.sh .ci/*
+        shellcheck -x docker/*.sh docker/{ci,gateway}/*.sh docker/stand_in/rocm/bin/* scripts/*.sh rocm_lab/benchmarks/*.sh .ci/*
         ;;
     *)
         echo "no stage is called $1; the stages are listed at the top of scripts/test.sh" >&2
@@ -168,7 +168,7 @@ run_stage() {
     esac
 }
 
-make_venv $VENV dev
+make_venv $VENV '.[dev]' './rocm_serve[server]' './rocm_lab[bench]'
 verdicts=$VENV/verdicts
 : >"$verdicts"
 # A verdict of an earlier run must never be read as one of this run.

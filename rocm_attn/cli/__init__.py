@@ -1,4 +1,4 @@
-"""The command line, `rocm-attn COMMAND`; parser.py lists the commands, and a module here has the name of each.
+"""The command line, `rocm-attn COMMAND`; parser.py lists the commands, each with the module that runs it.
 
 Exit codes: 0 done, 1 the job failed, 2 wrong usage or bad input, 130 interrupted, 141 the reader of stdout went away.
 """
@@ -19,9 +19,10 @@ _BAD_INPUT_ERRORS = (BadModel, BadProblem, BadRequest, BadSetting)
 
 # Libraries that are not always installed with the package -> how to install them.
 _REMEDIES = {
-    **dict.fromkeys(("gguf", "jinja2", "safetensors", "tokenizers"), installing("cli")),
-    **dict.fromkeys(("fastapi", "pydantic", "starlette", "uvicorn"), installing("serve")),
-    **dict.fromkeys(("httpx", "matplotlib"), installing("bench")),
+    "gguf": installing(".", "gguf"),
+    **dict.fromkeys(("jinja2", "safetensors", "tokenizers"), installing("rocm_serve")),
+    **dict.fromkeys(("fastapi", "pydantic", "starlette", "uvicorn"), installing("rocm_serve", "server")),
+    **dict.fromkeys(("httpx", "matplotlib"), installing("rocm_lab", "bench")),
     "triton": "it compiles kernels, and torch for a GPU brings its own; beside torch for CPUs run: pip install triton",
 }
 
@@ -55,7 +56,7 @@ def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> None:
         options = parser.parse_args(arguments)
     finally:
         sys.stdout.flush()  # --help prints there, and exits
-    command = importlib.import_module(f"rocm_attn.cli.{options.command.replace('-', '_')}")
+    command = importlib.import_module(options.module)
     if interrupts.came:
         raise KeyboardInterrupt
     command.run(options)

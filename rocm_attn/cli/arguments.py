@@ -12,12 +12,12 @@ import torch
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.machine.releases import UNKNOWN, Release
 from rocm_attn.machine.target import Target, target_elsewhere
+from rocm_attn.models.families import attention_geometry, text_fields
+from rocm_attn.models.fields import Fields, read_json
+from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.select import Selection
-from rocm_attn.runner.families import attention_geometry, text_fields
-from rocm_attn.runner.fields import Fields, read_json
-from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.selection.pages import POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
 from rocm_attn.step.options import RuntimeOptions
 
@@ -98,8 +98,8 @@ def described_model(place: str) -> DescribedModel:
     path = Path(place)
     if path.suffix == ".gguf" and path.is_file():
         # Imported here, because the gguf package belongs to an extra.
-        from rocm_attn.runner.gguf_config import config_from_gguf
-        from rocm_attn.runner.gguf_file import GGUFFile
+        from rocm_attn.models.gguf_config import config_from_gguf
+        from rocm_attn.models.gguf_file import GGUFFile
 
         of_file = config_from_gguf(GGUFFile(path))
         context_len = of_file.context_len

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, target_asked
-from rocm_attn.cli.cost import predictions
-from rocm_attn.cli.left_on_table import Choice, left_of
 from rocm_attn.cli.tile_rows import tile_rows
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.measured_rows import place_of, with_rows_of
 from rocm_attn.machine.settings import settings
 from rocm_attn.machine.target import Target
+from rocm_attn.models.cut import cost_of_heads
+from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runner.cut import cost_of_heads
 from rocm_attn.selection.kv_formats import KVFormat
+from rocm_attn.selection.pages import PageChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,33 @@ class LayerKind:
     outcome: Selection | Unsupported
 
 
-def run(options: argparse.Namespace) -> None:
-    """Prints the choice for options.config on options.arch. Raises Unsupported if a kind of layer has no kernel."""
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A model's kinds of layer on one rank, as the options of explain describe them.
+
+    pool:       the size of the KV pool that kernels are chosen for
+    about_rows: a sentence about measured rows that do not serve, or ""
+    """
+
+    whole: AttentionGeometry
+    target: Target
+    pool: PoolSize
+    pages: PageChoice
+    kinds: Sequence[LayerKind]
+    about_rows: str
+
+    def require_served(self, page_size: str) -> None:
+        """Raises Unsupported if a kind of layer has no kernel."""
+        not_served = [kind.outcome for kind in self.kinds if isinstance(kind.outcome, Unsupported)]
+        if not_served:
+            remedy = "" if page_size == AUTO else "; --page-size auto looks for pages of another size"
+            raise Unsupported(
+                f"{len(not_served)} of {len(self.kinds)} kinds of layer have no kernel on {self.target.arch}{remedy}"
+            )
+
+
+def explained(options: argparse.Namespace) -> Explained:
+    """Chooses kernels for options.config on options.arch. Raises BadModel, BadSetting, Unsupported."""
     target, about_rows = _with_measured_rows(target_asked(options), options.tuning)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
     whole = described_model(options.config).geometry
@@ -60,24 +85,26 @@ def run(options: argparse.Namespace) -> None:
     pages = page_choice(options, over, choose)
     problems = pages.problems(over)
     kinds = layer_kinds(problems, geometry.reads, target, options.provider, pool, deterministic=options.deterministic)
-    choice = Choice(target, options.provider, pool, options.deterministic)
+    return Explained(whole, target, pool, pages, kinds, about_rows)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the choice for options.config on options.arch. Raises Unsupported if a kind of layer has no kernel."""
+    model = explained(options)
+    target, pages = model.target, model.pages
     if options.json:
         releases = {"aiter": str(target.releases.aiter), "rocm": str(target.releases.rocm)} if target.is_amd else {}
-        layers = [
-            _as_json(kind) | _rows_as_json(kind, choice) | (_cost_as_json(kind.problem, choice) if options.cost else {})
-            for kind in kinds
-        ]
         described = {
             "arch": target.arch,
             **releases,
             **pages_as_json(pages),
             "page_sizes": list(pages.lines),
-            "tuning": about_rows,
+            "tuning": model.about_rows,
         }
-        print(json.dumps({**described, "layer_kinds": layers}, indent=2))
+        print(json.dumps({**described, "layer_kinds": [_as_json(kind) for kind in model.kinds]}, indent=2))
     else:
         print(f"{options.config} on {target.arch}, provider {options.provider}")
-        for sentence in cost_of_heads(whole, options.tp):
+        for sentence in cost_of_heads(model.whole, options.tp):
             print(f"over {options.tp} ranks, {sentence}")
         if pages.lines:
             print("\n  ".join([f"{pages.describe()} were chosen:", *pages.lines]))
@@ -85,13 +112,10 @@ def run(options: argparse.Namespace) -> None:
             of = target.releases
             print(f"for AITER {of.aiter} and ROCm {of.rocm}; a runtime asks which are there, leaves out what they lack")
             print("or get wrong, tries the others and says so")
-        for kind in kinds:
-            print("\n".join(["", *_lines(kind), *(_cost_lines(kind.problem, choice) if options.cost else [])]))
-        print("\n".join(_row_lines(kinds, choice, about_rows)))
-    not_served = [kind.outcome for kind in kinds if isinstance(kind.outcome, Unsupported)]
-    if not_served:
-        remedy = "" if options.page_size == AUTO else "; --page-size auto looks for pages of another size"
-        raise Unsupported(f"{len(not_served)} of {len(kinds)} kinds of layer have no kernel on {target.arch}{remedy}")
+        for kind in model.kinds:
+            print("\n".join(["", *lines_of(kind)]))
+        print("\n".join(_row_lines(model.kinds, model.about_rows)))
+    model.require_served(options.page_size)
 
 
 def _with_measured_rows(target: Target, named: str | None) -> tuple[Target, str]:
@@ -111,23 +135,12 @@ def _with_measured_rows(target: Target, named: str | None) -> tuple[Target, str]
     return (target, "") if place is None else with_rows_of(target, place)
 
 
-def _row_lines(kinds: Sequence[LayerKind], choice: Choice, about_rows: str) -> list[str]:
-    """The tiles of all layers with the rows that they come from, and faster choices that were not taken."""
-    served = [(_count(kind.layers), kind.outcome) for kind in kinds if isinstance(kind.outcome, Selection)]
+def _row_lines(kinds: Sequence[LayerKind], about_rows: str) -> list[str]:
+    """The tiles of all layers with the rows that they come from."""
+    served = [(count_of(kind.layers), kind.outcome) for kind in kinds if isinstance(kind.outcome, Selection)]
     rows = [f"- {layers}: {row.line()}" for layers, outcome in served for row in tile_rows(outcome)]
-    left = [f"- {layers}: {each.line()}" for layers, outcome in served for each in left_of(outcome, choice)]
     said = ["", "tiles of Triton's kernels:", *rows] if rows else []
-    said += [about_rows] if about_rows else []
-    return said + (["", "left on the table:", *left] if left else [])
-
-
-def _rows_as_json(kind: LayerKind, choice: Choice) -> dict[str, Any]:
-    if isinstance(kind.outcome, Unsupported):
-        return {"tiles": [], "left_on_the_table": []}
-    return {
-        "tiles": [row.as_json() for row in tile_rows(kind.outcome)],
-        "left_on_the_table": [left.as_json() for left in left_of(kind.outcome, choice)],
-    }
+    return said + ([about_rows] if about_rows else [])
 
 
 def layer_kinds(
@@ -166,28 +179,13 @@ def _outcome(
         return unsupported
 
 
-def _lines(kind: LayerKind) -> list[str]:
-    head = "\n".join((f"{_count(kind.layers)}: {_geometry(kind.problem)}", *_shared(kind)))
+def lines_of(kind: LayerKind) -> list[str]:
+    """A kind of layer, its kernels, and the kernels that were refused."""
+    head = "\n".join((f"{count_of(kind.layers)}: {_geometry(kind.problem)}", *_shared(kind)))
     if isinstance(kind.outcome, Unsupported):
         summary = str(kind.outcome).partition("\n")[0]
         return [head, f"  {summary}", *(f"  not served: {reason}" for reason in kind.outcome.reasons)]
     return [head, *(f"  {line}" for line in kind.outcome.lines())]
-
-
-def _cost_lines(problem: Problem, choice: Choice) -> list[str]:
-    """Predicted times of the kernels of one layer, one line per shape."""
-    found = [f"    {each.line()}" for each in predictions(problem, choice.target, deterministic=choice.deterministic)]
-    if not found:
-        return [
-            "  no times are predicted: there are static figures of plain layers on gfx942 and gfx950 alone, not in "
-            "deterministic mode"
-        ]
-    return ["  predicted of one layer in Triton (sequences x cached + new tokens), never measured:", *found]
-
-
-def _cost_as_json(problem: Problem, choice: Choice) -> dict[str, Any]:
-    found = predictions(problem, choice.target, deterministic=choice.deterministic)
-    return {"cost": [prediction.as_json() for prediction in found]}
 
 
 def _shared(kind: LayerKind) -> list[str]:
@@ -196,10 +194,10 @@ def _shared(kind: LayerKind) -> list[str]:
     for layer, read in zip(kind.layers, kind.reads, strict=True):
         if layer != read:
             readers.setdefault(read, []).append(layer)
-    return [f"  K and V of layer {read} are read by {_count(tuple(layers))} too" for read, layers in readers.items()]
+    return [f"  K and V of layer {read} are read by {count_of(tuple(layers))} too" for read, layers in readers.items()]
 
 
-def _count(layers: tuple[int, ...]) -> str:
+def count_of(layers: tuple[int, ...]) -> str:
     """The number of layers, and their indices: consecutive ones as a range."""
     numbers = f"{layers[0]}-{layers[-1]}" if layers[-1] - layers[0] == len(layers) - 1 else ", ".join(map(str, layers))
     return f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers ({numbers})"
@@ -255,10 +253,11 @@ def _as_json(kind: LayerKind) -> dict[str, Any]:
         },
     }
     if isinstance(kind.outcome, Unsupported):
-        return {**described, "provider": None, "kernels": {}, "refusals": list(kind.outcome.reasons)}
+        return {**described, "provider": None, "kernels": {}, "refusals": list(kind.outcome.reasons), "tiles": []}
     return {
         **described,
         "provider": kind.outcome.provider,
         "kernels": {step.value: kernel.row.name for step, kernel in kind.outcome.kernels.items()},
         "refusals": [f"{refusal.kind.value}: {refusal.kernel}: {refusal.reason}" for refusal in kind.outcome.refusals],
+        "tiles": [row.as_json() for row in tile_rows(kind.outcome)],
     }

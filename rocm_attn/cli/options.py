@@ -1,4 +1,4 @@
-"""The options that commands take, each written once. Imports only the standard library and option texts."""
+"""The options of the library's commands, each written once. Imports only the standard library and option texts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from typing import Any
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.machine.choices import AUTO, DTYPES
 from rocm_attn.machine.choices import PROVIDERS as PROVIDER_NAMES
-from rocm_attn.runner.logprobs import MOST_LIKELIEST, NO_LOGPROBS
-from rocm_attn.runner.options import EngineOptions, OptionText, option_texts
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.server.options import ServerOptions
+from rocm_attn.machine.option_texts import AttentionOptions, OptionText, option_texts
 
 # Sizes are int32 on the device.
 _LARGEST = 2**31 - 1
@@ -68,22 +65,6 @@ def not_negative(text: str) -> float:
     return number
 
 
-def token_ids(text: str) -> tuple[int, ...]:
-    """Parses token ids separated by commas."""
-    return tuple(natural(token) for token in text.split(","))
-
-
-def biases(text: str) -> tuple[tuple[int, float], ...]:
-    """Parses biases of tokens, such as 17=-100,4=2.5. Raises ArgumentTypeError, ValueError."""
-    found = []
-    for word in text.split(","):
-        token, equals, bias = word.partition("=")
-        if not equals:
-            raise argparse.ArgumentTypeError(f"{word!r} is not a token id and its bias, as 17=-100")
-        found.append((natural(token), float(bias)))
-    return tuple(found)
-
-
 def sizes(text: str) -> tuple[int, ...]:
     """Parses whole numbers of at least 1, separated by commas."""
     return tuple(positive(size) for size in text.split(","))
@@ -122,21 +103,8 @@ def _parser_of(text: OptionText) -> Callable[[str], Any]:
     return not_negative if text.kind is float else text.kind
 
 
-def _within(text: OptionText, word: str) -> Any:
-    """Parses a number within an option's bounds. Raises ArgumentTypeError, ValueError."""
-    number = text.kind(word)
-    if not text.allows(number):
-        raise argparse.ArgumentTypeError(f"{word} is not {text.bounds}")
-    return number
-
-
-def _of_sampling(name: str, default: Any, text: OptionText) -> Option:
-    """The flag of a field of Sampling."""
-    return _of_field(name, default, text).but(type=biases if text.kind is tuple else partial(_within, text))
-
-
-def _of_field(name: str, default: Any, text: OptionText) -> Option:
-    """The flag of a field of EngineOptions, ServerOptions or Sampling."""
+def of_field(name: str, default: Any, text: OptionText) -> Option:
+    """The flag of a dataclass's field that is an option."""
     flag, shown = "--" + name.replace("_", "-"), text.default_is or str(default)
     if text.kind is bool:
         action: Any = argparse.BooleanOptionalAction if default else "store_true"
@@ -146,22 +114,15 @@ def _of_field(name: str, default: Any, text: OptionText) -> Option:
     return option(flag, **arguments)
 
 
-# The flag of each field of EngineOptions, and those that `rocm-attn generate` and `serve` take.
-OF_ENGINE = {name: _of_field(name, *of_field) for name, of_field in option_texts(EngineOptions).items()}
-ON_GENERATE = tuple(name for name, (_, text) in option_texts(EngineOptions).items() if text.on_generate)
-ON_SERVE = tuple(name for name in OF_ENGINE if name != "capture_after")  # graphs are made before the first request
-# The flag of each field of ServerOptions.
-SERVER = {name: _of_field(name, *of_field) for name, of_field in option_texts(ServerOptions).items()}
-# The flag of each field of Sampling.
-SAMPLING = {name: _of_sampling(name, *of_field) for name, of_field in option_texts(Sampling).items()}
-
+# The flag of each field of AttentionOptions.
+OF_ATTENTION = {name: of_field(name, *option) for name, option in option_texts(AttentionOptions).items()}
 PROVIDER, NUM_PAGES, SWA_PAGES, DETERMINISTIC, MAX_BATCH_SIZE, MAX_KV_LEN = (
-    OF_ENGINE[name] for name in ("provider", "num_pages", "swa_pages", "deterministic", "max_batch_size", "max_kv_len")
+    OF_ATTENTION[name]
+    for name in ("provider", "num_pages", "swa_pages", "deterministic", "max_batch_size", "max_kv_len")
 )
-PAGES = (OF_ENGINE["page_size"], OF_ENGINE["pool"])
-KV_FORMAT = (OF_ENGINE["kv_dtype"], OF_ENGINE["kv_scales"])
+PAGES = (OF_ATTENTION["page_size"], OF_ATTENTION["pool"])
+KV_FORMAT = (OF_ATTENTION["kv_dtype"], OF_ATTENTION["kv_scales"])
 
-COST = switch("--cost", "predict times of one layer's Triton kernels on gfx942 and gfx950, as ranges")
 JSON = switch("--json", "print one JSON object, and nothing else")
 CONFIG = option(
     "config", metavar="CONFIG.json", help="a model's config.json, the directory that holds it, or a .gguf file"
@@ -201,54 +162,10 @@ VERIFY_TOKENS = option(
 )
 SHARED_PREFIXES = switch("--shared-prefixes", "decode steps that share prefixes, too")
 RANKS = option("--tp", type=positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
-RANKS_THAT_SERVE = RANKS.but(help="ranks that share the model by tensor parallelism, on a GPU each or on this CPU (1)")
-DTYPE_OF_MODEL = DTYPE.but(
-    default=None,
-    help="of weights and arithmetic, and of the KV cache where --kv-dtype is auto (on a GPU bfloat16, but float16 "
-    "for a .gguf file and smollm2, whose quantised weights bfloat16 blurs; on a CPU float32)",
-)
 AITER_RELEASE = option(
     "--aiter-release", metavar="RELEASE", help="of AITER, for instance 0.1.14 (what the image brings)"
 )
 ROCM_RELEASE = option("--rocm-release", metavar="RELEASE", help="of ROCm, for instance 7.0 (what the image brings)")
-
-PROMPTS = option("prompts", nargs="*", metavar="PROMPT", help="prompts, served together; without any, stdin is read")
-PROMPTS_FILE = option(
-    "--prompts-file", metavar="FILE", help="a prompt a line, empty lines skipped; stdin is read the same way"
-)
-RAW = switch("--raw", "take the prompt as it stands instead of applying the chat template")
-MODEL = option(
-    "--model", default="smollm2", help="a directory with config.json and safetensors, a .gguf file, or smollm2"
-)
-MAX_NEW_TOKENS = option(
-    "--max-new-tokens", type=positive, default=128, metavar="TOKENS", help="most tokens to add to a prompt (128)"
-)
-STOP = option(
-    "--stop", action="append", default=[], metavar="TEXT", help="end the text before this one, again and again (none)"
-)
-INCLUDE_STOP = switch("--include-stop", "end the text after such a text, and not before it")
-STOP_TOKEN_IDS = option(
-    "--stop-token-ids", type=token_ids, default=(), metavar="ID,ID,...", help="end the text with these tokens (none)"
-)
-IGNORE_EOS = switch("--ignore-eos", "pass over the model's own end tokens")
-MIN_TOKENS = option(
-    "--min-tokens", type=natural, default=0, metavar="TOKENS", help="add so many to a prompt before the text ends (0)"
-)
-LOGPROBS = option(
-    "--logprobs",
-    type=natural,
-    default=NO_LOGPROBS,
-    metavar="N",
-    help=f"with --json: each new token's logprob, and those of the N likeliest, up to {MOST_LIKELIEST} (none)",
-)
-JSON_SCHEMA = option(
-    "--json-schema",
-    metavar="SCHEMA|FILE",
-    help="add JSON that a schema accepts, which is given, or a file's (any text)",
-)
-REGEX = option("--regex", metavar="PATTERN", help="add a text that matches from end to end (any text)")
-# Options of a request, in addition to those of sampling.
-OF_REQUEST = (MAX_NEW_TOKENS, MIN_TOKENS, STOP, INCLUDE_STOP, STOP_TOKEN_IDS, IGNORE_EOS, LOGPROBS, JSON_SCHEMA, REGEX)
 
 PROVIDERS = option(
     "--providers",
@@ -277,29 +194,7 @@ POOL_GIB = option(
 )
 EAGER = switch("--eager", "run every step without a graph")
 
-DUMP = option("dump", metavar="DUMP", help="the file that a flight recorder wrote")
-STEP = option("--step", type=int, metavar="N", help="number of the step (the last one)")
-STEPS = option("--steps", type=positive, default=2000, metavar="N", help="steps to run (2000)")
-ROUNDS = option(
-    "--rounds",
-    type=positive,
-    metavar="N",
-    help="run until so many steps have drafted or verified, in place of --steps; mostly for --speculative",
-)
 SEED = option("--seed", type=natural, default=0, metavar="S", help="of everything random (0)")
-SHAPES = option(
-    "--shapes",
-    metavar="SEQSxCACHED+NEW,...",
-    help="steps of interest, with k for 1024, as 64x4k,1x6144+2048 (decode, chunks of prompts, and drafts)",
-)
-SECONDS = option(
-    "--seconds", type=positive, default=600, metavar="S", help="after which no other candidate is begun (600)"
-)
-OUTPUT = option(
-    "--output", metavar="FILE", help="where rows are kept (what ROCM_ATTN_TUNING names, or the cache's tuning.json)"
-)
-JOBS = option("--jobs", type=positive, metavar="N", help="processes that compile (all cores but one)")
-DRY_RUN = switch("--dry-run", "list the candidates, and try none; needs no GPU")
 TUNING_FILE = option(
     "--tuning", metavar="FILE", help="a file of measured tiles, or off (what ROCM_ATTN_TUNING names, or the cache's)"
 )

@@ -21,9 +21,9 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kernels import missing_kernels
 from rocm_attn.selection.pages import PageChoice
-from rocm_attn.soak.shapes import SHAPES
-from rocm_attn.soak.truth import Truth, TruthPlan, TruthReport
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.truth.check import Truth, TruthPlan, TruthReport
+from rocm_attn.truth.shapes import SHAPES
 
 # A CPU needs minutes for work that takes a GPU a second.
 _LENGTHS_ON_CPU, _CHUNK_ON_CPU = (200, 600, 1000), 300

@@ -2,27 +2,32 @@
 
 Each part that has safeguards has one frozen value of them: TableGuards with the request table, MemoryGuards with the
 memory of steps, and so on. Guards is composed of these. A field's default is the value that guards. Debugging replaces
-it by a value of unguarded.py, one at a time: ROCM_ATTN_DEBUG=1 ROCM_ATTN_DISABLE_GUARDS=id. The code of a step never
-checks which of the two it has. docs/guards.md is the list for readers.
+it by a wrong twin, one at a time: ROCM_ATTN_DEBUG=1 ROCM_ATTN_DISABLE_GUARDS=id. Wrong twins are in rocm-lab, which
+registers them by an entry point of the group WRONG_TWINS. The code of a step never checks which of the two it has.
+docs/guards.md is the list for readers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cache, reduce
+from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from rocm_attn.errors import BadSetting
-from rocm_attn.guards import unguarded
 from rocm_attn.hip_graphs.pinned import PinnedTensors
+from rocm_attn.machine.distributions import installing
 from rocm_attn.machine.settings import Settings, settings
 from rocm_attn.paging.adopted import AdoptedGuards
 from rocm_attn.paging.batch_checks import BatchGuards
 from rocm_attn.paging.page_table import TableGuards
 from rocm_attn.step.core import StepGuards
 from rocm_attn.step.publisher import PublishingGuards
+
+# The group of the entry point of WRONG_TWINS: a mapping of every safeguard's id to its wrong twin.
+WRONG_TWINS = "rocm_attn.wrong_twins"
 
 
 def where_sealed(seal_number: int) -> bool:
@@ -64,13 +69,17 @@ class Guards:
             logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(self.off))
 
     def without(self, *ids: str) -> Guards:
-        """These guards with some more switched off. Raises BadSetting for an id that does not exist."""
+        """These guards with some more switched off.
+
+        Raises BadSetting for an id that does not exist, and where rocm-lab, which has the wrong twins, is not
+        installed.
+        """
         known = {guard.id: guard for guard in GUARDS}
         guards = self
         for id_ in ids:
             if id_ not in known:
                 raise BadSetting(f"no safeguard has the id {id_!r}; the ids are {', '.join(known)}")
-            guards = known[id_].put_in(guards, known[id_].value_when_off)
+            guards = known[id_].put_in(guards, _wrong_twins()[id_])
         return guards
 
 
@@ -81,20 +90,18 @@ _ALL_ON = Guards()
 class Guard:
     """One safeguard.
 
-    id:             its name in the environment
-    place:          its field of Guards: names of parts and of a part's field, from the outside in
-    prevents:       the fault that occurs without it
-    report:         where that fault occurred: seed n, a founding report; Hn, a hazard of SGLang's AITER backend; Gn,
-                    the promise that it keeps
-    value_when_off: replaces it when it is switched off
-    test:           fails without it and passes with it: file::function
+    id:       its name in the environment
+    place:    its field of Guards: names of parts and of a part's field, from the outside in
+    prevents: the fault that occurs without it
+    report:   where that fault occurred: seed n, a founding report; Hn, a hazard of SGLang's AITER backend; Gn,
+              the promise that it keeps
+    test:     fails without it and passes with it: file::function
     """
 
     id: str
     place: tuple[str, ...]
     prevents: str
     report: str
-    value_when_off: Any
     test: str
 
     def value_in(self, guards: Guards) -> Any:
@@ -106,6 +113,17 @@ class Guard:
         return _put(guards, self.place, value)
 
 
+@cache
+def _wrong_twins() -> Mapping[str, Any]:
+    """Returns id -> the value of a safeguard that is switched off. Raises BadSetting."""
+    for entry_point in entry_points(group=WRONG_TWINS):
+        twins: Mapping[str, Any] = entry_point.load()
+        return twins
+    raise BadSetting(
+        f"safeguards can be switched off where rocm-lab is installed alone, and it is not; {installing('rocm_lab')}"
+    )
+
+
 _T = TypeVar("_T")
 
 
@@ -115,8 +133,8 @@ def _put(part: _T, place: Sequence[str], value: Any) -> _T:
     return replace(part, **{name: _put(getattr(part, name), rest, value) if rest else value})  # type: ignore[type-var]
 
 
-def _guard(id_: str, place: str, prevents: str, report: str, value_when_off: Any, test: str) -> Guard:
-    return Guard(id_, tuple(place.split(".")), prevents, report, value_when_off, f"tests/amd/guards/{test}")
+def _guard(id_: str, place: str, prevents: str, report: str, test: str) -> Guard:
+    return Guard(id_, tuple(place.split(".")), prevents, report, f"tests/amd/guards/{test}")
 
 
 GUARDS: tuple[Guard, ...] = (
@@ -125,7 +143,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.pads",
         "a padded sequence reads the row and the KV of a request that sat in its place in an earlier step",
         "seed 001, H19, H21, G3",
-        unguarded.leave_pads,
         "test_pads.py::test_padded_sequences_are_rewritten_every_step",
     ),
     _guard(
@@ -133,7 +150,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.store_drops",
         "padded tokens, whose K and V may be NaN, are stored to page 0, which every padded sequence reads",
         "H23, H24, G4",
-        unguarded.store_everything,
         "test_pads.py::test_padded_tokens_are_never_stored",
     ),
     _guard(
@@ -141,7 +157,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.finite_kv",
         "an infinite V reaches tokens that do not see it, in their chunk or beside them in a tree: 0 * inf is NaN",
         "G4, G14",
-        unguarded.store_as_it_comes,
         "test_pads.py::test_a_v_that_is_no_number_stays_with_the_tokens_that_see_it",
     ),
     _guard(
@@ -149,7 +164,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.row_zero",
         "the reserved row of the table leads padded sequences to a request's pages",
         "seed 001, G4",
-        unguarded.write_row_zero,
         "test_pads.py::test_the_reserved_row_is_never_written",
     ),
     _guard(
@@ -157,7 +171,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.table_tails",
         "a kernel that reads ahead of a sequence's last page meets a page of another request",
         "H20, G3",
-        unguarded.leave_tails,
         "test_pads.py::test_nothing_of_an_earlier_step_stays_after_the_last_page",
     ),
     _guard(
@@ -165,7 +178,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.v_mask",
         "NaN in a page's unused tail reaches the output: 0 * NaN is NaN",
         "vllm#53856, aiter#5401, G4",
-        unguarded.unmasked_v,
         "test_pads.py::test_what_lies_after_a_sequence_in_its_page_is_not_read",
     ),
     _guard(
@@ -173,7 +185,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.cut_points",
         "a deterministic runtime sums up a sequence's KV in an order that depends on the batch",
         "seed 003, H33, G14",
-        unguarded.cut_by_work,
         "test_cut_points.py::test_a_sequence_gives_the_same_bits_beside_a_longer_one",
     ),
     _guard(
@@ -181,7 +192,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.memory.capacity",
         "a batch padded beyond the request pool is cut short, or read past the end of its buffers",
         "seed 004, H1, H2, H6, G1",
-        unguarded.BY_REQUEST_ROWS,
         "test_capacity.py::test_a_batch_padded_beyond_the_pool_keeps_all_of_its_sequences",
     ),
     _guard(
@@ -189,7 +199,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.memory.first_of_child",
         "the halves of a split step use one set of lengths and schedules: the first half runs with the second one's",
         "H26, G9",
-        unguarded.all_in_one_place,
         "test_halves.py::test_each_half_of_a_step_has_memory_of_its_own",
     ),
     _guard(
@@ -197,7 +206,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.memory.mask_room",
         "the mask of drafts is written past the end of its memory, which has room for the keys before them alone",
         "H16, G1, G12",
-        unguarded.room_for_older_keys,
         "test_drafts.py::test_the_mask_of_drafts_has_room_for_the_drafts",
     ),
     _guard(
@@ -205,7 +213,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.memory.sealed_growth",
         "buffers move while graphs go on reading the memory that was given up: a replay repeats an old step",
         "H25, G2",
-        unguarded.let_sealed_memory_move,
         "test_capacity.py::test_sealed_buffers_do_not_move_under_a_graph",
     ),
     _guard(
@@ -213,7 +220,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.layers.new_head_weights",
         "a graph goes on with sinks or ALiBi slopes that were replaced, and eager steps use the new ones",
         "G2",
-        unguarded.let_weights_move,
         "test_capacity.py::test_head_weights_are_not_replaced_under_a_graph",
     ),
     _guard(
@@ -221,7 +227,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.layers.new_kv_scales",
         "a graph reads eight-bit K and V by factors that were replaced, and the store of eager steps uses the new ones",
         "G2, G11",
-        unguarded.let_weights_move,
         "test_formats.py::test_factors_are_not_replaced_under_a_graph",
     ),
     _guard(
@@ -229,7 +234,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.layers.selection_of",
         "a layer attends to keys that another layer's indexer has chosen, or an earlier step's",
         "vllm#52109, G3",
-        unguarded.whatever_was_selected,
         "test_selections.py::test_a_layer_attends_to_no_other_selection_than_its_own",
     ),
     _guard(
@@ -237,7 +241,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.memory.selection_place",
         "what is chosen on the device is counted where a step's boundaries lie, which later layers and plans read",
         "seed 000, G2",
-        unguarded.over_the_boundaries,
         "test_selections.py::test_boundaries_stay_monotone_whatever_is_selected",
     ),
     _guard(
@@ -245,7 +248,6 @@ GUARDS: tuple[Guard, ...] = (
         "table.row_width",
         "pages that a row has no room for land in the row of another request",
         "seed 002, H4, G1",
-        unguarded.past_the_row,
         "test_rows.py::test_a_row_filled_past_its_width_stays_out_of_the_next_row",
     ),
     _guard(
@@ -253,7 +255,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.slot_in_row",
         "a length on the device beyond a row's width sends a token's K and V to a page of the next row",
         "seed 002, H17, G4",
-        unguarded.slots_past_the_row,
         "test_rows.py::test_a_length_beyond_the_row_writes_no_other_requests_page",
     ),
     _guard(
@@ -261,7 +262,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.draft_lengths",
         "the lengths of a round's later draft steps leave out its drafts: they overwrite each other, and none sees any",
         "H8, G12",
-        unguarded.lengths_of_the_first_step,
         "test_drafts.py::test_every_draft_step_sees_the_drafts_before_it",
     ),
     _guard(
@@ -269,7 +269,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.path_pages",
         "an accepted path that leads past its row's pages moves what page 0 holds over a token of the row",
         "G4, G12",
-        unguarded.paths_through_page_zero,
         "test_drafts.py::test_a_path_past_the_rows_pages_moves_nothing",
     ),
     _guard(
@@ -277,7 +276,6 @@ GUARDS: tuple[Guard, ...] = (
         "table.writers",
         "requests that share a partly filled page overwrite each other's tokens",
         "prefix sharing, G4",
-        unguarded.ANY_WRITERS,
         "test_rows.py::test_requests_that_share_a_page_do_not_write_to_it",
     ),
     _guard(
@@ -285,7 +283,6 @@ GUARDS: tuple[Guard, ...] = (
         "table.new_tokens",
         "a row that goes back and stores again overwrites tokens that another row shares with it",
         "prefix sharing, G4",
-        unguarded.NoFloors,
         "test_shared_rows.py::test_a_row_that_goes_back_leaves_its_forks_alone",
     ),
     _guard(
@@ -293,7 +290,6 @@ GUARDS: tuple[Guard, ...] = (
         "table.is_kept",
         "an id of kept pages that were dropped leads to another request's pages, to be begun over or dropped",
         "prefix sharing, G1",
-        unguarded.whatever_is_kept_there,
         "test_shared_rows.py::test_dropped_pages_are_not_begun_over",
     ),
     _guard(
@@ -301,7 +297,6 @@ GUARDS: tuple[Guard, ...] = (
         "batch.stored",
         "a step attends to tokens that were never stored, and what an earlier request left there is taken for theirs",
         "G1",
-        unguarded.whatever_was_stored,
         "test_shared_rows.py::test_tokens_that_were_never_stored_are_not_read",
     ),
     _guard(
@@ -309,7 +304,6 @@ GUARDS: tuple[Guard, ...] = (
         "table.sources",
         "a copy whose launch failed half way is launched again from a page that another copy has overwritten",
         "G9",
-        unguarded.free_at_once,
         "test_publication.py::test_copies_that_failed_half_way_are_made_again_from_the_same_pages",
     ),
     _guard(
@@ -317,7 +311,6 @@ GUARDS: tuple[Guard, ...] = (
         "batch.check",
         "tokens without a reserved page are dropped, and rows that no request holds are read, without an error",
         "H17, H18, G1",
-        unguarded.any_batch,
         "test_rows.py::test_a_step_beyond_what_was_reserved_is_refused",
     ),
     _guard(
@@ -325,7 +318,6 @@ GUARDS: tuple[Guard, ...] = (
         "batch.changed",
         "a step that runs again, or moves what was accepted, writes to rows that other requests hold by now",
         "G1, G4",
-        unguarded.rows_as_they_were,
         "test_same_rows.py::test_a_step_runs_again_while_its_rows_are_its_own",
     ),
     _guard(
@@ -333,7 +325,6 @@ GUARDS: tuple[Guard, ...] = (
         "batch.in_turn",
         "a draft step attends to drafts that no step has stored",
         "G1, G12",
-        unguarded.IN_ANY_ORDER,
         "test_same_rows.py::test_draft_steps_store_one_after_the_other",
     ),
     _guard(
@@ -341,7 +332,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.layers.read_by",
         "a layer with a window writes to its own pool and reads by ids of the full one: others' KV, or none",
         "seed 003, G5",
-        unguarded.full_space,
         "test_spaces.py::test_a_layer_reads_in_the_space_that_it_writes_in",
     ),
     _guard(
@@ -349,7 +339,6 @@ GUARDS: tuple[Guard, ...] = (
         "batch.evict",
         "pages leave the window of a step's last token while its first tokens still see them",
         "G5",
-        unguarded.last_new_tokens,
         "test_spaces.py::test_a_step_gives_back_no_page_that_its_first_token_sees",
     ),
     _guard(
@@ -357,7 +346,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.planning.longest",
         "a step is planned from lengths that a captured kernel of the last step has overwritten",
         "seed 000, G2",
-        unguarded.lengths_on_the_device,
         "test_plans.py::test_a_plan_reads_nothing_that_a_captured_kernel_writes",
     ),
     _guard(
@@ -365,7 +353,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.planning.graph_key",
         "a graph captured for short sequences is replayed for long ones and misses their last keys",
         "H33, G13",
-        unguarded.key_without_length,
         "test_plans.py::test_a_longer_step_takes_another_graph",
     ),
     _guard(
@@ -373,7 +360,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.full_refresh",
         "positions, slots and indptr of an earlier step serve a later one",
         "H7, H20, G3",
-        unguarded.fill_once,
         "test_plans.py::test_derived_tensors_are_filled_by_every_step",
     ),
     _guard(
@@ -381,7 +367,6 @@ GUARDS: tuple[Guard, ...] = (
         "capture.new_pins",
         "a graph of memory that was given up is replayed",
         "H25, G2",
-        unguarded.EpochlessPins,
         "test_plans.py::test_a_graph_of_memory_that_moved_is_refused",
     ),
     _guard(
@@ -389,7 +374,6 @@ GUARDS: tuple[Guard, ...] = (
         "capture.may_capture",
         "after a reopen that was broken off, graphs are made of memory that may move, and replay old steps",
         "H25, G2",
-        unguarded.sealed_or_not,
         "test_reopening.py::test_no_graph_is_made_of_memory_that_may_move",
     ),
     _guard(
@@ -397,7 +381,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.table_first",
         "a step runs before the device knows the pages that its tokens go to",
         "hip#3902, G9",
-        unguarded.table_one_update_late,
         "test_publication.py::test_pages_reach_the_device_before_the_step_that_uses_them",
     ),
     _guard(
@@ -405,7 +388,6 @@ GUARDS: tuple[Guard, ...] = (
         "publishing.deliver",
         "a launch that fails loses the changes of the table that it carried",
         "G9",
-        unguarded.forget_then_launch,
         "test_publication.py::test_changes_survive_a_launch_that_fails",
     ),
     _guard(
@@ -413,7 +395,6 @@ GUARDS: tuple[Guard, ...] = (
         "publishing.ring_wait",
         "the host writes a later step's inputs over those that the device has yet to read",
         "H26, G9",
-        unguarded.wait_for_nothing,
         "test_publication.py::test_a_late_device_still_reads_its_own_steps_inputs",
     ),
     _guard(
@@ -421,7 +402,6 @@ GUARDS: tuple[Guard, ...] = (
         "publishing.new_echo_check",
         "a step that went wrong on the device, or whose inputs never got there, is taken for a right one",
         "H17, G9",
-        unguarded.EchoIgnored,
         "test_publication.py::test_a_fault_on_the_device_is_reported_once_and_later_steps_are_right",
     ),
     _guard(
@@ -429,7 +409,6 @@ GUARDS: tuple[Guard, ...] = (
         "publishing.of_last_step",
         "a fault in the last steps before serving ends is never reported: no later step echoes them",
         "H17, G9",
-        unguarded.last_step_unseen,
         "test_last_steps.py::test_a_fault_of_the_last_step_is_reported_when_serving_ends",
     ),
     _guard(
@@ -437,7 +416,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.length_bounds",
         "a length that only the device knows leads a step beyond the pages reserved for it",
         "H17, G9",
-        unguarded.lengths_as_they_come,
         "test_rows.py::test_a_length_beyond_its_bound_touches_no_other_request",
     ),
     _guard(
@@ -445,7 +423,6 @@ GUARDS: tuple[Guard, ...] = (
         "step.launches.slots_in_table",
         "a slot that an engine gives, and its own table does not, takes a token's K and V to another request's page",
         "engine storage, G4",
-        unguarded.slots_as_given,
         "test_adopted.py::test_a_slot_that_the_table_does_not_give_is_not_written",
     ),
     _guard(
@@ -453,7 +430,6 @@ GUARDS: tuple[Guard, ...] = (
         "adopted.terms",
         "page 0 of an engine for which it is a page like others is taken for no one's: what is stored there is lost",
         "engine storage, G1",
-        unguarded.page_zero_is_no_ones,
         "test_adopted.py::test_what_an_engine_keeps_in_page_0_is_stored",
     ),
     _guard(
@@ -461,7 +437,6 @@ GUARDS: tuple[Guard, ...] = (
         "adopted.formats",
         "pages that an engine wrote in one encoding or layout are read in another: finite, wrong KV",
         "vllm#52109, vllm#45562, G11",
-        unguarded.read_any_format,
         "test_formats.py::test_pages_of_another_format_are_not_adopted",
     ),
     _guard(
@@ -469,7 +444,6 @@ GUARDS: tuple[Guard, ...] = (
         "adopted.moved",
         "a graph goes on with a table or pages that the engine has replaced, and eager steps use the new ones",
         "engine storage, G2",
-        unguarded.let_tables_move,
         "test_adopted.py::test_a_table_is_not_replaced_under_a_graph",
     ),
 )

@@ -4,6 +4,11 @@
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-nightly")
 
 
-def installing(extra: str) -> str:
-    """Says how to install an extra of this project: from a checkout, because the project is on no package index."""
-    return f"run in a checkout of rocm_attn: pip install '.[{extra}]'"
+def installing(folder: str, extra: str = "") -> str:
+    """Says how to install a distribution of this project, from a checkout, as the project is on no package index.
+
+    folder: that of its pyproject.toml, "." or such as rocm_serve
+    """
+    place = folder if folder == "." else f"./{folder}"
+    what = f"'{place}[{extra}]'" if extra else place
+    return f"run in a checkout of rocm_attn: pip install {what if folder == '.' else f'. {what}'}"

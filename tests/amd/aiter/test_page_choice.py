@@ -15,11 +15,11 @@ from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.runner import engine_runtime
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.options import EngineOptions
 from rocm_attn.selection import build
 from rocm_attn.selection.pages import PAGE_SIZES, choose_pages
+from rocm_serve import engine_runtime
+from rocm_serve.engine import Engine
+from rocm_serve.options import EngineOptions
 from tests.amd.aiter.serving import GFX942, latent_problem, plain_problem
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.runner.test_engine import some_requests, tokens_of

@@ -9,14 +9,14 @@ import torch
 
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.target import Target
-from rocm_attn.runner import engine_runtime
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.geometry import AttentionLayer
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.rope import Rope
+from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.models.rope import Rope
 from rocm_attn.selection import build
 from rocm_attn.selection import kernels as kernel_choice
+from rocm_serve import engine_runtime
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
 from tests.amd.aiter.serving import GFX942
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.runner.float64_llama import Float64Llama, assert_greedy

@@ -11,9 +11,9 @@ import torch
 from rocm_attn.guards.registry import Guards
 from rocm_attn.problem import Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.soak.truth import Truth, TruthPlan
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.truth.check import Truth, TruthPlan
 from tests.amd.aiter.serving import (
     CPU,
     in_eight_bits,

@@ -18,7 +18,6 @@ from triton.runtime.jit import JITFunction
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.cli.static_figures import Peer
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
@@ -26,6 +25,7 @@ from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import BoundKernel, PoolSize, StepBounds
+from rocm_lab.cost.static_figures import Peer
 from tests.amd.aiter_source.checkout import Checkout, imported
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.figures_of_kernels import busy_of, kernel_figures

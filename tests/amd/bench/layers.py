@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from rocm_attn.bench.batch_spec import BatchSpec
-from rocm_attn.bench.step_data import StepData, random_steps
 from rocm_attn.problem import PoolKind, Problem
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.bench.step_data import StepData, random_steps
 
 CPU = torch.device("cpu")
 LAYER = Problem(4, 2, 16, torch.float32, 8, v_head_dim=16, scale=0.25)

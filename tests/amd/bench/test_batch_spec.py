@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rocm_attn.bench.batch_spec import BatchSpec, Group
-from rocm_attn.bench.lengths_file import read_batch, read_lengths
 from rocm_attn.errors import BadSetting
+from rocm_lab.bench.batch_spec import BatchSpec, Group
+from rocm_lab.bench.lengths_file import read_batch, read_lengths
 
 groups = st.builds(
     Group,

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.bench.compare import Allowed, Change, Compared, compare, ratio_of_medians
-from rocm_attn.bench.plots import draw
-from rocm_attn.bench.result_file import SCHEMA, head, read_result, write_json
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
+from rocm_lab.bench.compare import Allowed, Change, Compared, compare, ratio_of_medians
+from rocm_lab.bench.plots import draw
+from rocm_lab.bench.result_file import SCHEMA, head, read_result, write_json
 
 
 def samples(median: float, spread: float, seed: int, count: int = 15) -> list[float]:

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import torch
 
-from rocm_attn.bench import energy
+from rocm_lab.bench import energy
 
 # Two GPUs; the first one on the bus is the second card.
 BUSY, OTHER = "0000:c1:00.0", "0000:26:00.0"

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.bench import flashinfer_run
-from rocm_attn.bench.flashinfer_run import WorkloadRun
-from rocm_attn.bench.flashinfer_schema import Definition, Solution, Trace, Workload, read_definition, read_traces
-from rocm_attn.bench.flashinfer_solution import entry_of, require_runs, solution_of
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting, Unsupported
+from rocm_lab.bench import flashinfer_run
+from rocm_lab.bench.flashinfer_run import WorkloadRun
+from rocm_lab.bench.flashinfer_schema import Definition, Solution, Trace, Workload, read_definition, read_traces
+from rocm_lab.bench.flashinfer_solution import entry_of, require_runs, solution_of
 from tests.amd.bench.flashinfer_files import DEFINITIONS, GQA_DECODE, data_set, tensors_of, workload_of
 from tests.amd.bench.layers import CPU
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.goals import (
+from rocm_lab.bench.choices import ALL_SUITES
+from rocm_lab.bench.suites import suite
+from rocm_lab.benchmarks.goals import (
     GOALS,
     OLDER,
     Check,
@@ -24,12 +26,10 @@ from benchmarks.goals import (
     of_no_peer,
     peers_by_floor,
 )
-from benchmarks.goals_page import PAGE, page, peers_in_words
-from benchmarks.make_tables import attention, round_time
-from benchmarks.profile_misses import kernels_of, stalls_of
-from benchmarks.summarize_attention import Pass, peers_of, row, summary
-from rocm_attn.bench.choices import ALL_SUITES
-from rocm_attn.bench.suites import suite
+from rocm_lab.benchmarks.goals_page import PAGE, page, peers_in_words
+from rocm_lab.benchmarks.make_tables import attention, round_time
+from rocm_lab.benchmarks.profile_misses import kernels_of, stalls_of
+from rocm_lab.benchmarks.summarize_attention import Pass, peers_of, row, summary
 
 
 class Given(Results):

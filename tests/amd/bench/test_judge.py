@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.bench import judge
-from rocm_attn.bench.contestants import Own
-from rocm_attn.bench.judge import Truth
-from rocm_attn.bench.step_data import StepData
 from rocm_attn.problem import Problem
+from rocm_lab.bench import judge
+from rocm_lab.bench.contestants import Own
+from rocm_lab.bench.judge import Truth
+from rocm_lab.bench.step_data import StepData
 from tests.amd.bench.layers import LATENT, LAYER, one_step
 
 PROBLEMS = {

@@ -13,26 +13,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.bench import contestants as registry
-from rocm_attn.bench.batch_spec import BatchSpec
-from rocm_attn.bench.ceilings import Ceilings
-from rocm_attn.bench.choices import LAYERS, SUITES
-from rocm_attn.bench.clocks import in_turn
-from rocm_attn.bench.contestant import Contestant, Launch, NotServed
-from rocm_attn.bench.contestants import Own, contestants
-from rocm_attn.bench.energy import EnergyMeter
-from rocm_attn.bench.host_time import HostOptions, host_rows
-from rocm_attn.bench.kernels import FAILED, NOT_SERVED, OK, WRONG, KernelOptions, Race, Row
-from rocm_attn.bench.layers import NAMED
-from rocm_attn.bench.peers.torch_sdpa import TorchSdpa
-from rocm_attn.bench.result_file import lines_of, read_result
-from rocm_attn.bench.step_data import StepData
-from rocm_attn.bench.suites import Case, suite
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.cli import FAILED as EXIT_FAILED
 from rocm_attn.machine.target import known_target
 from rocm_attn.providers.select import select
 from rocm_attn.step.layers import StepLayers
+from rocm_lab.bench import contestants as registry
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.bench.ceilings import Ceilings
+from rocm_lab.bench.choices import LAYERS, SUITES
+from rocm_lab.bench.clocks import in_turn
+from rocm_lab.bench.contestant import Contestant, Launch, NotServed
+from rocm_lab.bench.contestants import Own, contestants
+from rocm_lab.bench.energy import EnergyMeter
+from rocm_lab.bench.host_time import HostOptions, host_rows
+from rocm_lab.bench.kernels import FAILED, NOT_SERVED, OK, WRONG, KernelOptions, Race, Row
+from rocm_lab.bench.layers import NAMED
+from rocm_lab.bench.peers.torch_sdpa import TorchSdpa
+from rocm_lab.bench.result_file import lines_of, read_result
+from rocm_lab.bench.step_data import StepData
+from rocm_lab.bench.suites import Case, suite
 from tests.amd.bench.layers import CPU, LAYER
 
 Capture = pytest.CaptureFixture[str]
@@ -292,8 +292,8 @@ def test_what_cannot_be_measured_is_refused(arguments: Sequence[str], complaint:
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rocm_attn.bench.host_time._WARM_UP", 1)
-    monkeypatch.setattr("rocm_attn.bench.host_time._STEPS_OF_A_SAMPLE", 1)
+    monkeypatch.setattr("rocm_lab.bench.host_time._WARM_UP", 1)
+    monkeypatch.setattr("rocm_lab.bench.host_time._STEPS_OF_A_SAMPLE", 1)
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -312,7 +312,7 @@ def test_the_hosts_time_is_not_given_of_a_wrong_step(monkeypatch: pytest.MonkeyP
         attend(layers, layer, q, k, v, torch.empty_like(out))
 
     monkeypatch.setattr(StepLayers, "store_and_attend", to_nothing)
-    monkeypatch.setattr("rocm_attn.cli.bench_kernels.HostOptions", lambda **_: HostOptions(1, (1,), 1))
+    monkeypatch.setattr("rocm_lab.cli.bench_kernels.HostOptions", lambda **_: HostOptions(1, (1,), 1))
     assert main(["bench", "kernels", "--suite", "host", "--device", "cpu", "--json"]) == EXIT_FAILED
     printed = capsys.readouterr()
     assert [row["status"] for row in json.loads(printed.out)["rows"]] == ["wrong"] * 2
@@ -331,6 +331,6 @@ def test_the_seed_decides_the_data() -> None:
 
 
 def _queries(seed: int) -> torch.Tensor:
-    from rocm_attn.bench.step_data import random_steps
+    from rocm_lab.bench.step_data import random_steps
 
     return random_steps(LAYER, BatchSpec.parse("3d40"), 1, CPU, seed)[0].q

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-import rocm_attn.cli.bench_runner as runner_command
-from rocm_attn.bench.energy import EnergyMeter
-from rocm_attn.bench.load import LoadOptions, Quantiles, ServingResult
-from rocm_attn.bench.openai_load import run_load
-from rocm_attn.bench.request_trace import RequestTrace, TracedRequest
-from rocm_attn.bench.runner_load import run_on_engine
-from rocm_attn.bench.traffic import Traffic
+import rocm_lab.cli.bench_runner as runner_command
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.options import EngineOptions
+from rocm_lab.bench.energy import EnergyMeter
+from rocm_lab.bench.load import LoadOptions, Quantiles, ServingResult
+from rocm_lab.bench.openai_load import run_load
+from rocm_lab.bench.request_trace import RequestTrace, TracedRequest
+from rocm_lab.bench.runner_load import run_on_engine
+from rocm_lab.bench.traffic import Traffic
+from rocm_serve.engine import Engine
+from rocm_serve.options import EngineOptions
 from tests.amd.bench.openai_stand_in import StandIn
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 

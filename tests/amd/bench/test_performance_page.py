@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.performance_page import PAGE, PREFIX, RESULT, TITLES, page, whole_page
-from rocm_attn.bench.choices import SUITES
-from rocm_attn.bench.result_file import read_result
+from rocm_lab.bench.choices import SUITES
+from rocm_lab.bench.result_file import read_result
+from rocm_lab.benchmarks.performance_page import PAGE, PREFIX, RESULT, TITLES, page, whole_page
 from tests.amd.bench.test_compare import result_file, row, samples
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.quietest import quietest
+from rocm_lab.benchmarks.quietest import quietest
 
 
 def of(median: float, batch: float, commit: str = "1", num_seqs: int = 4) -> dict[str, Any]:

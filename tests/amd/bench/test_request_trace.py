@@ -9,11 +9,11 @@ from statistics import mean, median
 
 import pytest
 
-from rocm_attn.bench.load import FIRST_TOKEN_ID, LoadOptions, _prompts
-from rocm_attn.bench.request_trace import PREFIX_BLOCK, RequestTrace, TracedRequest, read_trace
-from rocm_attn.bench.traffic import Traffic
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting
+from rocm_lab.bench.load import FIRST_TOKEN_ID, LoadOptions, _prompts
+from rocm_lab.bench.request_trace import PREFIX_BLOCK, RequestTrace, TracedRequest, read_trace
+from rocm_lab.bench.traffic import Traffic
 
 OWN = """\
 {"arrival_s": 1.5, "prompt_tokens": 7, "output_tokens": 9}

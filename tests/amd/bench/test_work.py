@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.bench.batch_spec import BatchSpec
-from rocm_attn.bench.work import work_of
 from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.bench.work import work_of
 from tests.amd.bench.layers import LATENT, LAYER
 
 WINDOWS = (-1, 0, 5, 100)

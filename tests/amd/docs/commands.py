@@ -102,7 +102,7 @@ def files_of(command: Command) -> list[str]:
     words = command.words
     if words[0] in ("bash", "python") and len(words) > 1 and "/" in words[1]:
         return [words[1]]
-    if words[:2] == ("python", "-m") and words[2].partition(".")[0] in ("tests", "benchmarks", "rocm_attn"):
+    if words[:2] == ("python", "-m") and words[2].partition(".")[0] in ("tests", "rocm_lab", "rocm_attn", "rocm_serve"):
         place = words[2].replace(".", "/")
         return [place + "/__main__.py" if (ROOT / place).is_dir() else place + ".py"]
     return []

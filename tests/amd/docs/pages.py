@@ -49,7 +49,9 @@ class Block:
 
 def pages() -> list[Path]:
     """Returns every page: those of docs/, and those next to their subjects."""
-    beside = [path for folder in ("docker", "benchmarks") for path in sorted((ROOT / folder).glob("**/README.md"))]
+    beside = [
+        path for folder in ("docker", "rocm_lab/benchmarks") for path in sorted((ROOT / folder).glob("**/README.md"))
+    ]
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *beside]
 
 

@@ -30,12 +30,12 @@ def pages() -> dict[str, tuple[str, str]]:
 def _page(heading: str, names: dict[str, str]) -> str:
     parts = [
         f"# {heading}",
-        "Made from the docstrings, for `import rocm_attn as ra`. [Stable names](../names.md) has all groups on one "
+        "Made from the docstrings. [Stable names](../names.md) has all groups on one "
         "page; [stability](../stability.md) says what may be counted on.",
     ]
     for name, module in names.items():
         node = interface.definition(name, module)
-        parts += [f"## {name}", f"`from rocm_attn import {name}`, written in `{module}`"]
+        parts += [f"## {name}", f"`from {module.partition('.')[0]} import {name}`, written in `{module}`"]
         parts += ["```text\n" + "\n".join(interface.described(node)) + "\n```"]
         if not isinstance(node, _Function | ast.ClassDef):
             parts.append(markdown(interface.summary(name, module)))

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-import rocm_attn as ra
+import rocm_serve
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, word_tokenizer
 from tests.amd.server.running import NAME, running
@@ -26,7 +26,7 @@ def against_a_server(text: str) -> Iterator[str]:
     cpu = torch.device("cpu")
     base = replace(CONFIG, vocab_size=1024)  # `rocm-attn bench` asks by token ids below 1,000
     loaded = tiny_model(context_len=512, dtype=torch.float32, device=cpu, tokenizer=word_tokenizer(), base=base)
-    engine = ra.Engine(loaded, ra.EngineOptions(max_batch_size=4, max_kv_len=256))
+    engine = rocm_serve.Engine(loaded, rocm_serve.EngineOptions(max_batch_size=4, max_kv_len=256))
     with running(engine) as server:
         yield re.sub(r"\bsmollm2\b", NAME, text.replace(ADDRESS, server.url.removeprefix("http://")))
 

@@ -25,13 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import rocm_attn as ra
+import rocm_attn
+import rocm_serve
 from tests.amd.driver.faults import PROJECT
 
 # Attributes that a docstring names: at the beginning of a line, or after another one's sentence.
 _NAMED = re.compile(r"(?:^|; )[ ]*((?:\w+, )*\w+):\s", re.MULTILINE)
 _MOST_OBJECTS = 200_000
-_NAMES: tuple[str, ...] = tuple(vars(ra)["__all__"])
+_NAMED_VALUES: dict[str, Any] = {
+    name: getattr(package, name) for package in (rocm_attn, rocm_serve) for name in vars(package)["__all__"]
+}
 
 
 def doors_of(cls: type) -> dict[str, list[CodeType]]:
@@ -49,7 +52,7 @@ def doors_of(cls: type) -> dict[str, list[CodeType]]:
 
 def is_ours(cls: type) -> bool:
     """True if a class is the package's own."""
-    return cls.__module__.split(".")[0] in ("rocm_attn", "hip_graphs")
+    return cls.__module__.split(".")[0] in ("rocm_attn", "rocm_serve", "hip_graphs")
 
 
 def _codes(member: Any) -> Iterator[CodeType]:
@@ -70,7 +73,7 @@ def public_classes(roots: Iterable[object], storages: set[int]) -> dict[type, bo
     A caller reaches the objects to which an object of a stable name refers, and none beyond them.
     """
     found: dict[type, bool] = {}
-    stable = {getattr(ra, name) for name in _NAMES if isinstance(getattr(ra, name), type)}
+    stable = {value for value in _NAMED_VALUES.values() if isinstance(value, type)}
     waiting, seen = list(roots), set[int]()
     while waiting:
         thing = waiting.pop()
@@ -175,9 +178,7 @@ def _comes_from_outside(frame: FrameType) -> bool:
 def public_functions() -> dict[str, list[CodeType]]:
     """The functions among the stable names, with their code."""
     return {
-        name: [inspect.unwrap(value).__code__]
-        for name, value in ((name, getattr(ra, name)) for name in _NAMES)
-        if inspect.isfunction(value)
+        name: [inspect.unwrap(value).__code__] for name, value in _NAMED_VALUES.items() if inspect.isfunction(value)
     }
 
 
@@ -185,8 +186,7 @@ def public_functions() -> dict[str, list[CodeType]]:
 def classes_with_behaviour() -> set[type]:
     """The classes among the stable names that are no values, no protocols and no errors: they may hold on to pages."""
     found = set()
-    for name in _NAMES:
-        value = getattr(ra, name)
+    for value in _NAMED_VALUES.values():
         if not isinstance(value, type) or issubclass(value, (tuple, enum.Enum, BaseException)):
             continue
         if not dataclasses.is_dataclass(value) and not getattr(value, "_is_protocol", False):

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rocm_attn.runner.loading import open_model
-from rocm_attn.runner.mlp_config import DenseMlp
-from rocm_attn.runner.rope import NoScaling
+from rocm_attn.models.mlp_config import DenseMlp
+from rocm_attn.models.rope import NoScaling
+from rocm_serve.models.loading import open_model
 
 VOCABULARY = 1024
 

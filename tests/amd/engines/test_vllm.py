@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import load_model
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Request
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import load_model
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Request
 from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model

@@ -135,7 +135,7 @@ def test_a_graph_that_is_wrong_fails(
     device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = dumped("torch", device, tmp_path)
-    monkeypatch.setattr("rocm_attn.cli.replay_step.recorder_for", lambda device: Lazy(recorder_for(device)))
+    monkeypatch.setattr("rocm_lab.cli.replay_step.recorder_for", lambda device: Lazy(recorder_for(device)))
     assert main(["replay-step", path, "--device", str(device)]) == FAILED
     printed = capsys.readouterr().out
     assert "layer kind 0: eager agrees with the oracle" in printed
@@ -173,6 +173,6 @@ def test_a_step_that_does_not_fit_says_so(
     device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = dumped("torch", device, tmp_path)
-    monkeypatch.setattr("rocm_attn.cli.replay_step._available_bytes", lambda device: 100)
+    monkeypatch.setattr("rocm_lab.cli.replay_step._available_bytes", lambda device: 100)
     assert main(["replay-step", path, "--device", str(device)]) == FAILED
     assert "100 are free" in capsys.readouterr().err

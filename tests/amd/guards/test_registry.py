@@ -18,11 +18,12 @@ from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.guards.registry import GUARDS, Guard, Guards, guards_from_settings
 from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS, Settings, read_settings, settings
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Request
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
+from rocm_lab.faults.wrong_twins import WRONG_TWINS
+from rocm_serve.engine import Engine
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Request
 from tests.amd.guards.serving import Serving
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.tiny_model import tiny_model
@@ -63,7 +64,7 @@ def test_a_safeguard_is_switched_off_alone(guard: Guard) -> None:
     assert Guards().off == ()
     guards = Guards().without(guard.id)
     assert guards.off == (guard.id,)
-    assert guard.value_in(guards) is guard.value_when_off
+    assert guard.value_in(guards) is WRONG_TWINS[guard.id]
     assert Guards().without(*[other.id for other in GUARDS]).off == tuple(other.id for other in GUARDS)
 
 

@@ -8,10 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rocm_attn.cli import cost, static_figures
-from rocm_attn.cli.cost import FIGURES, GPUS, SHAPES, Shape, fraction, predicted, predictions
-from rocm_attn.cli.published import published_decodes, published_extends
-from rocm_attn.cli.static_figures import FILE, Busy, CdnaFigures, LayerFigures, StaticFigures
 from rocm_attn.kernels.attention.cuts import merge_shape
 from rocm_attn.kernels.tuning.measured import Table
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles
@@ -19,6 +15,10 @@ from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.tiles import decode_tiles_of
+from rocm_lab.cost import cost, static_figures
+from rocm_lab.cost.cost import FIGURES, GPUS, SHAPES, Shape, fraction, predicted, predictions
+from rocm_lab.cost.published import published_decodes, published_extends
+from rocm_lab.cost.static_figures import FILE, Busy, CdnaFigures, LayerFigures, StaticFigures
 from tests.amd.host.test_measured_rows import row_of
 
 LLAMA = Problem(

@@ -17,7 +17,6 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.guards.registry import Guards
-from rocm_attn.guards.unguarded import EchoIgnored
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.slot_layout import ECHO
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -31,6 +30,7 @@ from rocm_attn.step.core import LaunchGuards, StepGuards
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.publisher import PublishingGuards
 from rocm_attn.step.step import Part
+from rocm_lab.faults.wrong_twins import EchoIgnored
 
 PROBLEM = Problem(8, 2, 16, torch.float32, 16, v_head_dim=16, scale=0.25)
 

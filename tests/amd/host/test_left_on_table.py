@@ -11,7 +11,6 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.cli import BAD_INPUT, main
-from rocm_attn.cli.left_on_table import Choice, Left, left_of
 from rocm_attn.cli.tile_rows import tile_rows
 from rocm_attn.kernels.tuning.measured import Table
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
@@ -21,6 +20,7 @@ from rocm_attn.machine.tuning_file import TuningFile
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
+from rocm_lab.cost.left_on_table import Choice, Left, left_of
 from tests.amd.host.test_measured_rows import LAYER, TUNED, row_of
 
 GFX942, GFX950 = known_target("gfx942"), known_target("gfx950")
@@ -145,7 +145,9 @@ def test_explain_reads_a_file_of_measured_tiles(tmp_path: Path, capsys: pytest.C
     (kind,) = json.loads(text)["layer_kinds"]
     assert [row["measured"] for row in kind["tiles"]] == [True, False]
     assert kind["tiles"][0]["tiles"]["key_block"] == 64
-    assert {"what", "gate", "how_much", "how", "seconds_saved"} == kind["left_on_the_table"][0].keys()
+    assert main(["cost", str(CONFIGS / "llama-3-8b.json"), "--arch", "gfx942", "--provider", "triton", "--json"]) == 0
+    (kind,) = json.loads(capsys.readouterr().out)["layer_kinds"]
+    assert {"what", "gate", "how_much", "how", "seconds_saved"} == kind["faster"][0].keys()
 
 
 def test_explain_refuses_a_bad_file_that_it_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

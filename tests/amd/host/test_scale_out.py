@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from benchmarks import gateway_routing, scale_out, scale_page
-from benchmarks.scale_engines import Cluster, EngineKind, Job, gaps
-from benchmarks.scale_nodes import (
+from rocm_lab.benchmarks import gateway_routing, scale_out, scale_page
+from rocm_lab.benchmarks.scale_engines import Cluster, EngineKind, Job, gaps
+from rocm_lab.benchmarks.scale_nodes import (
     BEST,
     LLAMA_70B,
     MIDDLE,
@@ -23,7 +23,7 @@ from benchmarks.scale_nodes import (
     kv_tokens,
     step_seconds,
 )
-from benchmarks.scale_out import RESULT, SETUPS, Setup, figures, jobs_at, quantile
+from rocm_lab.benchmarks.scale_out import RESULT, SETUPS, Setup, figures, jobs_at, quantile
 from tests.amd.house.source_tree import ROOT
 
 

@@ -9,8 +9,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from benchmarks import random_shapes as sweep
-from benchmarks.shape_sweep import (
+from rocm_attn.machine.releases import Releases
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton_hopper import TRITONS
+from rocm_lab.bench.prepared import step_kind
+from rocm_lab.benchmarks import random_shapes as sweep
+from rocm_lab.benchmarks.shape_sweep import (
     LAUNCHES_US,
     MOST_BYTES,
     MOST_FLOPS,
@@ -24,12 +30,6 @@ from benchmarks.shape_sweep import (
     random_shapes,
     worst,
 )
-from rocm_attn.bench.prepared import step_kind
-from rocm_attn.machine.releases import Releases
-from rocm_attn.machine.target import known_target
-from rocm_attn.problem import UNLIMITED_WINDOW, Problem
-from rocm_attn.providers.select import select
-from rocm_attn.providers.triton_hopper import TRITONS
 
 SHAPES = random_shapes(300, 14)
 PLAIN = Shape(8, 2, 64, 16, UNLIMITED_WINDOW, Work.EXTEND, kv_len=(10, 3), q_len=(4, 3))

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from rocm_attn.cli import BAD_INPUT, main
-from rocm_attn.cli.cost import Shape
 from rocm_attn.cli.parser import build_parser
-from rocm_attn.cli.tune import command
-from rocm_attn.cli.tune.candidates import candidates
-from rocm_attn.cli.tune.jobs import Job, jobs_of, shapes_named
-from rocm_attn.cli.tune.search import Judged, SearchEnded, Times
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import Table, Tiles, refusal
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import TuningFile
 from rocm_attn.providers.tiles import layer_of
+from rocm_lab.cost.cost import Shape
+from rocm_lab.tune import command
+from rocm_lab.tune.candidates import candidates
+from rocm_lab.tune.jobs import Job, jobs_of, shapes_named
+from rocm_lab.tune.search import Judged, SearchEnded, Times
 
 # A release with which paged decode serves on CDNA.
 TRITON = "3.8.0"
@@ -217,7 +217,7 @@ def test_no_candidate_is_begun_when_time_is_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ticks = iter(range(1000))
-    monkeypatch.setattr("rocm_attn.cli.tune.command.time.monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("rocm_lab.tune.command.time.monotonic", lambda: float(next(ticks)))
     search(tmp_path / "t.json", bench := FakeBench(cost), "--seconds", "5")
     assert 1 <= len(bench.judged) <= 5
     assert "time was up before all were tried; the same command goes on from here" in capsys.readouterr().out

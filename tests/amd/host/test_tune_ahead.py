@@ -10,17 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.cli.tune.ahead import CompiledAhead, compile_tiles
-from rocm_attn.cli.tune.bench import Steps, kernel_of
-from rocm_attn.cli.tune.data import Lengths, StepData
-from rocm_attn.cli.tune.jobs import Job
-from rocm_attn.cli.tune.search import Judged, Times
 from rocm_attn.kernels.compile_only import AbsentGpu, CompileEvent, compile_only, observe_compiles
 from rocm_attn.kernels.launch import observe_launches
 from rocm_attn.kernels.tuning.measured import Table, Tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
+from rocm_lab.tune.ahead import CompiledAhead, compile_tiles
+from rocm_lab.tune.bench import Steps, kernel_of
+from rocm_lab.tune.data import Lengths, StepData
+from rocm_lab.tune.jobs import Job
+from rocm_lab.tune.search import Judged, Times
 
 # Each started process imports torch and Triton.
 pytestmark = pytest.mark.nightly

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.cli.cost import Shape
 from rocm_attn.cli.tile_rows import tile_rows
-from rocm_attn.cli.tune import command
-from rocm_attn.cli.tune.candidates import candidates
-from rocm_attn.cli.tune.jobs import Job, jobs_of
 from rocm_attn.kernels.tuning.measured import MeasuredRow, Table, Tiles, refusal
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles
 from rocm_attn.machine.measured_rows import sorted_for
@@ -23,6 +19,10 @@ from rocm_attn.machine.tuning_file import TuningFile
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.providers.tiles import decode_tiles_of, layer_of
+from rocm_lab.cost.cost import Shape
+from rocm_lab.tune import command
+from rocm_lab.tune.candidates import candidates
+from rocm_lab.tune.jobs import Job, jobs_of
 from tests.amd.host.test_tune import FakeBench, options
 
 TRITON = "3.9.0"

@@ -12,20 +12,21 @@ from functools import cache
 from tests.amd.house.source_tree import ROOT
 
 PAGE = ROOT / "docs" / "names.md"
-STUB = ROOT / "rocm_attn" / "__init__.pyi"
+STUBS = [ROOT / package / "__init__.pyi" for package in ("rocm_attn", "rocm_serve")]
 
 _HEAD = """# Stable names
 
-What `import rocm_attn as ra` gives, as `ra.NAME`; [stability](stability.md) says what may be counted on. Shapes, units
-and errors are in the docstrings: `help(ra.NAME)`. `python -m tests.amd.house.interface` writes this page, and a test
-compares it: what changes the page changes what callers use, and needs a line in the [changes](../CHANGELOG.md).
+The names of `import rocm_attn as ra`, and then those of `import rocm_serve`. [Stability](stability.md) says what may be
+counted on. Shapes, units and errors are in the docstrings: `help(ra.NAME)`. `python -m tests.amd.house.interface`
+writes this page, and a test compares it: what changes the page changes what callers use, and needs a line in the
+[changes](../CHANGELOG.md).
 """
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """Returns the headings of __init__.pyi; under each, the names and their modules."""
+    """Returns the headings of both __init__.pyi; under each, the names and their modules."""
     found: dict[str, dict[str, str]] = {}
-    for line in STUB.read_text().partition("# isort: off\n")[2].splitlines():
+    for line in "".join(stub.read_text().partition("# isort: off\n")[2] for stub in STUBS).splitlines():
         if line.startswith("# "):
             found[line[2:]] = {}
         elif line.startswith("from "):

@@ -10,8 +10,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 
-# Folder -> the package that it is imported as. The two lower floors are also linked into rocm_attn/.
-FLOORS = {"rocm_attn": "rocm_attn", "kernels": "rocm_attn.kernels", "hip_graphs": "rocm_attn.hip_graphs"}
+# Distribution's package -> its folders, each with the package that it is imported as. Two folders of rocm_attn are also
+# linked into it.
+HOUSES = {
+    "rocm_attn": {"rocm_attn": "rocm_attn", "kernels": "rocm_attn.kernels", "hip_graphs": "rocm_attn.hip_graphs"},
+    "rocm_serve": {"rocm_serve": "rocm_serve"},
+    "rocm_lab": {"rocm_lab": "rocm_lab"},
+}
+# Scripts that are run from a checkout and are in no wheel.
+SCRIPTS = "benchmarks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +50,15 @@ def _imports_of(source: Source) -> tuple[Import, ...]:
 
 @cache
 def sources() -> tuple[Source, ...]:
-    """Returns every Python file of the package."""
+    """Returns every Python file of the three packages, but for scripts."""
+    return tuple(source for house in HOUSES for source in sources_of(house))
+
+
+@cache
+def sources_of(house: str) -> tuple[Source, ...]:
+    """Returns every Python file of one package, but for scripts."""
     found = []
-    for folder, package in FLOORS.items():
+    for folder, package in HOUSES[house].items():
         for path in python_files(ROOT / folder):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
             is_package = parts[-1] == "__init__"
@@ -55,10 +68,10 @@ def sources() -> tuple[Source, ...]:
 
 
 def python_files(folder: Path) -> list[Path]:
-    """Returns every Python file under folder, except links, which lead to another floor."""
+    """Returns every Python file under folder, except links, which lead to another floor, and scripts."""
     found = sorted(folder.glob("*.py"))
     for child in sorted(folder.iterdir()):
-        if child.is_dir() and not child.is_symlink():
+        if child.is_dir() and not child.is_symlink() and child.name != SCRIPTS:
             found += python_files(child)
     return found
 

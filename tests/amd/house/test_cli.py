@@ -16,16 +16,16 @@ import pytest
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, READER_GONE, main
 from rocm_attn.cli.arguments import described_model
-from rocm_attn.cli.options import ON_GENERATE, ON_SERVE, SERVER
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.parser import build_parser
 from rocm_attn.machine.choices import AUTO, DTYPES, POOLS, PROVIDERS
 from rocm_attn.problem import DTYPES as SERVED_DTYPES
 from rocm_attn.providers.select import ROWS
-from rocm_attn.runner.loading import find_model
-from rocm_attn.runner.options import EngineOptions
 from rocm_attn.selection.pages import POOLS as LAYOUTS
-from rocm_attn.server.options import ServerOptions
+from rocm_serve.cli.options import ON_GENERATE, ON_SERVE, SERVER
+from rocm_serve.models.loading import find_model
+from rocm_serve.options import EngineOptions
+from rocm_serve.server.options import ServerOptions
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.hf_models import small_hf_model, write_gguf
 
@@ -168,16 +168,16 @@ def test_explain_names_the_kernel_of_every_step_kind(tmp_path: Path, capsys: pyt
     assert printed.err == ""
 
 
-def test_explain_predicts_what_a_layer_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_predicts_what_a_layer_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_file(tmp_path, LLAMA)
-    assert main(["explain", config, "--arch", "gfx942", "--cost"]) == DONE
+    assert main(["cost", config, "--arch", "gfx942"]) == DONE
     printed = capsys.readouterr().out
     assert "predicted of one layer in Triton (sequences x cached + new tokens), never measured:" in printed
     assert re.search(r"\n    64x4095\+1: \d+ \(\d+ to \d+\) us, \d+ \(\d+ to \d+\) GB/s, triton\.\w*decode\n", printed)
-    assert main(["explain", config, "--arch", "gfx942", "--cost", "--json"]) == DONE
+    assert main(["cost", config, "--arch", "gfx942", "--json"]) == DONE
     (kind,) = json.loads(capsys.readouterr().out)["layer_kinds"]
     assert {"shape", "kernel", "seconds", "bytes_per_s"} == set(kind["cost"][0])
-    assert main(["explain", config, "--arch", "sm_90", "--cost"]) == DONE
+    assert main(["cost", config, "--arch", "sm_90"]) == DONE
     assert "no times are predicted" in capsys.readouterr().out
 
 
@@ -319,7 +319,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_a_missing_extra_names_the_remedy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["generate", "x"]) == FAILED
-    remedy = "gguf is not installed; run in a checkout of rocm_attn: pip install '.[cli]'"
+    remedy = "gguf is not installed; run in a checkout of rocm_attn: pip install '.[gguf]'"
     assert capsys.readouterr().err.splitlines()[-1] == f"rocm-attn: {remedy}"
 
 

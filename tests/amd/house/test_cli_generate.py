@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
-from rocm_attn.cli.generate import dtype_of
 from rocm_attn.cli.parser import build_parser
-from rocm_attn.runner.loading import LoadedModel, ModelKind
-from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.watch.flight_recorder import read_dump
+from rocm_serve.cli.generate import dtype_of
+from rocm_serve.models.loading import LoadedModel, ModelKind
+from rocm_serve.request import Request
+from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.runner.tiny_model import CONFIG, WORDS, tiny_model, with_nan_token, with_windows, word_tokenizer
 
 RESULT_KEYS = ["prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "logprobs"]
@@ -42,8 +42,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         loaded = tiny_model(base=base, dtype=dtype, device=device, tokenizer=tokenizer)
         return with_nan_token(loaded) if path == "poisoned" else loaded
 
-    monkeypatch.setattr("rocm_attn.cli.generate.load_model", load_tiny)
-    monkeypatch.setattr("rocm_attn.cli.generate.model_kind", lambda path: ModelKind.SAFETENSORS)
+    monkeypatch.setattr("rocm_serve.cli.generate.load_model", load_tiny)
+    monkeypatch.setattr("rocm_serve.cli.generate.model_kind", lambda path: ModelKind.SAFETENSORS)
     monkeypatch.setattr(sys, "stdin", Terminal())
 
 
@@ -113,7 +113,7 @@ def test_guessed_tokens_change_none_and_are_reported(
         assert path == "small"
         return tiny_model(dtype=dtype, device=device)
 
-    monkeypatch.setattr("rocm_attn.runner.speculation.engines.load_model", load_small)
+    monkeypatch.setattr("rocm_serve.speculation.engines.load_model", load_small)
     arguments = ["--raw", "--max-new-tokens", "12", "w5 w6", "w7"]
     plain, drafted, looked_up = (
         generate(capsys, *arguments, *more)
@@ -352,7 +352,7 @@ def test_an_empty_file_of_prompts_is_bad_input(tmp_path: Path, capsys: pytest.Ca
 def test_what_dtype_says_goes_before_the_default(
     name: str | None, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rocm_attn.cli.generate.model_kind", lambda path: ModelKind.GGUF)
+    monkeypatch.setattr("rocm_serve.cli.generate.model_kind", lambda path: ModelKind.GGUF)
     assert dtype_of(name, "m.gguf", torch.device(device)) is dtype
 
 
@@ -362,7 +362,7 @@ def test_a_memory_that_is_full_is_a_sentence(
     def load_too_much(path: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(1 << 50, dtype=torch.uint8)
 
-    monkeypatch.setattr("rocm_attn.cli.generate.load_model", load_too_much)
+    monkeypatch.setattr("rocm_serve.cli.generate.load_model", load_too_much)
     assert main(["generate", "--device", "cpu", "w5"]) == FAILED
     sentence = capsys.readouterr().err.splitlines()[-1]
     assert sentence.startswith("rocm-attn: the memory is full (")
@@ -373,7 +373,7 @@ def test_another_error_of_torch_is_not_called_a_full_memory(monkeypatch: pytest.
     def fail(path: str, *, dtype: torch.dtype, device: torch.device) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr("rocm_attn.cli.generate.load_model", fail)
+    monkeypatch.setattr("rocm_serve.cli.generate.load_model", fail)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         main(["generate", "--device", "cpu", "w5"])
 

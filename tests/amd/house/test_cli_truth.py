@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
-from rocm_attn.soak.shapes import SHAPES
-from rocm_attn.soak.truth import TruthReport
+from rocm_attn.truth.check import TruthReport
+from rocm_attn.truth.shapes import SHAPES
 from tests.amd.house.test_cli import GEMMA2, config_file
 
 _LATENTS = {

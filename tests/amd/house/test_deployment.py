@@ -16,8 +16,8 @@ import yaml
 from rocm_attn.cli.parser import build_parser
 from rocm_attn.integrations.plugins import SGLANG, VLLM, Plugin
 from rocm_attn.machine.releases import Release
-from rocm_attn.server import run as server_run
-from rocm_attn.server.options import ServerOptions
+from rocm_serve.server import run as server_run
+from rocm_serve.server.options import ServerOptions
 from tests.amd.house.source_tree import ROOT
 from tests.amd.house.test_images import argument, calls, fake_docker
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import rocm_attn
+import rocm_serve
 from rocm_attn.guards.registry import GUARDS
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.ranks import ONE_RANK, Ranks
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.ranks import ONE_RANK, Ranks
 from tests.amd.docs.served import ADDRESS, against_a_server
 from tests.amd.house.source_tree import ROOT
 from tests.amd.house.test_import_rules import FLOORS_UP
@@ -23,13 +23,20 @@ from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 
 DOCS = ROOT / "docs"
 README, CONTRIBUTING, ARCHITECTURE = ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "architecture.md"
-PAGES = (README, CONTRIBUTING, *sorted(DOCS.glob("*.md")), ROOT / "docker/README.md", ROOT / "benchmarks/README.md")
+PAGES = (
+    README,
+    CONTRIBUTING,
+    *sorted(DOCS.glob("*.md")),
+    ROOT / "docker/README.md",
+    ROOT / "rocm_lab/benchmarks/README.md",
+)
 
 # Pages use "after" for place and time, and name the actor of a sentence.
 NOT_PLAIN = r"\b(?:behind|nobody|whoever|whom|as ever)\b"
 
 MOST_WORDS, MOST_WORDS_A_SENTENCE = 1100, 18
-FILE = r"`((?:rocm_attn|kernels|hip_graphs|tests|benchmarks|scripts|docs|docker|\.ci)/[\w./-]+?\.?\w+)(?:::(\w+))?`"
+_TOP = r"rocm_attn|rocm_serve|rocm_lab|kernels|hip_graphs|tests|scripts|docs|docker|\.ci"
+FILE = rf"`((?:{_TOP})/[\w./-]+?\.?\w+)(?:::(\w+))?`"
 
 
 def name_of(page: Path) -> str:
@@ -152,7 +159,19 @@ NAMED_TO_PIP = re.compile(
     r"pip3? (?:install|download|wheel)\b[^\n`#]*?(?<![\w./-])rocm[-_]attn(?![\w./]|-\d)|(?<![\w./-])rocm[-_]attn\[",
     re.IGNORECASE,
 )
-FOLDERS = (".ci", ".github", "benchmarks", "docker", "docs", "hip_graphs", "kernels", "rocm_attn", "scripts", "tests")
+FOLDERS = (
+    ".ci",
+    ".github",
+    "rocm_lab",
+    "rocm_serve",
+    "docker",
+    "docs",
+    "hip_graphs",
+    "kernels",
+    "rocm_attn",
+    "scripts",
+    "tests",
+)
 
 
 def texts_of_the_tree() -> dict[str, str]:
@@ -221,7 +240,7 @@ def test_a_question_is_answered_in_two_hops(question: str, pages: str, answers: 
 
 
 def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
-    """Like ra.load_model, but returns a tiny model at once."""
+    """Like rocm_serve.load_model, but returns a tiny model at once."""
     return tiny_model(context_len=512, dtype=dtype, device=device, tokenizer=word_tokenizer(), ranks=ranks)
 
 
@@ -250,5 +269,5 @@ def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) ->
     """
     text = program_of(page)
     with against_a_server(text) if ADDRESS in text else nullcontext(text) as program:
-        monkeypatch.setattr(rocm_attn, "load_model", load_tiny)
+        monkeypatch.setattr(rocm_serve, "load_model", load_tiny)
         exec(compile(program, name_of(page), "exec", dont_inherit=True), {"__name__": "__main__"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.amd.house.source_tree import FLOORS, ROOT, python_files, sources
+from rocm_attn.cli import BAD_INPUT
+from tests.amd.house.source_tree import HOUSES, ROOT, SCRIPTS, python_files, sources_of
 from tests.amd.house.test_readme import code_blocks
 
 if sys.version_info >= (3, 11):
@@ -26,6 +28,31 @@ else:
 HF_KERNELS = "kernels==0.17.2"
 # Libraries whose types the README's example uses.
 LIBRARIES = ("torch", "numpy", "typing_extensions")
+# Libraries that torch imports.
+BELOW_TORCH = ("torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock", "fsspec")
+
+HOUSE_NAMES = tuple(HOUSES)
+# Folder of each distribution's pyproject.toml.
+PROJECTS = {"rocm_attn": ".", "rocm_serve": "rocm_serve", "rocm_lab": "rocm_lab"}
+# Files of each wheel that are no modules.
+DATA = {
+    "rocm_attn": ("py.typed", "__init__.pyi"),
+    "rocm_serve": ("py.typed", "__init__.pyi"),
+    "rocm_lab": ("py.typed", "cost/static_figures.json"),
+}
+# A command of each distribution above the library.
+COMMANDS = {
+    "rocm_serve": ("generate", "--help"),
+    "rocm_lab": ("soak", "--steps", "5", "--device", "cpu"),
+}
+SMALL_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+}
+each_house = pytest.mark.parametrize("house", HOUSE_NAMES)
 
 
 def run_python(code: str, *, path: Path, folder: Path) -> str:
@@ -60,20 +87,26 @@ def new_interpreter(folder: Path, libraries: Sequence[str]) -> Path:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a copy of the installed part of this tree, so that building leaves no traces in the tree."""
     tree = tmp_path_factory.mktemp("tree")
-    for folder in FLOORS:
-        shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (folder for folders in HOUSES.values() for folder in folders):
+        ignored = shutil.ignore_patterns("__pycache__", SCRIPTS)
+        shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=ignored)
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, tree)
     return tree
 
 
 @pytest.fixture(scope="module")
-def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a wheel of this tree."""
+def wheels(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Returns the wheels of this tree, by package."""
     dist = tmp_path_factory.mktemp("dist")
-    pip("wheel", "--no-deps", "--wheel-dir", str(dist), str(tree))
-    (built,) = dist.glob("*.whl")
-    return built
+    pip("wheel", "--no-deps", "--wheel-dir", str(dist), *(str(tree / PROJECTS[house]) for house in HOUSES))
+    return {house: next(dist.glob(f"{house}-*.whl")) for house in HOUSES}
+
+
+@pytest.fixture(scope="module")
+def wheel(wheels: dict[str, Path]) -> Path:
+    """Returns the library's wheel."""
+    return wheels["rocm_attn"]
 
 
 @pytest.fixture(scope="module")
@@ -84,29 +117,65 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_the_package_list_is_the_tree() -> None:
-    with open(ROOT / "pyproject.toml", "rb") as file:
+@each_house
+def test_the_package_list_is_the_tree(house: str) -> None:
+    with open(ROOT / PROJECTS[house] / "pyproject.toml", "rb") as file:
         listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
-    packages = {source.module for source in sources() if source.is_package} | set(FLOORS.values())
+    packages = {source.module for source in sources_of(house) if source.is_package} | set(HOUSES[house].values())
     assert Counter(listed) == Counter(packages)
 
 
-def test_every_folder_of_the_package_with_python_in_it_is_a_package() -> None:
-    for folder in FLOORS:
+@each_house
+def test_every_folder_of_the_package_with_python_in_it_is_a_package(house: str) -> None:
+    for folder in HOUSES[house]:
         for path in python_files(ROOT / folder):
             assert path.parent == ROOT / folder or (path.parent / "__init__.py").exists(), path
 
 
-def test_the_wheel_holds_every_module_once_and_nothing_else(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
+@each_house
+def test_the_wheel_holds_every_module_once_and_nothing_else(house: str, wheels: dict[str, Path]) -> None:
+    with zipfile.ZipFile(wheels[house]) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
-    expected = {"rocm_attn/py.typed", "rocm_attn/__init__.pyi", "rocm_attn/cli/static_figures.json"}
-    for folder, package in FLOORS.items():
+    expected = {f"{house}/{name}" for name in DATA[house]}
+    for folder, package in HOUSES[house].items():
         expected |= {
             f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}"
             for path in python_files(ROOT / folder)
         }
     assert Counter(names) == Counter(expected)
+
+
+@pytest.mark.parametrize("houses", [HOUSE_NAMES[:1], HOUSE_NAMES[:2], HOUSE_NAMES])
+def test_each_wheel_works_with_those_below_it_alone(
+    houses: Sequence[str], wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    """The command line of fresh environments: a command runs where its wheel is, and elsewhere a sentence names it."""
+    python = new_interpreter(tmp_path / "venv", [*LIBRARIES, *BELOW_TORCH])
+    pip("--python", str(python), "install", "--no-deps", "--no-compile", *(str(wheels[house]) for house in houses))
+
+    def run(*arguments: str, **environment: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [python, "-Im", "rocm_attn.cli", *arguments],
+            cwd=tmp_path,
+            env={"HOME": str(tmp_path), **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_CONFIG))
+    assert "triton.decode" in run("explain", "config.json", "--arch", "gfx942", "--provider", "triton")[1]
+    code, said = run("guards", ROCM_ATTN_DEBUG="1", ROCM_ATTN_DISABLE_GUARDS="pads")
+    assert ("OFF" in said) == ("rocm_lab" in houses), said
+    for house, words in COMMANDS.items():
+        code, said = run(*words)
+        if house in houses:
+            assert code == 0, said
+        else:
+            distribution = house.replace("_", "-")
+            assert code == BAD_INPUT
+            assert f"a command of {distribution}, which is not installed; run in a checkout of rocm_attn" in said
 
 
 def test_the_wheel_carries_its_license_and_runs_everywhere(wheel: Path) -> None:

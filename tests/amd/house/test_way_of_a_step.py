@@ -32,7 +32,7 @@ MOST_FILES = 12
 MOST_FILES_OF_AN_ENGINE = 12
 PROBLEM = Problem(4, 2, 32, torch.float32, 16)
 _KERNELS = "kernels/"
-_PRODUCT = ("rocm_attn/", "hip_graphs/", _KERNELS)
+_PRODUCT = ("rocm_attn/", "rocm_serve/", "hip_graphs/", _KERNELS)
 
 
 @cache

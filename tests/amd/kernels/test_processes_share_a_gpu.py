@@ -14,10 +14,10 @@ from multiprocessing.synchronize import Barrier
 import pytest
 import torch
 
-from benchmarks.random_shapes import ROUND_US, cases_of
-from benchmarks.shape_sweep import Shape, Work
-from rocm_attn.bench.clocks import GraphClock
 from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_lab.bench.clocks import GraphClock
+from rocm_lab.benchmarks.random_shapes import ROUND_US, cases_of
+from rocm_lab.benchmarks.shape_sweep import Shape, Work
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,11 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.cli.cost import Shape
-from rocm_attn.cli.tune.bench import LayerBench, Steps
-from rocm_attn.cli.tune.data import Lengths
-from rocm_attn.cli.tune.jobs import Job, jobs_of
-from rocm_attn.cli.tune.timer import Sample, Work
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.scores import Scores
@@ -23,6 +18,11 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.triton_later import triton_launches
+from rocm_lab.cost.cost import Shape
+from rocm_lab.tune.bench import LayerBench, Steps
+from rocm_lab.tune.data import Lengths
+from rocm_lab.tune.jobs import Job, jobs_of
+from rocm_lab.tune.timer import Sample, Work
 
 TARGET = known_target("interpreter")
 SHAPES = (Shape(1, 20), Shape(1, 18, 3))

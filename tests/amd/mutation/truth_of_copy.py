@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import ALL_KEYS, Indexer, KVEncoding, Problem, Scales
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.soak.truth import Truth, TruthPlan
+from rocm_attn.truth.check import Truth, TruthPlan
 from tests.amd.interpreted import quicken
 
 # Pages of 32 KiB, so that few of them reach beyond 2 GiB. Those of index keys are as large.

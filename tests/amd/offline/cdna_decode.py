@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from triton.compiler import CompiledKernel
 
-from rocm_attn.cli.static_figures import CdnaFigures
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.cdna.decode import launch_cdna_decode
 from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles
@@ -16,6 +15,7 @@ from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles, NoTiles
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.providers.triton_cdna import LIMITS, TRITONS
+from rocm_lab.cost.static_figures import CdnaFigures
 from tests.amd.kernels.attention_cases import Case, build, garbage
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.figures_of_kernels import busy_of, kernel_figures

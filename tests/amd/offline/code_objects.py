@@ -1,6 +1,6 @@
 """AITER's hand-written forward kernels, read from its code objects: the load of the hot loop on each unit.
 
-They are the kernels whose speeds AMD has published; the cost model (rocm_attn/cli/cost.py) is calibrated on them.
+They are the kernels whose speeds AMD has published; the cost model (rocm_lab/cost/cost.py) is calibrated on them.
 llvm-objdump of the LLVM that brings llvm-mca disassembles them.
 """
 
@@ -10,7 +10,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from rocm_attn.cli.static_figures import Busy
+from rocm_lab.cost.static_figures import Busy
 from tests.amd.offline.mca import SLOW, SLOW_CYCLES, find_llvm_mca
 from tests.amd.offline.tile_cost import CYCLES_OF_MATRIX_OPS
 

@@ -3,7 +3,7 @@
     AITER_SOURCE=CHECKOUT python -m tests.amd.offline.cost_figures docs
 
 compiles both with the installed Triton, which must be the newest supported, and counts them with llvm-mca (see mca.py).
-The result is rocm_attn/cli/static_figures.json. `rocm-attn explain --cost` predicts times from it, and the pages are
+The result is rocm_lab/cost/static_figures.json. `rocm-attn explain --cost` predicts times from it, and the pages are
 made from that file alone. A layer keeps its candidates as long as the row that serves is the one that they were ranked
 with: tuning_table ranks. Prints a line for each layer.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import triton
 
-from rocm_attn.cli.static_figures import LayerFigures, StaticFigures
+from rocm_lab.cost.static_figures import LayerFigures, StaticFigures
 from tests.amd.aiter_source.checkout import Checkout
 from tests.amd.offline.code_objects import FORWARD, forward_loop
 from tests.amd.offline.extend_study import STUDIES, study_of

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn.cli import cost
-from rocm_attn.cli.cost import GPUS, SHAPES, Shape, predicted, predictions
-from rocm_attn.cli.published import Published, published_decodes, published_extends
-from rocm_attn.cli.static_figures import StaticFigures
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import Problem
+from rocm_lab.cost import cost
+from rocm_lab.cost.cost import GPUS, SHAPES, Shape, predicted, predictions
+from rocm_lab.cost.published import Published, published_decodes, published_extends
+from rocm_lab.cost.static_figures import StaticFigures
 
 LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
 # With which decode for CDNA serves, and with which it does not.

@@ -7,8 +7,8 @@ import re
 import torch
 from triton.compiler import CompiledKernel
 
-from rocm_attn.cli.static_figures import Study
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
+from rocm_lab.cost.static_figures import Study
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.figures_of_kernels import busy_of, kernel_figures
 from tests.amd.offline.gluon_extend import StudyGeometry, launch_gluon_extend

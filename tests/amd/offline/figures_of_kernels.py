@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rocm_attn.cli.static_figures import Busy, KernelFigures
+from rocm_lab.cost.static_figures import Busy, KernelFigures
 from tests.amd.offline.code_object import AmdCode
 from tests.amd.offline.mca import LoopCycles
 from tests.amd.offline.tile_cost import TileCost

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn.cli.static_figures import Candidate, LayerFigures
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_lab.cost.static_figures import Candidate, LayerFigures
 from tests.amd.aiter_source.checkout import Checkout
 from tests.amd.aiter_source.static_figures import of_layer
 from tests.amd.offline.cdna_decode import figures_of

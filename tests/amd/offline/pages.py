@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rocm_attn.cli.static_figures import StaticFigures
+from rocm_lab.cost.static_figures import StaticFigures
 from tests.amd.offline.cost_page import rewritten
 from tests.amd.offline.tuning_page import page
 

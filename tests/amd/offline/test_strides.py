@@ -9,13 +9,13 @@ import torch
 from triton.compiler import CompiledKernel
 
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.bench.prepared import Prepared, ints, step_kind
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.select import select
+from rocm_lab.bench.prepared import Prepared, ints, step_kind
 from tests.amd.offline.offline_driver import compiled_by
 
 HEADS = 3

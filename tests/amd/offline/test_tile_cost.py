@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rocm_attn.cli.static_figures import LayerFigures, StaticFigures
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from rocm_lab.cost.static_figures import LayerFigures, StaticFigures
 from tests.amd.house.source_tree import ROOT
 from tests.amd.offline import tile_candidates
 from tests.amd.offline.candidate_kernels import other_kernels, plain_kernel

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rocm_attn.cli.static_figures import Busy, KernelFigures, LayerFigures, StaticFigures, Tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_lab.cost.static_figures import Busy, KernelFigures, LayerFigures, StaticFigures, Tiles
 from tests.amd.offline.kernel_figures import section
 from tests.amd.offline.tile_candidates import KEPT, TOLERANCE
 from tests.amd.offline.tile_cost import DECODE_LATENCY, EXTEND_LATENCY
@@ -81,7 +81,7 @@ AITER_SOURCE=../aiter python -m tests.amd.offline.every_figure docs         # al
 AITER_SOURCE=../aiter python -m tests.amd.offline.every_figure docs none    # but for the rows' candidates: minutes
 ```
 
-It writes `rocm_attn/cli/static_figures.json` and, from it alone, this page and the figures of [predicted
+It writes `rocm_lab/cost/static_figures.json` and, from it alone, this page and the figures of [predicted
 times](cost.md). `bash scripts/test.sh tuning` holds that no row spills or is more than {tolerance:.0%} worse than its
 best candidate. The rows that serve, decode for CDNA and AITER's kernels are of one run: AITER {aiter} of {date}, Triton
 {triton} for all (AITER pins an older one), LLVM {llvm}. AITER's wrappers chose its tiles for 64 sequences of 4,096 keys

@@ -4,7 +4,7 @@
 
 compiles every candidate with the installed Triton, which must be the newest supported, and costs it with llvm-mca (see
 mca.py). With TITLEs only sections whose own title contains one of them are ranked anew. The best candidates go into
-rocm_attn/cli/static_figures.json, which cost_figures makes, and from that file into the page. Prints a line for each
+rocm_lab/cost/static_figures.json, which cost_figures makes, and from that file into the page. Prints a line for each
 layer. Exits with 1, and leaves both files unchanged, if a row spills or is worse than its best candidate by more than
 the tolerance.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import triton
 
-from rocm_attn.cli.static_figures import LayerFigures, StaticFigures
+from rocm_lab.cost.static_figures import LayerFigures, StaticFigures
 from tests.amd.offline.figures_of_layers import candidate, layer_key
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import find_llvm_mca

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.bench.machine import commit
 from rocm_attn.cli.doctor.finding import Severity
 from rocm_attn.cli.doctor.reading import read_machine
 from rocm_attn.cli.doctor.registry import diagnose
 from rocm_attn.cli.env import environment
+from rocm_lab.bench.machine import commit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,10 +13,10 @@ import torch
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.cli.cost import SHAPES, Shape, predicted
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
+from rocm_lab.cost.cost import SHAPES, Shape, predicted
 from tests.amd.rocm.models import HEADS, Measured, layer
 from tests.amd.tolerances import assert_attention_close
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import tokenizers
 
-from rocm_attn.runner.constraint import Constraint
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.ranks import ONE_RANK, Ranks
-from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.ranks import ONE_RANK, Ranks
+from rocm_serve.request import Request
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.text.constraint import Constraint
+from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.tiny_model import tiny_model
 
 CHARACTERS = '{}[]":, 0123456789abcdefghijklmnopqrstuvwxyz.-'

@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.events import Events
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Completion, Request
-from rocm_attn.runner.request_stream import RequestStream
-from rocm_attn.runner.sampling_options import Sampling
+from rocm_serve.engine import Engine
+from rocm_serve.events import Events
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Completion, Request
+from rocm_serve.request_stream import RequestStream
+from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rocm_attn.paging.request_table import RequestTable
-from rocm_attn.runner.prefix_cache import _NOT_KEPT, PrefixCache
+from rocm_serve.prefix_cache import _NOT_KEPT, PrefixCache
 
 
 def check_cache(cache: PrefixCache, table: RequestTable) -> None:

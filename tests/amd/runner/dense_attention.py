@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rocm_attn.kernels.cache.row_work import QkvWork
 from rocm_attn.problem import Indexer, PoolKind, Problem
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.model import Model
 from rocm_attn.step.head_weights import LayerHeadWeights
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.model import Model
 from tests.amd.kernels.rope_cases import normalised, turned
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rocm_attn.runner.attention_weights import HeadWeights
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.mlp_weights import DenseWeights
-from rocm_attn.runner.weights import LayerWeights
+from rocm_serve.models.attention_weights import HeadWeights
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.mlp_weights import DenseWeights
+from rocm_serve.models.weights import LayerWeights
 
 Float64Array = npt.NDArray[np.float64]
 

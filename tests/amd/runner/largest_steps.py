@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.runner.engine import Engine
+from rocm_serve.engine import Engine
 
 
 def run_largest_steps(served: Engine) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.model import Model
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import AbortEvent, Completion, Event, FailureEvent, Request, TokenEvent
 from rocm_attn.step.metrics import Metrics
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.model import Model
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, Request, TokenEvent
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
 from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN, tiny_model, with_nan_token, with_windows

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.ranks import ONE_RANK, Ranks
-from rocm_attn.runner.weights import load_weights
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.weights import load_weights
+from rocm_serve.options import EngineOptions
+from rocm_serve.ranks import ONE_RANK, Ranks
 from tests.amd.runner.tiny_model import CONFIG, RandomTensors, with_windows
 
 CIRCLE = 8  # tokens

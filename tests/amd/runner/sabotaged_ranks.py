@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rocm_attn.machine.agreement import Agreement
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.parallel.ranked_engine import RankedEngine
-from rocm_attn.runner.ranks import Ranks
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.ranks import Ranks
 from tests.amd.runner.tiny_model import tiny_model
 
 

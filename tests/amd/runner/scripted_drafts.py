@@ -7,12 +7,12 @@ from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many
 
 from rocm_attn.capture.graphs import Progress
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.request import Sequence
-from rocm_attn.runner.scheduler import ScheduledStep
-from rocm_attn.runner.speculation.drafts import LAST_TOKEN, Drafts
-from rocm_attn.runner.speculation.speculation import Speculation
-from rocm_attn.runner.taking import Taken
+from rocm_serve.engine import Engine
+from rocm_serve.request import Sequence
+from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.speculation.drafts import LAST_TOKEN, Drafts
+from rocm_serve.speculation.speculation import Speculation
+from rocm_serve.taking import Taken
 
 
 class ScriptedDrafter:

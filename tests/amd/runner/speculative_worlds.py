@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.ranks import ONE_RANK
-from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.speculation.engines import guesses_of, model_drafter
-from rocm_attn.runner.speculation.reading import MOST_AHEAD
-from rocm_attn.runner.speculation.rounds import DeviceRounds
-from rocm_attn.runner.speculation.speculation import Speculation
 from rocm_attn.step.metrics import Metrics
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.ranks import ONE_RANK
+from rocm_serve.request import Completion, Event, Request, TokenEvent
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.speculation.engines import guesses_of, model_drafter
+from rocm_serve.speculation.reading import MOST_AHEAD
+from rocm_serve.speculation.rounds import DeviceRounds
+from rocm_serve.speculation.speculation import Speculation
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows

@@ -17,19 +17,19 @@ from torch import Tensor
 from rocm_attn.errors import BadLogits, BadRequest
 from rocm_attn.kernels.sampling.asked import IN_PROMPT
 from rocm_attn.providers.torch_ref import TORCH
-from rocm_attn.runner.asking_picker import AskingPicker, RowAsk
-from rocm_attn.runner.asks import asks_of
-from rocm_attn.runner.async_engine import AsyncEngine
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.logprobs import NO_LOGPROBS
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.prefix_cache import CachedRow
-from rocm_attn.runner.request import Completion, Request, RequestsFailed
-from rocm_attn.runner.request import Sequence as Served
-from rocm_attn.runner.sampling import Draw, Sampler, TokenPicker
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.token_counts import TokenCounts
+from rocm_serve.async_engine import AsyncEngine
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.prefix_cache import CachedRow
+from rocm_serve.request import Completion, Request, RequestsFailed
+from rocm_serve.request import Sequence as Served
+from rocm_serve.sampling.asking_picker import AskingPicker, RowAsk
+from rocm_serve.sampling.asks import asks_of
+from rocm_serve.sampling.logprobs import NO_LOGPROBS
+from rocm_serve.sampling.sampling import Draw, Sampler, TokenPicker
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.sampling.token_counts import TokenCounts
 from tests.amd.runner.asking import ASKING, BASE, END, PLAIN, PROMPT, character_model, drawn
 from tests.amd.runner.thread_ranks import on_threads
 from tests.amd.tolerances import assert_logprobs_close

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from rocm_attn.runner.async_engine import AsyncEngine, EngineEnded
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.events import Events
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.request import Completion
-from rocm_attn.runner.request_stream import RequestStream
+from rocm_serve.async_engine import AsyncEngine, EngineEnded
+from rocm_serve.engine import Engine
+from rocm_serve.events import Events
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.request import Completion
+from rocm_serve.request_stream import RequestStream
 from tests.amd.runner.async_engines import LONG, Broken, Gated, engine, is_empty, read, run, some_requests
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
 from tests.amd.runner.tiny_model import tiny_model
@@ -170,7 +170,7 @@ def test_draining_takes_no_more_requests_and_ends_those_that_there_are(loaded: L
 def test_a_loop_that_is_closed_ends_the_thread_and_frees_all_pages(
     num: int, busy: bool, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rocm_attn.runner.engine_thread._LOOK_AT_LOOP_SECONDS", 0.01)
+    monkeypatch.setattr("rocm_serve.engine_thread._LOOK_AT_LOOP_SECONDS", 0.01)
     served = engine(loaded)
     gated = Gated(served)
     loop = asyncio.new_event_loop()

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from rocm_attn.errors import BadRequest, BadSetting, DeviceFault, WrongState
-from rocm_attn.runner.async_engine import AsyncEngine, EngineEnded, TooManyRequests
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.request import Completion, Request
-from rocm_attn.runner.request_stream import Piece, RequestFailed, RequestStream
-from rocm_attn.runner.tokenizer import TextStream
+from rocm_serve.async_engine import AsyncEngine, EngineEnded, TooManyRequests
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.request import Completion, Request
+from rocm_serve.request_stream import Piece, RequestFailed, RequestStream
+from rocm_serve.text.tokenizer import TextStream
 from tests.amd.runner.async_engines import LONG, Broken, Gated, engine, is_empty, read, run, some_requests
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token

@@ -10,8 +10,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rocm_attn.errors import BadModel, BadRequest
-from rocm_attn.runner.bounded_jinja import BoundedEnvironment, OutOfWork
-from rocm_attn.runner.chat_template import ChatTemplate, template_of
+from rocm_serve.text.bounded_jinja import BoundedEnvironment, OutOfWork
+from rocm_serve.text.chat_template import ChatTemplate, template_of
 
 ASKED = [{"role": "user", "content": "?"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}

@@ -14,15 +14,16 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadRequest, FitsLater
-from rocm_attn.runner import engine_thread, matching
-from rocm_attn.runner.async_engine import AsyncEngine
-from rocm_attn.runner.constraint import Constraint
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.matching import Matching
-from rocm_attn.runner.parallel.ranked_engine import RankedEngine
-from rocm_attn.runner.ranks import Ranks
-from rocm_attn.runner.request import Request
+from rocm_serve import engine_thread
+from rocm_serve.async_engine import AsyncEngine
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.ranks import Ranks
+from rocm_serve.request import Request
+from rocm_serve.text import matching
+from rocm_serve.text.constraint import Constraint
+from rocm_serve.text.matching import Matching
 from tests.amd.runner.asking import BASE, CONSTRAINED, PLAIN, PROMPT, character_model
 from tests.amd.runner.async_engines import is_empty, run
 
@@ -222,6 +223,6 @@ def test_what_is_compiled_is_kept_and_what_fails_is_not(monkeypatch: pytest.Monk
 
 def test_a_library_that_finds_no_first_token_refuses_the_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library does this with {"$ref": "#"}, which require_ends refuses before."""
-    monkeypatch.setattr("rocm_attn.runner.constraint.require_ends", lambda schema: None)
+    monkeypatch.setattr("rocm_serve.text.constraint.require_ends", lambda schema: None)
     with pytest.raises(BadRequest, match="cannot be used: no text begins as it wants"):
         Engine(character_model(), BASE).submit(Request(PROMPT, 5, constraint=Constraint.json_schema({"$ref": "#"})))

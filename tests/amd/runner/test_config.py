@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.runner.config import HeadProjections, LayerConfig, Multipliers
-from rocm_attn.runner.families import DECODERS, attention_geometry
-from rocm_attn.runner.fields import Fields, read_json
-from rocm_attn.runner.gates import SwiGLU
-from rocm_attn.runner.geometry import AttentionLayer
-from rocm_attn.runner.hf_config import config_from_json
-from rocm_attn.runner.mlp_config import DenseMlp
-from rocm_attn.runner.rope import LinearScaling, Llama3Scaling, NoScaling, Rope, YarnScaling
-from rocm_attn.runner.weights import expected_shapes
+from rocm_attn.models.config import HeadProjections, LayerConfig, Multipliers
+from rocm_attn.models.families import DECODERS, attention_geometry
+from rocm_attn.models.fields import Fields, read_json
+from rocm_attn.models.gates import SwiGLU
+from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.models.hf_config import config_from_json
+from rocm_attn.models.mlp_config import DenseMlp
+from rocm_attn.models.rope import LinearScaling, Llama3Scaling, NoScaling, Rope, YarnScaling
+from rocm_serve.models.weights import expected_shapes
 from tests.amd.runner.hf_models import small_hf_config
 
 # the layout before transformers 5, as Llama 3.1 8B was published

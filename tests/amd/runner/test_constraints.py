@@ -15,11 +15,11 @@ import pytest
 
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadRequest
-from rocm_attn.runner.constraint import Constraint
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.matching import TextMatcher
-from rocm_attn.runner.request import Completion, Request, RequestsFailed
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.request import Completion, Request, RequestsFailed
+from rocm_serve.text.constraint import Constraint
+from rocm_serve.text.matching import TextMatcher
 from tests.amd.runner.asking import BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
 from tests.amd.runner.thread_ranks import on_threads
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.linears import ROWS, AllRows, BlocksOfRows
-from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling import Draw, PickedTokens, Sampler, TokenPicker
-from rocm_attn.runner.sampling_options import Sampling
+from rocm_serve.engine import Engine
+from rocm_serve.models.linears import ROWS, AllRows, BlocksOfRows
+from rocm_serve.request import Request
+from rocm_serve.sampling.sampling import Draw, PickedTokens, Sampler, TokenPicker
+from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.runner.asking import BASE as ALIKE
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 from tests.amd.tolerances import assert_products_close

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.speculation.drafts_again import DraftsAgain
-from rocm_attn.runner.speculation.round_drafts import ModelGuesses
-from rocm_attn.runner.speculation.round_trees import Trees
+from rocm_serve.engine import Engine
+from rocm_serve.speculation.drafts_again import DraftsAgain
+from rocm_serve.speculation.round_drafts import ModelGuesses
+from rocm_serve.speculation.round_trees import Trees
 from tests.amd.runner.test_rounds import KINDS, Kind, at_pace, rounds_of
 
 

@@ -11,16 +11,16 @@ import torch
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.speculation import drawn
-from rocm_attn.runner.speculation.beams import Level
-from rocm_attn.runner.speculation.eagle import EagleDrafter
-from rocm_attn.runner.speculation.engines import model_drafter, rejection_of
-from rocm_attn.runner.speculation.speculation import Speculation
 from rocm_attn.step.accepting import accept_sampled
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.request import Request
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.speculation import drawn
+from rocm_serve.speculation.beams import Level
+from rocm_serve.speculation.eagle import EagleDrafter
+from rocm_serve.speculation.engines import model_drafter, rejection_of
+from rocm_serve.speculation.speculation import Speculation
 from tests.amd.runner.test_speculation import BASE, chi_square_exceedance, some_requests, without_speculation
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 from tests.amd.tolerances import assert_layers_close

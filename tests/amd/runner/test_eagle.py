@@ -15,15 +15,15 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.attention_weights import HeadWeights
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.mlp_weights import DenseWeights
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Request
-from rocm_attn.runner.speculation.eagle import EagleDrafter
-from rocm_attn.runner.speculation.eagle3 import Eagle3Head, is_eagle3, load_head3, seeded_head3
-from rocm_attn.runner.speculation.eagle_head import load_head
+from rocm_serve.engine import Engine
+from rocm_serve.models.attention_weights import HeadWeights
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.mlp_weights import DenseWeights
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Request
+from rocm_serve.speculation.eagle import EagleDrafter
+from rocm_serve.speculation.eagle3 import Eagle3Head, is_eagle3, load_head3, seeded_head3
+from rocm_serve.speculation.eagle_head import load_head
 from tests.amd.runner.test_speculation import BASE, DRAWN, some_requests, without_speculation
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 

@@ -14,12 +14,12 @@ from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, Scales
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.engine_runtime import model_over
-from rocm_attn.runner.loading import LoadedModel, load_model
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Request
 from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
+from rocm_serve.engine import Engine
+from rocm_serve.engine_runtime import model_over
+from rocm_serve.models.loading import LoadedModel, load_model
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Request
 from tests.amd.runner.dense_attention import DenseAttention, dense_logits_of, dense_model
 from tests.amd.runner.families import FAMILIES, family_model
 from tests.amd.runner.hf_models import random_tokens, save

@@ -18,16 +18,16 @@ from tokenizers import decoders, models
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupported
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.engine_runtime import prompt_sizes
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.model import Model
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.step.layers import StepLayers
 from rocm_attn.watch.flight_recorder import read_dump
+from rocm_serve.engine import Engine
+from rocm_serve.engine_runtime import prompt_sizes
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.model import Model
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Completion, Event, Request, TokenEvent
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows

@@ -16,11 +16,12 @@ from torch import Tensor
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import INT32_MAX, StepBatch
 from rocm_attn.errors import BadRequest, DeviceFault
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.recent_steps import RecentSteps
-from rocm_attn.runner.request import (
+from rocm_attn.watch.flight_recorder import read_dump
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.recent_steps import RecentSteps
+from rocm_serve.request import (
     AbortEvent,
     Completion,
     Event,
@@ -30,9 +31,8 @@ from rocm_attn.runner.request import (
     RequestsFaulted,
     TokenEvent,
 )
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.tokenizer import Tokenizer
-from rocm_attn.watch.flight_recorder import read_dump
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token
 

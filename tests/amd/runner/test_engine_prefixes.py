@@ -15,15 +15,15 @@ from torch import Tensor
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.model import Model
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Completion, Request
-from rocm_attn.runner.sampling import Draw, PickedTokens, TokenPicker
-from rocm_attn.runner.scheduler import ScheduledStep
-from rocm_attn.runner.speculation.drafts import Drafts
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.model import Model
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Completion, Request
+from rocm_serve.sampling.sampling import Draw, PickedTokens, TokenPicker
+from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.speculation.drafts import Drafts
 from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 

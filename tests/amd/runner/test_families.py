@@ -15,10 +15,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel, load_model
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Completion, Request
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel, load_model
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Completion, Request
 from tests.amd.runner.dense_attention import dense_logits, dense_model
 from tests.amd.runner.families import FAMILIES, family_model
 from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_config

@@ -22,9 +22,9 @@ from transformers.models.gemma3n import modeling_gemma3n as hf
 
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
+from rocm_attn.models.families import attention_geometry
+from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.runner.families import attention_geometry
-from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runner.test_published_configs import GEMMA3N_E2B, GEMMA3N_E4B

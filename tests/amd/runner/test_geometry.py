@@ -10,9 +10,9 @@ import transformers
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.models.families import attention_geometry
+from rocm_attn.models.geometry import window_left
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.runner.families import attention_geometry
-from rocm_attn.runner.geometry import window_left
 
 # architecture -> transformers' config class, and settings other than its defaults
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {

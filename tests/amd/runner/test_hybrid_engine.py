@@ -14,15 +14,15 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
-from rocm_attn.runner import engine_runtime
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.pool_size import PoolPages, pool_pages, swa_pages_for
-from rocm_attn.runner.request import Request
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
+from rocm_serve import engine_runtime
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.pool_size import PoolPages, pool_pages, swa_pages_for
+from rocm_serve.request import Request
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 WINDOW = 9

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rocm_attn.paging.rows import Rows
-from rocm_attn.runner import prefix_cache, scheduler
-from rocm_attn.runner.request import Request
-from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep, Scheduler
-from rocm_attn.runner.speculation.drafts import Drafts
+from rocm_serve import prefix_cache, scheduler
+from rocm_serve.request import Request
+from rocm_serve.scheduler import NO_SEQUENCE, ScheduledStep, Scheduler
+from rocm_serve.speculation.drafts import Drafts
 from tests.amd.runner.test_scheduler import World, expected_tokens
 
 _FILES = (scheduler.__file__, prefix_cache.__file__)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.request import Completion, Event, Request, TokenEvent
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.round_texts import round_model
@@ -22,7 +22,7 @@ from tests.amd.runner.test_speculation import BASE as TREES
 from tests.amd.runner.test_speculation import guessing, some_requests, without_speculation
 from tests.amd.runner.tiny_model import tiny_model
 
-_OURS = str(ROOT / "rocm_attn" / "runner")
+_OURS = str(ROOT / "rocm_serve")
 # While one of these runs, a step's tokens are no longer only on the device, and not reported yet.
 _WITHIN = (Engine._read_oldest.__code__, Engine._publish_read.__code__)
 

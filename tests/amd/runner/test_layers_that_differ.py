@@ -8,15 +8,15 @@ from itertools import product
 import pytest
 import torch
 
-from rocm_attn.runner.config import LayerConfig
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.gates import ClampedSwiGLU, GeGLU, SwiGLU
-from rocm_attn.runner.geometry import AttentionLayer
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.mlp_config import DenseMlp, ExpertMlp, ExpertTensors
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.rope import LinearScaling, Rope
-from rocm_attn.runner.routing import Routing
+from rocm_attn.models.config import LayerConfig
+from rocm_attn.models.gates import ClampedSwiGLU, GeGLU, SwiGLU
+from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.models.mlp_config import DenseMlp, ExpertMlp, ExpertTensors
+from rocm_attn.models.rope import LinearScaling, Rope
+from rocm_attn.models.routing import Routing
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.test_engine import some_requests
 from tests.amd.runner.tiny_model import CONFIG, tiny_model

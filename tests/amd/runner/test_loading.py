@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
-from rocm_attn.runner.loading import ModelKind, default_dtype, find_model, load_model, model_kind
+from rocm_serve.models.loading import ModelKind, default_dtype, find_model, load_model, model_kind
 from tests.amd.runner.hf_models import save, small_hf_model
 
 CPU = torch.device("cpu")

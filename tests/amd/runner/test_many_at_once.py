@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from rocm_attn.problem import UNLIMITED_WINDOW
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel, load_model
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Request
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel, load_model
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Request
 from tests.amd.runner.families import family_model
 from tests.amd.runner.hf_models import SMALL, save
 

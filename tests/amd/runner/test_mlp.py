@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_attn.runner.gates import ClampedSwiGLU, Gate, GeGLU, SwiGLU
-from rocm_attn.runner.linears import AllRows, BlocksOfRows, Linears
-from rocm_attn.runner.mlp import experts_sum
-from rocm_attn.runner.mlp_config import ExpertMlp, ExpertTensors
-from rocm_attn.runner.mlp_weights import DenseWeights, ExpertWeights
-from rocm_attn.runner.routing import ExpertScores, Routing
+from rocm_attn.models.gates import ClampedSwiGLU, Gate, GeGLU, SwiGLU
+from rocm_attn.models.mlp_config import ExpertMlp, ExpertTensors
+from rocm_attn.models.routing import ExpertScores, Routing
+from rocm_serve.models.linears import AllRows, BlocksOfRows, Linears
+from rocm_serve.models.mlp import experts_sum
+from rocm_serve.models.mlp_weights import DenseWeights, ExpertWeights
 from tests.amd.tolerances import assert_layers_close
 
 # a whole vector of a CPU in each row: other instructions compute the rest of a row

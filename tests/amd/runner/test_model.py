@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.runner.loading import load_model
+from rocm_serve.models.loading import load_model
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_model
 from tests.amd.tolerances import assert_layers_close

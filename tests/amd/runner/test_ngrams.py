@@ -7,13 +7,13 @@ import random
 import pytest
 
 from rocm_attn.errors import BadLogits
-from rocm_attn.runner.prefix_cache import CachedRow
-from rocm_attn.runner.request import Request, Sequence
-from rocm_attn.runner.sampling import Sampler
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.speculation.drafts import LAST_TOKEN, Drafts
-from rocm_attn.runner.speculation.ngrams import NgramDrafter
-from rocm_attn.runner.speculation.speculation import _found_right
+from rocm_serve.prefix_cache import CachedRow
+from rocm_serve.request import Request, Sequence
+from rocm_serve.sampling.sampling import Sampler
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.speculation.drafts import LAST_TOKEN, Drafts
+from rocm_serve.speculation.ngrams import NgramDrafter
+from rocm_serve.speculation.speculation import _found_right
 
 
 def sequence(*token_ids: int, number: int = 0) -> Sequence:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.runner.cut import cost_of_cut
-from rocm_attn.runner.geometry import AttentionLayer
-from rocm_attn.runner.linears import linears_over
-from rocm_attn.runner.loading import load_model, open_model
-from rocm_attn.runner.ranks import RanksOfGroup
-from rocm_attn.runner.shards import Shard, Span
-from rocm_attn.runner.tensors import Shape, TensorSource
-from rocm_attn.runner.weights import expected_shapes, load_weights
+from rocm_attn.models.cut import cost_of_cut
+from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.models.shards import Shard, Span
+from rocm_attn.models.tensors import Shape, TensorSource
+from rocm_serve.models.linears import linears_over
+from rocm_serve.models.loading import load_model, open_model
+from rocm_serve.models.weights import expected_shapes, load_weights
+from rocm_serve.ranks import RanksOfGroup
 from tests.amd.runner.families import FAMILIES, family_model
 from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_model, write_gguf
 from tests.amd.runner.served_logits import served_logits

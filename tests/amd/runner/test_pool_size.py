@@ -17,18 +17,18 @@ import torch
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting, CapacityExceeded
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.runner import engine_runtime, pool_size
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.engine_runtime import runtime_for
-from rocm_attn.runner.measured_memory import LargestSteps, memory_of
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.pool_size import NOT_MEASURED, Measured, is_small, most_kv_bytes
-from rocm_attn.runner.ranks import OneRank
-from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.speculation.eagle import EagleDrafter
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
+from rocm_serve import engine_runtime, pool_size
+from rocm_serve.engine import Engine
+from rocm_serve.engine_runtime import runtime_for
+from rocm_serve.measured_memory import LargestSteps, memory_of
+from rocm_serve.options import EngineOptions
+from rocm_serve.pool_size import NOT_MEASURED, Measured, is_small, most_kv_bytes
+from rocm_serve.ranks import OneRank
+from rocm_serve.request import Request
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.speculation.eagle import EagleDrafter
 from tests.amd.runner.largest_steps import run_largest_steps
 from tests.amd.runner.metered_memory import MeteredMemory
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows

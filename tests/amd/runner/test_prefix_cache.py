@@ -20,8 +20,8 @@ from rocm_attn.paging import kept_pages, page_table, request_table
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
-from rocm_attn.runner import prefix_cache
-from rocm_attn.runner.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
+from rocm_serve import prefix_cache
+from rocm_serve.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
 from tests.amd.runner.cache_invariants import check_cache
 
 PAGE = 2

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadModel, Unsupported
-from rocm_attn.runner.config import HeadProjections, LatentProjections, LayerConfig, Multipliers, OwnInputs
-from rocm_attn.runner.families import attention_geometry
-from rocm_attn.runner.gates import ClampedSwiGLU, GeGLU, SwiGLU
-from rocm_attn.runner.geometry import AttentionLayer
-from rocm_attn.runner.hf_config import config_from_json
-from rocm_attn.runner.mlp_config import DenseMlp, ExpertMlp, ExpertTensors
-from rocm_attn.runner.rope import (
+from rocm_attn.models.config import HeadProjections, LatentProjections, LayerConfig, Multipliers, OwnInputs
+from rocm_attn.models.families import attention_geometry
+from rocm_attn.models.gates import ClampedSwiGLU, GeGLU, SwiGLU
+from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.models.hf_config import config_from_json
+from rocm_attn.models.mlp_config import DenseMlp, ExpertMlp, ExpertTensors
+from rocm_attn.models.rope import (
     DivisorScaling,
     LinearScaling,
     NoScaling,
@@ -24,7 +24,7 @@ from rocm_attn.runner.rope import (
     YarnScaling,
     yarn_attention_factor,
 )
-from rocm_attn.runner.routing import ExpertScores, Routing
+from rocm_attn.models.routing import ExpertScores, Routing
 
 NORMED = HeadProjections(qk_norm=True)
 

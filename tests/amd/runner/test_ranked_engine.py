@@ -17,18 +17,18 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded
-from rocm_attn.runner.async_engine import AsyncEngine
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.parallel import processes
-from rocm_attn.runner.parallel.messages import RankError, sendable
-from rocm_attn.runner.parallel.processes import RankFailed
-from rocm_attn.runner.parallel.rank_process import options_of_rank
-from rocm_attn.runner.parallel.ranked_engine import RankedEngine
-from rocm_attn.runner.ranks import Ranks
-from rocm_attn.runner.request import AbortEvent, Completion, Event, Request, RequestsFailed, TokenEvent
-from rocm_attn.runner.sampling_options import Sampling
+from rocm_serve.async_engine import AsyncEngine
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.parallel import processes
+from rocm_serve.parallel.messages import RankError, sendable
+from rocm_serve.parallel.processes import RankFailed
+from rocm_serve.parallel.rank_process import options_of_rank
+from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.ranks import Ranks
+from rocm_serve.request import AbortEvent, Completion, Event, Request, RequestsFailed, TokenEvent
+from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token
@@ -153,7 +153,7 @@ def test_no_event_is_lost_to_an_interrupt(
 def test_ranks_in_a_collective_end_when_the_process_in_front_is_killed() -> None:
     script = (
         "import os, signal\n"
-        "from rocm_attn.runner.parallel.ranked_engine import RankedEngine\n"
+        "from rocm_serve.parallel.ranked_engine import RankedEngine\n"
         "from tests.amd.runner.sabotaged_ranks import LoadSabotaged, pids\n"
         "from tests.amd.runner.test_ranked_engine import BASE, REQUESTS\n"
         "if __name__ == '__main__':\n"

@@ -22,15 +22,15 @@ from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.cache.row_work import QkvWork
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
 from rocm_attn.machine.agreement import RanksDiverged, SentFault, faults_of_any
-from rocm_attn.runner import engine as engine_module
-from rocm_attn.runner import engine_runtime, pool_size
-from rocm_attn.runner.attention_weights import HeadWeights
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.ranks import RanksOfGroup
-from rocm_attn.runner.request import Completion, FailureEvent, Request
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.speculation.rounds import DeviceRounds
+from rocm_serve import engine as engine_module
+from rocm_serve import engine_runtime, pool_size
+from rocm_serve.engine import Engine
+from rocm_serve.models.attention_weights import HeadWeights
+from rocm_serve.options import EngineOptions
+from rocm_serve.ranks import RanksOfGroup
+from rocm_serve.request import Completion, FailureEvent, Request
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.speculation.rounds import DeviceRounds
 from tests.amd.ranks import NUM_RANKS, on_every_rank
 from tests.amd.runner.metered_memory import MeteredMemory
 from tests.amd.runner.round_texts import round_model

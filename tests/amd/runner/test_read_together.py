@@ -14,15 +14,15 @@ import pytest
 
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.engine_thread import EngineThread, Update
-from rocm_attn.runner.events import Events, NewTokens, without
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import AbortEvent, Completion, Event, Request, TokenEvent
-from rocm_attn.runner.scheduler import Scheduler
-from rocm_attn.runner.speculation.reading import AHEAD_SECONDS, FEWEST_AHEAD, MOST_AHEAD, Pace, Together
-from rocm_attn.runner.speculation.rounds import DeviceRounds, RoundPicks
+from rocm_serve.engine import Engine
+from rocm_serve.engine_thread import EngineThread, Update
+from rocm_serve.events import Events, NewTokens, without
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import AbortEvent, Completion, Event, Request, TokenEvent
+from rocm_serve.scheduler import Scheduler
+from rocm_serve.speculation.reading import AHEAD_SECONDS, FEWEST_AHEAD, MOST_AHEAD, Pace, Together
+from rocm_serve.speculation.rounds import DeviceRounds, RoundPicks
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.round_texts import round_model
 from tests.amd.runner.test_rounds import BASE, KINDS, at_pace, rounds_of

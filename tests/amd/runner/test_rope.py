@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rocm_attn.runner.hf_config import config_from_json
-from rocm_attn.runner.rope import DivisorScaling, NoScaling, Rope, rotate
+from rocm_attn.models.hf_config import config_from_json
+from rocm_attn.models.rope import DivisorScaling, NoScaling, Rope, rotate
 from tests.amd.runner.hf_models import small_hf_config
 from tests.amd.runner.test_model import LLAMA3, YARN
 

@@ -15,12 +15,12 @@ from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
 from rocm_attn.hip_graphs.recorder import InTurn, Recording
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.request import Completion
-from rocm_attn.runner.speculation.drafts_again import DraftsAgain
-from rocm_attn.runner.speculation.kept import Kept
-from rocm_attn.runner.speculation.round_launches import RoundLaunches
-from rocm_attn.runner.speculation.rounds import DeviceRounds
+from rocm_serve.engine import Engine
+from rocm_serve.request import Completion
+from rocm_serve.speculation.drafts_again import DraftsAgain
+from rocm_serve.speculation.kept import Kept
+from rocm_serve.speculation.round_launches import RoundLaunches
+from rocm_serve.speculation.rounds import DeviceRounds
 from tests.amd.runner.round_texts import CIRCLE, round_model
 from tests.amd.runner.test_rounds import DEVICE, KINDS, Kind, at_pace, of_circle, rounds_of, steps
 

@@ -15,20 +15,20 @@ import torch
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import DeviceFault, WrongState
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.speculation import engines
-from rocm_attn.runner.speculation import rounds as rounds_module
-from rocm_attn.runner.speculation.drafts import Drafts
-from rocm_attn.runner.speculation.following import NoRounds
-from rocm_attn.runner.speculation.round_launches import RoundLaunches
-from rocm_attn.runner.speculation.round_trees import Guessed, Trees
-from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.host_ring import Fence, NoFence
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Completion, Event, Request, TokenEvent
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.speculation import engines
+from rocm_serve.speculation import rounds as rounds_module
+from rocm_serve.speculation.drafts import Drafts
+from rocm_serve.speculation.following import NoRounds
+from rocm_serve.speculation.round_launches import RoundLaunches
+from rocm_serve.speculation.round_trees import Guessed, Trees
+from rocm_serve.speculation.rounds import DeviceRounds
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.round_texts import CIRCLE, OPTIONS, UnsureTexts, round_model

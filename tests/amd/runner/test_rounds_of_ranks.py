@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.parallel.ranked_engine import RankedEngine
-from rocm_attn.runner.ranks import Ranks
-from rocm_attn.runner.request import Completion, Request
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.step.host_ring import Fence
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.ranks import Ranks
+from rocm_serve.request import Completion, Request
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.speculation.rounds import DeviceRounds
 from tests.amd.runner.round_texts import OPTIONS, round_model
 from tests.amd.runner.thread_ranks import ThreadRank, on_threads
 from tests.amd.runner.tiny_model import CONFIG

@@ -10,8 +10,8 @@ import torch
 
 from rocm_attn.errors import BadLogits, BadRequest
 from rocm_attn.providers.torch_ref import TORCH
-from rocm_attn.runner.sampling import Sampler, TokenPicker, pick_tokens
-from rocm_attn.runner.sampling_options import Sampling
+from rocm_serve.sampling.sampling import Sampler, TokenPicker, pick_tokens
+from rocm_serve.sampling.sampling_options import Sampling
 
 LOGITS = (np.log([0.05, 0.5, 0.15, 0.3]) + 3.0).astype(np.float32)
 

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
-from rocm_attn.runner.prefix_cache import CachedRow
-from rocm_attn.runner.request import FinishReason, Request, Sequence
-from rocm_attn.runner.sampling import Sampler
-from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, unread
-from rocm_attn.runner.speculation.drafts import LAST_TOKEN, Drafts
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.metrics import Metrics
+from rocm_serve.prefix_cache import CachedRow
+from rocm_serve.request import FinishReason, Request, Sequence
+from rocm_serve.sampling.sampling import Sampler
+from rocm_serve.scheduler import ScheduledStep, Scheduler, unread
+from rocm_serve.speculation.drafts import LAST_TOKEN, Drafts
 from tests.amd.runner.cache_invariants import check_cache
 
 VOCAB = 50

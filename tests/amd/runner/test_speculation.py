@@ -14,14 +14,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rocm_attn.errors import BadModel, BadSetting
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.speculation.draft_model import ModelDrafter
-from rocm_attn.runner.speculation.engines import model_drafter
-from rocm_attn.runner.speculation.speculation import Speculation
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Completion, Event, Request, TokenEvent
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.speculation.draft_model import ModelDrafter
+from rocm_serve.speculation.engines import model_drafter
+from rocm_serve.speculation.speculation import Speculation
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
 from tests.amd.runner.thread_ranks import ThreadRank, on_threads
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows

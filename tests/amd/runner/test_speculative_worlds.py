@@ -7,8 +7,8 @@ from collections.abc import Sequence as Many
 import pytest
 
 from rocm_attn.errors import BadLogits
-from rocm_attn.runner.speculation import speculation
-from rocm_attn.runner.speculation.drafts import Drafts
+from rocm_serve.speculation import speculation
+from rocm_serve.speculation.drafts import Drafts
 from tests.amd.runner.speculative_worlds import SCRIPT, World, run_world
 
 COUNTS = ("drafts", "accepted_drafts", "preemptions", "prefix_hits", "aborts")

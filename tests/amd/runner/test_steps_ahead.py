@@ -16,14 +16,14 @@ from torch import Tensor
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadSetting, DeviceFault
-from rocm_attn.runner.async_engine import AsyncEngine
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed, TokenEvent
-from rocm_attn.runner.sampling import Draw, PickedTokens, TokenPicker
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.speculation.speculation import StepPicks
+from rocm_serve.async_engine import AsyncEngine
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Completion, Event, FailureEvent, Request, RequestsFailed, TokenEvent
+from rocm_serve.sampling.sampling import Draw, PickedTokens, TokenPicker
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.speculation.speculation import StepPicks
 from tests.amd.runner.asking import BASE as ALIKE
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN, tiny_model, with_nan_token

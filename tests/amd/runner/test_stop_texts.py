@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from rocm_attn.errors import BadRequest
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.index_spaces import RESERVED_ROW
-from rocm_attn.runner.async_engine import AsyncEngine
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.request import Completion, Request, TokenEvent
-from rocm_attn.runner.scheduler import ScheduledStep
-from rocm_attn.runner.speculation.speculation import Picks
-from rocm_attn.runner.stop_texts import StopTexts
-from rocm_attn.runner.taking import Taken
+from rocm_serve.async_engine import AsyncEngine
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.request import Completion, Request, TokenEvent
+from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.speculation.speculation import Picks
+from rocm_serve.taking import Taken
+from rocm_serve.text.stop_texts import StopTexts
 from tests.amd.runner.asking import BASE, PROMPT, character_model, drawn
 from tests.amd.runner.scripted_drafts import EveryOtherStep, with_drafter
 from tests.amd.runner.tiny_model import tiny_model

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rocm_attn.kernels.sampling.asked import IN_PROMPT
-from rocm_attn.runner.token_counts import CountedText, TokenCounts
+from rocm_serve.sampling.token_counts import CountedText, TokenCounts
 
 VOCAB, MOST = 9, 3
 CPU = torch.device("cpu")

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from rocm_attn.errors import BadModel, BadRequest
-from rocm_attn.runner.chat_template import ChatTemplate
-from rocm_attn.runner.fields import Fields
-from rocm_attn.runner.gguf_tokenizer import tokenizer_from_gguf
-from rocm_attn.runner.loading import find_model, load_tokenizer
-from rocm_attn.runner.tokenizer import CALL_MARKS, Tokenizer
+from rocm_attn.models.fields import Fields
+from rocm_serve.models.loading import find_model, load_tokenizer
+from rocm_serve.text.chat_template import ChatTemplate
+from rocm_serve.text.gguf_tokenizer import tokenizer_from_gguf
+from rocm_serve.text.tokenizer import CALL_MARKS, Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 1234567 o'clock, we'll see!",

@@ -21,14 +21,14 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadSetting, DeviceFault
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.oracle.reference import attend_paged
-from rocm_attn.runner import watched
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.model import Model
-from rocm_attn.runner.request import RequestsFaulted
-from rocm_attn.runner.sampling import PickedTokens
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
+from rocm_serve import watched
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.model import Model
+from rocm_serve.request import RequestsFaulted
+from rocm_serve.sampling.sampling import PickedTokens
 from tests.amd.graphs.test_profiler_ranges import Timeline
 from tests.amd.runner.test_engine import engine, some_requests, tokens_of
 from tests.amd.runner.tiny_model import CONFIG, tiny_model

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.machine.agreement import Agreement, alone
-from rocm_attn.runner.shards import Shard
+from rocm_attn.models.shards import Shard
 
 T = TypeVar("T")
 

@@ -9,17 +9,17 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from rocm_attn.runner.chat_template import ChatTemplate
-from rocm_attn.runner.config import LayerConfig, ModelConfig
-from rocm_attn.runner.gates import SwiGLU
-from rocm_attn.runner.geometry import AttentionLayer
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.mlp_config import DenseMlp
-from rocm_attn.runner.ranks import ONE_RANK, Ranks
-from rocm_attn.runner.rope import Rope
-from rocm_attn.runner.tensors import Shape
-from rocm_attn.runner.tokenizer import Tokenizer
-from rocm_attn.runner.weights import expected_shapes, load_weights
+from rocm_attn.models.config import LayerConfig, ModelConfig
+from rocm_attn.models.gates import SwiGLU
+from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.models.mlp_config import DenseMlp
+from rocm_attn.models.rope import Rope
+from rocm_attn.models.tensors import Shape
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.weights import expected_shapes, load_weights
+from rocm_serve.ranks import ONE_RANK, Ranks
+from rocm_serve.text.chat_template import ChatTemplate
+from rocm_serve.text.tokenizer import Tokenizer
 
 _ATTENTION = AttentionLayer(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5)
 CONFIG = ModelConfig(

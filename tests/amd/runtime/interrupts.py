@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.amd.house.source_tree import ROOT
 
-_OURS = tuple(f"{ROOT / folder}/" for folder in ("rocm_attn", "kernels", "hip_graphs"))
+_OURS = tuple(f"{ROOT / folder}/" for folder in ("rocm_attn", "rocm_serve", "kernels", "hip_graphs"))
 
 
 def interrupted_at(number: int, call: Callable[[], object]) -> bool:

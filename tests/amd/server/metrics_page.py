@@ -9,8 +9,8 @@ import re
 
 import yaml
 
-from rocm_attn.server.http_metrics import HttpMetrics
 from rocm_attn.step.metrics import Metrics
+from rocm_serve.server.http_metrics import HttpMetrics
 from tests.amd.house.source_tree import ROOT
 from tests.amd.server.scraped import families_of
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rocm_attn.errors import RocmAttnError
-from rocm_attn.runner.async_engine import AsyncEngine
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.tokenizer import Tokenizer
-from rocm_attn.server.generation import Generations
-from rocm_attn.server.job import Job, Jobs
-from rocm_attn.server.keys import ApiKeys
-from rocm_attn.server.options import ServerOptions
-from rocm_attn.server.run import Server, bind, url_of
-from rocm_attn.server.served_model import ServedModel
+from rocm_serve.async_engine import AsyncEngine
+from rocm_serve.engine import Engine
+from rocm_serve.server.generation import Generations
+from rocm_serve.server.job import Job, Jobs
+from rocm_serve.server.keys import ApiKeys
+from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.run import Server, bind, url_of
+from rocm_serve.server.served_model import ServedModel
+from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.async_engines import is_empty
 from tests.amd.runner.tiny_model import word_tokenizer

@@ -8,11 +8,11 @@ from typing import Any
 import openai
 import pytest
 
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.request import Completion, Request
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.server.served_model import seed_of_answer
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.request import Completion, Request
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.server.served_model import seed_of_answer
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.running import NAME, Running, running

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import pytest
 
 from rocm_attn.errors import BadRequest
-from rocm_attn.runner.chat_template import ChatTemplate
-from rocm_attn.server.call_forms import FORMS, form_of, require_tools
-from rocm_attn.server.call_reader import Call, CallReader
+from rocm_serve.server.call_forms import FORMS, form_of, require_tools
+from rocm_serve.server.call_reader import Call, CallReader
+from rocm_serve.text.chat_template import ChatTemplate
 from tests.amd.server.tool_models import TEMPLATES
 
 HERMES, LLAMA = FORMS

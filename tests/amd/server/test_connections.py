@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rocm_attn.errors import BadSetting
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.server.options import ServerOptions
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.server.options import ServerOptions
 from tests.amd.runner.async_engines import Gated, engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.raw import Client, asked, post, send

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from rocm_attn.errors import BadRequest, FitsLater
-from rocm_attn.runner import constraint_trial
-from rocm_attn.runner.constraint import Constraint
-from rocm_attn.runner.constraint_trial import Tokens, Trial
-from rocm_attn.runner.engine import Engine
-from rocm_attn.server import constraint_checks
+from rocm_serve.engine import Engine
+from rocm_serve.server import constraint_checks
+from rocm_serve.text import constraint_trial
+from rocm_serve.text.constraint import Constraint
+from rocm_serve.text.constraint_trial import Tokens, Trial
 from tests.amd.runner.asking import PROMPT, character_model
 from tests.amd.server.raw import Reply, asked, post, send
 from tests.amd.server.running import Running, running

@@ -17,18 +17,18 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from rocm_attn.errors import DeviceFault
-from rocm_attn.runner.async_engine import EngineEnded
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.request_stream import Piece
-from rocm_attn.server.api_errors import ApiError
-from rocm_attn.server.event_stream import EventStream
-from rocm_attn.server.gate import Gate
-from rocm_attn.server.http_metrics import HttpMetrics
-from rocm_attn.server.job import Jobs
-from rocm_attn.server.keys import ApiKeys
-from rocm_attn.server.options import ServerOptions
-from rocm_attn.server.replies import CompletionReplies
-from rocm_attn.server.told_tokens import ToldTokens
+from rocm_serve.async_engine import EngineEnded
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.request_stream import Piece
+from rocm_serve.server.api_errors import ApiError
+from rocm_serve.server.event_stream import EventStream
+from rocm_serve.server.gate import Gate
+from rocm_serve.server.http_metrics import HttpMetrics
+from rocm_serve.server.job import Jobs
+from rocm_serve.server.keys import ApiKeys
+from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.replies import CompletionReplies
+from rocm_serve.server.told_tokens import ToldTokens
 from tests.amd.runner.async_engines import Broken, Gated, engine
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token, word_tokenizer
 from tests.amd.server.raw import CHAT, Client, Reply, as_bytes, asked, post, send

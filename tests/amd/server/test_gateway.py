@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.gateway_routing import hit_share
+from rocm_lab.benchmarks.gateway_routing import hit_share
 from tests.amd.server.gateways import Answer, ask, gateway, get, healthy, until_healthy
 from tests.amd.server.running import served_process
 from tests.amd.server.scraped import families_of, value_of

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from rocm_attn.server.http_metrics import HttpMetrics
 from rocm_attn.step.metrics import BOUNDS, Durations, Metrics, heading, histogram, sample, text_of
+from rocm_serve.server.http_metrics import HttpMetrics
 from tests.amd.server.scraped import families_of, value_of
 
 HOSTILE = 'a "quoted"\nreason \\ with {braces}, and = signs'

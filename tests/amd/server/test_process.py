@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 
 from rocm_attn.cli import BAD_INPUT, main
-from rocm_attn.cli.serve import _make_ready
 from rocm_attn.errors import BadSetting
-from rocm_attn.runner.constraint import Constraint, library
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Request
-from rocm_attn.server.keys import VARIABLE, ApiKeys
-from rocm_attn.server.options import ServerOptions
-from rocm_attn.server.run import bind, serve
-from rocm_attn.server.served_model import ServedModel
+from rocm_serve.cli.serve import _make_ready
+from rocm_serve.engine import Engine
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Request
+from rocm_serve.server.keys import VARIABLE, ApiKeys
+from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.run import bind, serve
+from rocm_serve.server.served_model import ServedModel
+from rocm_serve.text.constraint import Constraint, library
 from tests.amd.runner.asking import PROMPT, character_model
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.load.model_folder import write_model

@@ -15,12 +15,12 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from rocm_attn.errors import BadSetting
-from rocm_attn.runner.chat_template import ChatTemplate
-from rocm_attn.runner.tokenizer import Tokenizer
-from rocm_attn.server.gate import Gate
-from rocm_attn.server.http_metrics import HttpMetrics
-from rocm_attn.server.keys import VARIABLE, ApiKeys, keys_from
-from rocm_attn.server.options import ServerOptions
+from rocm_serve.server.gate import Gate
+from rocm_serve.server.http_metrics import HttpMetrics
+from rocm_serve.server.keys import VARIABLE, ApiKeys, keys_from
+from rocm_serve.server.options import ServerOptions
+from rocm_serve.text.chat_template import ChatTemplate
+from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, word_tokenizer
 from tests.amd.server.raw import CHAT, asked, post, send

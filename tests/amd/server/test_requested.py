@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import tokenizers
 
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.tokenizer import Tokenizer
-from rocm_attn.server.told_tokens import ToldTokens
+from rocm_serve.engine import Engine
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Request
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.server.told_tokens import ToldTokens
+from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.asking import PROMPT, SCHEMA, character_model
 from tests.amd.runner.tiny_model import WORDS, tiny_model
 from tests.amd.server.raw import asked, post

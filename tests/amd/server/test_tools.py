@@ -11,9 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-import rocm_attn.server.served_model as served_model
-from rocm_attn.runner.constraint import Constraint
-from rocm_attn.runner.request import Request
+import rocm_serve.server.served_model as served_model
+from rocm_serve.request import Request
+from rocm_serve.text.constraint import Constraint
 from tests.amd.server.raw import CHAT, Reply, post
 from tests.amd.server.running import NAME, Running, running
 from tests.amd.server.tool_models import CLOCK, WEATHER, WORDS, tokenizer, tool_engine
@@ -178,7 +178,7 @@ def test_calls_and_results_are_written_by_the_models_template(
         written.append(own.chat_template.render(messages, tools))
         return encode(own, messages, tools)
 
-    monkeypatch.setattr("rocm_attn.runner.tokenizer.Tokenizer.encode_messages", seen)
+    monkeypatch.setattr("rocm_serve.text.tokenizer.Tokenizer.encode_messages", seen)
     forced(monkeypatch, "fine")
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"days": 2}'}}
     messages = [

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-import rocm_attn.cli.serve as command
+import rocm_serve.cli.serve as command
 from rocm_attn.cli import main
-from rocm_attn.runner.loading import LoadedModel, ModelFiles
-from rocm_attn.runner.ranks import ONE_RANK, Ranks
+from rocm_serve.models.loading import LoadedModel, ModelFiles
+from rocm_serve.ranks import ONE_RANK, Ranks
 from tests.amd.runner.tiny_model import CONFIG, RandomTensors, tiny_model, word_tokenizer
 
 FLAGS = ("--model", "tiny", "--device", "cpu", "--provider", "torch", "--page-size", "4", "--no-graphs")

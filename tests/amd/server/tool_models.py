@@ -7,11 +7,11 @@ from typing import Any
 
 import tokenizers
 
-from rocm_attn.runner.chat_template import ChatTemplate
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.text.chat_template import ChatTemplate
+from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 CHARACTERS = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # blank and new line as byte-level tokenizers write them

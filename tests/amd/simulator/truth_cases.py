@@ -20,8 +20,8 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.soak.truth import Truth, TruthPlan, TruthReport
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.truth.check import Truth, TruthPlan, TruthReport
 from tests.amd.faulty_kernels import Fault, faulty, with_launches
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.runner.config import LayerConfig
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.gates import SwiGLU
-from rocm_attn.runner.geometry import AttentionLayer
-from rocm_attn.runner.measured_memory import TorchMemory
-from rocm_attn.runner.mlp_config import DenseMlp
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Request
-from rocm_attn.runner.rope import Rope
+from rocm_attn.models.config import LayerConfig
+from rocm_attn.models.gates import SwiGLU
+from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.models.mlp_config import DenseMlp
+from rocm_attn.models.rope import Rope
+from rocm_serve.engine import Engine
+from rocm_serve.measured_memory import TorchMemory
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Request
 from tests.amd.runner.largest_steps import run_largest_steps
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 

@@ -29,11 +29,11 @@ from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.torch_ref import TorchExtend, TorchMasked
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.soak.alone import NoAloneCheck
-from rocm_attn.soak.soak import Soak, SoakFailed, SoakReport
-from rocm_attn.soak.world import LONG_KV_LEN, Action, Ladders, Request, Scenario, World
 from rocm_attn.step.layers import StepLayers
 from rocm_attn.step.step import Part
+from rocm_lab.soak.alone import NoAloneCheck
+from rocm_lab.soak.soak import Soak, SoakFailed, SoakReport
+from rocm_lab.soak.world import LONG_KV_LEN, Action, Ladders, Request, Scenario, World
 
 # Few sizes: faults are found in few steps, so captures would take most of the time.
 SMALL = replace(Scenario(), ladders=(Ladders((4, 10), (16, 40)),), verify_len=3, chunk_lens=(9, 16))
@@ -202,7 +202,7 @@ def test_cuts_that_follow_from_the_batch_show_in_bits_alone(monkeypatch: pytest.
     changed = Soak(scenario, seed=0, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
     with pytest.raises(SoakFailed, match="is not bitwise what the same request gets alone; they differ by up to"):
         changed.run(25)
-    monkeypatch.setattr("rocm_attn.soak.soak.ServedAlone", lambda *_, **__: NoAloneCheck())
+    monkeypatch.setattr("rocm_lab.soak.soak.ServedAlone", lambda *_, **__: NoAloneCheck())
     unseen = Soak(scenario, seed=0, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
     assert unseen.run(25).worst_error < 1, "the oracle's bounds allow it"
 

@@ -30,11 +30,11 @@ from rocm_attn.providers.contract import LayerKernel, StepOps
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.soak.needle_layer import NeedleLayer
-from rocm_attn.soak.truth import Truth, TruthPlan, TruthReport
-from rocm_attn.soak.wide_pages import wrapping_pages
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.truth.check import Truth, TruthPlan, TruthReport
+from rocm_attn.truth.needle_layer import NeedleLayer
+from rocm_attn.truth.wide_pages import wrapping_pages
 from tests.amd.faulty_kernels import faulty, with_launches
 from tests.amd.runtime.stepping import providers
 

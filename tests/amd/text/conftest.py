@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_serve.models.loading import LoadedModel, load_model
 from tests.amd.one_thread import computing_in_one_thread
 
 # On a GPU cuBLAS is deterministic only with this setting, and tests/amd/conftest.py requires deterministic operations.

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rocm_attn.runner.attention_weights import HeadWeights
-from rocm_attn.runner.config import ModelConfig
-from rocm_attn.runner.geometry import AttentionLayer
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.mlp_weights import DenseWeights
-from rocm_attn.runner.rope import NoScaling
-from rocm_attn.runner.weights import LayerWeights
+from rocm_attn.models.config import ModelConfig
+from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.models.rope import NoScaling
+from rocm_serve.models.attention_weights import HeadWeights
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.mlp_weights import DenseWeights
+from rocm_serve.models.weights import LayerWeights
 
 
 def hf_llama(loaded: LoadedModel) -> Any:

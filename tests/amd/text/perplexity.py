@@ -11,13 +11,13 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.runner.attention import Attention
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.model import Model, StepInputs
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kv_formats import KVFormat
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.outputs import PerToken
+from rocm_serve.models.attention import Attention
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.model import Model, StepInputs
 
 CHUNK = 256
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rocm_attn.runner.loading import load_model
+from rocm_serve.models.loading import load_model
 from tests.amd.runner.families import FAMILIES, family_model
 from tests.amd.runner.hf_models import hf_logits, random_tokens, save
 from tests.amd.runner.served_logits import served_logits

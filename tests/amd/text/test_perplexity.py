@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.problem import KVEncoding, Scales
-from rocm_attn.runner.loading import LoadedModel, load_model
 from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
+from rocm_serve.models.loading import LoadedModel, load_model
 from tests.amd.one_thread import computing_in_one_thread
 from tests.amd.text.perplexity import perplexity
 

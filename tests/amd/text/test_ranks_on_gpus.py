@@ -8,14 +8,14 @@ from functools import partial
 import pytest
 import torch
 
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel, load_model
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.parallel import processes
-from rocm_attn.runner.parallel.processes import RankFailed
-from rocm_attn.runner.parallel.ranked_engine import RankedEngine
-from rocm_attn.runner.ranks import Ranks
-from rocm_attn.runner.request import Request
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel, load_model
+from rocm_serve.options import EngineOptions
+from rocm_serve.parallel import processes
+from rocm_serve.parallel.processes import RankFailed
+from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.ranks import Ranks
+from rocm_serve.request import Request
 from tests.amd.runner.round_texts import round_model
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.test_rounds_of_ranks import BASE as ROUNDS

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Completion, Request
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Completion, Request
 from tests.amd.text.hf_reference import greedy_steps, hf_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")

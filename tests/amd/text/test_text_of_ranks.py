@@ -16,10 +16,10 @@ from functools import partial
 import pytest
 import torch
 
-from rocm_attn.runner.loading import LoadedModel, load_model
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.parallel.ranked_engine import RankedEngine
-from rocm_attn.runner.request import Request
+from rocm_serve.models.loading import LoadedModel, load_model
+from rocm_serve.options import EngineOptions
+from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.request import Request
 from tests.amd.house.source_tree import ROOT
 from tests.amd.text.hf_reference import greedy_steps, hf_llama
 from tests.amd.text.test_text_equality import CHAT_PROMPTS, NARROW, RAW_PROMPTS

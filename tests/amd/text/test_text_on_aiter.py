@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel, load_model
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Request
 from rocm_attn.selection import build
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel, load_model
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Request
 from tests.amd.aiter.signatures import E4048607
 from tests.amd.aiter.stand_in import install
 from tests.amd.runner.dense_attention import dense_logits

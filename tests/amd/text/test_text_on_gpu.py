@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel, load_model
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Request
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel, load_model
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Request
 from tests.amd.text.forced_logits import forced_logits
 from tests.amd.text.hf_reference import hf_llama, logits_along
 from tests.amd.text.test_text_equality import CHAT_PROMPTS, PLAIN_FACTS, RAW_PROMPTS

@@ -1,7 +1,7 @@
 """The mixed load for some minutes, with two drains: python -m tests.amd.server.load --minutes 30
 
-It prints the counts of the requests' results as JSON (benchmarks/results/mixed_load_cpu.json is one), and exits with 1
-if an answer was wrong or lost, or if pages leaked.
+It prints the counts of the requests' results as JSON (rocm_lab/benchmarks/results/mixed_load_cpu.json is one), and
+exits with 1 if an answer was wrong or lost, or if pages leaked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rocm_attn.bench.machine import describe_machine
+from rocm_lab.bench.machine import describe_machine
 from tests.amd.server.load.mixed import MixedLoad
 from tests.amd.server.load.model_folder import write_model
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from rocm_attn.runner.weights import expected_shapes
+from rocm_serve.models.weights import expected_shapes
 from tests.amd.runner.tiny_model import CONFIG, RandomTensors, word_tokenizer
 
 CONTEXT = 512

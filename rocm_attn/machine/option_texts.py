@@ -1,0 +1,145 @@
+"""Options as fields of dataclasses: the default, the allowed values and the help of each, written once.
+
+Commands make their flags from the fields. Only the standard library is imported, because --help does not wait for
+torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from rocm_attn.machine.choices import AUTO, KV_DTYPES, KV_SCALES, POOLS, PROVIDERS
+
+
+@dataclass(frozen=True, slots=True)
+class OptionText:
+    """An option's help and allowed values.
+
+    help:         the effect of the option
+    kind:         type of its values on a command line
+    unit:         of a number
+    least:        the smallest number allowed
+    above:        a number that it must be above
+    most:         the largest number allowed
+    choices:      the names allowed; an option that is a number may have names too
+    default_is:   the default in words, if its value does not show it
+    on_generate:  whether it is a flag of `rocm-attn generate`
+    """
+
+    help: str
+    kind: type
+    unit: str
+    least: float | None
+    choices: Sequence[str]
+    default_is: str
+    on_generate: bool
+    above: float | None = None
+    most: float | None = None
+
+    def allows(self, number: float) -> bool:
+        """True if a number is finite and within the bounds."""
+        return (
+            math.isfinite(number)
+            and (self.least is None or number >= self.least)
+            and (self.above is None or number > self.above)
+            and (self.most is None or number <= self.most)
+        )
+
+    @property
+    def bounds(self) -> str:
+        """The bounds in words, to follow "it must be"."""
+        each = (("at least", self.least), ("above", self.above), ("at most", self.most))
+        return " and ".join(f"{words} {bound}" for words, bound in each if bound is not None)
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    kind: type | None = None,
+    unit: str = "",
+    least: int | None = None,
+    choices: Sequence[str] = (),
+    default_is: str = "",
+    on_generate: bool = True,
+) -> Any:
+    """A field with an OptionText. kind: of its values; None: that of the default"""
+    text = OptionText(help, type(default) if kind is None else kind, unit, least, choices, default_is, on_generate)
+    return field(default=default, metadata={"option": text})
+
+
+def bounded(
+    default: float, help: str, unit: str, *, least: float | None = None, above: float | None = None, most: float
+) -> Any:
+    """A field with the OptionText of a number between bounds."""
+    return field(default=default, metadata={"option": OptionText(help, float, unit, least, (), "", True, above, most)})
+
+
+def option_texts(options: type) -> dict[str, tuple[Any, OptionText]]:
+    """name -> (default, text) of every option of a dataclass."""
+    return {each.name: (each.default, each.metadata["option"]) for each in fields(options)}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """Options of a model's attention: those that explain, capture-plan and prewarm share with an engine."""
+
+    provider: str = option(AUTO, "whose attention kernels run", choices=PROVIDERS, default_is="auto: the fastest")
+    page_size: int | Literal["auto"] = option(
+        16,
+        "tokens in a page of the KV cache; auto takes the size with the best kernels for the model's layers",
+        unit="TOKENS",
+        least=1,
+        choices=(AUTO,),
+    )
+    pool: str = option(
+        "linear",
+        "how K and V lie in pages, for layers that are not latent; auto takes the layout with the best kernels, and "
+        "linear where both are equally good",
+        choices=POOLS,
+    )
+    kv_dtype: str = option(
+        AUTO,
+        "how K and V are kept: as they are computed, or in eight bits; fp8 is e4m3fnuz on gfx942 and e4m3fn elsewhere",
+        choices=KV_DTYPES,
+        default_is="auto: as they are computed",
+    )
+    kv_scales: str = option(
+        AUTO,
+        "what shares a factor of eight-bit K and V: a layer's, a KV head's or a token's; those of tokens follow from "
+        "what is stored, the others are the model's, or 1",
+        choices=KV_SCALES,
+        default_is="auto: token, or layer where the model brings factors",
+    )
+    max_batch_size: int = option(64, "sequences that run at a time", unit="SEQS", least=1)
+    max_kv_len: int | None = option(
+        None,
+        "tokens of the longest sequence",
+        kind=int,
+        unit="TOKENS",
+        least=1,
+        default_is="the model's context",
+        on_generate=False,
+    )
+    num_pages: int | None = option(
+        None,
+        "pages of the KV cache, the reserved page 0 included",
+        kind=int,
+        unit="PAGES",
+        least=2,
+        default_is="enough for all sequences",
+    )
+    swa_pages: int | None = option(
+        None,
+        "likewise, of a pool for layers with a window; 0: they share the other layers' pool",
+        kind=int,
+        unit="PAGES",
+        least=0,
+        default_is="what the windows and a chunk need",
+    )
+    deterministic: bool = option(
+        False, "a prompt's tokens are the same bit by bit whatever is served beside it, at some cost in speed"
+    )

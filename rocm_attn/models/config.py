@@ -1,0 +1,159 @@
+"""ModelConfig: everything about a model except its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rocm_attn.errors import BadModel
+from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer
+from rocm_attn.models.mlp_config import Mlp
+from rocm_attn.models.rope import DivisorScaling, Rope
+
+
+@dataclass(frozen=True, slots=True)
+class HeadProjections:
+    """How a token's q, k and v are computed if K and V have heads, and how the output is projected.
+
+    qkv_bias, out_bias: whether these projections add a bias
+    qk_norm:            whether each head of q and k is RMS-normalised before it turns
+    v_norm:             whether each head of v is normalised, without weights
+    v_is_k:             whether v is k as it was projected; v then has no projection of its own
+    indexer:            whether the layer has an indexer with norms of its own, which turns as the layer does
+    """
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    v_norm: bool = False
+    v_is_k: bool = False
+    indexer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentProjections:
+    """How a token's q and its latent row are computed (multi-head latent attention).
+
+    q_rank:      elements of the row that q is made of; 0: q is made of the token itself
+    nope_dim:    elements of a head's q that do not turn
+    v_dim:       elements of a head's v
+    interleaved: whether elements that turn together are adjacent in files
+    has_bias:    whether the projections to rows of the rank, and of the output, add a bias
+    indexer:     whether the layer has an indexer of its own, which turns as the layer does
+    index_interleaved: like interleaved, for the indexer
+    """
+
+    q_rank: int
+    nope_dim: int
+    v_dim: int
+    interleaved: bool
+    has_bias: bool
+    indexer: bool = False
+    index_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """The settings that can differ per layer."""
+
+    attention: AttentionLayer
+    rope: Rope
+    mlp: Mlp
+    projections: HeadProjections | LatentProjections = HeadProjections()
+
+    def on_one_of(self, num_ranks: int) -> LayerConfig:
+        """The part of one tensor-parallel rank."""
+        return replace(self, attention=self.attention.on_one_of(num_ranks), mlp=self.mlp.on_one_of(num_ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnInputs:
+    """The inputs that each layer gets for a token in addition to the residual (Gemma 4).
+
+    dim:        elements for each layer; 0: nothing
+    vocab_size: tokens that have such inputs
+    """
+
+    dim: int = 0
+    vocab_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Factors on rows.
+
+    embedding: on the embeddings of tokens
+    residual:  on the output of attention and MLP, before it is added to the residual
+    head:      on the input of the output matrix
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    head: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder: RMS norm, rotary embedding, attention over heads or latent rows, gated MLPs.
+
+    context_len:       KV tokens of a sequence that the model was made for
+    tied_embeddings:   whether the embedding is also the output matrix
+    out_norms:         whether the output of attention and MLP is RMS-normalised before it is added
+    norm_offset:       added to the weights of every norm: 1 if a file holds their difference from 1
+    own_inputs:        the inputs that each layer gets for a token in addition to the residual
+    has_layer_factors: whether each layer's sum has a learned factor
+    multipliers:       on embeddings, on terms of the residual, on the input of the output matrix
+    logits_soft_cap:   x -> cap * tanh(x / cap) on the logits; 0: none
+    eos_token_ids:     tokens that end a text
+    num_extra_layers:  layers that a file may hold after these, for speculation; they are not read
+    reads:             AttentionGeometry.reads; empty: every layer keeps K and V
+    """
+
+    architecture: str
+    layers: tuple[LayerConfig, ...]
+    hidden_size: int
+    vocab_size: int
+    context_len: int
+    rms_norm_eps: float
+    tied_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    out_norms: bool = False
+    norm_offset: float = 0.0
+    multipliers: Multipliers = Multipliers()
+    own_inputs: OwnInputs = OwnInputs()
+    has_layer_factors: bool = False
+    logits_soft_cap: float = 0.0
+    num_extra_layers: int = 0
+    reads: tuple[int, ...] = ()
+
+    def on_one_of(self, num_ranks: int) -> ModelConfig:
+        """The part of one tensor-parallel rank: its heads, and its elements of each MLP. Everything else is unchanged.
+
+        The parts of all ranks are alike: sizes that do not divide are padded with zeros, see runner/shards.py.
+        """
+        return replace(self, layers=tuple(layer.on_one_of(num_ranks) for layer in self.layers))
+
+    def __post_init__(self) -> None:
+        for layer in self.layers:
+            if layer.rope.head_dim % 2:
+                raise BadModel(f"head_dim {layer.rope.head_dim} is odd; rotary embedding turns pairs")
+            if isinstance(layer.rope.scaling, DivisorScaling):
+                divisors, pairs = len(layer.rope.scaling.divisors), layer.rope.head_dim // 2
+                if divisors != pairs:
+                    raise BadModel(
+                        f"{divisors} factors of the rotary embedding for {pairs} pairs of elements that turn; "
+                        "each pair needs one"
+                    )
+        for token in self.eos_token_ids:
+            if token >= self.vocab_size:
+                raise BadModel(f"end token {token} is not below the vocabulary's size {self.vocab_size}")
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, each with one attention."""
+        return len(self.layers)
+
+    @property
+    def attention(self) -> AttentionGeometry:
+        """The attention of every layer."""
+        layers = tuple(layer.attention for layer in self.layers)
+        return AttentionGeometry(layers, self.reads) if self.reads else AttentionGeometry.of(layers)

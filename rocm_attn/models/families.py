@@ -1,0 +1,280 @@
+"""The model families: one table entry each.
+
+An entry says how the attention of a model's config.json is read and, if the runner runs the model, the rest. The
+attention runtime serves the attention layers of every family here, whatever the other layers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.models.config import Multipliers, OwnInputs
+from rocm_attn.models.fields import Fields, shown
+from rocm_attn.models.geometry import AttentionGeometry
+from rocm_attn.models.hf_attention import (
+    AttentionOfFamily,
+    GroupedAttention,
+    LatentAttention,
+    all_but_one_in_a_pattern_slide,
+    even_layers_slide,
+    no_window,
+    of_the_last_like_it,
+    qwen2_moe_windows,
+    qwen_windows,
+    window_everywhere,
+    window_everywhere_if_used,
+)
+from rocm_attn.models.hf_gemma4 import GEMMA4_DEFAULTS, Gemma4Attention, gemma4_heads, gemma4_mlps, own_inputs
+from rocm_attn.models.hf_indexer import IndexedLatentAttention
+from rocm_attn.models.hf_minicpm3 import MINICPM3_DEFAULTS, minicpm3_multipliers, minicpm3_rows
+from rocm_attn.models.hf_minimax_m3 import (
+    MINIMAX_M3_DEFAULTS,
+    BlockIndexedAttention,
+    minimax_m3_heads,
+    minimax_m3_mlps,
+)
+from rocm_attn.models.hf_mlp import (
+    deepseek_v2_experts,
+    deepseek_v3_experts,
+    geglu,
+    gpt_oss_experts,
+    qwen_experts,
+    swiglu,
+    swiglu_with_bias,
+)
+from rocm_attn.models.hf_projections import (
+    Projections,
+    bias_everywhere_if_said,
+    bias_on_qkv,
+    interleaved_rows,
+    no_bias,
+    normed_heads,
+    rows_with_indexers,
+)
+from rocm_attn.models.hf_rope import one_rope, rope_of_each_kind, rope_of_first_elements
+from rocm_attn.models.mlp_config import Mlp
+from rocm_attn.models.rope import Rope
+
+
+def no_own_inputs(fields: Fields) -> OwnInputs:
+    """The inputs of a model whose layers get only the residual."""
+    return OwnInputs()
+
+
+def no_multipliers(fields: Fields) -> Multipliers:
+    """The multipliers of a model without any: every factor is 1."""
+    return Multipliers()
+
+
+def embeddings_by_width(fields: Fields) -> Multipliers:
+    """Multiplies embeddings by hidden_size ** 0.5 (Gemma)."""
+    return Multipliers(embedding=fields.count("hidden_size") ** 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """The parts of a model other than attention, for families that the runner runs.
+
+    mlps:     the MLP of each layer
+    projections: q, k and v projections of each layer
+    ropes:    the rotary embedding of each layer
+    out_norms: whether the output of attention and MLP is normalised before it is added
+    multipliers: on embeddings, on terms of the residual, on the input of the output matrix
+    norm_offset: added to the weights of norms: 1 if a file holds their difference from 1
+    own_inputs: the inputs that each layer gets for a token in addition to the residual
+    has_layer_factors: whether each layer's sum has a learned factor
+    gguf:     the name of the architecture in GGUF files; empty if the runner reads none
+    """
+
+    mlps: Callable[[Fields, int], tuple[Mlp, ...]]
+    projections: Callable[[Fields, int], tuple[Projections, ...]] = bias_everywhere_if_said
+    ropes: Callable[[Fields, AttentionGeometry], tuple[Rope, ...]] = one_rope
+    out_norms: bool = False
+    multipliers: Callable[[Fields], Multipliers] = no_multipliers
+    norm_offset: float = 0.0
+    own_inputs: Callable[[Fields], OwnInputs] = no_own_inputs
+    has_layer_factors: bool = False
+    gguf: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture.
+
+    defaults: values that a published file may leave out because the model's class has them; a null overrides one
+    decoder:  None if the runner does not run the model; its attention is served all the same
+    """
+
+    attention: AttentionOfFamily
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    decoder: Decoder | None = None
+
+
+def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
+    """The attention layers of the model that a config.json describes.
+
+    Raises Unsupported for attention of another kind, BadModel for an incomplete config.
+    """
+    architecture = architecture_of(config)
+    family = FAMILIES.get(architecture)
+    if family is None or not family.attention.is_latent:
+        refuse_latent_attention(config)
+    fields = text_fields(config)
+    if fields.values.get("use_bidirectional_attention") is True:
+        raise Unsupported(f"{architecture} with use_bidirectional_attention: only causal attention is served")
+    return FAMILIES[architecture].attention.geometry(fields)
+
+
+def text_fields(config: Mapping[str, object]) -> Fields:
+    """The text model's fields of a config.json; the defaults of the model's class fill the gaps.
+
+    Raises Unsupported for an architecture whose attention is not known.
+    """
+    architecture = architecture_of(config)
+    if architecture not in FAMILIES:
+        raise Unsupported(
+            f"the attention of {architecture} is not known; config.json must name one of {', '.join(FAMILIES)}"
+        )
+    text = config.get("text_config")
+    given = text if isinstance(text, Mapping) else config
+    return Fields({**FAMILIES[architecture].defaults, **given}, "config.json")
+
+
+def architecture_of(config: Mapping[str, object]) -> str:
+    """The class name in a config.json. Raises BadModel."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str) or len(names[0]) > _LONGEST_NAME:
+        raise BadModel(f"config.json: architectures is {shown(names)}; it must name the model's class in a list")
+    return names[0]
+
+
+def refuse_latent_attention(config: Mapping[str, object]) -> None:
+    """Raises Unsupported for a model that stores one latent row per token."""
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, Mapping) else {}):
+        if fields.get("kv_lora_rank") is not None:
+            raise Unsupported(
+                f"{architecture_of(config)} uses multi-head latent attention (kv_lora_rank "
+                f"{shown(fields['kv_lora_rank'])}), which is not served; use a model with K and V heads"
+            )
+
+
+# Characters of an architecture's name; messages quote it.
+_LONGEST_NAME = 100
+
+_WINDOW_4096: dict[str, object] = {"sliding_window": 4096}
+_MISTRAL: dict[str, object] = {"num_key_value_heads": 8, "sliding_window": 4096}
+_GPT_OSS: dict[str, object] = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+}
+_GEMMA: dict[str, object] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+_GEMMA2: dict[str, object] = {
+    **_GEMMA,
+    "vocab_size": 256_000,
+    "max_position_embeddings": 8192,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA3: dict[str, object] = {
+    **_GEMMA,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "sliding_window_pattern": 6,
+}
+_GEMMA3N: dict[str, object] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "sliding_window_pattern": 5,
+    "num_kv_shared_layers": 15,
+}
+
+_GEMMA3_DECODER = Decoder(
+    geglu, normed_heads, rope_of_each_kind, out_norms=True, multipliers=embeddings_by_width, norm_offset=1.0
+)
+_GEMMA3_FAMILY = Family(GroupedAttention(all_but_one_in_a_pattern_slide), _GEMMA3, _GEMMA3_DECODER)
+_GEMMA4_FAMILY = Family(
+    Gemma4Attention(),
+    GEMMA4_DEFAULTS,
+    Decoder(
+        gemma4_mlps,
+        gemma4_heads,
+        rope_of_each_kind,
+        out_norms=True,
+        multipliers=embeddings_by_width,
+        own_inputs=own_inputs,
+        has_layer_factors=True,
+    ),
+)
+_MINIMAX_M3_FAMILY = Family(
+    BlockIndexedAttention(),
+    MINIMAX_M3_DEFAULTS,
+    Decoder(minimax_m3_mlps, minimax_m3_heads, rope_of_first_elements, norm_offset=1.0),
+)
+_GEMMA3N_FAMILY = Family(
+    GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, has_scale=False), _GEMMA3N
+)
+
+FAMILIES: Mapping[str, Family] = {
+    # Mistral's GGUF files say "llama" too.
+    "LlamaForCausalLM": Family(GroupedAttention(no_window), decoder=Decoder(swiglu_with_bias, gguf="llama")),
+    "MistralForCausalLM": Family(GroupedAttention(window_everywhere), _MISTRAL, Decoder(swiglu, no_bias)),
+    "MixtralForCausalLM": Family(GroupedAttention(window_everywhere), {"num_key_value_heads": 8}),
+    "Phi3ForCausalLM": Family(GroupedAttention(window_everywhere)),
+    "Qwen2ForCausalLM": Family(
+        GroupedAttention(qwen_windows), _WINDOW_4096, Decoder(swiglu, bias_on_qkv, gguf="qwen2")
+    ),
+    "Qwen3ForCausalLM": Family(
+        GroupedAttention(qwen_windows), {**_WINDOW_4096, "head_dim": 128}, Decoder(swiglu, normed_heads, gguf="qwen3")
+    ),
+    "Qwen2MoeForCausalLM": Family(GroupedAttention(qwen2_moe_windows), _WINDOW_4096),
+    "Qwen3MoeForCausalLM": Family(
+        GroupedAttention(window_everywhere_if_used), _WINDOW_4096, Decoder(qwen_experts, normed_heads)
+    ),
+    "Gemma2ForCausalLM": Family(
+        GroupedAttention(even_layers_slide),
+        _GEMMA2,
+        Decoder(geglu, out_norms=True, multipliers=embeddings_by_width, norm_offset=1.0),
+    ),
+    "Gemma3ForCausalLM": _GEMMA3_FAMILY,
+    "Gemma3ForConditionalGeneration": _GEMMA3_FAMILY,
+    "Gemma3nForCausalLM": _GEMMA3N_FAMILY,
+    "Gemma3nForConditionalGeneration": _GEMMA3N_FAMILY,
+    "Gemma4ForCausalLM": _GEMMA4_FAMILY,
+    "Gemma4ForConditionalGeneration": _GEMMA4_FAMILY,
+    "MiniCPM3ForCausalLM": Family(
+        LatentAttention(), MINICPM3_DEFAULTS, Decoder(swiglu_with_bias, minicpm3_rows, multipliers=minicpm3_multipliers)
+    ),
+    "MiniMaxM3VLForCausalLM": _MINIMAX_M3_FAMILY,
+    "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3_FAMILY,
+    "GptOssForCausalLM": Family(
+        GroupedAttention(even_layers_slide, has_sinks=True), _GPT_OSS, Decoder(gpt_oss_experts)
+    ),
+    "DeepseekV2ForCausalLM": Family(LatentAttention(), decoder=Decoder(deepseek_v2_experts, interleaved_rows)),
+    "DeepseekV32ForCausalLM": Family(
+        IndexedLatentAttention(), decoder=Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=False))
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        IndexedLatentAttention(), decoder=Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=True))
+    ),
+    "DeepseekV3ForCausalLM": Family(LatentAttention(), decoder=Decoder(deepseek_v3_experts, interleaved_rows)),
+}
+# The decoders of the models that the runner runs.
+DECODERS: Mapping[str, Decoder] = {
+    name: family.decoder for name, family in FAMILIES.items() if family.decoder is not None
+}

@@ -1,0 +1,193 @@
+"""The attention layers that a Hugging Face config.json describes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
+from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer, window_left
+from rocm_attn.problem import UNLIMITED_WINDOW
+
+
+class AttentionOfFamily(Protocol):
+    """How the attention of one architecture is read. is_latent: whether it stores one latent row per token"""
+
+    is_latent: ClassVar[bool]
+
+    def geometry(self, fields: Fields) -> AttentionGeometry:
+        """The attention layers that the fields of a text model describe. Raises BadModel, Unsupported."""
+        ...
+
+
+def no_window(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """[layers] window_left for a model without windows."""
+    return (UNLIMITED_WINDOW,) * num_layers
+
+
+def window_everywhere(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """[layers] window_left for a model whose layers all have the file's sliding_window, if it has one."""
+    if not fields.has("sliding_window"):
+        return no_window(fields, num_layers)
+    return (window_left(fields.count("sliding_window")),) * num_layers
+
+
+def window_everywhere_if_used(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """[layers] Like window_everywhere, if use_sliding_window is true."""
+    used = fields.flag("use_sliding_window", False)
+    return window_everywhere(fields, num_layers) if used else no_window(fields, num_layers)
+
+
+def _window_where(fields: Fields, num_layers: int, slides: Callable[[int], bool]) -> tuple[int, ...]:
+    """A window on the layers that layer_types names, or without it on those for which `slides` holds."""
+    if not fields.has("sliding_window"):
+        return no_window(fields, num_layers)
+    left = window_left(fields.count("sliding_window"))
+    if not fields.has("layer_types"):
+        return tuple(left if slides(layer) else UNLIMITED_WINDOW for layer in range(num_layers))
+    types = fields.list("layer_types")
+    if len(types) != num_layers:
+        raise BadModel(f"config.json: {len(types)} layer_types for num_hidden_layers {num_layers}")
+    meaning = {"sliding_attention": left, "full_attention": UNLIMITED_WINDOW}
+    for layer_type in types:
+        if layer_type not in meaning:
+            raise Unsupported(
+                f"a layer of type {shown(layer_type)} is not served; layer_types may hold {', '.join(meaning)}"
+            )
+    return tuple(meaning[str(layer_type)] for layer_type in types)
+
+
+def qwen_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """[layers] window_left: from layer max_window_layers on, if use_sliding_window is true."""
+    if not fields.flag("use_sliding_window", False):
+        return no_window(fields, num_layers)
+    first = fields.whole("max_window_layers", 28)
+    return _window_where(fields, num_layers, lambda layer: layer >= first)
+
+
+def qwen2_moe_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """[layers] window_left: on even layers below max_window_layers, if use_sliding_window is true."""
+    if not fields.flag("use_sliding_window", False):
+        return no_window(fields, num_layers)
+    end = fields.whole("max_window_layers", 28)
+    return _window_where(fields, num_layers, lambda layer: layer % 2 == 0 and layer < end)
+
+
+def even_layers_slide(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """[layers] window_left: on even layers, unless layer_types says otherwise."""
+    return _window_where(fields, num_layers, lambda layer: layer % 2 == 0)
+
+
+def all_but_one_in_a_pattern_slide(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """[layers] window_left: on all but each sliding_window_pattern-th layer, unless layer_types says otherwise."""
+    period = fields.count("sliding_window_pattern")
+    return _window_where(fields, num_layers, lambda layer: (layer + 1) % period != 0)
+
+
+def its_own(fields: Fields, windows: Sequence[int]) -> tuple[int, ...]:
+    """[layers] The layer whose K and V each layer reads: itself."""
+    return tuple(range(len(windows)))
+
+
+def of_the_last_like_it(fields: Fields, windows: Sequence[int]) -> tuple[int, ...]:
+    """The last num_kv_shared_layers read K and V of the last layer before them that has the same window."""
+    num_shared = fields.whole("num_kv_shared_layers")
+    num_storing = len(windows) - num_shared
+    if not 0 < num_storing <= len(windows):
+        raise BadModel(
+            f"config.json: num_kv_shared_layers is {num_shared} of num_hidden_layers {len(windows)}; "
+            "it must be 0 or more, and fewer than all"
+        )
+    last = {window: layer for layer, window in enumerate(windows[:num_storing])}
+    for layer, window in enumerate(windows):
+        if window not in last:
+            raise BadModel(
+                f"config.json: layer {layer} reads K and V of an earlier layer of its type, but none of the first "
+                f"{num_storing} layers, which keep K and V, is of that type"
+            )
+    return (*range(num_storing), *(last[window] for window in windows[num_storing:]))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAttention:
+    """Layers with K and V heads.
+
+    windows:   window_left of each layer
+    reads:     AttentionGeometry.reads, from the windows
+    has_scale: whether scores are scaled at all
+    """
+
+    is_latent: ClassVar[bool] = False
+
+    windows: Callable[[Fields, int], tuple[int, ...]]
+    has_sinks: bool = False
+    reads: Callable[[Fields, Sequence[int]], tuple[int, ...]] = its_own
+    has_scale: bool = True
+
+    def geometry(self, fields: Fields) -> AttentionGeometry:
+        """Like AttentionOfFamily.geometry."""
+        num_q_heads = fields.count("num_attention_heads")
+        head_dim = _head_dim(fields, num_q_heads)
+        layer = AttentionLayer(
+            num_q_heads=num_q_heads,
+            num_kv_heads=_num_kv_heads(fields, num_q_heads),
+            head_dim=head_dim,
+            scale=fields.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5 if self.has_scale else 1.0,
+            logits_soft_cap=fields.positive("attn_logit_softcapping") if fields.has("attn_logit_softcapping") else 0.0,
+            has_sinks=self.has_sinks,
+        )
+        windows = self.windows(fields, fields.count("num_hidden_layers", most=MAX_LAYERS))
+        return AttentionGeometry(
+            tuple(replace(layer, window_left=left) for left in windows), self.reads(fields, windows)
+        )
+
+
+class LatentAttention:
+    """DeepSeek's layers, with the projections of K and V absorbed into those of q and of the output."""
+
+    is_latent: ClassVar[bool] = True
+
+    def geometry(self, fields: Fields) -> AttentionGeometry:
+        """Like AttentionOfFamily.geometry."""
+        latent_dim, rope_dim = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim")
+        # transformers 5 writes the second name
+        scaling = fields.inner("rope_scaling" if fields.has("rope_scaling") else "rope_parameters")
+        # YaRN sharpens the softmax of a context that was stretched by `factor`.
+        sharper = 1.0
+        if scaling.has("mscale_all_dim") and scaling.values["mscale_all_dim"] != 0:
+            sharper = 0.1 * scaling.positive("mscale_all_dim") * math.log(max(1.0, scaling.positive("factor"))) + 1
+        scale = (fields.count("qk_nope_head_dim") + rope_dim) ** -0.5 * sharper * sharper
+        if not math.isfinite(scale):
+            raise BadModel(f"{scaling.source}: mscale_all_dim {scaling.positive('mscale_all_dim')} is too large")
+        layer = AttentionLayer(
+            num_q_heads=fields.count("num_attention_heads"),
+            num_kv_heads=1,
+            head_dim=latent_dim + rope_dim,
+            scale=scale,
+            latent_dim=latent_dim,
+        )
+        return AttentionGeometry.of((layer,) * fields.count("num_hidden_layers", most=MAX_LAYERS))
+
+
+def _head_dim(fields: Fields, num_q_heads: int) -> int:
+    if fields.has("head_dim"):
+        return fields.count("head_dim")
+    hidden_size = fields.count("hidden_size")
+    if hidden_size % num_q_heads:
+        raise BadModel(
+            f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_q_heads}, "
+            "and there is no head_dim"
+        )
+    return hidden_size // num_q_heads
+
+
+def _num_kv_heads(fields: Fields, num_q_heads: int) -> int:
+    num_kv_heads = fields.count("num_key_value_heads", num_q_heads)
+    if num_q_heads % num_kv_heads:
+        raise BadModel(
+            f"config.json: num_attention_heads {num_q_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    return num_kv_heads

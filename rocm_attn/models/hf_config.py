@@ -1,0 +1,59 @@
+"""ModelConfig from a Hugging Face config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rocm_attn.errors import BadModel
+from rocm_attn.models.config import LayerConfig, ModelConfig
+from rocm_attn.models.families import (
+    DECODERS,
+    architecture_of,
+    attention_geometry,
+    refuse_latent_attention,
+    text_fields,
+)
+from rocm_attn.models.fields import Fields, shown
+
+
+def config_from_json(config: Mapping[str, object]) -> ModelConfig:
+    """The ModelConfig of a Hugging Face config.json. Raises BadModel, or Unsupported for attention of another kind."""
+    architecture = architecture_of(config)
+    if architecture not in DECODERS:
+        refuse_latent_attention(config)
+        raise BadModel(f"the runner does not know {architecture}; it runs {', '.join(DECODERS)}")
+    decoder, whole, fields = DECODERS[architecture], Fields(config, "config.json"), text_fields(config)
+    _refuse_quantised(whole)
+    attention = attention_geometry(config)
+    num_layers = len(attention.layers)
+    ropes, mlps = decoder.ropes(fields, attention), decoder.mlps(fields, num_layers)
+    projections = decoder.projections(fields, num_layers)
+    return ModelConfig(
+        architecture=architecture,
+        layers=tuple(map(LayerConfig, attention.layers, ropes, mlps, projections)),
+        hidden_size=fields.count("hidden_size"),
+        vocab_size=fields.count("vocab_size"),
+        context_len=fields.count("max_position_embeddings"),
+        rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        # a file with text_config has the end tokens next to it
+        eos_token_ids=whole.ids("eos_token_id") or fields.ids("eos_token_id"),
+        num_extra_layers=fields.whole("num_nextn_predict_layers", 0),
+        reads=attention.reads,
+        out_norms=decoder.out_norms,
+        norm_offset=decoder.norm_offset,
+        own_inputs=decoder.own_inputs(fields),
+        has_layer_factors=decoder.has_layer_factors,
+        multipliers=decoder.multipliers(fields),
+        logits_soft_cap=fields.positive("final_logit_softcapping") if fields.has("final_logit_softcapping") else 0.0,
+    )
+
+
+def _refuse_quantised(fields: Fields) -> None:
+    if not fields.has("quantization_config"):
+        return
+    method = fields.inner("quantization_config").text("quant_method", "unknown")
+    remedy = "use the unquantised model or a GGUF file"
+    if method == "mxfp4":
+        remedy = "let transformers load it with Mxfp4Config(dequantize=True) and save it in bfloat16"
+    raise BadModel(f"config.json: weights quantised with {shown(method)} are not read; {remedy}")

@@ -1,0 +1,122 @@
+"""The text part of Gemma 4, from its config.json.
+
+Layers without a window have a head size and KV heads of their own. v may be k as it was projected. The last layers may
+read K and V of earlier ones, and then have wider MLPs. Each dense MLP may have experts next to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.models.config import HeadProjections, OwnInputs
+from rocm_attn.models.fields import MAX_LAYERS, Fields
+from rocm_attn.models.gates import GeGLU
+from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer
+from rocm_attn.models.hf_attention import all_but_one_in_a_pattern_slide, of_the_last_like_it
+from rocm_attn.models.hf_mlp import geglu
+from rocm_attn.models.hf_projections import Projections
+from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, ExpertTensors, Mlp
+from rocm_attn.models.routing import Routing
+from rocm_attn.problem import UNLIMITED_WINDOW
+
+
+class Gemma4Attention:
+    """Layers with a window, and larger ones without."""
+
+    is_latent: ClassVar[bool] = False
+
+    def geometry(self, fields: Fields) -> AttentionGeometry:
+        """Like AttentionOfFamily.geometry."""
+        if fields.has("use_bidirectional_attention") and fields.text("use_bidirectional_attention") == "all":
+            raise Unsupported("use_bidirectional_attention is 'all': only causal attention of text is served")
+        windows = gemma4_windows(fields)
+        num_q_heads = fields.count("num_attention_heads")
+        own = fields.inner("per_layer_config")
+        layers = []
+        for number, left in enumerate(windows):
+            heads = _own_heads(fields, own, number, is_full=left == UNLIMITED_WINDOW)
+            if num_q_heads % heads[0]:
+                raise BadModel(
+                    f"config.json: num_attention_heads {num_q_heads} is not a multiple of the {heads[0]} KV heads of "
+                    f"layer {number}"
+                )
+            layers.append(AttentionLayer(num_q_heads, *heads, scale=1.0, window_left=left))
+        return AttentionGeometry(tuple(layers), of_the_last_like_it(fields, windows))
+
+
+def gemma4_windows(fields: Fields) -> tuple[int, ...]:
+    """[layers] window_left; the last layer never has a window."""
+    num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
+    return (*all_but_one_in_a_pattern_slide(fields, num_layers)[:-1], UNLIMITED_WINDOW)
+
+
+def _own_heads(fields: Fields, own: Fields, number: int, *, is_full: bool) -> tuple[int, int]:
+    """KV heads and head size of a layer. own: the file's settings of single layers, as transformers 5 writes them"""
+    kv_heads, head_dim = fields.count("num_key_value_heads"), fields.count("head_dim")
+    if own.values:
+        layer = own.inner(str(number))
+        return layer.count("num_key_value_heads", kv_heads), layer.count("head_dim", head_dim)
+    if not is_full:
+        return kv_heads, head_dim
+    if fields.flag("attention_k_eq_v", False) and fields.has("num_global_key_value_heads"):
+        kv_heads = fields.count("num_global_key_value_heads")
+    return kv_heads, fields.count("global_head_dim", 512)
+
+
+def gemma4_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] Norms on q, k and v; without a window, v may be k."""
+    has_bias, v_is_k = fields.flag("attention_bias", False), fields.flag("attention_k_eq_v", False)
+    heads = HeadProjections(qkv_bias=has_bias, out_bias=has_bias, qk_norm=True, v_norm=True)
+    return tuple(replace(heads, v_is_k=v_is_k and left == UNLIMITED_WINDOW) for left in gemma4_windows(fields))
+
+
+def gemma4_mlps(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
+    """[layers] Dense MLPs, wider if the layer reads K and V of another, and experts next to them if there are any."""
+    num_own = num_layers - fields.whole("num_kv_shared_layers", 0)
+    dense = geglu(fields, 1)[0]
+    assert isinstance(dense, DenseMlp), "geglu gives dense MLPs"
+    factor = 2 if fields.flag("use_double_wide_mlp", False) else 1
+    wide = replace(dense, intermediate_size=factor * dense.intermediate_size)
+    mlps = [dense if layer < num_own else wide for layer in range(num_layers)]
+    if not fields.flag("enable_moe_block", False):
+        return tuple(mlps)
+    routing = Routing(fields.count("num_experts"), fields.count("top_k_experts"), normalised=True)
+    experts = ExpertMlp(routing, fields.count("moe_intermediate_size"), GeGLU(), ExpertTensors.JOINED)
+    return tuple(DenseAndExperts(mlp, experts) for mlp in mlps)
+
+
+def own_inputs(fields: Fields) -> OwnInputs:
+    """The inputs that each layer gets for a token in addition to the residual. Raises BadModel."""
+    size = fields.whole("hidden_size_per_layer_input")
+    if size == 0:
+        return OwnInputs()
+    given, vocab_size = fields.count("vocab_size_per_layer_input"), fields.count("vocab_size")
+    if given < vocab_size:
+        raise BadModel(
+            f"config.json: vocab_size_per_layer_input is {given} and vocab_size {vocab_size}; "
+            "every token needs inputs of its own"
+        )
+    return OwnInputs(fields.count("hidden_size_per_layer_input"), given)
+
+
+GEMMA4_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 262_144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+}

@@ -1,0 +1,43 @@
+"""The fields of MiniCPM3's config.json that other models over latent rows lack."""
+
+from __future__ import annotations
+
+from rocm_attn.models.config import Multipliers
+from rocm_attn.models.fields import Fields
+from rocm_attn.models.hf_projections import Projections, interleaved_rows
+
+# Defaults of transformers' MiniCPM3Config for absent fields.
+MINICPM3_DEFAULTS: dict[str, object] = {
+    "vocab_size": 73448,
+    "hidden_size": 2560,
+    "intermediate_size": 6400,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 40,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "kv_lora_rank": 256,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "dim_model_base": 256,
+}
+
+
+def minicpm3_rows(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] Latent rows whose first half turns with the second. V's default size is hidden_size / heads."""
+    v_dim = fields.count("v_head_dim", fields.count("hidden_size") // fields.count("num_attention_heads"))
+    given = {**fields.values, "v_head_dim": v_dim, "rope_interleave": False}
+    return interleaved_rows(Fields(given, fields.source), num_layers)
+
+
+def minicpm3_multipliers(fields: Fields) -> Multipliers:
+    """scale_emb, scale_depth / sqrt(layers) and dim_model_base / hidden_size; null stands for 1 in the latter two."""
+    depth, hidden_size = fields.count("num_hidden_layers") ** 0.5, fields.count("hidden_size")
+    return Multipliers(
+        embedding=fields.positive("scale_emb"),
+        residual=fields.positive("scale_depth", depth) / depth,
+        head=fields.positive("dim_model_base", hidden_size) / hidden_size,
+    )

@@ -1,0 +1,127 @@
+"""The text part of MiniMax-M3, from its config.json.
+
+Layers with an indexer attend to blocks of tokens. Each KV head has the same number of index queries, which score all
+keys of the one index head. A block has the score of its best key, and each KV head's queries get the best blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+from rocm_attn.errors import BadModel
+from rocm_attn.kernels.sparse.arguments import Indexing
+from rocm_attn.models.config import HeadProjections
+from rocm_attn.models.fields import Fields, shown
+from rocm_attn.models.gates import ClampedSwiGLU
+from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer
+from rocm_attn.models.hf_attention import GroupedAttention, no_window
+from rocm_attn.models.hf_mlp import mlps_by_type
+from rocm_attn.models.hf_projections import Projections
+from rocm_attn.models.mlp_config import DenseMlp, ExpertMlp, ExpertTensors, Mlp
+from rocm_attn.models.routing import ExpertScores, Routing
+from rocm_attn.problem import Indexer
+
+_SPARSE = "minimax_m3_sparse"
+# Names of these fields in published files, in an object of their own.
+_OLDER_NAMES = {
+    "index_n_heads": "sparse_num_index_heads",
+    "index_head_dim": "sparse_index_dim",
+    "index_block_size": "sparse_block_size",
+    "index_topk_blocks": "sparse_topk_blocks",
+    "index_local_blocks": "sparse_local_block",
+}
+
+
+class BlockIndexedAttention:
+    """Layers with K and V heads, some of which attend to blocks that an indexer selects."""
+
+    is_latent: ClassVar[bool] = False
+
+    def geometry(self, fields: Fields) -> AttentionGeometry:
+        """Like AttentionOfFamily.geometry."""
+        dense = GroupedAttention(no_window).geometry(fields)
+        indexer, is_sparse = _indexer(fields, dense.layers[0]), sparse_layers(fields, len(dense.layers))
+        return AttentionGeometry.of(
+            [
+                replace(layer, indexer=indexer) if sparse else layer
+                for layer, sparse in zip(dense.layers, is_sparse, strict=True)
+            ]
+        )
+
+
+def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """[layers] True if a layer has an indexer. Raises BadModel."""
+    frequency = fields.inner("sparse_attention_config").values.get("sparse_attention_freq")
+    if fields.has("layer_types"):
+        types = fields.list("layer_types")
+    elif isinstance(frequency, list):
+        types = [_SPARSE if each else "full_attention" for each in frequency]
+    else:
+        types = ["full_attention"] * num_layers
+    if len(types) != num_layers or not set(types) <= {_SPARSE, "full_attention"}:
+        raise BadModel(
+            f"config.json: layer_types is {shown(types)}; it must hold {_SPARSE!r} or 'full_attention' for each of "
+            f"{num_layers} layers"
+        )
+    return tuple(each == _SPARSE for each in types)
+
+
+def _indexer(fields: Fields, layer: AttentionLayer) -> Indexer:
+    older = fields.inner("sparse_attention_config")
+    given = {name: older.values[old] for name, old in _OLDER_NAMES.items() if older.has(old)}
+    index = Fields({**fields.values, **given}, fields.source)
+    heads, local, top = (index.count(f"index_{name}") for name in ("n_heads", "local_blocks", "topk_blocks"))
+    if heads != layer.num_kv_heads:
+        raise BadModel(
+            f"config.json: {heads} index heads for num_key_value_heads {layer.num_kv_heads}; each KV head has its own"
+        )
+    if local > top:
+        raise BadModel(f"config.json: {local} local blocks of {top} that are chosen; it must be at most all of them")
+    indexing = Indexing(
+        scale=1.0, top=top, sets=heads, rectified=False, unit_keys=index.count("index_block_size"), last=local
+    )
+    return Indexer(heads, index.count("index_head_dim"), indexing)
+
+
+def minimax_m3_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] Norms on q and k, and indexers."""
+    return tuple(HeadProjections(qk_norm=True, indexer=sparse) for sparse in sparse_layers(fields, num_layers))
+
+
+def minimax_m3_mlps(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
+    """[layers] Dense MLPs, or experts with a shared one, by mlp_layer_types; all have clamped gates."""
+    gate = ClampedSwiGLU(limit=fields.positive("swiglu_limit"), alpha=fields.positive("swiglu_alpha"))
+    routing = Routing(
+        fields.count("num_local_experts"),
+        fields.count("num_experts_per_tok"),
+        normalised=True,
+        scores=ExpertScores.SIGMOID,
+        scale=fields.positive("routed_scaling_factor"),
+        has_correction=True,
+    )
+    shared, inner = fields.count("shared_intermediate_size"), fields.count("intermediate_size")
+    experts = ExpertMlp(routing, inner, gate, ExpertTensors.JOINED, shared_size=shared)
+    dense = DenseMlp(fields.count("dense_intermediate_size"), gate, is_joined=True)
+    return mlps_by_type(fields, dense, experts, num_layers)
+
+
+MINIMAX_M3_DEFAULTS: Mapping[str, object] = {
+    "intermediate_size": 3072,
+    "dense_intermediate_size": 12288,
+    "shared_intermediate_size": 3072,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 2.0,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "index_block_size": 128,
+    "index_topk_blocks": 16,
+    "index_local_blocks": 1,
+}

@@ -1,0 +1,61 @@
+"""The projections around attention that a Hugging Face config.json describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from rocm_attn.errors import BadModel
+from rocm_attn.models.config import HeadProjections, LatentProjections
+from rocm_attn.models.fields import Fields
+from rocm_attn.models.hf_indexer import own_indexers
+
+Projections = HeadProjections | LatentProjections
+
+
+def bias_everywhere_if_said(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] q, k and v, and the output of attention, add a bias if attention_bias is true."""
+    has_bias = fields.flag("attention_bias", False)
+    return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias),) * num_layers
+
+
+def bias_on_qkv(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] Like bias_everywhere_if_said, but only q, k and v add a bias, always."""
+    return (HeadProjections(qkv_bias=True),) * num_layers
+
+
+def no_bias(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] Like bias_everywhere_if_said, but without any bias."""
+    return (HeadProjections(),) * num_layers
+
+
+def normed_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] Like bias_everywhere_if_said, with norms on q and k."""
+    has_bias = fields.flag("attention_bias", False)
+    return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias, qk_norm=True),) * num_layers
+
+
+def rows_with_indexers(index_interleaved: bool) -> Callable[[Fields, int], tuple[Projections, ...]]:
+    """[layers] Like interleaved_rows, with an indexer in each layer that selects its own keys."""
+
+    def projections(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+        (rows,) = set(interleaved_rows(fields, num_layers))
+        assert isinstance(rows, LatentProjections), "latent rows"
+        if not rows.q_rank:
+            raise BadModel("config.json does not say q_lora_rank; queries of an indexer are made of a row of that rank")
+        own = replace(rows, indexer=True, index_interleaved=index_interleaved)
+        return tuple(own if is_own else rows for is_own in own_indexers(fields, num_layers))
+
+    return projections
+
+
+def interleaved_rows(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] Latent rows, whose elements that turn together are adjacent unless rope_interleave is false."""
+    projections = LatentProjections(
+        q_rank=fields.count("q_lora_rank") if fields.has("q_lora_rank") else 0,
+        nope_dim=fields.count("qk_nope_head_dim"),
+        v_dim=fields.count("v_head_dim"),
+        interleaved=fields.flag("rope_interleave", True),
+        has_bias=fields.flag("attention_bias", False),
+    )
+    return (projections,) * num_layers

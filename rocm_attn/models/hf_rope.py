@@ -1,0 +1,165 @@
+"""The rotary embeddings of a model, from its config.json.
+
+They are in rope_parameters (transformers 5), or in rope_theta and rope_scaling (before). Gemma 3 has one of them for
+the layers with a window and one for the others.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rocm_attn.errors import BadModel
+from rocm_attn.models.fields import Fields
+from rocm_attn.models.geometry import AttentionGeometry
+from rocm_attn.models.rope import (
+    DivisorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NoScaling,
+    ProportionalScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+    yarn_attention_factor,
+)
+from rocm_attn.problem import UNLIMITED_WINDOW
+
+# Gemma 3's defaults for absent fields.
+_THETA_OF_FULL, _THETA_OF_WINDOWED = 1e6, 1e4
+
+
+def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
+    """[layers] One rotary embedding for the whole model. Raises BadModel."""
+    parameters = fields.inner("rope_parameters")
+    scaling = parameters if parameters.values else fields.inner("rope_scaling")
+    theta = parameters.positive("rope_theta") if parameters.has("rope_theta") else fields.positive("rope_theta", 1e4)
+    original = fields.values.get("original_max_position_embeddings")
+    if original is not None:  # outside rope_scaling it takes precedence
+        scaling = Fields({**scaling.values, "original_max_position_embeddings": original}, scaling.source)
+    for place in (fields, scaling):
+        _refuse_partial(place)
+    kind = _scaling(scaling, fields.count("max_position_embeddings"))
+    return tuple(Rope(theta, layer.rope_dim, kind) for layer in attention.layers)
+
+
+def rope_of_first_elements(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
+    """[layers] One rotary embedding, without scaling, of partial_rotary_factor of every row. Raises BadModel."""
+    parameters = fields.inner("rope_parameters")
+    given = Fields({**fields.values, **parameters.values}, parameters.source)
+    share, kind = given.positive("partial_rotary_factor", 1.0), given.text("rope_type", "default")
+    if share > 1.0 or kind != "default":
+        raise BadModel(
+            f"{given.source}: rope type {kind!r} with partial_rotary_factor {share}; the runner knows 'default' here, "
+            "with at most 1"
+        )
+    theta = given.positive("rope_theta", 5e6)
+    return tuple(Rope(theta, int(layer.head_dim * share)) for layer in attention.layers)
+
+
+def rope_of_each_kind(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
+    """[layers] One rotary embedding for the layers with a window and one for the others. Raises BadModel."""
+    fields.count("sliding_window")  # without it, the two kinds of layer could not be distinguished
+    context_len, parameters = fields.count("max_position_embeddings"), fields.inner("rope_parameters")
+    if parameters.values:
+        full, windowed = _both_kinds(parameters)
+        thetas = (full.positive("rope_theta", _THETA_OF_FULL), windowed.positive("rope_theta", _THETA_OF_WINDOWED))
+    else:
+        full, windowed = fields.inner("rope_scaling"), Fields({}, fields.source)
+        thetas = (
+            fields.positive("rope_theta", _THETA_OF_FULL),
+            fields.positive("rope_local_base_freq", _THETA_OF_WINDOWED),
+        )
+    for place in (fields, full, windowed):
+        _refuse_partial(place)
+    scalings = (_scaling(full, context_len), _scaling(windowed, context_len))
+    kinds = ((layer, int(layer.window_left != UNLIMITED_WINDOW)) for layer in attention.layers)
+    return tuple(Rope(thetas[kind], layer.head_dim, scalings[kind]) for layer, kind in kinds)
+
+
+def _both_kinds(parameters: Fields) -> tuple[Fields, Fields]:
+    """The parameters of layers without a window, and of those with one."""
+    kinds = ("full_attention", "sliding_attention")
+    if not set(parameters.values) <= set(kinds):
+        raise BadModel(f"{parameters.source} holds {', '.join(parameters.values)}; it must hold {' and '.join(kinds)}")
+    return parameters.inner(kinds[0]), parameters.inner(kinds[1])
+
+
+def _refuse_partial(fields: Fields) -> None:
+    is_proportional = fields.values.get("rope_type") == "proportional"
+    if not is_proportional and fields.positive("partial_rotary_factor", 1.0) != 1.0:
+        raise BadModel(f"{fields.source}: partial_rotary_factor is not 1; the runner turns whole heads")
+
+
+def _scaling(fields: Fields, context_len: int) -> Scaling:
+    # the key was "type" before it was "rope_type"; some files carry both
+    kind = fields.text("rope_type", fields.text("type", "default"))
+    if kind == "default":
+        return NoScaling()
+    if kind == "linear":
+        return LinearScaling(fields.positive("factor"))
+    if kind == "proportional":
+        share = fields.positive("partial_rotary_factor", 1.0)
+        if share > 1.0:
+            raise BadModel(f"{fields.source}: partial_rotary_factor is {share}; it must be at most 1")
+        return ProportionalScaling(share, fields.positive("factor", 1.0))
+    original_context_len = fields.count("original_max_position_embeddings", context_len)
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=fields.positive("factor"),
+            low_freq_factor=fields.positive("low_freq_factor"),
+            high_freq_factor=fields.positive("high_freq_factor"),
+            original_context_len=original_context_len,
+        )
+    if kind == "yarn":
+        return _yarn(fields, context_len, original_context_len)
+    if kind == "longrope":
+        return _longrope(fields, context_len, original_context_len)
+    raise BadModel(
+        f"{fields.source}: rope type {kind!r} is not known; the runner knows "
+        "default, linear, proportional, llama3, yarn, longrope"
+    )
+
+
+def _yarn(fields: Fields, context_len: int, original_context_len: int) -> YarnScaling:
+    factor = fields.positive("factor", context_len / original_context_len)
+    attention_factor = yarn_attention_factor(factor)
+    # a factor of 0 counts as absent
+    if fields.values.get("mscale") and fields.values.get("mscale_all_dim"):
+        attention_factor = _mscale(factor, fields.positive("mscale")) / _mscale(
+            factor, fields.positive("mscale_all_dim")
+        )
+    return YarnScaling(
+        factor=factor,
+        original_context_len=original_context_len,
+        attention_factor=fields.positive("attention_factor", attention_factor),
+        beta_fast=fields.positive("beta_fast", 32.0),
+        beta_slow=fields.positive("beta_slow", 1.0),
+        truncate=fields.flag("truncate", True),
+    )
+
+
+def _longrope(fields: Fields, context_len: int, original_context_len: int) -> DivisorScaling:
+    """LongRoPE with one table for every text: a text's table must not depend on other texts of the step."""
+    short, long = _divisors(fields, "short_factor"), _divisors(fields, "long_factor")
+    factor, attention_factor = fields.positive("factor", context_len / original_context_len), 1.0
+    if factor > 1.0:
+        if original_context_len == 1:
+            raise BadModel(f"{fields.source}: original_max_position_embeddings is 1; it must be at least 2")
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_context_len))
+    attention_factor = fields.positive("attention_factor", attention_factor)
+    if short != long and context_len > original_context_len:
+        raise BadModel(
+            f"{fields.source}: long_factor differs from short_factor and takes its place in a step with a text of more "
+            f"than {original_context_len} tokens, so keys would depend on when they were stored; to serve texts up to "
+            f"there, set max_position_embeddings to {original_context_len} and attention_factor to {attention_factor!r}"
+        )
+    return DivisorScaling(short, attention_factor)
+
+
+def _divisors(fields: Fields, name: str) -> tuple[float, ...]:
+    given = fields.list(name)
+    return tuple(Fields({name: value}, fields.source).positive(name) for value in given)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 + mscale * (yarn_attention_factor(factor) - 1.0)

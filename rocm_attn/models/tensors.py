@@ -1,0 +1,101 @@
+"""TensorSource: the tensors of a model file. TensorReader: makes them weights of a dtype on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadModel
+from rocm_attn.models.shards import Span
+
+Shape = tuple[int, ...]
+
+
+class TensorSource(Protocol):
+    """The tensors of a model file, under Hugging Face's names."""
+
+    @property
+    def name(self) -> str:
+        """The name of the file in messages."""
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """name -> shape of every tensor in the file."""
+
+    def read(self, name: str, *where: slice) -> Tensor:
+        """One tensor, of any floating dtype, on the CPU. Raises BadModel.
+
+        where: the part of each of its first dimensions, start:stop within it; none: the whole tensor
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A named tensor, or a part of it.
+
+    cut: the spans of its first dimensions; the other dimensions are whole, and all are if there is none
+    """
+
+    name: str
+    cut: tuple[Span, ...] = ()
+
+    def shape(self, whole: Shape) -> Shape:
+        """Its shape, with padding. whole: the tensor's"""
+        return (*(span.size for span in self.cut), *whole[len(self.cut) :])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorReader:
+    """Reads pieces of tensors into joined ones, so that no more than one piece exists twice.
+
+    shapes: name -> shape of every tensor that may be read
+    dtype:  of the results, unless a method says otherwise
+    """
+
+    source: TensorSource
+    shapes: Mapping[str, Shape]
+    dtype: torch.dtype
+    device: torch.device
+
+    def join(self, *pieces: Piece) -> Tensor:
+        """The pieces joined along the first dimension. Raises BadModel if one is not finite."""
+        shapes = [piece.shape(self.shapes[piece.name]) for piece in pieces]
+        num_rows = sum(shape[0] for shape in shapes)
+        joined = torch.empty((num_rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        for piece, target in zip(pieces, torch.split(joined, [shape[0] for shape in shapes]), strict=True):
+            self._copy(target, piece)
+        self._check(joined, *pieces)
+        return joined
+
+    def in_float32(self, piece: Piece) -> Tensor:
+        """One piece in float32. Raises BadModel if it is not finite."""
+        shape = piece.shape(self.shapes[piece.name])
+        tensor = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self._copy(tensor, piece)
+        self._check(tensor, piece)
+        return tensor
+
+    def copy_into(self, target: Tensor, piece: Piece) -> None:
+        """Reads a piece to its place in a larger tensor. Raises BadModel if it is not finite."""
+        self._copy(target, piece)
+        self._check(target, piece)
+
+    def _copy(self, target: Tensor, piece: Piece) -> None:
+        whole = self.shapes[piece.name]
+        if any(span.num_real < span.size for span in piece.cut):
+            target.zero_()
+        if all(span.num_real for span in piece.cut):
+            is_cut = any(span.num_real < size for span, size in zip(piece.cut, whole, strict=False))
+            where = [slice(span.start, span.stop) for span in piece.cut] if is_cut else []
+            target[tuple(slice(span.num_real) for span in piece.cut)] = self.source.read(piece.name, *where)
+
+    def _check(self, tensor: Tensor, *pieces: Piece) -> None:
+        if not torch.isfinite(tensor).all():
+            names = " or ".join(piece.name for piece in pieces)
+            raise BadModel(
+                f"{self.source.name}: {names} holds NaN or infinity as {tensor.dtype}; "
+                "the file is damaged, or the dtype too narrow for it"
+            )

@@ -1,0 +1,1 @@
+"""The needles of `rocm-attn truth`: long contexts in which every query asks for one key."""

@@ -1,0 +1,184 @@
+"""NeedleLayer: the needles of one layer in all sequences, the inputs of a step, and a check of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.problem import AllKeys, Indexer, PoolKind, Problem
+from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.truth.needles import Asked, Haystack, IndexHaystack, Pointed, check_indexer, sharpness_of
+
+# A result that is not a key's value is about sqrt(2) away from it; the sum of many other values is about 1 away.
+_NOT_ITS_VALUE = 0.5
+# The most wrong needles that are named per sequence and comparison.
+_MOST_NAMED = 8
+# Tokens whose outputs are compared at once.
+_COMPARED = 1024
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one sequence in one layer.
+
+    asked, hidden: keys that were asked for and may be seen, and those that may not
+    missed, seen:  the visible keys that were not found, and the hidden ones that came back
+    worst:         largest distance of a value that was found
+    """
+
+    asked: int = 0
+    hidden: int = 0
+    missed: int = 0
+    seen: int = 0
+    worst: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """True if something was asked for, and all of it was right."""
+        return self.asked > 0 and self.missed == self.seen == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """A needle that was not found, or one that was found although it is hidden.
+
+    seq, token, head: the query: sequence of the step, new token of the sequence, query head
+    key:              the key that was asked for, a place in the sequence's KV
+    distance:         |out - v| / |v|, v being the value of the key
+    """
+
+    seq: int
+    token: int
+    head: int
+    key: int
+    visible: bool
+    distance: float
+
+
+def tolerance(problem: Problem) -> float:
+    """Returns how far a value that was found may be from the stored one, as a fraction of its length.
+
+    It is half a unit in the last place of the pool's encoding and of the output, and the weight of the other keys.
+    """
+    stored = torch.finfo(problem.page_format.encoding.dtype).eps
+    return 1.25 * (stored / 2 + torch.finfo(problem.dtype).eps) + 0.01
+
+
+class NeedleLayer:
+    """One layer's needles, and tensors at fixed addresses for the inputs and outputs of a step.
+
+    kv_len:     tokens of each sequence at the end
+    num_tokens: padded tokens of the largest step
+    earlier:    the layer before it whose selection it may share
+    Raises BadProblem.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        kv_len: Sequence[int],
+        num_tokens: int,
+        generator: torch.Generator,
+        earlier: NeedleLayer | None,
+    ) -> None:
+        self.problem = problem
+        self._generator = generator
+        self._sharpness = sharpness_of(problem, max(kv_len))
+        self._tolerance = tolerance(problem)
+        self._haystacks = [Haystack.random(problem, length, generator) for length in kv_len]
+        self._asked: list[Asked] = []
+        self._pointed: list[Pointed] = []
+        self._source = earlier
+        device = generator.device
+
+        def rows(*shape: int, dtype: torch.dtype = problem.dtype) -> Tensor:
+            return torch.zeros(num_tokens, *shape, dtype=dtype, device=device)
+
+        self._q = rows(problem.num_q_heads, problem.head_dim)
+        self._k = rows(problem.num_kv_heads, problem.head_dim)
+        is_latent = problem.pool is PoolKind.LATENT
+        self._v = self._k[..., : problem.v_head_dim] if is_latent else rows(problem.num_kv_heads, problem.v_head_dim)
+        self._out = rows(problem.num_q_heads, problem.v_head_dim)
+        self._index: list[IndexHaystack] = []
+        if isinstance(problem.indexer, Indexer):
+            indexer, self._source = problem.indexer, self
+            check_indexer(indexer, max(kv_len))
+            self._index = [IndexHaystack.random(problem, indexer, length, generator) for length in kv_len]
+            self._index_k = rows(indexer.head_dim)
+            self._index_q = rows(indexer.num_heads, indexer.head_dim)
+            self._index_weights = rows(indexer.num_heads, dtype=torch.float32)
+            self._index_weights += 0.75 + 0.5 * torch.rand(indexer.num_heads, generator=generator, device=device)
+
+    @property
+    def source(self) -> NeedleLayer | None:
+        """The layer whose selection is shared by a later layer without an indexer of its own."""
+        return self._source
+
+    def prepare(self, done: Sequence[int], q_len: Sequence[int]) -> None:
+        """Sets the inputs of a step. done: tokens of each sequence before it; q_len: the new ones"""
+        # Padding is NaN, so that any use of it shows.
+        for rows in (self._q, self._k, self._v, self._out):
+            rows.fill_(float("nan"))
+        self._asked, self._pointed = [], []
+        at = 0
+        for seq, (first, new) in enumerate(zip(done, q_len, strict=True)):
+            here, there = slice(at, at + new), slice(first, first + new)
+            self._point(seq, here, there)
+            asked, haystack = self._ask(seq, there), self._haystacks[seq]
+            self._q[here] = haystack.queries(asked, self.problem, self._sharpness)
+            self._k[here] = haystack.k[there]
+            if self.problem.pool is not PoolKind.LATENT:
+                self._v[here] = haystack.v[there]
+            self._asked.append(asked)
+            at += new
+
+    def _point(self, seq: int, here: slice, there: slice) -> None:
+        if isinstance(self.problem.indexer, Indexer):
+            indexer, index = self.problem.indexer, self._index[seq]
+            pointed = Pointed.of(self.problem, indexer, there.start, there.stop, self._generator)
+            self._pointed.append(pointed)
+            self._index_k[here] = index.stored(there, indexer.indexing)
+            self._index_q[here] = index.queries(pointed, self.problem, indexer)
+
+    def _ask(self, seq: int, there: slice) -> Asked:
+        if isinstance(self.problem.indexer, AllKeys):
+            return Asked.of(self.problem, there.start, there.stop, self._generator)
+        assert self._source is not None
+        return Asked.of_selection(self.problem, self._source._pointed[seq], there.start, there.stop)
+
+    def run(self, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:
+        """Stores, selects and attends. Returns the outputs, [num_tokens, q_heads, v_head_dim]. May be captured."""
+        q, k, v, out = (rows[:num_tokens] for rows in (self._q, self._k, self._v, self._out))
+        if isinstance(self.problem.indexer, AllKeys):
+            layers.store_and_attend(number, q, k, v, out)
+            return out
+        layers.store(number, k, v)
+        if isinstance(self.problem.indexer, Indexer):
+            layers.store_index(number, self._index_k[:num_tokens])
+            layers.select(number, self._index_q[:num_tokens], self._index_weights[:num_tokens])
+        layers.attend_selected(number, q, out)
+        return out
+
+    def judge(self, tallies: Sequence[Tally]) -> Iterator[Wrong]:
+        """Adds the last step's results to the tallies, and yields some of the wrong needles."""
+        at = 0
+        for seq, (haystack, asked, tally) in enumerate(zip(self._haystacks, self._asked, tallies, strict=True)):
+            for first in range(0, len(asked.key), _COMPARED):
+                part = asked.part(slice(first, first + _COMPARED))
+                far = haystack.distance(part, self._out[at : at + len(part.key)], self.problem)
+                at += len(part.key)
+                missed = part.visible & ~(far <= self._tolerance)
+                seen = ~part.visible & ~((far >= _NOT_ITS_VALUE) & far.isfinite())
+                worst = far.masked_fill(~part.visible | missed, 0.0).max()
+                num_visible, num_missed, num_seen = torch.stack([part.visible.sum(), missed.sum(), seen.sum()]).tolist()
+                tally.asked += num_visible
+                tally.hidden += part.visible.numel() - num_visible
+                tally.missed += num_missed
+                tally.seen += num_seen
+                tally.worst = max(tally.worst, float(worst))
+                for token, head in (missed | seen).nonzero()[:_MOST_NAMED].tolist():
+                    key, visible = int(part.key[token, head]), bool(part.visible[token, head])
+                    yield Wrong(seq, first + token, head, key, visible, float(far[token, head]))

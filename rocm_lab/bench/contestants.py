@@ -1,0 +1,111 @@
+"""The contestants for a step's layer: this package's providers, and other libraries' kernels if they are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rocm_attn.errors import BadSetting, Unsupported
+from rocm_attn.machine.choices import PROVIDERS
+from rocm_attn.machine.target import detect_target
+from rocm_attn.providers.contract import KernelRow, PoolSize
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.selection.kernels import missing_kernels
+from rocm_lab.bench.contestant import Contestant, Launch, NotServed
+from rocm_lab.bench.prepared import Prepared
+from rocm_lab.bench.step_data import StepData
+
+DETERMINISTIC = "+deterministic"
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A provider of this package's.
+
+    provider: a name of PROVIDERS
+    """
+
+    provider: str
+    deterministic: bool = False
+
+    def prepare(self, data: StepData) -> Launch:
+        """Does the same as Contestant.prepare."""
+        target = detect_target(data.device)
+        pool = PoolSize(data.pages.k.shape[0], data.bounds.max_kv_len, data.batch.num_seqs)
+        try:
+            selection = select(
+                data.problem,
+                target,
+                self.provider,
+                pool=pool,
+                unavailable=missing_kernels(target, self.provider),
+                deterministic=self.deterministic,
+            )
+        except Unsupported as refusal:
+            raise NotServed("; ".join(refusal.reasons) or refusal.summary) from refusal
+        row, prepared = _bound(selection, data)
+        return Launch(
+            prepared.attend,
+            lambda: data.out,
+            f"{row.name}: {prepared.kernel.describe()}",
+            row.rounds_products,
+            row.rounds_queries,
+        )
+
+
+def _bound(selection: Selection, data: StepData) -> tuple[KernelRow, Prepared]:
+    """Returns the row that serves the step, and its kernel over the data."""
+    kernel = selection.kernel(data.kind)
+    rows = (data.q, data.out)
+    return kernel.row, Prepared.of(kernel.bound, data.step, data.bounds, rows, data.pages, data.weights)
+
+
+def contestants(names: tuple[str, ...], fa3_library: str) -> Mapping[str, Contestant]:
+    """Returns the contestants by name. fa3_library: a shared library of FlashAttention-3; empty: the installed one.
+
+    Raises BadSetting for a name that is not known.
+    """
+    found: dict[str, Contestant] = {}
+    for name in names:
+        own, _, kind = name.partition("+")
+        if own in PROVIDERS and f"+{kind}" in ("+", DETERMINISTIC):
+            found[name] = Own(own, deterministic=bool(kind))
+        elif name in _PEERS:
+            found[name] = _PEERS[name](fa3_library)
+        else:
+            known = ", ".join((*PROVIDERS, *_PEERS))
+            raise BadSetting(f"provider {name!r} is not known; choose among {known}, own ones with {DETERMINISTIC} too")
+    return found
+
+
+def _sdpa(fa3_library: str) -> Contestant:
+    from rocm_lab.bench.peers.torch_sdpa import TorchSdpa
+
+    return TorchSdpa()
+
+
+def _fa3(fa3_library: str) -> Contestant:
+    from rocm_lab.bench.peers.flash_attention import FlashAttention3
+
+    return FlashAttention3(fa3_library)
+
+
+def _flashinfer(fa3_library: str) -> Contestant:
+    from rocm_lab.bench.peers.flashinfer import FlashInfer
+
+    return FlashInfer()
+
+
+def _vllm_triton(fa3_library: str) -> Contestant:
+    from rocm_lab.bench.peers.vllm_triton import VllmTriton
+
+    return VllmTriton()
+
+
+_PEERS: Mapping[str, Callable[[str], Contestant]] = {
+    "sdpa": _sdpa,
+    "fa3": _fa3,
+    "flashinfer": _flashinfer,
+    "vllm-triton": _vllm_triton,
+}
+PEERS = tuple(_PEERS)

@@ -1,0 +1,154 @@
+"""Compares a kernel's output with the float64 reference, within the bounds that all checks share.
+
+The first, middle and last new tokens of every sequence are compared, as many as a fixed number of scores allows. Small
+steps are compared whole. No element of the output may be NaN, compared or not: it was NaN before the kernel ran.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error_parts
+from rocm_attn.oracle.reference import attend_sequence
+from rocm_lab.bench.step_data import StepData
+
+# The most scores of a sequence: query heads times tokens times keys, in float64.
+MOST_SCORES = 1 << 24
+_NO_DIVISION_BY_ZERO = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of a comparison.
+
+    part:      the largest error, as a fraction of the allowed one; at most 1 is right
+    error:     |out - reference| / |reference| over the compared tokens
+    max_error: largest |out - reference|
+    max_relative: largest |out - reference| / |reference|
+    compared:  the number of tokens
+    wrong:     the fault, in a clause; empty if there is none
+    """
+
+    part: float
+    error: float
+    max_error: float
+    max_relative: float
+    compared: int
+    wrong: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        """True if the output may be timed."""
+        return not self.wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Tokens that are compared.
+
+    begin:  the first of them, among the step's
+    wanted: float64 [tokens, q_heads, v_head_dim]
+    lse:    float64 [tokens, q_heads], natural
+    """
+
+    begin: int
+    seq: int
+    wanted: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """The expected output of a step, for the tokens that are compared."""
+
+    data: StepData
+    samples: tuple[Sample, ...]
+
+    @classmethod
+    def of(cls, data: StepData, *, rounds_queries: bool = False) -> Truth:
+        """Computes the reference. rounds_queries: whether a kernel is given q in the pages' eight bits"""
+        q = eight_bit_queries(data.q, data.problem.page_format.encoding.dtype) if rounds_queries else data.q
+        return cls(data, tuple(_samples(data, q)))
+
+    def judge(self, out: Tensor, *, rounds_products: bool = False) -> Verdict:
+        """Checks a kernel's output. rounds_products: whether it multiplies in eight bits"""
+        bound = bounds_of(self.data.problem.dtype, eight_bit_products=rounds_products).out
+        if out.shape != self.data.out.shape:
+            return _never(f"its output is {list(out.shape)} and should be {list(self.data.out.shape)}")
+        return self._compared(
+            out, bound, [(sample, sample.wanted, self._size(sample.wanted)) for sample in self.samples]
+        )
+
+    def judge_lse(self, lse: Tensor) -> Verdict:
+        """Checks a kernel's log-sum-exp. lse: natural, [T, q_heads]"""
+        bound = bounds_of(self.data.problem.dtype, eight_bit_products=False).lse
+        return self._compared(lse, bound, [(sample, sample.lse, 1.0) for sample in self.samples])
+
+    def _compared(self, found: Tensor, bound: Bound, wanted: Sequence[tuple[Sample, Tensor, float]]) -> Verdict:
+        part = squares = wanted_squares = largest = relative = 0.0
+        worst_seq = compared = 0
+        for sample, right, size in wanted:
+            mine = found[sample.begin : sample.begin + len(right)].double()
+            here = float(error_parts(mine, right, bound, size=size).max())
+            if here > part:
+                part, worst_seq = here, sample.seq
+            difference = (mine - right).abs()
+            squares += float(difference.square().sum())
+            wanted_squares += float(right.square().sum())
+            largest = max(largest, float(difference.max()))
+            relative = max(relative, float((difference / (right.abs() + _NO_DIVISION_BY_ZERO)).max()))
+            compared += len(right)
+        error = math.sqrt(squares / wanted_squares) if wanted_squares else math.sqrt(squares)
+        wrong = f"sequence {worst_seq} is {part:.3g} times as far from the oracle as is allowed" if part > 1 else ""
+        if bool(found.isnan().any()):
+            part, wrong = math.inf, "it left NaN in its output"
+        return Verdict(part, error, largest, relative, compared, wrong)
+
+    def _size(self, wanted: Tensor) -> float:
+        """Returns the value that replaces a standard deviation of 1 in the bound.
+
+        The bounds are for outputs of size 1. Means over many keys are smaller, so a lost page would pass. Elements of
+        two bytes are rounded in proportion to the sum, so their bound shrinks with the output. Elements of four bytes
+        lose as much as float32 sums, in proportion to V.
+        """
+        if self.data.problem.dtype.itemsize > 2:
+            return 1.0
+        return min(1.0, 2.0 * float(wanted.square().mean().sqrt()))
+
+
+def failed(error: BaseException) -> Verdict:
+    """Returns the verdict for a kernel that raised."""
+    text = str(error).strip().splitlines()
+    return _never(f"it raised {type(error).__name__}{f': {text[0]}' if text else ''}")
+
+
+def _never(wrong: str) -> Verdict:
+    return Verdict(math.inf, math.inf, math.inf, math.inf, 0, wrong)
+
+
+def _samples(data: StepData, q: Tensor) -> Iterator[Sample]:
+    problem, first = data.problem, 0
+    for seq, (kv_len, q_len) in enumerate(zip(data.batch.kv_len, data.batch.q_len, strict=True)):
+        k, v = (side.flatten(0, 1)[:kv_len] for side in data.pages.read(data.pages_of_seq[seq]))
+        for begin, end in _blocks(q_len, max(1, MOST_SCORES // (problem.num_q_heads * kv_len))):
+            keys = kv_len - q_len + end if problem.causal else kv_len
+            out, lse = attend_sequence(q[first + begin : first + end], k[:keys], v[:keys], problem, data.weights)
+            yield Sample(first + begin, seq, out, lse)
+        first += q_len
+
+
+def _blocks(q_len: int, most: int) -> list[tuple[int, int]]:
+    """Returns the first, middle and last new tokens of a sequence, `most` each, without overlap; all if few."""
+    if q_len <= most:
+        return [(0, q_len)]
+    found: list[tuple[int, int]] = []
+    for begin in (0, (q_len - most) // 2, q_len - most):
+        end = begin + most
+        begin = max(begin, found[-1][1]) if found else begin
+        if begin < end:
+            found.append((begin, end))
+    return found

@@ -1,0 +1,280 @@
+"""Times kernels in turns. Each is checked first, and only correct ones are timed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from rocm_attn.machine.devices import wait_for_device
+from rocm_lab.bench import layers
+from rocm_lab.bench.ceilings import Ceilings
+from rocm_lab.bench.clocks import Sampled, Timed, clock_of, in_turn
+from rocm_lab.bench.contestant import Contestant, Launch, NotServed
+from rocm_lab.bench.contestants import Own
+from rocm_lab.bench.energy import EnergyMeter
+from rocm_lab.bench.judge import Truth, Verdict, failed
+from rocm_lab.bench.step_data import StepData, random_steps
+from rocm_lab.bench.suites import Case
+from rocm_lab.bench.work import Work, work_of
+
+# KV bytes between two uses of a page, as a multiple of the L2; and the most sets of pages, to bound the preparation.
+_PAST_L2, _MOST_SETS = 4, 24
+# If a kernel is faster than the floor by more than this, its launches have not done their work.
+_MOST_SHARE = 1.1
+_NO_SAMPLES = Sampled((), ())
+
+OK, WRONG, FAILED, NOT_SERVED = "ok", "wrong", "failed", "not served"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """The settings of timing kernels.
+
+    rounds:   samples of each
+    round_us: microseconds of launches that a sample is the mean of
+    seed:     of data and head weights
+    energy_s: seconds of launches for each reading of the energy counter; 0: none
+    """
+
+    rounds: int = 15
+    round_us: float = 3000.0
+    seed: int = 0
+    energy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A contestant on a case.
+
+    status:          OK, WRONG, FAILED (it raised) or NOT_SERVED
+    reason:          in a clause, if it is not OK
+    samples:         of one layer; none if it is not OK
+    joules_a_token:  of one layer and one new token; NaN if it was not measured
+    """
+
+    case: Case
+    provider: str
+    status: str
+    work: Work
+    floor_us: float
+    kernel: str = ""
+    reason: str = ""
+    verdict: Verdict | None = None
+    samples: Sampled = _NO_SAMPLES
+    joules_a_token: float = float("nan")
+
+    @property
+    def us(self) -> float:
+        """The median time in microseconds."""
+        return statistics.median(self.samples.us)
+
+    @property
+    def share(self) -> float:
+        """The floor over the median: 1 is as fast as the device's memory or its products allow."""
+        return self.floor_us / self.us
+
+    @property
+    def is_bad(self) -> bool:
+        """True if it gave a wrong result, or none."""
+        return self.status in (WRONG, FAILED)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the row for a result file."""
+        found: dict[str, Any] = {
+            "suite": self.case.suite,
+            "case": self.case.name,
+            "batch": str(self.case.batch),
+            "layer": layers.as_json(self.case.problem),
+            "provider": self.provider,
+            "status": self.status,
+            **asdict(self.work),
+            "floor_us": self.floor_us,
+        }
+        if self.reason:
+            found["reason"] = self.reason
+        if self.kernel:
+            found["kernel"] = self.kernel
+        if self.verdict is not None and self.verdict.compared:
+            found["error"] = self.verdict.error
+            found["max_error"] = self.verdict.max_error
+            found["part_of_bound"] = self.verdict.part
+            found["compared_tokens"] = self.verdict.compared
+        if self.samples.us:
+            found |= {"us": self.us, "share": self.share, "samples_us": list(self.samples.us)}
+        clocks = [mhz for mhz in self.samples.mhz if mhz == mhz]
+        if clocks:
+            found |= {"mhz": statistics.median(clocks), "lowest_mhz": min(clocks)}
+        if self.joules_a_token == self.joules_a_token:
+            found["joules_a_token"] = self.joules_a_token
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Contestants on a device.
+
+    ceilings: of the device
+    meter:    of its energy
+    """
+
+    contestants: Mapping[str, Contestant]
+    device: torch.device
+    ceilings: Ceilings
+    options: KernelOptions
+    meter: EnergyMeter
+
+    def rows(self, cases: Iterable[Case]) -> Iterator[list[Row]]:
+        """Yields, for each case, a row per contestant. It holds the memory of one case at a time."""
+        for case in cases:
+            yield self._of_case(case)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _of_case(self, case: Case) -> list[Row]:
+        work = work_of(case.problem, case.batch)
+        data = random_steps(case.problem, case.batch, self._sets(work), self.device, self.options.seed)
+        truths: dict[bool, Truth] = {}
+        runners: list[_Runner] = []
+        for name, contestant in self.contestants.items():
+            runners.append(self._prepared(name, contestant, data, truths))
+        timed = [runner.timed for runner in runners if runner.timed is not None]
+        samples = iter(in_turn(timed, self.options.rounds, self.meter.mhz))
+        floor_us = work.floor_us(bytes_per_s=self.ceilings.bytes_per_s, flops_per_s=self.ceilings.flops_per_s)
+        rows = []
+        for runner in runners:
+            row = Row(case, runner.name, runner.status, work, floor_us, runner.kernel, runner.reason, runner.verdict)
+            if runner.timed is not None:
+                row = self._checked(replace(row, samples=next(samples)), runner, data, truths)
+                row = replace(row, joules_a_token=self._joules_a_token(runner, row))
+            rows.append(row)
+        return rows
+
+    def _checked(self, row: Row, runner: _Runner, data: Sequence[StepData], truths: Mapping[bool, Truth]) -> Row:
+        """Returns the row, without times if the output is wrong after timing, or was faster than the device can be."""
+        assert runner.timed is not None
+        assert runner.launch is not None
+        truth = truths[runner.launch.rounds_queries]
+        verdict = self._judged(truth, runner.launch, data, runner.timed.microseconds)
+        wrong = "" if verdict.is_right else f"after it was timed, {verdict.wrong}"
+        if not wrong and self._is_past_l2(row.work, len(data)) and row.share > _MOST_SHARE:
+            wrong = f"it was {row.share:.2f} times as fast as memory and products allow, so it did not do the work"
+        return replace(row, status=WRONG, reason=wrong, samples=_NO_SAMPLES) if wrong else row
+
+    def _sets(self, work: Work) -> int:
+        """Returns the number of steps, each over pages of its own."""
+        if self.device.type != "cuda":
+            return 1
+        return max(1, min(_MOST_SETS, -(-_PAST_L2 * self._l2_bytes() // work.kv_bytes)))
+
+    def _is_past_l2(self, work: Work, sets: int) -> bool:
+        """True if this many steps read from a GPU's memory each time. It is unknown, so False, for a CPU."""
+        return self.device.type == "cuda" and work.kv_bytes * sets >= 2 * self._l2_bytes()
+
+    def _l2_bytes(self) -> int:
+        found: int = torch.cuda.get_device_properties(self.device).L2_cache_size
+        return found
+
+    def _prepared(
+        self, name: str, contestant: Contestant, data: Sequence[StepData], truths: dict[bool, Truth]
+    ) -> _Runner:
+        """Checks an eager run. If that is right, captures it, and checks the output of the launches to be timed."""
+        try:
+            launches = [contestant.prepare(each) for each in data]
+        except NotServed as refusal:
+            return _Runner(name, NOT_SERVED, reason=str(refusal))
+        except Exception as error:
+            return _Runner(name, FAILED, verdict=failed(error), reason=failed(error).wrong)
+        first = launches[0]
+        if first.rounds_queries not in truths:
+            truths[first.rounds_queries] = Truth.of(data[0], rounds_queries=first.rounds_queries)
+        truth = truths[first.rounds_queries]
+        verdict = self._judged(truth, first, data, first.run)
+        if not verdict.is_right:
+            return _not_timed(name, first, verdict)
+        timed: list[Timed] = []
+
+        def timed_run() -> None:
+            timed.append(clock_of(self.device, self.options.round_us).timed([each.run for each in launches]))
+            for each in data:
+                each.out.fill_(float("nan"))
+            timed[0].microseconds()
+
+        verdict = self._judged(truth, first, data, timed_run)
+        if not verdict.is_right:
+            return _not_timed(name, first, verdict)
+        return _Runner(name, OK, first.kernel, verdict=verdict, timed=timed[0], launch=first)
+
+    def _judged(self, truth: Truth, launch: Launch, data: Sequence[StepData], run: Callable[[], object]) -> Verdict:
+        data[0].out.fill_(float("nan"))
+        try:
+            run()
+            wait_for_device(self.device)
+            out = launch.out()
+        except Exception as error:
+            return failed(error)
+        return truth.judge(out, rounds_products=launch.rounds_products)
+
+    def _joules_a_token(self, runner: _Runner, row: Row) -> float:
+        if runner.timed is None or not row.samples.us or not self.options.energy_s or self.meter.why_not:
+            return float("nan")
+        before = self.meter.joules()
+        launches = runner.timed.run(self.options.energy_s)
+        return (self.meter.joules() - before) / (launches * row.case.batch.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """A contestant that was checked. timed and launch are set if it is right."""
+
+    name: str
+    status: str
+    kernel: str = ""
+    reason: str = ""
+    verdict: Verdict | None = None
+    timed: Timed | None = None
+    launch: Launch | None = None
+
+
+def _not_timed(name: str, launch: Launch, verdict: Verdict) -> _Runner:
+    status = WRONG if verdict.compared else FAILED
+    return _Runner(name, status, launch.kernel, verdict.wrong, verdict)
+
+
+def compile_ahead(
+    cases: Sequence[Case], contestants: Mapping[str, Contestant], device: torch.device, processes: int
+) -> None:
+    """Runs each case once, in parallel processes, so that its kernels are in the compiler's cache on disk.
+
+    Failures here are ignored: they occur again, and are reported, when the case is checked.
+    """
+    own = [contestant for contestant in contestants.values() if isinstance(contestant, Own)]
+    tasks = [(case, contestant, device) for case in dict.fromkeys(cases) for contestant in own]
+    if processes < 2 or not tasks:
+        return
+    with _pool(processes) as pool:
+        for _ in pool.imap_unordered(_compiled, tasks):
+            pass
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[Any]:
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield pool
+
+
+def _compiled(task: tuple[Case, Own, torch.device]) -> None:
+    case, contestant, device = task
+    try:
+        (data,) = random_steps(case.problem, case.batch, 1, device, 0)
+        contestant.prepare(data).run()
+        torch.cuda.synchronize(device)
+    except Exception:
+        return
+    finally:
+        torch.cuda.empty_cache()

@@ -1,0 +1,167 @@
+"""Result files: the measurements with every sample, the machine, and the settings."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.machine.target import detect_target
+from rocm_lab.bench.ceilings import Ceilings
+from rocm_lab.bench.kernels import OK, KernelOptions, Row
+from rocm_lab.bench.machine import describe_machine
+
+# Raised by one if a reader of the older form would misread the newer one.
+SCHEMA = "rocm_attn.bench/1"
+KERNELS, SERVING = "kernels", "serving"
+# Words of a command line that have a / and are not paths: heads as 32/8, and encodings as e4m3fn/token.
+_CODE = "[a-z0-9-]+(/(layer|head|token))?"
+_NO_PATH = re.compile(rf"\d+/\d+|{_CODE}(,{_CODE})*")
+
+_COLUMNS = (
+    "suite",
+    "case",
+    "batch",
+    "provider",
+    "status",
+    "us",
+    "floor_us",
+    "share",
+    "mhz",
+    "lowest_mhz",
+    "joules_a_token",
+    "error",
+    "num_bytes",
+    "flops",
+    "kernel",
+    "reason",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A result file that was read.
+
+    kind:    KERNELS or SERVING
+    machine: device, versions, commit, date
+    rows:    as they were written
+    rest:    everything else
+    """
+
+    kind: str
+    machine: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    rest: Mapping[str, Any]
+
+
+def kernels_as_json(
+    rows: Sequence[Row], device: torch.device, ceilings: Ceilings, options: KernelOptions, energy: str
+) -> dict[str, Any]:
+    """Returns the content of a file of kernels. energy: the counter, or why there is none"""
+    target = detect_target(device)
+    return {
+        **head(KERNELS, device),
+        "arch": target.arch,
+        "compute_units": target.compute_units,
+        "ceilings": {**asdict(ceilings), "bytes_per_s": ceilings.bytes_per_s},
+        "options": asdict(options),
+        "energy": energy,
+        "rows": [row.as_json() for row in rows],
+    }
+
+
+def head(kind: str, device: torch.device) -> dict[str, Any]:
+    """Returns the beginning of every result file."""
+    machine: dict[str, Any] = describe_machine()
+    if device.type != "cuda":
+        machine["device"] = f"CPU, {machine['threads']} threads"
+    machine["runtime"] = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return {"schema": SCHEMA, "kind": kind, "command": ["rocm-attn", *map(shareable, sys.argv[1:])], "machine": machine}
+
+
+def shareable(word: str) -> str:
+    """Returns a word of a command line with file names instead of paths, because result files are shown to others."""
+    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    if "://" in value:
+        scheme, _, rest = value.partition("://")
+        return f"{flag}{equals}{scheme}://{rest.rpartition('@')[2]}"  # without user and password
+    if os.sep not in value or _NO_PATH.fullmatch(value):
+        return word
+    return f"{flag}{equals}{'@' if value.startswith('@') else ''}{Path(value).name}"
+
+
+def as_text(result: Mapping[str, Any]) -> str:
+    """Returns a result as JSON. It has no NaN and infinities, so they become null."""
+    return json.dumps(_finite(result), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def read_result(path: Path) -> Kept:
+    """Reads a result file. Raises BadSetting if it is missing, or is no result file of this schema."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise BadSetting(f"{path} cannot be read ({error.strerror}); give a file that rocm-attn bench wrote") from error
+    except ValueError as error:
+        raise BadSetting(f"{path} is not JSON ({error}); give a file that rocm-attn bench wrote") from error
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema != SCHEMA:
+        raise BadSetting(f"{path} has the schema {schema!r}, and this release reads {SCHEMA!r}; measure again")
+    rest = {name: value for name, value in found.items() if name not in ("kind", "machine", "rows")}
+    return Kept(found["kind"], found["machine"], found["rows"], rest)
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Writes a result as JSON. Raises BadSetting if the file cannot be written."""
+    _write(path, as_text(result) + "\n")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes a line per contestant and case, with medians. Raises BadSetting."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore", restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    _write(path, text.getvalue())
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise BadSetting(f"{path} cannot be written ({error.strerror}); name another file") from error
+
+
+def lines_of(rows: Sequence[Row]) -> list[str]:
+    """Returns the rows of one case as lines of text. Wrong ones get no time."""
+    first = rows[0]
+    bound = f"floor {first.floor_us:.1f} us"
+    lines = [f"{first.case.name} ({bound})"]
+    for row in rows:
+        if row.status == OK:
+            spread = f"{min(row.samples.us):.1f} to {max(row.samples.us):.1f}"
+            energy = "" if row.joules_a_token != row.joules_a_token else f", {row.joules_a_token * 1e6:.3g} uJ a token"
+            lines.append(
+                f"  {row.provider:<22} {row.us:>10.1f} us ({spread})  {row.share:>6.1%} of the floor's speed{energy}"
+            )
+        else:
+            lines.append(f"  {row.provider:<22} {row.status.upper()}: {row.reason}")
+    return lines

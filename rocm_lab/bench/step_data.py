@@ -1,0 +1,151 @@
+"""Random data for a layer's step: random pages of a pool, and the step's tensors in every form that kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import PoolKind, Scales
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import StepBounds
+from rocm_attn.step.head_weights import HeadWeights
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.bench.prepared import ints, step_kind
+
+# Entries after the last page of a list or a table row, for kernels that read ahead. They name page 0.
+_READ_AHEAD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StepData:
+    """A layer and a step of it, on a device; S sequences, T new tokens.
+
+    step:         with page list and block table in addition to the tensors of every step
+    bounds:       of the step
+    q, out:       [T, q_heads, head_dim | v_head_dim]; out is NaN until a kernel writes it
+    pages:        of the layer; several steps may share them, each with pages of its own. Page 0 is zero
+    weights:      of the query heads
+    pages_of_seq: pages of each sequence, in order, int64 on the device
+    """
+
+    problem: Problem
+    batch: BatchSpec
+    step: StepTensors
+    bounds: StepBounds
+    q: Tensor
+    out: Tensor
+    pages: LayerPages
+    weights: HeadWeights
+    pages_of_seq: tuple[Tensor, ...]
+
+    @property
+    def kind(self) -> StepKind:
+        """The kind of the step."""
+        return self.bounds.shape.kind
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the data."""
+        return self.q.device
+
+
+def kind_of(batch: BatchSpec) -> StepKind:
+    """Returns the kind of step that serves the batch."""
+    return step_kind(batch.q_len, batch.kv_len)
+
+
+def random_steps(problem: Problem, batch: BatchSpec, count: int, device: torch.device, seed: int) -> list[StepData]:
+    """Returns `count` steps over separate pages of one pool; the same ones for the same arguments."""
+    generator = torch.Generator(device).manual_seed(seed)
+    num_pages = [-(-kv_len // problem.page_size) for kv_len in batch.kv_len]
+    pages = random_pages(problem, sum(num_pages) * count + 1, generator)
+    order = torch.randperm(sum(num_pages) * count, device=device, generator=generator) + 1
+    weights = HeadWeights.random(problem, torch.Generator().manual_seed(seed)).to(device)
+    steps = []
+    for mine in order.view(count, -1):
+        q = torch.randn(
+            batch.num_tokens,
+            problem.num_q_heads,
+            problem.head_dim,
+            device=device,
+            generator=generator,
+            dtype=problem.dtype,
+        )
+        steps.append(step_over(problem, batch, q, pages, weights, mine.split(num_pages)))
+    return steps
+
+
+def step_over(
+    problem: Problem,
+    batch: BatchSpec,
+    q: Tensor,
+    pages: LayerPages,
+    weights: HeadWeights,
+    pages_of_seq: Sequence[Tensor],
+) -> StepData:
+    """Returns a step of these queries over these pages. pages_of_seq: integer, on q's device"""
+    device, kind = q.device, kind_of(batch)
+    num_seqs, num_tokens, kv_len, q_len = batch.num_seqs, batch.num_tokens, batch.kv_len, batch.q_len
+    num_pages = [len(mine) for mine in pages_of_seq]
+    table = torch.zeros(num_seqs, max(num_pages) + _READ_AHEAD, dtype=torch.int32, device=device)
+    is_page = torch.arange(table.shape[1], device=device) < ints(num_pages, device)[:, None]
+    table[is_page] = torch.cat(list(pages_of_seq)).int()
+    indptr = torch.tensor([0, *num_pages]).cumsum(0).int().to(device)
+    page_list = torch.zeros(sum(num_pages) + _READ_AHEAD, dtype=torch.int32, device=device)
+    page_list[: sum(num_pages)] = torch.cat(list(pages_of_seq)).int()
+    lengths = ints(kv_len, device)
+    places = torch.arange(problem.page_size, device=device)
+    slots = [(mine[:, None] * problem.page_size + places).flatten() for mine in pages_of_seq]
+    new_slots = [each[end - new : end] for each, end, new in zip(slots, kv_len, q_len, strict=True)]
+    step = StepTensors.of(
+        ints([], device),
+        counts=ints([num_seqs, num_tokens, 1, 0], device),
+        kv_len=lengths,
+        kv_len_int64=lengths.long(),
+        q_len=ints(q_len, device),
+        q_indptr=torch.tensor([0, *q_len]).cumsum(0).int().to(device),
+        slot_of_token=torch.cat(new_slots).int(),
+        table=table,
+        block_table=table,
+        page_indptr=indptr,
+        page_list=page_list,
+        last_page_len=(lengths - 1) % problem.page_size + 1,
+        row_of_seq=torch.arange(num_seqs, dtype=torch.int32, device=device),
+    )
+    bounds = StepBounds(PaddedShape(kind, num_seqs, num_tokens), max(q_len), max(kv_len))
+    out = q.new_full((num_tokens, problem.num_q_heads, problem.v_head_dim), float("nan"))
+    of_seq = tuple(mine.long() for mine in pages_of_seq)
+    return StepData(problem, batch, step, bounds, q, out, pages, weights, of_seq)
+
+
+def random_pages(problem: Problem, num_pages: int, generator: torch.Generator) -> LayerPages:
+    """Returns a layer's pages on the generator's device: normal numbers in their encoding, and scales about 1.
+
+    Page 0 is zero.
+    """
+    form, device = problem.page_format, generator.device
+
+    def rows(dim: int) -> Tensor:
+        sizes = num_pages, form.page_size, form.num_kv_heads, dim
+        dtype = form.encoding.dtype if form.encoding.dtype.itemsize > 1 else torch.bfloat16
+        numbers = torch.randn(*sizes, device=device, generator=generator, dtype=dtype)
+        numbers[0] = 0
+        return numbers.to(form.encoding.dtype)
+
+    def factors() -> Tensor | None:
+        if form.scales is Scales.NONE:
+            return None
+        sizes = (num_pages, *form.scale_shape) if form.scales is Scales.TOKEN else form.scale_shape
+        return torch.rand(sizes, device=device, generator=generator) + 0.5
+
+    k, k_scale = rows(form.head_dim), factors()
+    if form.kind is PoolKind.LATENT:
+        return LayerPages(k, k[..., : form.v_head_dim], form, k_scale, k_scale)
+    return LayerPages(k, rows(form.v_head_dim), form, k_scale, factors())

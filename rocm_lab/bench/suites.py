@@ -1,0 +1,137 @@
+"""Named layers and steps, as models have them, to measure changes of the kernels on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.problem import Problem
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.bench.choices import ALL_SUITES, SUITES
+from rocm_lab.bench.layers import NAMED, LayerSizes, name_of
+
+_PAGE_SIZE, _DTYPE = 16, torch.bfloat16
+_CAP = 50.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A layer and a step of it.
+
+    suite: its suite; empty if it was asked for by itself
+    step:  the step in words; empty: as the batch is written
+    """
+
+    problem: Problem
+    batch: BatchSpec
+    suite: str = ""
+    step: str = ""
+
+    @property
+    def name(self) -> str:
+        """The names of layer and step."""
+        return f"{name_of(self.problem)}: {self.step or self.batch}"
+
+
+def suite(name: str) -> list[Case]:
+    """Returns the cases of a suite, or of all. Raises BadSetting."""
+    if name == ALL_SUITES:
+        return [case for each in SUITES for case in suite(each)]
+    if name not in _MAKERS:
+        raise BadSetting(f"suite {name!r} is not known; choose {ALL_SUITES} or one of {', '.join(SUITES)}")
+    return [replace(case, suite=name) for case in _MAKERS[name]()]
+
+
+_FEW_TILES = ((12, 4, 64), (24, 4, 128), (40, 4, 128), (16, 1, 128))
+_ODD_DIMS = ((32, 32, 96), (32, 8, 80), (64, 8, 192))
+
+
+def ragged_chunks() -> BatchSpec:
+    """Returns twelve chunks of 17 to 600 tokens over 100 to 6,000 stored ones."""
+    chooser = random.Random(5)
+    new = [chooser.choice((17, 64, 130, 300, 600)) for _ in range(12)]
+    return BatchSpec.of_lengths((q_len, chooser.randrange(100, 6000)) for q_len in new)
+
+
+def _few_tiles() -> Iterator[Case]:
+    return _chunks_of(_FEW_TILES)
+
+
+def _odd_dims() -> Iterator[Case]:
+    return _chunks_of(_ODD_DIMS)
+
+
+def _chunks_of(layouts: Sequence[tuple[int, int, int]]) -> Iterator[Case]:
+    for heads in layouts:
+        yield _case(LayerSizes.plain(*heads), "1x777+5001")
+        yield Case(LayerSizes.plain(*heads).problem(_DTYPE, _PAGE_SIZE), ragged_chunks(), step="12 ragged chunks")
+
+
+def _verify() -> Iterator[Case]:
+    for heads in (*_FEW_TILES, *_ODD_DIMS):
+        yield _case(LayerSizes.plain(*heads), "64x5+2500")
+
+
+def _mixed() -> Iterator[Case]:
+    for heads in (*_FEW_TILES, *_ODD_DIMS):
+        yield _case(LayerSizes.plain(*heads), "31d4k+2x700+2300")
+
+
+def _chunks() -> Iterator[Case]:
+    for batch in ("1x2k", "1x2k+6144", "8x512+4k", "1x2k+30720"):
+        yield _case(NAMED["llama-8b"], batch)
+    yield _case(NAMED["llama-70b"], "1x2k+30720")
+
+
+def _soft_cap() -> Iterator[Case]:
+    for name in ("llama-8b", "gemma-256"):
+        plain = _case(NAMED[name], "1x2k+6144")
+        yield plain
+        yield replace(plain, problem=replace(plain.problem, logits_soft_cap=_CAP))
+
+
+def _decode() -> Iterator[Case]:
+    for batch in ("1d8k", "1d128k", "16d4k", "64d4k", "256d2k", "128d8k"):
+        yield _case(NAMED["llama-8b"], batch)
+    for name, batches in (
+        ("llama-70b", ("16d4k", "64d4k")),
+        ("llama-70b-tp8", ("64d4k", "256d2k")),
+        ("gpt-oss", ("64d4k",)),
+        ("gemma-256", ("64d4k",)),
+        ("deepseek-v3-tp8", ("32d4k", "128d4k")),
+    ):
+        for batch in batches:
+            yield _case(NAMED[name], batch, page_size=64 if name.startswith("deepseek") else _PAGE_SIZE)
+
+
+def _decode_192() -> Iterator[Case]:
+    for batch in ("16d4k", "64d4k"):
+        yield _case(LayerSizes.plain(64, 8, 192), batch)
+
+
+def _page_sizes() -> Iterator[Case]:
+    for name in ("llama-70b", "llama-70b-tp8"):
+        for batch in ("16d4k", "64d4k"):
+            for page_size in (8, 16, 32):
+                yield _case(NAMED[name], batch, page_size=page_size)
+
+
+def _case(sizes: LayerSizes, batch: str, *, page_size: int = _PAGE_SIZE) -> Case:
+    return Case(sizes.problem(_DTYPE, page_size), BatchSpec.parse(batch))
+
+
+_MAKERS: Mapping[str, Callable[[], Iterator[Case]]] = {
+    "few-tiles": _few_tiles,
+    "odd-dims": _odd_dims,
+    "verify": _verify,
+    "mixed": _mixed,
+    "chunks": _chunks,
+    "soft-cap": _soft_cap,
+    "decode": _decode,
+    "decode-192": _decode_192,
+    "page-sizes": _page_sizes,
+}

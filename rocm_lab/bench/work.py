@@ -1,0 +1,78 @@
+"""The least that a layer of a step must read, write and multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rocm_attn.kernels.cache.page_format import PoolKind, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_lab.bench.batch_spec import BatchSpec, Group
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of one layer.
+
+    kv_bytes:   keys that a token sees, their values and scales, each read once; for a latent layer, its rows
+    num_bytes:  those, queries read and results written, once each
+    flops:      of products for pairs of a token and a key that it sees; nothing else is counted
+    """
+
+    kv_bytes: int
+    num_bytes: int
+    flops: int
+
+    def floor_us(self, *, bytes_per_s: float, flops_per_s: float) -> float:
+        """Returns the microseconds of the slower one of memory and products."""
+        return max(self.num_bytes / bytes_per_s, self.flops / flops_per_s) * 1e6
+
+    def is_memory_bound(self, *, bytes_per_s: float, flops_per_s: float) -> bool:
+        """True if memory is the slower one."""
+        return self.num_bytes / bytes_per_s >= self.flops / flops_per_s
+
+
+def work_of(problem: Problem, batch: BatchSpec) -> Work:
+    """Returns the least work that the layer needs for the step."""
+    kv_bytes = sum(group.num_seqs * _rows(problem, group) for group in batch.groups) * _row_bytes(problem)
+    dims = problem.head_dim + problem.v_head_dim
+    of_tokens = batch.num_tokens * problem.num_q_heads * dims * problem.dtype.itemsize
+    pairs = sum(group.num_seqs * _pairs(problem, group) for group in batch.groups)
+    return Work(kv_bytes, kv_bytes + of_tokens, 2 * problem.num_q_heads * dims * pairs)
+
+
+def _row_bytes(problem: Problem) -> int:
+    """Returns the bytes of a token's K and V, with scales per token."""
+    form = problem.page_format
+    elements = form.head_dim if form.kind is PoolKind.LATENT else form.head_dim + form.v_head_dim
+    sides = 1 if form.kind is PoolKind.LATENT else 2
+    scales = sides * _SCALE_BYTES * (form.scales is Scales.TOKEN)
+    return form.num_kv_heads * (elements * form.encoding.dtype.itemsize + scales)
+
+
+def _rows(problem: Problem, group: Group) -> int:
+    """Returns the number of keys of a sequence that any of its new tokens sees."""
+    if problem.window_left == UNLIMITED_WINDOW:
+        return group.kv_len
+    return min(group.kv_len, group.new + problem.window_left)
+
+
+def _pairs(problem: Problem, group: Group) -> int:
+    """Returns the number of pairs of a new token and a key that it sees, per sequence."""
+    if not problem.causal:
+        return group.new * group.kv_len
+    return sum(_spans(problem, group))
+
+
+def _spans(problem: Problem, group: Group) -> Iterator[int]:
+    """Yields the keys that tokens see: tokens whose window is not full yet, then the others."""
+    first, last = group.stored + 1, group.kv_len
+    if problem.window_left == UNLIMITED_WINDOW:
+        yield group.new * (first + last) // 2
+        return
+    most = problem.window_left + 1
+    growing = max(0, min(last, most) - first + 1)
+    yield growing * (2 * first + growing - 1) // 2
+    yield (group.new - growing) * most

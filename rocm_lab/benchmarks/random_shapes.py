@@ -1,0 +1,409 @@
+"""Time of one layer over random shapes, compared with the nearest tuned layout and, if given, FlashAttention-3.
+
+python -m rocm_lab.benchmarks.random_shapes --seconds 140 --out rocm_lab/benchmarks/results/random_shapes_h200.json
+
+Kernels are chosen by select(), as for a user. Processes in parallel compile the kernels of a shape and its neighbour.
+One process at a time has the GPU, makes data, compares a few rows with float32, times both in CUDA graphs over pages
+past the L2, and compares again after the last replay; a wrong result gets no time. Meanwhile the others launch at most
+a kernel that they have just compiled, once, and a time is the median of rounds. The result file keeps the results of
+other parts, and of runs that ran out of time; another run measures the rest. A process in which the device fails
+reports the shape and ends; the others continue. Exits with 1 if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.synchronize import Lock
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.machine.target import detect_target
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import StepBounds
+from rocm_attn.providers.select import select
+from rocm_lab.bench.clocks import GraphClock, Timed, median_of
+from rocm_lab.bench.machine import commit, describe_machine
+from rocm_lab.bench.prepared import Prepared, ints, step_kind
+from rocm_lab.benchmarks.powers import LANES, POWERS, powers_kernel
+from rocm_lab.benchmarks.shape_sweep import LAUNCHES_US, Shape, random_shapes
+
+COUNT, SEED = 300, 14
+# Bytes of K and V that lie between two uses of a page: more than the L2 holds.
+PAST_L2 = 160 << 20
+MOST_SETS = 8
+ROUNDS, ROUND_US = 7, 3000.0
+# Relative error of rows of bfloat16 against float32.
+MOST_ERROR = 1e-2
+SAMPLED = 4
+# Bytes of a process, before it frees memory: freeing waits for all of them.
+MOST_RESERVED = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A shape's layer with data."""
+
+    prepared: Prepared
+    problem: Problem
+
+
+def cases_of(shape: Shape, count: int) -> list[Case]:
+    """Returns cases with separate pages, which lie anywhere in a pool of all."""
+    device = torch.device("cuda", 0)
+    generator = torch.Generator(device).manual_seed(1)
+    problem = Problem(
+        shape.num_q_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        torch.bfloat16,
+        shape.page_size,
+        v_head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        window_left=shape.window_left,
+    )
+    kernel = select(problem, detect_target(device), "triton").kernel(step_kind(shape.q_len, shape.kv_len))
+    num_seqs, num_tokens = len(shape.q_len), sum(shape.q_len)
+    pages = [-(-kv_len // shape.page_size) for kv_len in shape.kv_len]
+    is_page = torch.arange(max(pages), device=device) < ints(pages, device)[:, None]
+
+    def rows(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=device, generator=generator, dtype=torch.bfloat16)
+
+    num_pages = sum(pages)
+    orders = (torch.randperm(num_pages * count, device=device, generator=generator).int() + 1).view(count, -1)
+    k, v = (rows(num_pages * count + 1, shape.page_size, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+    bounds = StepBounds(PaddedShape(kernel.row.kind, num_seqs, num_tokens), max(shape.q_len), max(shape.kv_len))
+    cases = []
+    for order in orders:
+        table = torch.zeros(num_seqs, max(pages), dtype=torch.int32, device=device)
+        table[is_page] = order
+        step = StepTensors.of(
+            ints([], device),
+            counts=ints([num_seqs, num_tokens, 1, 0], device),
+            kv_len=ints(shape.kv_len, device),
+            q_len=ints(shape.q_len, device),
+            q_indptr=torch.tensor([0, *shape.q_len]).cumsum(0).int().to(device),
+            table=table,
+            row_of_seq=torch.arange(num_seqs, dtype=torch.int32, device=device),
+        )
+        q = rows(num_tokens, shape.num_q_heads, shape.head_dim)
+        out = torch.full_like(q, float("nan"))
+        cases.append(Case(Prepared.of(kernel.bound, step, bounds, (q, out), LayerPages.plain(k, v)), problem))
+    return cases
+
+
+def error_of(shape: Shape, case: Case) -> float:
+    """Returns the error of a few tokens, relative to float32: |out - wanted| / |wanted|, the largest of all."""
+    args = case.prepared.args
+    num_seqs = len(shape.q_len)
+    worst = 0.0
+    for seq in sorted({0, num_seqs // 2, num_seqs - 1}):
+        kv_len, q_len = shape.kv_len[seq], shape.q_len[seq]
+        pages = args.table[seq, : -(-kv_len // shape.page_size)].long()
+        k, v = (side[pages].flatten(0, 1)[:kv_len].float() for side in (args.pages.k, args.pages.v))
+        for new in sorted({0, q_len // 2, q_len - 1})[:SAMPLED]:
+            token, end = sum(shape.q_len[:seq]) + new, kv_len - q_len + new + 1
+            begin = max(0, end - 1 - shape.window_left) if shape.is_windowed else 0
+            q = args.q[token].float().view(shape.num_kv_heads, shape.gqa_ratio, shape.head_dim)
+            scores = torch.einsum("hrd,khd->hrk", q, k[begin:end]) * case.problem.scale
+            wanted = torch.einsum("hrk,khd->hrd", scores.softmax(-1), v[begin:end]).flatten(0, 1)
+            found = args.out[token].float()
+            worst = max(worst, float((found - wanted).norm() / wanted.norm()))
+            if not math.isfinite(float(found.sum())):
+                return float("inf")
+    return worst
+
+
+def checked(shape: Shape) -> tuple[Shape, float, str]:
+    """Compiles the kernels of a shape and compares: returns its error, and the failure."""
+    try:
+        (case,) = cases_of(shape, 1)
+        case.prepared.attend()
+        error, failure = _compared(shape, case)
+    except Exception as raised:
+        error, failure = float("inf"), _said(raised)
+    torch.cuda.empty_cache()
+    return shape, error, failure
+
+
+def _compared(shape: Shape, case: Case) -> tuple[float, str]:
+    """Returns the error of a case that has run, and the failure."""
+    try:
+        return error_of(shape, case), ""
+    except Exception as failure:
+        return float("inf"), _said(failure)
+
+
+def _said(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _what_is_wrong(error: float, failure: str) -> str:
+    """Returns the fault; empty if there is none."""
+    return failure or ("" if error <= MOST_ERROR else f"error {error:.2e}")
+
+
+def num_sets(shape: Shape) -> int:
+    """Returns the number of sets of a shape's data that together are past the L2."""
+    return min(MOST_SETS, max(1, -(-PAST_L2 // max(shape.num_bytes, 1))))
+
+
+def microseconds(shape: Shape, new_run: Callable[[Case], Callable[[], object]]) -> float:
+    """Returns the time of one layer. new_run: makes the launches of a case's layer"""
+    return _microseconds(cases_of(shape, num_sets(shape)), new_run)
+
+
+def _microseconds(cases: Sequence[Case], new_run: Callable[[Case], Callable[[], object]]) -> float:
+    """Returns the time of one layer. Afterwards the cases hold the results of the last replay."""
+    runs = [new_run(case) for case in cases]
+
+    def all_runs() -> None:
+        for run in runs:
+            run()
+
+    timed = _graph_of(all_runs)
+    us = median_of(timed, ROUNDS) / len(cases)
+    for case in cases:
+        case.prepared.args.out.fill_(float("nan"))
+    timed.run(0.0)
+    return us
+
+
+def _graph_of(work: Callable[[], object]) -> Timed:
+    return GraphClock(torch.device("cuda", torch.cuda.current_device()), ROUND_US).timed((work,))
+
+
+def own_run(case: Case) -> Callable[[], object]:
+    """This library's run."""
+    return case.prepared.attend
+
+
+class FlashAttention3:
+    """FlashAttention-3 as vLLM builds it, from its shared library."""
+
+    def __init__(self, library: str) -> None:
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+        self._ops: Any = torch.ops._vllm_fa3_C
+
+    def serves(self, shape: Shape) -> bool:
+        """True if it has a kernel for such heads."""
+        return shape.head_dim % 8 == 0 and shape.head_dim <= 256
+
+    def run_of(self, shape: Shape) -> Callable[[Case], Callable[[], object]]:
+        """Returns a function that makes its run of a case, with metadata made before."""
+
+        def new_run(case: Case) -> Callable[[], object]:
+            args, step = case.prepared.args, case.prepared.step
+            window = (shape.window_left, 0) if shape.is_windowed else (-1, -1)
+            longest = max(shape.q_len), max(shape.kv_len)
+            sizes = len(shape.q_len), *longest, shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim
+            lengths = step.kv_len, step.q_indptr, *(None,) * 4
+            metadata = self._ops.get_scheduler_metadata(
+                *sizes, torch.bfloat16, *lengths, shape.page_size, 0, True, *window, False, 0, None, 0
+            )
+            kv = args.q, args.pages.k, args.pages.v, None, None, None, args.out
+            of_seqs = step.q_indptr, None, None, None, step.kv_len, *longest, args.table
+            rest = case.problem.scale, True, *window, 0.0, True, metadata, 0, None, 0, None, 1, 0, None
+            return lambda: self._ops.fwd(*kv, *of_seqs, *(None,) * 8, *rest)
+
+        return new_run
+
+
+def ceilings() -> dict[str, float]:
+    """Returns the bytes that this GPU copies, and the operations of products that it does, per second."""
+    source = torch.ones(256 << 20, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    product = torch.empty_like(a)
+    copy_us = median_of(_graph_of(lambda: torch.neg(source, out=target)), ROUNDS)
+    product_us = median_of(_graph_of(lambda: torch.mm(a, b, out=product)), ROUNDS)
+    return {"bytes_per_s": 4e6 * source.numel() / copy_us, "flops_per_s": 2e6 * 8192**3 / product_us}
+
+
+def powers_per_s() -> float:
+    """Returns the powers of two that this GPU computes per second, as softmax does: in float32."""
+    programs = 32 * torch.cuda.get_device_properties(0).multi_processor_count
+    out = torch.empty(programs * LANES, dtype=torch.float32, device="cuda")
+    timed = _graph_of(lambda: powers_kernel[(programs,)](out, LANES=LANES, POWERS=POWERS))
+    us = median_of(timed, ROUNDS)
+    return 1e6 * programs * LANES * POWERS / us
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A process's results for a shape and its neighbour.
+
+    wrong: name -> fault; then there are no times
+    times: fields of a row of the result file
+    """
+
+    number: int
+    wrong: Mapping[str, str]
+    times: Mapping[str, Any]
+
+
+class Worker:
+    """A process that measures shapes.
+
+    gpu:   the lock that a process holds while it makes data, compares and times
+    until: of time.monotonic(), after which no other shape is begun
+    """
+
+    def __init__(self, gpu: Lock, fa3: str, until: float) -> None:
+        self._gpu, self._until = gpu, until
+        self._peer = FlashAttention3(fa3) if fa3 else None
+        self._has_failed = False
+
+    def measured(self, number: int, shape: Shape) -> Measured | None:
+        """Returns None if the time is up, and after a fault of the device: nothing works in this process then."""
+        if self._has_failed or time.monotonic() > self._until:
+            return None
+        wrong: dict[str, str] = {}
+        cases: dict[Shape, list[Case]] = {}
+        for each in dict.fromkeys((shape, shape.neighbour())):
+            try:
+                with self._gpu:
+                    cases[each] = cases_of(each, num_sets(each))
+                    torch.cuda.synchronize()
+                # This compiles. It also makes one launch, which may run while another process times.
+                cases[each][0].prepared.attend()
+            except Exception as failure:
+                wrong[str(each)] = _said(failure)
+        with self._gpu:
+            times = {} if wrong else self._times(shape, cases, wrong)
+            cases.clear()
+            try:
+                torch.cuda.synchronize()
+                if torch.cuda.memory_reserved() > MOST_RESERVED:
+                    torch.cuda.empty_cache()
+            except RuntimeError as failure:
+                self._has_failed = True
+                # If there is no other fault, it is the peer's.
+                wrong = wrong or {f"{shape}, of the peer": _said(failure)}
+        return Measured(number, wrong, times)
+
+    def _times(self, shape: Shape, cases: Mapping[Shape, list[Case]], wrong: dict[str, str]) -> dict[str, Any]:
+        """Returns no times if an output is wrong, which is added to wrong. The caller has the GPU."""
+        found = {each: _compared(each, mine[0]) for each, mine in cases.items()}
+        wrong |= {str(each): what for each, result in found.items() if (what := _what_is_wrong(*result))}
+        if wrong:
+            return {}
+        of_each: dict[Shape, float] = {}
+        for each, mine in cases.items():
+            try:
+                of_each[each] = round(_microseconds(mine, own_run), 2)
+            except RuntimeError as failure:
+                wrong[str(each)] = f"in a graph: {_said(failure)}"
+                return {}
+            if what := _what_is_wrong(*_compared(each, mine[-1])):
+                wrong[str(each)] = f"after replays: {what}"
+        if wrong:
+            return {}
+        times: dict[str, Any] = {"us": of_each[shape], "neighbour_us": of_each[shape.neighbour()]}
+        if self._peer is not None and self._peer.serves(shape):
+            try:
+                times |= {"peer": "FA3", "peer_us": round(_microseconds(cases[shape], self._peer.run_of(shape)), 2)}
+            except RuntimeError as refusal:
+                times["peer_refuses"] = str(refusal).splitlines()[0]
+        return times | {"error": found[shape][0]}
+
+
+# The worker of a process of a pool; made by _begin.
+_workers: list[Worker] = []
+
+
+def _begin(gpu: Lock, fa3: str, until: float) -> None:
+    _workers.append(Worker(gpu, fa3, until))
+
+
+def _measured(numbered: tuple[int, Shape]) -> Measured | None:
+    return _workers[0].measured(*numbered)
+
+
+def row_of(shape: Shape, found: Measured, limits: dict[str, float], powers: float) -> dict[str, Any]:
+    """Returns a row of the result file. powers: per second"""
+    neighbour = shape.neighbour()
+    return {
+        "name": str(shape),
+        "commit": commit(),
+        "limit_us": round(shape.limit_us(**limits), 2),
+        "neighbour": str(neighbour),
+        "neighbour_limit_us": round(neighbour.limit_us(**limits), 2),
+        "powers_us": round(shape.powers_us(powers), 2),
+        "neighbour_powers_us": round(neighbour.powers_us(powers), 2),
+        **found.times,
+    }
+
+
+def main() -> None:
+    """Measures a part of the shapes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--part", default="1/1", help="which part of the shapes, as 1/4 (default: all)")
+    parser.add_argument("--fa3", default="", help="a shared library of FlashAttention-3, as vLLM ships it")
+    parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    parser.add_argument("--seconds", type=float, default=7200, help="after which no other shape is begun")
+    args = parser.parse_args()
+    until = time.monotonic() + args.seconds
+    part, parts = map(int, args.part.split("/"))
+    kept = json.loads(args.out.read_text()) if args.out.exists() else {"rows": {}, "wrong": {}}
+    numbered = {number: shape for number, shape in enumerate(random_shapes(COUNT, SEED)) if number % parts == part - 1}
+    left = {number: shape for number, shape in numbered.items() if str(number) not in kept["rows"]}
+    kept |= {"machine": describe_machine(), "seed": SEED, "count": COUNT, "launches_us": LAUNCHES_US}
+    processes = multiprocessing.get_context("spawn")
+    gpu = processes.Lock()
+    with gpu:
+        pool = processes.Pool(args.processes, _begin, (gpu, args.fa3, until))
+        kept["ceilings"] = limits = ceilings()
+        kept["powers_per_s"] = powers = powers_per_s()
+    with pool:
+        for found in filter(None, pool.imap_unordered(_measured, left.items())):
+            number = str(found.number)
+            if found.wrong:
+                print(f"WRONG {number}: {found.wrong}", flush=True)
+                kept["wrong"][number] = found.wrong
+            else:
+                kept["wrong"].pop(number, None)
+                kept["rows"][number] = row_of(left[found.number], found, limits, powers)
+            # After each shape: an early end of this process loses no row.
+            args.out.write_text(json.dumps(kept, indent=1) + "\n")
+    done = [number for number in numbered if str(number) in kept["rows"] or str(number) in kept["wrong"]]
+    print(f"{len(done)} of {len(numbered)} shapes; wrong: {kept['wrong'] or 'none'}")
+    sys.exit(bool(kept["wrong"]))
+
+
+def check_all(shapes: Sequence[Shape], processes: int, until: float) -> dict[Shape, float | str]:
+    """Returns errors of shapes, or their faults, for those that are compiled in time.
+
+    until: of time.monotonic()
+    """
+    each = list(dict.fromkeys(shapes))
+    errors: dict[Shape, float | str] = {}
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        checks = pool.imap_unordered(checked, each)
+        with suppress(multiprocessing.TimeoutError):
+            for _ in each:
+                shape, error, failure = checks.next(max(0.1, until - time.monotonic()))
+                if wrong := _what_is_wrong(error, failure):
+                    print(f"WRONG {shape}: {wrong}", flush=True)
+                errors[shape] = wrong or error
+    return errors
+
+
+if __name__ == "__main__":
+    main()

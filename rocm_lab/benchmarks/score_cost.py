@@ -1,0 +1,77 @@
+"""The cost of sinks and of a soft cap: one layer of attention with and without them, in turn.
+
+    python -m rocm_lab.benchmarks.score_cost --out rocm_lab/benchmarks/results/score_cost_h200.json
+
+Exits with 1, after writing the file, if one cost more than allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rocm_attn.machine.target import detect_target
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import PoolSize
+from rocm_attn.providers.select import select
+from rocm_lab.bench.machine import describe_machine
+from rocm_lab.bench.prepared import step_kind
+from rocm_lab.benchmarks.one_layer import Batch, LayerGraph, medians_in_turn
+
+TIMES_ALLOWED = 1.03
+
+GPT_OSS = Problem(64, 8, 64, torch.bfloat16, 16, v_head_dim=64, scale=64**-0.5)
+GEMMA_2 = Problem(32, 16, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
+DECODE = Batch((4096,) * 64, (1,) * 64)
+EXTEND = Batch((8192,), (2048,))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A layer without the feature, and with it."""
+
+    name: str
+    batch: Batch
+    plain: Problem
+    featured: Problem
+
+
+CASES = tuple(
+    Case(f"{step}, {feature}", batch, plain, featured)
+    for step, batch in (("decode 64 x 4k", DECODE), ("extend 1 x 2048 + 6144", EXTEND))
+    for feature, plain, featured in (
+        ("gpt-oss-120b, sinks", GPT_OSS, replace(GPT_OSS, has_sinks=True)),
+        ("Gemma-2-27B, soft cap", GEMMA_2, replace(GEMMA_2, logits_soft_cap=50.0)),
+    )
+)
+
+
+def main() -> None:
+    """Measures, prints, and writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    rows, worst = [], 0.0
+    for case in CASES:
+        plain, featured = medians_in_turn([_graph(problem, case.batch) for problem in (case.plain, case.featured)])
+        rows.append({"case": case.name, "plain_us": plain, "us": featured, "times": featured / plain})
+        worst = max(worst, featured / plain)
+        print(rows[-1], flush=True)
+    result = {"machine": describe_machine(), "times_allowed": TIMES_ALLOWED, "rows": rows}
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(worst > TIMES_ALLOWED)
+
+
+def _graph(problem: Problem, batch: Batch) -> LayerGraph:
+    pool = PoolSize(num_pages=2, max_kv_len=max(batch.kv_len), max_num_seqs=len(batch.kv_len))
+    chosen = select(problem, detect_target(torch.device("cuda", 0)), "triton", pool=pool)
+    return LayerGraph.capture(problem, chosen.kernel(step_kind(batch.q_len, batch.kv_len)).bound, batch)
+
+
+if __name__ == "__main__":
+    main()

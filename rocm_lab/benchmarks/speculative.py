@@ -1,0 +1,212 @@
+"""The cost of attention in verify and draft steps by mask, compared with unmasked steps and a plain read.
+
+    python -m rocm_lab.benchmarks.speculative --out rocm_lab/benchmarks/results/speculative_h200.json
+
+A verify step has a tree of drafts in each sequence; draft step i of K branches has K new tokens and i * K before them
+in the mask. Times are of one layer in a graph, its schedule built in it. floor: a streaming read of K and V. Exits with
+1, after writing the file, if a result is wrong or a case takes longer than allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
+from rocm_attn.kernels.metadata.place_trees import launch_place_trees
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
+from rocm_attn.machine.target import detect_target
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.contract import StepBounds
+from rocm_attn.providers.select import select
+from rocm_lab.bench.machine import describe_machine
+from rocm_lab.bench.prepared import Prepared, ints, step_kind
+from rocm_lab.bench.step_data import random_pages
+from rocm_lab.benchmarks.sparse_decode import floor_us, microseconds
+
+# |result - reference| / |reference| in bfloat16.
+_MOST_ERROR = 8e-3
+_DEVICE = torch.device("cuda", 0)
+
+LLAMA_3B = Problem(24, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5, custom_mask=True)
+LLAMA_8B = replace(LLAMA_3B, num_q_heads=32)
+EIGHT_BITS = replace(LLAMA_8B, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
+MLA = Problem(16, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=192**-0.5, pool=PoolKind.LATENT, custom_mask=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A layer of a step of num_seqs sequences with q_len new tokens each, the last of kv_len.
+
+    nodes_before: keys before the new ones that the mask covers
+    times_plain:  most time allowed, relative to the step without a mask; 0: any
+    times_floor:  the same, relative to the floor
+    """
+
+    name: str
+    problem: Problem
+    num_seqs: int
+    kv_len: int
+    q_len: int
+    nodes_before: int = 0
+    times_plain: float = 0.0
+    times_floor: float = 0.0
+
+    @property
+    def read_bytes(self) -> int:
+        """K and V of all sequences."""
+        form = self.problem.page_format
+        return self.num_seqs * (self.kv_len // form.page_size) * form.page_bytes
+
+
+CASES = (
+    Case("verify 64 x 5 after 2500", LLAMA_3B, 64, 2512, 5, times_plain=1.05),
+    Case("verify 64 x 5 after 8k", LLAMA_8B, 64, 8208, 5, times_plain=1.05),
+    Case("verify 64 x 16 after 8k", LLAMA_8B, 64, 8208, 16),
+    Case("draft 64 x 8k, K 4, step 4", LLAMA_8B, 64, 8208, 4, 12, times_floor=1.2),
+    Case("draft 64 x 8k, K 8, step 4", LLAMA_8B, 64, 8224, 8, 24, times_floor=1.2),
+    Case("draft 64 x 8k, K 8, step 1", LLAMA_8B, 64, 8208, 8, 0, times_floor=1.2),
+    Case("draft 4 x 8k, K 8, step 4", LLAMA_8B, 4, 8224, 8, 24),
+    Case("verify 64 x 5 after 8k, factors of tokens", EIGHT_BITS, 64, 8208, 5),
+    Case("verify 64 x 5 after 4k, MLA", MLA, 64, 4160, 5),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A case's tensors: the step with its mask, and the kernels with a mask and without."""
+
+    case: Case
+    masked: Prepared
+    plain: Prepared
+    parents: Tensor
+
+
+def made(case: Case) -> Made:
+    """Returns random pages in random order, and random trees."""
+    generator = torch.Generator(_DEVICE).manual_seed(0)
+    problem, num_tokens = case.problem, case.num_seqs * case.q_len
+    num_pages = case.num_seqs * (case.kv_len // problem.page_size) + 1
+    nodes = case.nodes_before + case.q_len
+    drawn = torch.randint(1 << 30, (case.num_seqs, nodes), generator=generator, device=_DEVICE)
+    parents = (drawn % (torch.arange(nodes, device=_DEVICE) + 1) - 1).int()
+    table = (torch.randperm(num_pages - 1, generator=generator, device=_DEVICE) + 1).int().view(case.num_seqs, -1)
+    step = StepTensors.of(
+        ints([], _DEVICE),
+        counts=ints([case.num_seqs, num_tokens, 1, 0], _DEVICE),
+        kv_len=ints([case.kv_len] * case.num_seqs, _DEVICE),
+        q_len=ints([case.q_len] * case.num_seqs, _DEVICE),
+        q_indptr=ints(range(0, num_tokens + 1, case.q_len), _DEVICE),
+        table=table,
+        row_of_seq=torch.arange(case.num_seqs, dtype=torch.int32, device=_DEVICE),
+        mask_start=ints([0] * case.num_seqs, _DEVICE),
+        mask_words=ints([0] * (num_tokens * nodes // MAX_MASK_BLOCK + 1), _DEVICE),
+        mask_positions=ints([0] * num_tokens, _DEVICE),
+        mask_indptr=torch.arange(case.num_seqs + 1, device=_DEVICE) * (case.q_len * nodes),
+    )
+    launch_place_trees(parents, case.nodes_before, 0, ALL_KEYS, step)
+    q = torch.randn(num_tokens, problem.num_q_heads, problem.head_dim, generator=generator, device=_DEVICE)
+    q = q.to(problem.dtype)
+    pages = random_pages(problem, num_pages, generator)
+    chosen = select(problem, detect_target(_DEVICE), "triton")
+
+    def prepared(kind: StepKind) -> Prepared:
+        bounds = StepBounds(PaddedShape(kind, case.num_seqs, num_tokens), case.q_len, case.kv_len)
+        out = q.new_empty(num_tokens, problem.num_q_heads, problem.v_head_dim)
+        return Prepared.of(chosen.kernel(kind).bound, step, bounds, (q, out), pages)
+
+    plain = step_kind((case.q_len,) * case.num_seqs, (case.kv_len,) * case.num_seqs)
+    return Made(case, prepared(StepKind.MASKED), prepared(plain), parents)
+
+
+def time_of(prepared: Prepared) -> float:
+    """Returns microseconds of schedule and layer."""
+
+    def run() -> None:
+        prepared.build_schedule()
+        prepared.attend()
+
+    return microseconds(run)
+
+
+def error_of(it: Made) -> float:
+    """Returns the largest error of the first and the last sequence, against float32."""
+    it.masked.build_schedule()
+    it.masked.attend()
+    case, args = it.case, it.masked.args
+    ratio = case.problem.gqa_ratio
+    worst = 0.0
+    for seq in (0, case.num_seqs - 1):
+        k, v = (side.float().flatten(0, 1).repeat_interleave(ratio, 1) for side in _read(it, seq))
+        tokens = slice(seq * case.q_len, (seq + 1) * case.q_len)
+        logits = torch.einsum("thd,khd->thk", args.q[tokens].float(), k) * case.problem.scale
+        weights = logits.masked_fill(~_visible(it, seq)[:, None], float("-inf")).softmax(-1)
+        want = torch.einsum("thk,khd->thd", weights, v)
+        worst = max(worst, float((args.out[tokens].float() - want).norm() / want.norm()))
+    return worst
+
+
+def _read(it: Made, seq: int) -> tuple[Tensor, Tensor]:
+    """Returns K and V of a sequence's pages."""
+    k, v = it.masked.args.pages.read(it.masked.step.table[seq].long())
+    return k, v
+
+
+def _visible(it: Made, seq: int) -> Tensor:
+    """bool [q_len, kv_len], node by node."""
+    case, parents = it.case, it.parents[seq].tolist()
+    start = case.kv_len - len(parents)
+    visible = torch.zeros(len(parents), case.kv_len, dtype=torch.bool, device=_DEVICE)
+    visible[:, :start] = True
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            visible[node] = visible[parent]
+        visible[node, start + node] = True
+    return visible[case.nodes_before :]
+
+
+def row_of(case: Case) -> dict[str, Any]:
+    """Returns times of a case, and the error of its result."""
+    it = made(case)
+    error, floor = error_of(it), floor_us(case.read_bytes)
+    masked, plain = time_of(it.masked), time_of(it.plain)
+    return {
+        "case": case.name,
+        "kernel": it.masked.kernel.describe(),
+        "us": masked,
+        "plain_us": plain,
+        "floor_us": floor,
+        "times_plain": masked / plain,
+        "times_floor": masked / floor,
+        "error": error,
+        "too_slow": (case.times_plain and masked / plain > case.times_plain)
+        or (case.times_floor and masked / floor > case.times_floor),
+    }
+
+
+def main() -> None:
+    """Measures, prints, and writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--case", type=int, action="append", help="the place of a case in the list; not given: all")
+    options = parser.parse_args()
+    rows = []
+    for case in CASES if options.case is None else [CASES[place] for place in options.case]:
+        rows.append(row_of(case))
+        print({name: value for name, value in rows[-1].items() if name != "kernel"}, flush=True)
+        torch.cuda.empty_cache()
+    options.out.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    sys.exit(any(row["error"] > _MOST_ERROR or row["too_slow"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,465 @@
+"""Tensor parallelism: correctness first, then the time of a decode step on 1, 2 and 4 ranks, and of its parts.
+
+python -m rocm_lab.benchmarks.tensor_parallel --out rocm_lab/benchmarks/results/tensor_parallel_h200.json
+
+A rank is a process with its own GPU. Greedy tokens of a small model in float32 must be those of one rank; logits of a
+model of Llama-3.1-8B's sizes in bfloat16 must be as near to those in float32 as tests/amd/tolerances.py requires. Then,
+for graphed decode steps of that model: the step, and each of its parts alone in a separate graph: the matrix products
+over every layer's weights, attention over every layer's pages with the fill before it, and NCCL's sums. The remainder
+is the rest: norms, rotations, gates, residuals, the embedding. Exits with 1, after writing the file, if something is
+wrong or the rest takes more than 40 us per layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.models.config import LayerConfig, ModelConfig
+from rocm_attn.models.gates import SwiGLU
+from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.models.mlp_config import DenseMlp
+from rocm_attn.models.rope import Rope
+from rocm_attn.models.tensors import Shape
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.step import Part
+from rocm_lab.bench.clocks import microseconds_of
+from rocm_lab.bench.machine import describe_machine
+from rocm_serve.models.attention_weights import HeadWeights
+from rocm_serve.models.mlp_weights import DenseWeights
+from rocm_serve.models.model import Model
+from rocm_serve.models.weights import LayerWeights, ModelWeights, expected_shapes, load_weights
+from rocm_serve.ranks import ONE_RANK, Ranks, RanksOfGroup
+from tests.amd.tolerances import LOGITS
+
+PAGE_SIZE = 16
+DECODES = ((1, 1024), (8, 1024), (64, 1024), (256, 1024))  # sequences, tokens of each
+ALLOWED_REST_US = 40.0  # per layer
+ROUNDS, STEPS = 7, 10  # medians of rounds of STEPS steps in a row
+
+
+def model_of(
+    heads: tuple[int, int, int], hidden: int, inner: int, vocab: int, num_layers: int, context: int
+) -> ModelConfig:
+    """A Llama. heads: query heads, KV heads, head_dim"""
+    num_q_heads, num_kv_heads, head_dim = heads
+    attention = AttentionLayer(num_q_heads, num_kv_heads, head_dim, scale=head_dim**-0.5)
+    layer = LayerConfig(attention, Rope(theta=500000.0, head_dim=head_dim), DenseMlp(inner, SwiGLU()))
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        layers=(layer,) * num_layers,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        context_len=context,
+        rms_norm_eps=1e-5,
+        tied_embeddings=False,
+        eos_token_ids=(),
+    )
+
+
+# Heads that neither 2 nor 4 ranks divide, as SmolLM2-135M has them.
+SMALL = model_of((9, 3, 64), 576, 1536, 4099, 4, 512)
+LLAMA_8B = model_of((32, 8, 128), 4096, 14336, 128256, 32, 4096)
+
+
+class RandomOnDevice:
+    """A TensorSource whose tensors depend on their names, in values that bfloat16 represents."""
+
+    name = "random tensors"
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._shapes, self._device = expected_shapes(config), device
+
+    def shapes(self) -> Mapping[str, Shape]:
+        return self._shapes
+
+    def read(self, name: str, *where: slice) -> Tensor:
+        shape = self._shapes[name]
+        if "norm" in name:
+            return torch.ones(shape, device=self._device)[where]
+        random = torch.Generator(self._device).manual_seed(crc32(name.encode()))
+        # Products keep the size of their inputs, and the embedding has size one.
+        size = 1.0 if "embed" in name else shape[-1] ** -0.5
+        values = torch.randn(shape, generator=random, device=self._device, dtype=torch.float32)
+        return (values * size).to(torch.bfloat16)[where]
+
+
+class Served:
+    """A model over a runtime with pages for num_seqs requests of `most` tokens, with a graph of num_seqs decoding."""
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, ranks: Ranks, *, num_seqs: int, most: int, provider: str
+    ) -> None:
+        self.config = config.on_one_of(ranks.shard.num_ranks)
+        self.runtime = build_runtime(
+            self.config.attention.problems(dtype=weights.dtype, page_size=PAGE_SIZE),
+            RuntimeOptions(
+                num_pages=1 + num_seqs * -(-most // PAGE_SIZE),
+                max_num_seqs=num_seqs,
+                max_kv_len=most,
+                capture_sizes=[num_seqs],
+                provider=provider,
+            ),
+            device=weights.device,
+            agree=ranks.agree,
+        )
+        self.model = Model(self.config, weights, self.runtime.head_weights, max_kv_len=most, ranks=ranks)
+        self.runner = self.captured(self.model.forward)
+        self.rows = np.empty(0, np.int32)
+
+    def captured(self, forward: Callable[[Part], Tensor]) -> StepRunner[Tensor]:
+        """Returns a runner with its graph, which is checked on pages that no request has yet."""
+        runner = StepRunner(self.runtime, forward, recorder_for(self.runtime.device))
+        report = runner.capture_all()
+        if report.graphs_off or report.skipped:
+            raise RuntimeError("; ".join(report.lines()))
+        return runner
+
+    def admit(self) -> None:
+        """Admits as many requests as there is room for."""
+        self.rows = np.array([self.runtime.table.admit() for _ in range(self.runtime.table.num_free_rows)], np.int32)
+
+    def run(self, kv_len: int, tokens: Tensor) -> Tensor:
+        """Returns logits of a step: tokens [num_seqs, new], the last ones of kv_len each."""
+        lengths = np.full(len(self.rows), kv_len, np.int32)
+        self.runtime.table.reserve_all(self.rows, lengths)
+        q_len = np.full(len(self.rows), tokens.shape[1], np.int32)
+        return self.runner.run(StepBatch(self.rows, lengths, q_len, tokens.flatten().int().numpy()))
+
+    def filled_step(self, kv_len: int) -> StepBatch:
+        """Returns a decode step over random K and V."""
+        for layer in range(self.config.num_layers):
+            pages = self.runtime.pool.layer(layer)
+            pages.k[1:].normal_()
+            pages.v[1:].normal_()
+        lengths = np.full(len(self.rows), kv_len, np.int32)
+        self.runtime.table.reserve_all(self.rows, lengths)
+        self.runtime.table.mark_stored(self.rows, lengths)
+        ids = 1 + np.arange(len(self.rows), dtype=np.int32)
+        return StepBatch(self.rows, lengths, np.ones(len(self.rows), np.int32), ids)
+
+
+def greedy_tokens(config: ModelConfig, ranks: Ranks, device: torch.device, provider: str) -> list[list[int]]:
+    """Returns the greedy tokens of 8 prompts, in float32."""
+    weights = load_weights(
+        RandomOnDevice(config, device), config, dtype=torch.float32, device=device, shard=ranks.shard
+    )
+    served = Served(config, weights, ranks, num_seqs=8, most=64, provider=provider)
+    served.admit()
+    tokens = _prompts(config, 24)
+    new: list[Tensor] = []
+    kv_len = tokens.shape[1]
+    for _ in range(32):
+        tokens = served.run(kv_len, tokens).argmax(-1, keepdim=True).cpu()
+        new.append(tokens)
+        kv_len += 1
+    picked: list[list[int]] = torch.cat(new, 1).tolist()
+    return picked
+
+
+def forced_logits(config: ModelConfig, weights: ModelWeights, ranks: Ranks, provider: str) -> Tensor:
+    """float32 [8, 5, vocab] on the CPU: a prompt of 64 tokens in one step, then 4 replayed ones of given tokens."""
+    served = Served(config, weights, ranks, num_seqs=8, most=80, provider=provider)
+    served.admit()
+    tokens = _prompts(config, 68)
+    steps = [(64, tokens[:, :64]), *((end, tokens[:, end - 1 : end]) for end in range(65, 69))]
+    # a copy: the next replay writes to the same memory
+    rows = [served.run(kv_len, new).to("cpu", torch.float32, copy=True) for kv_len, new in steps]
+    if served.runner.counters.replays < 3:
+        raise RuntimeError(f"steps were not replayed: {served.runner.counters.graphs_off}")
+    return torch.stack(rows, 1)
+
+
+def _prompts(config: ModelConfig, num_tokens: int) -> Tensor:
+    return torch.randint(1, config.vocab_size, (8, num_tokens), generator=torch.Generator().manual_seed(1))
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Times runs on a device."""
+
+    device: torch.device
+    meet: Callable[[], object]
+
+    def us(self, run: Callable[[], object], times: int = STEPS) -> float:
+        """Returns microseconds of one run: the median of rounds of `times` runs, which all ranks begin together."""
+        for _ in range(3):
+            run()
+        rounds = []
+        for _ in range(ROUNDS):
+            self._wait()
+            self.meet()
+            if self.device.type == "cuda":
+                rounds.append(microseconds_of(run, times))
+            else:
+                started = time.perf_counter()
+                for _ in range(times):
+                    run()
+                rounds.append((time.perf_counter() - started) * 1e6 / times)
+        return float(statistics.median(rounds))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def decode_row(served: Served, ranks: Ranks, clock: Clock, num_seqs: int, kv_len: int) -> dict[str, Any]:
+    """Returns microseconds of a decode step and of its parts."""
+    attention = served.captured(attention_alone(served, num_seqs))
+    served.admit()
+    batch, weights, num_layers = served.filled_step(kv_len), served.model.weights, served.config.num_layers
+    step_us = clock.us(lambda: served.runner.run(batch))
+    parts = {
+        "attention_us": clock.us(lambda: attention.run(batch)),
+        "gemm_us": clock.us(_graph(products(weights, num_seqs), weights.device)),
+        "all_reduce_us": clock.us(_graph(sums(served, ranks, num_seqs), weights.device)),
+        "all_gather_us": clock.us(_graph(gather(weights, ranks, num_seqs), weights.device)),
+    }
+    if served.runner.counters.replays < ROUNDS * STEPS or attention.counters.replays < ROUNDS * STEPS:
+        raise RuntimeError(f"steps of {num_seqs} sequences were not replayed")
+    return {
+        "num_seqs": num_seqs,
+        "kv_len": kv_len,
+        "step_us": round(step_us, 1),
+        **{name: round(value, 1) for name, value in parts.items()},
+        "one_all_reduce_us": round(parts["all_reduce_us"] / (2 * num_layers), 2),
+        "rest_us_a_layer": round((step_us - sum(parts.values())) / num_layers, 2),
+    }
+
+
+def _graph(body: Callable[[], Tensor], device: torch.device) -> Callable[[], object]:
+    recording, _ = recorder_for(device).record(body)
+    return recording.replay
+
+
+def attention_alone(served: Served, num_seqs: int) -> Callable[[Part], Tensor]:
+    """Returns a forward of attention alone, with constant q, k and v."""
+    heads = served.config.layers[0].attention
+    parts = [heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads]
+    device, dtype = served.runtime.device, served.model.weights.dtype
+    qkv = torch.randn(num_seqs, sum(parts), heads.head_dim, device=device, dtype=dtype)
+
+    def forward(step: Part) -> Tensor:
+        q, k, v = torch.split(qkv, parts, 1)
+        out = torch.empty_like(q)
+        for layer in range(served.config.num_layers):
+            step.layers.store_and_attend(layer, q, k, v, out)
+        return out
+
+    return forward
+
+
+def products(weights: ModelWeights, num_seqs: int) -> Callable[[], Tensor]:
+    """The matrix products of a step."""
+    device, dtype = weights.device, weights.dtype
+    matrices = [_matrices(layer) for layer in weights.layers]
+    inputs = [torch.randn(num_seqs, matrix.shape[1], device=device, dtype=dtype) for matrix in matrices[0]]
+    hidden = torch.randn(num_seqs, weights.embedding.shape[1], device=device, dtype=dtype)
+
+    def body() -> Tensor:
+        for of_layer in matrices:
+            for x, matrix in zip(inputs, of_layer, strict=True):
+                F.linear(x, matrix)
+        return F.linear(hidden, weights.head)
+
+    return body
+
+
+def _matrices(layer: LayerWeights) -> tuple[Tensor, ...]:
+    """The matrices of a layer with heads and a dense MLP."""
+    attention, mlp = layer.attention, layer.mlp
+    assert isinstance(attention, HeadWeights)
+    assert isinstance(mlp, DenseWeights)
+    return attention.qkv, attention.out, mlp.gate_up, mlp.down
+
+
+def sums(served: Served, ranks: Ranks, num_seqs: int) -> Callable[[], Tensor]:
+    """The sums over ranks of a step, and nothing between them."""
+    weights = served.model.weights
+    x = torch.zeros(num_seqs, served.config.hidden_size, device=weights.device, dtype=weights.dtype)
+
+    def body() -> Tensor:
+        for _ in range(2 * served.config.num_layers):
+            ranks.sum(x)
+        return x + 0
+
+    return body
+
+
+def gather(weights: ModelWeights, ranks: Ranks, num_seqs: int) -> Callable[[], Tensor]:
+    """The gathering of a step's logits."""
+    own = torch.zeros(num_seqs, weights.head.shape[0], device=weights.device, dtype=weights.dtype)
+    return lambda: ranks.gathered(own) + 0
+
+
+def on_rank(rank: int, num_ranks: int, folder: Path, is_tiny: bool, device_type: str) -> dict[str, Any]:
+    """Returns all results of one number of ranks; the same on each of them, except times."""
+    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", rank)
+    ranks, meet = _joined(rank, num_ranks, folder, device)
+    big = model_of((9, 3, 16), 96, 128, 517, 2, 128) if is_tiny else LLAMA_8B
+    provider = "torch" if device_type == "cpu" else "auto"
+    tokens = greedy_tokens(SMALL if not is_tiny else big, ranks, device, provider)
+    reference = folder / "reference.pt"
+    if num_ranks == 1:
+        exact = load_weights(RandomOnDevice(big, device), big, dtype=torch.float32, device=device)
+        torch.save(forced_logits(big, exact, ranks, provider), reference)
+        del exact
+    give_memory_back(device)
+    weights = load_weights(RandomOnDevice(big, device), big, dtype=torch.bfloat16, device=device, shard=ranks.shard)
+    logits, expected = forced_logits(big, weights, ranks, provider), torch.load(reference)
+    error = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
+    rows = []
+    for num_seqs, kv_len in DECODES:
+        give_memory_back(device)
+        longest = min(kv_len, big.context_len)
+        served = Served(big, weights, ranks, num_seqs=num_seqs, most=longest, provider=provider)
+        rows.append(decode_row(served, ranks, Clock(device, meet), num_seqs, longest))
+        del served
+    return {
+        "ranks": num_ranks,
+        "tokens": tokens,
+        "mean_error": float(error.mean()),
+        "worst_error": float(error.max()),
+        "rows": rows,
+    }
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Frees the memory of previous models, whose graphs and functions refer to each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _joined(rank: int, num_ranks: int, folder: Path, device: torch.device) -> tuple[Ranks, Callable[[], object]]:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if num_ranks == 1:
+        return ONE_RANK, lambda: None
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    meeting = folder / f"ranks{num_ranks}"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
+    assert dist.group.WORLD is not None
+    ranks = RanksOfGroup(dist.group.WORLD)
+    return ranks, lambda: ranks.least(0)
+
+
+def _send(pipe: Any, *arguments: Any) -> None:
+    pipe.send(on_rank(*arguments))
+    pipe.recv()  # until all ranks are done
+    os._exit(0)
+
+
+def of_ranks(num_ranks: int, folder: Path, is_tiny: bool, device_type: str) -> dict[str, Any]:
+    """Returns rank 0's result. Raises RuntimeError if a rank ends without an answer, or tokens differ between ranks."""
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_send, args=(theirs, rank, num_ranks, folder, is_tiny, device_type))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    try:
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < num_ranks:
+            for ready in wait([pipe for rank, pipe in enumerate(pipes) if rank not in answers]):
+                rank = pipes.index(ready)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = pipes[rank].recv()
+                except EOFError as error:
+                    raise RuntimeError(f"rank {rank} of {num_ranks} has died") from error
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    if any(answer["tokens"] != answers[0]["tokens"] for answer in answers.values()):
+        raise RuntimeError(f"{num_ranks} ranks did not pick the same tokens")
+    return answers[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument(
+        "--ranks", default="1,2,4", help="numbers of ranks, 1 first; those beyond the GPUs are left out"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model in place of Llama's sizes, for a trial on a CPU"
+    )
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    args = parser.parse_args()
+    num_gpus = torch.cuda.device_count() if args.device == "cuda" else max(map(int, args.ranks.split(",")))
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for num_ranks in (int(number) for number in args.ranks.split(",")):
+            if num_ranks <= num_gpus:
+                started = time.perf_counter()
+                results.append(of_ranks(num_ranks, Path(folder), args.tiny, args.device))
+                print({**results[-1], "tokens": "...", "rows": "..."}, f"{time.perf_counter() - started:.0f} s")
+                for row in results[-1]["rows"]:
+                    print(row)
+    wrong = _wrong(results)
+    tokens = results[0]["tokens"]
+    shown = [{**result, "tokens_equal": result["tokens"] == tokens} for result in results]
+    for result in shown:
+        del result["tokens"]
+    machine = {**describe_machine(), "nccl": _nccl_version()}
+    with open(args.out, "w") as file:
+        json.dump(
+            {"machine": machine, "allowed_rest_us": ALLOWED_REST_US, "results": shown, "wrong": wrong}, file, indent=1
+        )
+    print("\n".join(wrong) or "all right")
+    sys.exit(1 if wrong else 0)
+
+
+def _wrong(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the faults, in sentences."""
+    bound, wrong = LOGITS[torch.bfloat16], []
+    for result in results:
+        ranks = f"{result['ranks']} ranks"
+        if result["tokens"] != results[0]["tokens"]:
+            wrong.append(f"{ranks}: tokens in float32 differ from those of one rank")
+        if result["mean_error"] > bound.mean or result["worst_error"] > bound.worst:
+            wrong.append(f"{ranks}: logits are off by {result['mean_error']:.4f}, at worst {result['worst_error']:.4f}")
+        wrong += [
+            f"{ranks}, {row['num_seqs']} sequences: the rest takes {row['rest_us_a_layer']} us a layer"
+            for row in result["rows"]
+            if row["rest_us_a_layer"] > ALLOWED_REST_US
+        ]
+    return wrong
+
+
+def _nccl_version() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""`rocm-attn bench kernels`: runs one layer of a step by each provider, checks it and then times it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from rocm_attn.cli.arguments import described_model, device_named, kv_encodings
+from rocm_attn.cli.streams import say
+from rocm_attn.errors import BadSetting, RocmAttnError
+from rocm_attn.machine.target import detect_target
+from rocm_attn.problem import Problem
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.bench.ceilings import measured_ceilings
+from rocm_lab.bench.choices import HOST
+from rocm_lab.bench.clocks import clock_of
+from rocm_lab.bench.contestants import contestants
+from rocm_lab.bench.energy import meter_of
+from rocm_lab.bench.host_time import HostOptions, host_rows
+from rocm_lab.bench.kernels import OK, KernelOptions, Race, Row, compile_ahead
+from rocm_lab.bench.layers import NAMED, LayerSizes
+from rocm_lab.bench.lengths_file import read_batch
+from rocm_lab.bench.result_file import KERNELS, as_text, head, kernels_as_json, lines_of, write_csv, write_json
+from rocm_lab.bench.suites import Case, suite
+
+# A CPU takes milliseconds for work that takes a GPU microseconds.
+_ROUND_US_ON_CPU = 20_000.0
+_MOST_PROCESSES = 16
+
+
+class WrongResults(RocmAttnError):
+    """A provider gave a wrong result, or none."""
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints and writes the measurements. Raises WrongResults after that."""
+    device = device_named(options.device)
+    if HOST in (options.suite or ()):
+        _run_host(options, device)
+        return
+    cases = list(_cases(options, device))
+    names = options.providers or _providers_of(device)
+    race_of = contestants(names, options.fa3)
+    usual = KernelOptions()
+    kernel_options = KernelOptions(
+        options.rounds or usual.rounds,
+        options.round_us or (usual.round_us if device.type == "cuda" else _ROUND_US_ON_CPU),
+        options.seed,
+        options.energy_seconds,
+    )
+    if device.type == "cuda":
+        processes = min(_MOST_PROCESSES, os.cpu_count() or 1) if options.processes is None else options.processes
+        say(f"compiling what {len(cases)} cases need in {processes} processes")
+        compile_ahead(cases, race_of, device, processes)
+    meter = meter_of(device)
+    if options.energy_seconds and meter.why_not:
+        say(meter.why_not)
+    ceilings = measured_ceilings(device, cases[0].problem.dtype, clock_of(device, kernel_options.round_us))
+    say(f"copies {ceilings.copied_per_s / 1e9:.0f} GB/s, reads {ceilings.read_per_s / 1e9:.0f} GB/s, "
+        f"multiplies {ceilings.flops_per_s / 1e12:.1f} TFLOP/s")  # fmt: skip
+    race = Race(race_of, device, ceilings, kernel_options, meter)
+    rows: list[Row] = []
+    failure: RuntimeError | None = None
+    try:
+        for found in race.rows(_begun(cases, options.max_seconds)):
+            rows += found
+            if not options.json:
+                print("\n".join(lines_of(found)), flush=True)
+    except RuntimeError as error:  # a fault of the device, on which nothing runs then: earlier results are written
+        failure = error
+    result = kernels_as_json(rows, device, ceilings, kernel_options, meter.why_not or meter.source)
+    if options.out:
+        write_json(Path(options.out), result)
+    if options.csv:
+        write_csv(Path(options.csv), result["rows"])
+    if options.json:
+        print(as_text(result))
+    if failure is not None:
+        at = cases[len(dict.fromkeys(row.case for row in rows))]
+        first = str(failure).strip().splitlines()[0]
+        raise WrongResults(f"the device failed at {at.name}, and the cases from there on are not measured: {first}")
+    _raise_for_wrong(rows)
+
+
+def _run_host(options: argparse.Namespace, device: torch.device) -> None:
+    """Runs the suite of the host, which times other things than kernels. Raises WrongResults, BadSetting."""
+    if options.suite != [HOST] or options.batch or options.layer or options.heads or options.config:
+        raise BadSetting(
+            "--suite host is measured by itself; leave out other suites, --batch, --layer, --heads, --config"
+        )
+    usual = HostOptions() if device.type == "cuda" else HostOptions(num_layers=4, num_seqs=(1, 8))
+    host_options = replace(usual, rounds=options.rounds or usual.rounds)
+    rows = []
+    for row in host_rows(
+        options.providers or (("triton",) if device.type == "cuda" else ("torch",)), device, host_options
+    ):
+        rows.append(row)
+        if not options.json:
+            found = f"{row['us']:.1f} us" if row["status"] == OK else f"WRONG: {row['reason']}"
+            print(f"{row['case']}, {row['batch']}, {row['provider']}: {found}", flush=True)
+    target = detect_target(device)
+    result = {**head(KERNELS, device), "arch": target.arch, "options": asdict(host_options), "rows": rows}
+    if options.out:
+        write_json(Path(options.out), result)
+    if options.csv:
+        write_csv(Path(options.csv), rows)
+    if options.json:
+        print(as_text(result))
+    bad = [f"{row['provider']}, {row['case']}: {row['reason']}" for row in rows if row["status"] != OK]
+    if bad:
+        raise WrongResults(f"{bad[0]}; what is wrong has no time")
+
+
+def _begun(cases: Sequence[Case], max_seconds: float) -> Iterator[Case]:
+    """Yields the cases until max_seconds are over."""
+    begin = time.monotonic()
+    for number, case in enumerate(cases):
+        if time.monotonic() - begin > max_seconds:
+            say(f"{len(cases) - number} of {len(cases)} cases are not begun after {max_seconds:g} s")
+            return
+        yield case
+
+
+def _raise_for_wrong(rows: Sequence[Row]) -> None:
+    bad = [f"{row.provider} on {row.case.name}: {row.reason}" for row in rows if row.is_bad]
+    if bad:
+        more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise WrongResults(f"{bad[0]}{more}; what is wrong was not timed")
+    if not any(row.samples.us for row in rows):
+        reasons = "; ".join(dict.fromkeys(f"{row.provider}: {row.reason}" for row in rows))
+        raise WrongResults(f"no provider serves any of the cases: {reasons}")
+
+
+def _providers_of(device: torch.device) -> tuple[str, ...]:
+    """The providers that are measured if none is named."""
+    if device.type != "cuda":
+        return ("torch", "sdpa")
+    own = ("triton", "triton+deterministic")
+    if torch.version.hip is not None:
+        return (*own, "aiter", "vllm-triton", "sdpa")
+    return (*own, "fa3", "flashinfer", "vllm-triton", "sdpa")
+
+
+def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
+    """Yields the cases of the options. Raises BadSetting, BadProblem, BadModel."""
+    if options.suite:
+        if options.batch or options.layer or options.heads or options.config:
+            raise BadSetting(
+                "--suite brings layers and batches of its own; leave out --batch, --layer, --heads, --config"
+            )
+        for name in options.suite:
+            yield from suite(name)
+        return
+    if not options.batch:
+        raise BadSetting("nothing to measure: give --batch, as in --batch 64d4k, or --suite")
+    for problem in dict.fromkeys(_problems(options)):
+        for word in options.batch:
+            batch = read_batch(word[1:]) if word.startswith("@") else BatchSpec.parse(word)
+            step = f"lengths of {word[1:]}" if word.startswith("@") else ""
+            yield Case(problem, batch, step=step)
+
+
+def _problems(options: argparse.Namespace) -> Iterator[Problem]:
+    dtype = getattr(torch, options.dtype)
+    for page_size in options.page_sizes:
+        for encoding, scales in kv_encodings(options.kv_encodings):
+            for problem in _layers(options, dtype, page_size):
+                changed = replace(problem, kv_encoding=encoding, kv_scales=scales)
+                if options.window is not None:
+                    changed = replace(changed, window_left=options.window - 1)
+                if options.soft_cap:
+                    changed = replace(changed, logits_soft_cap=options.soft_cap)
+                yield replace(changed, has_sinks=changed.has_sinks or options.sinks)
+
+
+def _layers(options: argparse.Namespace, dtype: torch.dtype, page_size: int) -> Iterator[Problem]:
+    if options.config:
+        geometry = described_model(options.config).geometry.on_one_of(options.tp)
+        yield from dict.fromkeys(geometry.problems(dtype=dtype, page_size=page_size))
+    if options.heads:
+        num_q_heads, num_kv_heads = options.heads
+        v_head_dim = options.v_head_dim or options.head_dim
+        yield LayerSizes(num_q_heads, num_kv_heads, options.head_dim, v_head_dim).problem(dtype, page_size)
+    names = options.layer or ([] if options.config or options.heads else ["llama-8b"])
+    for name in names:
+        yield NAMED[name].problem(dtype, page_size)

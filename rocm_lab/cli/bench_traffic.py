@@ -1,0 +1,16 @@
+"""`rocm-attn bench traffic`: a made-up trace of requests, as a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rocm_lab.bench.traffic import Traffic
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the trace, one line per request."""
+    traffic = Traffic(
+        options.requests, options.rate, options.prompt, options.output, options.spread, options.shared_prefix
+    )
+    sys.stdout.write(traffic.trace(options.seed).text())

@@ -1,0 +1,99 @@
+"""The arguments of the laboratory's commands. Nothing here imports torch, so that --help is instant."""
+
+from __future__ import annotations
+
+import argparse
+
+from rocm_attn.cli import options as a
+from rocm_attn.cli.parser import EXPLAINED, Commands, add_command, add_options
+from rocm_lab.cli import options as o
+from rocm_lab.cli.bench_parser import add_bench
+
+_SOAK_EXAMPLES = """\
+examples:
+  rocm-attn soak --steps 2000
+  rocm-attn soak --steps 20000 --seed 7 --device cuda --json > soak.json
+  rocm-attn soak --speculative --rounds 10000
+"""
+
+_TUNE_EXAMPLES = """\
+examples:
+  rocm-attn tune ./Llama-3.1-8B-Instruct --dry-run --arch gfx942        what would be tried, without a GPU
+  rocm-attn tune ./Llama-3.1-8B-Instruct --seconds 1800
+  rocm-attn tune config.json --tp 8 --shapes 64x4k,256x2k,1x8k+2048 --output tuning.json
+  rocm-attn tune 32x8x128 --page-size 64 --json > tuned.json            32 query heads over 8 KV heads of 128
+"""
+
+
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Adds the laboratory's commands to `rocm-attn`."""
+    for add in (_add_tune, _add_cost, _add_replay_step, _add_soak, add_bench):
+        add(commands)
+
+
+def _add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands,
+        "tune",
+        help="search faster tiles for a model's layers on this GPU",
+        description="Try other tiles of the project's Triton kernels for a model's layers, compare each with the "
+        "reference and then with the tiles in use, and keep what is faster in a file that runtimes read.",
+        examples=_TUNE_EXAMPLES,
+    )
+    parser.set_defaults(module="rocm_lab.tune.command")
+    config = a.CONFIG.but(
+        metavar="CONFIG.json|QxKVxDIM",
+        help="a model's config.json, the directory that holds it, a .gguf file, or query heads x KV heads x head dim",
+    )
+    arch = a.ARCH.but(help="with --dry-run: gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (gfx942)")
+    model = (config, a.RANKS, a.DTYPE, *a.KV_FORMAT, *a.PAGES, a.PROVIDER, a.MAX_KV_LEN)
+    add_options(parser, (*model, o.SHAPES, o.SECONDS, o.OUTPUT, o.JOBS, a.DEVICE, arch, o.DRY_RUN, a.JSON))
+
+
+def _add_cost(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands,
+        "cost",
+        help="predict times of a model's Triton kernels on AMD GPUs, and list faster choices; needs no GPU",
+        description="Predict the time of one layer of each kind in Triton on gfx942 or gfx950, as ranges that were "
+        "never measured, and list what AITER, other pages or other settings would make faster.",
+    )
+    parser.set_defaults(module="rocm_lab.cli.cost")
+    add_options(parser, EXPLAINED)
+
+
+def _add_replay_step(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands,
+        "replay-step",
+        help="run a step of a flight recorder's dump again and compare",
+        description="Rebuild one step of a dump, with its lengths, rows and sizes and with random K and V; run it "
+        "eagerly, as a graph and by the float64 reference. Exit code 1 if they do not agree.",
+    )
+    parser.set_defaults(module="rocm_lab.cli.replay_step")
+    provider = a.PROVIDER.but(default=None, help="whose attention kernels run (the dump's)")
+    seed = a.SEED.but(help="of the random K and V (0)")
+    add_options(parser, (o.DUMP, o.STEP, seed, a.DEVICE, provider, a.JSON))
+
+
+def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        commands,
+        "soak",
+        help="run random steps of a tiny model and compare every output with the reference",
+        description="Let requests come, grow, share pages, run out of them and go, with graphs on, and compare every "
+        "output of every step with a float64 reference. Stops with exit code 1 at the first difference.",
+        examples=_SOAK_EXAMPLES,
+    )
+    parser.set_defaults(module="rocm_lab.cli.soak")
+    seed = a.SEED.but(help="of everything random; the same seed, the same steps (0)")
+    dtype = a.DTYPE.but(default=None, help="of q, k, v and the KV cache (bfloat16 on a GPU, float32 on a CPU)")
+    deterministic = a.DETERMINISTIC.but(
+        help="soak deterministic mode: some sequences must be bitwise what they are alone"
+    )
+    json = a.JSON.but(help="print one JSON object with what was done, or what was found")
+    speculative = a.switch(
+        "--speculative", "mostly draft and verify: rounds, chains, trees, and what becomes of rejected ones"
+    )
+    add_options(parser.add_mutually_exclusive_group(), (o.STEPS, o.ROUNDS))
+    add_options(parser, (seed, a.DEVICE, a.PROVIDER, dtype, deterministic, speculative, json))

@@ -1,0 +1,60 @@
+"""`rocm-attn soak`: random steps of a tiny model, every output compared with the reference."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+import torch
+
+from rocm_attn.cli.arguments import device_named
+from rocm_attn.cli.streams import say
+from rocm_attn.errors import BadSetting
+from rocm_lab.soak.soak import Finding, Soak, SoakFailed, SoakReport
+from rocm_lab.soak.world import LONG_KV_LEN, SHORT_KV_LEN, Scenario
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints a summary of the steps, or the finding. Raises SoakFailed at the first finding."""
+    device = device_named(options.device)
+    dtype_name = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    if options.speculative and options.deterministic:
+        raise BadSetting("--deterministic has no kernels for trees of drafts, which --speculative draws; leave one out")
+    scenario = Scenario.of_seed(options.seed, LONG_KV_LEN if options.deterministic else SHORT_KV_LEN)
+    soak = Soak(
+        scenario.speculative() if options.speculative else scenario,
+        seed=options.seed,
+        device=device,
+        provider=options.provider,
+        dtype=getattr(torch, dtype_name),
+        deterministic=options.deterministic,
+    )
+    try:
+        report = _play(soak, options)
+    except SoakFailed as failure:
+        again = _command(options, failure.finding, device, dtype_name)
+        if options.json:
+            print(json.dumps({"finding": asdict(failure.finding), "again": again}))
+        say(f"run it again with: {again}")
+        raise
+    print(json.dumps({"report": report.as_dict()}) if options.json else report)
+
+
+def _play(soak: Soak, options: argparse.Namespace) -> SoakReport:
+    def say_steps(steps: int) -> None:
+        say(f"{steps} steps")
+
+    if options.rounds is not None:
+        return soak.run_rounds(options.rounds, say_steps)
+    return soak.run(options.steps, say_steps)
+
+
+def _command(options: argparse.Namespace, finding: Finding, device: torch.device, dtype_name: str) -> str:
+    """The shortest soak command that reproduces the finding."""
+    return (
+        f"rocm-attn soak --steps {finding.step} --seed {options.seed} --device {device} "
+        f"--provider {options.provider} --dtype {dtype_name}"
+        + (" --deterministic" if options.deterministic else "")
+        + (" --speculative" if options.speculative else "")
+    )

@@ -1,0 +1,1 @@
+"""Predicted times of the Triton kernels on AMD GPUs."""

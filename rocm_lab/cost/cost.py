@@ -1,0 +1,329 @@
+"""Predicts the time of one layer of attention on an MI300X or an MI355X: a range, and its middle.
+
+    decode   max(bytes / HBM, iterations * (own + latencies * L), units) + (2 + merge) L + launches
+    extend   (operations + those of half a tile's keys) / (peak * fraction) + tiles of a CU * start + launches
+
+own, latencies (in series, of an iteration of the hot loop) and units are static figures of the compiled kernel
+(static_figures.json): of the Triton kernel that would serve the layer, decode for CDNA or paged decode. merge counts
+latencies too: its words, and each step that adds up parts of a row (kernels/attention/cuts.py, merge_shape). No AMD GPU
+was at hand: the rest is published, or assumed if nothing is published.
+
+HBM        bandwidth of streams of reads. MI300X 3.9 TB/s (ROCm/rocm-systems#2934) to 4.2 (ROCm/legacy-rocm-build#5070).
+           MI355X 5 TB/s by AITER's decode in assembly, 80 to 85 % of a stream (ROCm/aiter#5190): 6 at most.
+L          a load's latency while HBM is busy: assumed, 1.0 to 2.5 us. AITER's decode in Triton has 2.2 TB/s of fp8 on
+           an MI355X (ROCm/aiter#5190), which by its static figures is about 2 us.
+launches   3 to 8 us for the two kernels of a layer in a graph: assumed.
+fraction   of the matrix units' peak, from the cycles that the loop keeps both units busy:
+
+               none = matrix / (matrix + vector)       if products and the softmax never overlap
+               full = matrix / max(matrix, vector)     if they always do
+
+           AITER's kernels in assembly, whose code objects are read the same way, have none = 0.46 and 0.42, and reach
+           528 to 592 TFLOP/s on an MI300X and 1177 to 1438 on an MI355X (aiter, op_tests/cpp/mha/README.md, heads of
+           128, no mask, 4k tokens and more). So the range begins at what their slowest shape makes of `none`, times
+           what the slowest published kernel in Triton reaches of theirs, and ends at what their fastest one makes of
+           it, or at `full`. On an MI300X that is 1 / 1.62 (midiareshadi.github.io/blog/attn-dsl-bench), on gfx950 0.48:
+           AITER's unified attention has 490 TFLOP/s on an MI350 (ROCm/aiter#1336), of none = 0.37. Others in Triton
+           have 663 to 789 there (ROCm/aiter#4147) and 906 to 990 on an MI355X (HipKittens, analysis/attn/fwd).
+start      of a tile, until products keep the matrix units busy, and its end: 4 to 16 us of a CU. AITER's kernels in
+           assembly take so much longer for 1k and 2k tokens without a mask, 4 and 8 sequences, than their speeds at 4k
+           and more say (the same README, both GPUs). Programs that share a CU overlap theirs at best.
+
+published.py compares other published speeds with these predictions for the same kernels: independent ones for decode;
+for extend, those kernels in assembly with the mask.
+
+The model leaves out uneven work, clocks under load, and DRAM's pages, because nothing is known of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.errors import Unsupported
+from rocm_attn.kernels.attention.cuts import merge_shape
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, KVEncoding, PoolKind, Problem
+from rocm_attn.providers.by_tokens import KernelByTokens
+from rocm_attn.providers.contract import BoundKernel
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton import TritonDecode, TritonExtend
+from rocm_attn.providers.triton_cdna import CdnaDecode
+from rocm_lab.cost.static_figures import Busy, KernelFigures, LayerFigures, StaticFigures
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A prediction: the least, the middle and the most."""
+
+    low: float
+    middle: float
+    high: float
+
+    @classmethod
+    def between(cls, low: float, high: float) -> Range:
+        """A range with the geometric mean of low and high as its middle."""
+        return cls(low, math.sqrt(low * high), high)
+
+    def per(self, amount: float) -> Range:
+        """amount divided by each value, lowest first: work divided by times gives speeds."""
+        return Range(amount / self.high, amount / self.middle, amount / self.low)
+
+    def holds(self, value: float) -> bool:
+        """True if the value is neither below the least nor above the most."""
+        return self.low <= value <= self.high
+
+    def text(self, unit: float, digits: int = 0) -> str:
+        """The range in a unit: the middle, then the bounds."""
+        low, middle, high = (f"{number / unit:.{digits}f}" for number in (self.low, self.middle, self.high))
+        return f"{middle} ({low} to {high})"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's data sheet, and figures that are published for it.
+
+    clock:                 in Hz; matrix_ops: 16-bit operations per second
+    hbm:                   bytes per second of streams of reads, least and most
+    asm_flops:             operations per second of AITER's kernels in assembly, slowest and fastest shape
+    triton_of_asm:         share of their speed that the slowest kernel in Triton reaches (its loop counted apart)
+    """
+
+    name: str
+    clock: float
+    matrix_ops: float
+    hbm: tuple[float, float]
+    asm_flops: tuple[float, float]
+    triton_of_asm: float
+
+
+GPUS = {
+    "gfx942": Gpu("MI300X", 2.1e9, 1307e12, (3.9e12, 4.2e12), (528e12, 592e12), 1 / 1.62),
+    "gfx950": Gpu("MI355X", 2.4e9, 2517e12, (5e12, 6e12), (1177e12, 1438e12), 0.48),
+}
+FIGURES = StaticFigures.read()
+# Seconds; see above.
+_LATENCY = (1.0e-6, 2.5e-6)
+_LAUNCHES = (3e-6, 8e-6)
+_TILE_START = (4e-6, 16e-6)
+# A row starts with a page number and then its first keys.
+_START_LATENCIES = 2
+_CLOCKS_PER_CYCLE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """num_seqs sequences of kv_len tokens, q_len of them new."""
+
+    num_seqs: int
+    kv_len: int
+    q_len: int = 1
+
+    @property
+    def new_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return self.num_seqs * self.q_len
+
+    def __str__(self) -> str:
+        return f"{self.num_seqs}x{self.kv_len - self.q_len}+{self.q_len}"
+
+
+SHAPES = (Shape(1, 8192), Shape(1, 65536), Shape(64, 4096), Shape(256, 2048), Shape(1, 2048, 2048), Shape(8, 4608, 512))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The prediction for one layer at a shape.
+
+    kernel:  the kernel that would serve it
+    seconds: time of its kernels, replayed as a graph
+    speed:   decode: bytes of K and V per second; extend: operations of products with visible keys per second
+    """
+
+    shape: Shape
+    kernel: str
+    seconds: Range
+    speed: Range
+
+    def line(self) -> str:
+        """The prediction as one line of text."""
+        what = self.speed.text(1e9) + " GB/s" if self.shape.q_len == 1 else self.speed.text(1e12) + " TFLOP/s"
+        return f"{self.shape}: {self.seconds.text(1e-6)} us, {what}, {self.kernel}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The prediction for --json."""
+        unit = "bytes_per_s" if self.shape.q_len == 1 else "flop_per_s"
+        numbers = {"seconds": self.seconds, unit: self.speed}
+        return {
+            "shape": str(self.shape),
+            "kernel": self.kernel,
+            **{name: [found.low, found.middle, found.high] for name, found in numbers.items()},
+        }
+
+
+def predictions(problem: Problem, target: Target, *, deterministic: bool = False) -> Iterator[Prediction]:
+    """Predictions for the project's Triton kernels at each of SHAPES; none if there are no static figures."""
+    for shape in SHAPES:
+        found = predicted(problem, target, shape, deterministic=deterministic)
+        if found is not None:
+            yield found
+
+
+def predicted(problem: Problem, target: Target, shape: Shape, *, deterministic: bool = False) -> Prediction | None:
+    """Predicts the Triton kernel that would serve a layer, with the target's Triton and measured tiles.
+
+    None if there are no static figures for it, as in deterministic mode.
+    """
+    if target.arch not in GPUS or problem.head_dim != problem.v_head_dim or problem.dtype.itemsize != 2:
+        return None
+    is_plain = problem.kv_encoding is KVEncoding.LIKE_Q and problem.pool is PoolKind.SPLIT
+    if not is_plain or not isinstance(problem.indexer, AllKeys):
+        return None
+    kind = StepKind.DECODE if shape.q_len == 1 else StepKind.EXTEND
+    kernel = _serving(problem, target, PaddedShape(kind, shape.num_seqs, shape.new_tokens), deterministic)
+    if isinstance(kernel, TritonExtend):
+        busy = _busy_of(kernel, problem, target.arch)
+        return None if busy is None else _extend(problem, target, shape, busy, kernel)
+    loop = _loop_of(kernel, problem, target.arch)
+    return None if loop is None else decode_prediction(problem, target, shape, loop)
+
+
+# The cost of clusters takes thousands of predictions.
+@lru_cache(maxsize=4096)
+def _serving(problem: Problem, target: Target, shape: PaddedShape, deterministic: bool) -> BoundKernel | None:
+    """The kernel of a step's layer; None if there is none."""
+    try:
+        selection = select(problem, target, "triton", deterministic=deterministic)
+    except Unsupported:
+        return None
+    bound = selection.kernel(shape.kind).bound
+    return bound.of_shape(shape) if isinstance(bound, KernelByTokens) else bound
+
+
+class Loop(NamedTuple):
+    """A decode loop: the kernel's name, its tiles, its figures, and the key blocks per iteration."""
+
+    kernel: str
+    tiles: DecodeTiles
+    figures: KernelFigures
+    blocks: int
+
+
+def _layers(problem: Problem, arch: str, step: str) -> Iterator[LayerFigures]:
+    for layer in FIGURES.layers:
+        if (layer.arch, layer.step, layer.head_dim) == (arch, step, problem.head_dim):
+            yield layer
+
+
+def _loop_of(kernel: BoundKernel | None, problem: Problem, arch: str) -> Loop | None:
+    """The figures of a kernel's tiles; None if they have none."""
+    kind = "cap" if problem.logits_soft_cap else "plain" if problem.window_left == UNLIMITED_WINDOW else "window"
+    for layer in _layers(problem, arch, "decode"):
+        if isinstance(kernel, CdnaDecode):
+            found = layer.cdna_in(kernel.tiles, kind)
+            if found is not None:
+                return Loop("triton.cdna_decode", kernel.tiles, found.figures, kernel.tiles.num_stages)
+        elif isinstance(kernel, TritonDecode):
+            for candidate in layer.candidates:
+                if candidate.tiles == kernel.tiles:
+                    return Loop("triton.decode", kernel.tiles, candidate.figures, 1)
+    return None
+
+
+def _busy_of(kernel: TritonExtend, problem: Problem, arch: str) -> Busy | None:
+    """The busy cycles of the table's own row; None for other tiles."""
+    layers = _layers(problem, arch, "extend")
+    return next((layer.busy for layer in layers if layer.serving.tiles == kernel.tiles), None)
+
+
+def decode_prediction(problem: Problem, target: Target, shape: Shape, loop: Loop) -> Prediction:
+    """The prediction for a kernel whose programs share out all keys."""
+    gpu, units = GPUS[target.arch], target.compute_units
+    keys, tiles, figures = seen_keys(problem, shape.kv_len), loop.tiles, loop.figures
+    loaded = shape.num_seqs * keys * problem.num_kv_heads * 2 * problem.head_dim * problem.dtype.itemsize
+    blocks = shape.num_seqs * tiles.rows_per_seq(problem.num_kv_heads) * -(-keys // tiles.key_block)
+    merge = _merge_latencies(problem, units, shape.num_seqs, -(-keys // tiles.key_block), tiles)
+    # Programs that a CU has no room for run after the others.
+    of_program = -(-blocks // (units * tiles.programs_per_cu))
+    iterations = -(-of_program // loop.blocks) * tiles.programs_per_cu / figures.programs
+    busy = shape.num_seqs * keys * problem.num_kv_heads * figures.units / units / gpu.clock
+
+    def seconds(latency: float, hbm: float, launches: float) -> float:
+        own = _CLOCKS_PER_CYCLE * figures.own / gpu.clock
+        waits = iterations * (own + figures.latencies * latency)
+        return max(loaded / hbm, waits, busy) + (_START_LATENCIES + merge) * latency + launches
+
+    least = seconds(_LATENCY[0], gpu.hbm[1], _LAUNCHES[0])
+    took = Range.between(least, seconds(_LATENCY[1], gpu.hbm[0], _LAUNCHES[1]))
+    return Prediction(shape, loop.kernel, took, took.per(loaded))
+
+
+def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, tiles: DecodeTiles) -> int:
+    """The number of dependent loads in the merge. blocks: key blocks of a row; all rows are alike."""
+    programs = units * tiles.programs_per_cu
+    rows = num_seqs * tiles.rows_per_seq(problem.num_kv_heads)
+    share = -(-rows * (blocks + tiles.row_cost + tiles.row_end) // programs)
+    # Few rows begin at the start of a program.
+    parts = -(-blocks // share) + 1
+    shape = merge_shape(rows, programs, tiles.q_rows(problem.gqa_ratio), problem.v_head_dim, tiles.early)
+    return 1 + -(-parts // shape.parts)
+
+
+class Tiles(NamedTuple):
+    """How an extend kernel cuts its work.
+
+    num:      tiles of a step, each with its own start
+    tokens:   new tokens of a tile; each key that one of them sees is computed for all
+    programs: programs that overlap their starts on a CU at best
+    """
+
+    num: int
+    tokens: int
+    programs: int
+
+
+def _extend(problem: Problem, target: Target, shape: Shape, busy: Busy, kernel: TritonExtend) -> Prediction:
+    ratio = problem.gqa_ratio
+    tokens, kv_heads = kernel.tiles.tokens_per_block(ratio), problem.num_kv_heads // kernel.tiles.heads_per_row
+    num = shape.num_seqs * -(-shape.q_len // tokens) * kv_heads * kernel.tiles.head_blocks(ratio)
+    tiles = Tiles(num, tokens, max(1, kernel.tiles.programs_per_cu))
+    return extend_prediction(problem, target, shape, fraction(target.arch, busy), tiles)
+
+
+def extend_prediction(problem: Problem, target: Target, shape: Shape, share: Range, tiles: Tiles) -> Prediction:
+    """The prediction for a kernel that keeps all CUs busy. share: of the matrix units' peak, for its loop"""
+    gpu = GPUS[target.arch]
+    cached = shape.kv_len - shape.q_len
+    seen = sum(seen_keys(problem, kv_len) for kv_len in range(cached + 1, shape.kv_len + 1))
+    of_a_pair = 4 * problem.head_dim * problem.num_q_heads * shape.num_seqs
+    computed = of_a_pair * (seen + shape.q_len * tiles.tokens / 2)
+    of_a_cu = tiles.num / target.compute_units
+    fastest = computed / (gpu.matrix_ops * share.high) + of_a_cu * _TILE_START[0] / tiles.programs + _LAUNCHES[0]
+    slowest = computed / (gpu.matrix_ops * share.low) + of_a_cu * _TILE_START[1] + _LAUNCHES[1]
+    took = Range.between(fastest, slowest)
+    return Prediction(shape, "triton.extend", took, took.per(of_a_pair * seen))
+
+
+def fraction(arch: str, busy: Busy) -> Range:
+    """The share of the matrix units' peak that an extend kernel reaches; see above."""
+    gpu = GPUS[arch]
+    asm = [flops / gpu.matrix_ops / none_of(FIGURES.code_objects[arch]) for flops in gpu.asm_flops]
+    none = none_of(busy)
+    full = busy.matrix / max(busy.matrix, busy.vector)
+    return Range.between(none * asm[0] * gpu.triton_of_asm, min(full, none * asm[1]))
+
+
+def none_of(busy: Busy) -> float:
+    """The share of the matrix units' peak that is left if products and the softmax never overlap."""
+    return busy.matrix / (busy.matrix + busy.vector)
+
+
+def seen_keys(problem: Problem, kv_len: int) -> int:
+    """Keys that the last of kv_len tokens sees."""
+    return kv_len if problem.window_left == UNLIMITED_WINDOW else min(kv_len, problem.window_left + 1)

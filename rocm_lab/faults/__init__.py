@@ -1,0 +1,1 @@
+"""Safeguards switched off: a wrong twin of each."""

@@ -1,0 +1,137 @@
+"""The tiles that are tried in place of a table's row: those that differ from it in one field, then those in two.
+
+The effect of two changes together follows mostly from the effects of each alone. So pairs come later, and are left out
+if one of the two changes was bad. Tiles that no kernel takes, or whose loads in flight do not fit LDS, are not listed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
+from rocm_attn.kernels.tuning.measured import Table, Tiles, refusal
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, Codes, DecodeTiles, ExtendTiles, next_power_of_2
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import Problem
+from rocm_attn.providers.tiles import codes_of, layer_of
+from rocm_lab.tune.jobs import Job
+
+Change = tuple[str, object]
+Values = Mapping[str, tuple[object, ...]]
+
+# Takes the place of changes for the row that serves without a search.
+IN_USE: Change = ("the row", "in use")
+_WARPS, _STAGES, _KEYS = (1, 2, 4, 8), (1, 2, 3, 4), (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Tiles, and their differences from the tiles of the table's row."""
+
+    tiles: Tiles
+    changes: tuple[Change, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.changes) or "the table's row"
+
+
+def candidates(job: Job, target: Target) -> list[Candidate]:
+    """All candidates of a job, in order, without the row in use.
+
+    If the row in use is another kernel's, the table's own row is the first candidate.
+    """
+    values = _values(job, target)
+    single: list[Change] = [
+        (name, value) for name, each in values.items() for value in each if value != getattr(job.tiles, name)
+    ]
+    pairs = ((one, other) for one, other in itertools.combinations(single, 2) if one[0] != other[0])
+    none: tuple[tuple[Change, ...], ...] = () if job.tiles == job.in_use else ((),)
+    found = (_changed(job.tiles, changes) for changes in itertools.chain(none, ((one,) for one in single), pairs))
+    layer = layer_of(job.problem)
+    return [
+        each
+        for each in found
+        if not refusal(job.table, each.tiles, layer) and _fits(each.tiles, job.problem, target.lds_bytes)
+    ]
+
+
+def _changed(tiles: Tiles, changes: tuple[Change, ...]) -> Candidate:
+    given: dict[str, Any] = dict(changes)
+    return Candidate(replace(tiles, **given), changes)
+
+
+def _values(job: Job, target: Target) -> Values:
+    """The values of each field that may be tried: only fields that change a kernel's time and not its results."""
+    values = dict(_values_of(job))
+    if target.is_amd:
+        values["waves_per_eu"] = (0, 1, 2, 3)
+    elif isinstance(job.tiles, ExtendTiles):
+        values["max_registers"] = (0, 128, 168)
+    elif isinstance(job.tiles, DecodeTiles):
+        values["max_registers"] = (0, 168, 200)
+    known = {field.name for field in fields(job.tiles)}
+    return {name: each for name, each in values.items() if name in known}
+
+
+def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
+    tiles, problem = job.tiles, job.problem
+    if isinstance(tiles, CdnaTiles):
+        yield "num_stages", _STAGES
+        yield "programs_per_cu", (4, 6, 8, 12, 16)
+        yield "row_cost", (1, 2, 4)
+        return
+    yield "key_block", _KEYS
+    yield "num_warps", _WARPS if job.kind.decodes else (2, 4, 8)
+    yield "num_stages", _STAGES
+    if isinstance(tiles, DecodeTiles):
+        yield "programs_per_cu", (1, 2, 3, 4, 6, 8, 12, 16)
+        yield "dim_block", (0, *_dim_blocks(problem, max(_heads_at_once(problem))))
+        yield "transposed", (False, True)
+        yield "heads_per_row", _heads_at_once(problem)
+        yield "row_cost", (1, 2, 4)
+        yield "row_end", (0, 1)
+        yield "side_by_side", (False, True)
+        if codes_of(problem) is not Codes.NONE:
+            yield "paired", (False, True)
+    elif isinstance(tiles, ExtendTiles):
+        least = max(16, min(128, next_power_of_2(job.max_rows) // 2)) if job.max_rows <= 128 else 32
+        yield "query_rows", tuple(rows for rows in (16, 32, 64, 128, 256) if least <= rows)
+        yield "dim_block", (0, *_dim_blocks(problem, 1))
+        yield "diagonal_stages", (1, 2)
+        yield "share_stages", (1, 2, 3)
+        yield "share_block", (0, 16, 32)
+        yield "programs_per_cu", (0, 1, 2)
+        yield "one_launch", (False, True)
+    elif isinstance(tiles, LatentTiles):
+        yield "query_rows", (16, 32, 64, 128)
+        yield "wide", (False, True)
+        yield "chains", (1, 2)
+        if job.table is Table.LATENT_DECODE:
+            yield "programs_per_cu", (1, 2, 3, 4)
+            yield "row_cost", (1, 2, 4)
+
+
+def _heads_at_once(problem: Problem) -> tuple[int, ...]:
+    """Numbers of KV heads that can be read as one: divisors of all heads, with up to 256 columns."""
+    heads = range(1, min(16, problem.num_kv_heads) + 1)
+    return tuple(n for n in heads if problem.num_kv_heads % n == 0 and (n == 1 or n * problem.head_dim <= 256))
+
+
+def _dim_blocks(problem: Problem, heads: int) -> tuple[int, ...]:
+    """Columns per block that cut the elements of `heads` heads, read as one, into several blocks."""
+    columns = max(problem.head_dim, problem.v_head_dim) * heads
+    return tuple(block for block in (32, 64, 128) if block < columns)
+
+
+def _fits(tiles: Tiles, problem: Problem, lds_bytes: int) -> bool:
+    """True if the key blocks whose loads are in flight fit LDS; other data of the compiler in LDS is not known."""
+    if isinstance(tiles, CdnaTiles):
+        return True  # its blocks are in registers
+    heads = 1 if isinstance(tiles, LatentTiles) else tiles.heads_per_row
+    # In a latent pool V is a part of K.
+    dims = problem.head_dim + (0 if isinstance(tiles, LatentTiles) else problem.v_head_dim)
+    in_flight = (tiles.num_stages - 1) * tiles.key_block * dims * heads * problem.page_format.encoding.dtype.itemsize
+    return not lds_bytes or in_flight <= lds_bytes

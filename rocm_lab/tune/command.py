@@ -1,0 +1,255 @@
+"""`rocm-attn tune`: searches faster tiles for a model's layers on this GPU, and keeps them where runtimes look."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rocm_attn.cli.arguments import described_model, device_named, page_choice
+from rocm_attn.cli.streams import say
+from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.tuning.measured import MeasuredRow, Provenance, ShapeTimes
+from rocm_attn.machine.measured_rows import OFF, default_place, place_of
+from rocm_attn.machine.releases import UNKNOWN, triton_version
+from rocm_attn.machine.settings import TUNING, settings
+from rocm_attn.machine.target import Target, detect_target, target_elsewhere
+from rocm_attn.machine.tuning_file import TuningFile, as_json
+from rocm_attn.problem import Problem
+from rocm_attn.providers.select import select
+from rocm_attn.selection.kv_formats import KVFormat
+from rocm_lab.tune.candidates import candidates
+from rocm_lab.tune.jobs import SHAPES, Job, jobs_of, shapes_named
+from rocm_lab.tune.journal import Journal
+from rocm_lab.tune.search import TIMED, Bench, Found, Search, Tried, what_became
+
+_GEOMETRY = re.compile(r"(\d+)x(\d+)x(\d+)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Searches for options.config and prints the findings; with options.dry_run, prints what would be tried."""
+    if options.dry_run:
+        target = target_elsewhere(options.arch or "gfx942")
+        problems = problems_of(options, target)
+        jobs, left_out = jobs_of(problems, target, _shapes(options))
+        _print_candidates(jobs, left_out, target, options.json)
+        return
+    if options.arch is not None:
+        raise BadSetting("--arch goes with --dry-run: times are those of this machine's GPU")
+    device = device_named(options.device)
+    target = detect_target(device)
+    if not target.is_gpu:
+        raise BadSetting("there is no GPU whose times could be taken; --dry-run lists what would be tried on one")
+    if target.releases.triton == UNKNOWN:
+        raise BadSetting("the installed Triton's release is not known, and a row serves one release; install triton")
+    # Imported here, because it captures graphs of a GPU.
+    from rocm_lab.tune.ahead import CompiledAhead
+    from rocm_lab.tune.bench import LayerBench, Steps, edges_of
+    from rocm_lab.tune.timer import GraphTimer
+
+    steps = Steps(edges_of)
+    workers = options.jobs or max(1, len(os.sched_getaffinity(0)) - 1)
+    with torch.cuda.device(device):
+        ahead = CompiledAhead(LayerBench(device, target, GraphTimer(device), steps), target, workers, steps)
+        try:
+            tune(options, target, torch.cuda.get_device_name(device), ahead)
+        finally:
+            ahead.close()
+
+
+def tune(options: argparse.Namespace, target: Target, device: str, bench: Bench) -> None:
+    """Searches on a bench. device: its name"""
+    place = output_place(options.output)
+    file = TuningFile.read(place) if place.exists() else TuningFile()
+    problems = problems_of(options, target)
+    jobs, left_out = jobs_of(problems, target, _shapes(options))
+    say(*left_out, *_not_served(problems, target, options.provider, jobs))
+    facts = facts_of(target, device)
+    ends = time.monotonic() + options.seconds
+    run = _Run(file, place, facts)
+    journal = Journal(place.with_name(place.name + ".trials"), facts)
+    search = Search(bench, target, journal, lambda: time.monotonic() < ends, run.keep, run.kept)
+    try:
+        for tried in search.run(jobs):
+            run.took(tried)
+    finally:
+        journal.close()
+        run.report(options.json, was_enough=time.monotonic() < ends)
+
+
+class _Run:
+    """The findings of a search so far, and the file that they are kept in."""
+
+    def __init__(self, file: TuningFile, place: Path, facts: dict[str, str]) -> None:
+        self._file, self._place, self._facts = file, place, facts
+        self._found: dict[str, MeasuredRow] = {}
+        self._tried: list[Tried] = []
+
+    def kept(self, job: Job) -> MeasuredRow | None:
+        """The row that an earlier search kept for the job, at the same shapes and with the same software, or None."""
+        for row in self._file.rows:
+            is_same = all(str(getattr(row.measured, name)) == fact for name, fact in self._facts.items())
+            shapes = tuple(times.shape for times in row.measured.shapes)
+            if is_same and row == job.row(row.tiles, row.measured) and shapes == tuple(map(str, job.shapes)):
+                return row
+        return None
+
+    def keep(self, job: Job, found: Found) -> None:
+        """Writes a row into the file. Raises BadSetting."""
+        times = zip(job.shapes, found.gain.in_use_us, found.gain.us, strict=True)
+        facts: dict[str, Any] = {**self._facts, "compute_units": int(self._facts["compute_units"])}
+        measured = Provenance(
+            **facts,
+            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            shapes=tuple(ShapeTimes(str(shape), round(old, 2), round(new, 2)) for shape, old, new in times),
+            samples=found.gain.rounds,
+            gain=round(1 - found.gain.ratio, 4),
+            gain_low=round(1 - found.gain.high, 4),
+            gain_high=round(1 - found.gain.low, 4),
+            spilled=found.spilled,
+        )
+        row = job.row(found.candidate.tiles, measured)
+        self._file = self._file.with_row(row)
+        self._file.write(self._place)
+        # Rows of other kernels that this row replaces are not reported.
+        self._found = {name: old for name, old in self._found.items() if old in self._file.rows} | {str(job): row}
+
+    def took(self, tried: Tried) -> None:
+        """Reports the trial of a candidate."""
+        if not self._tried or self._tried[-1].job != tried.job:
+            say(str(tried.job))
+        again = " (from an earlier search)" if tried.was_known else ""
+        say(f"  {tried.number} of {tried.of}: {tried.candidate}: {what_became(tried.trial)}{again}")
+        self._tried.append(tried)
+
+    def report(self, in_json: bool, *, was_enough: bool) -> None:
+        """Prints the findings on stdout."""
+        failed = [tried for tried in self._tried if tried.trial.outcome != TIMED]
+        if in_json:
+            rows = [as_json(row) for row in self._found.values()]
+            not_timed = [
+                {"job": str(each.job), "candidate": str(each.candidate), "why": what_became(each.trial)}
+                for each in failed
+            ]
+            said = {"file": str(self._place), "tried": len(self._tried), "not_timed": not_timed, "rows": rows}
+            print(json.dumps({**self._facts, **said, "finished": was_enough}, indent=2))
+            return
+        for job, row in self._found.items():
+            print(f"{job}\n  {row.tiles}\n  {row.origin()}")
+        spilling = sum(bool(each.trial.spilled) for each in self._tried)
+        print(
+            f"{len(self._tried)} candidates, {len(failed)} of them without a time, {spilling} spill; "
+            f"{len(self._found)} rows written to {self._place}"
+        )
+        if not was_enough:
+            print("time was up before all were tried; the same command goes on from here")
+
+
+def problems_of(options: argparse.Namespace, target: Target) -> tuple[Problem, ...]:
+    """The layers of options.config, or of one geometry. Raises BadModel, BadSetting, Unsupported."""
+    dtype = getattr(torch, options.dtype)
+    kv = KVFormat.named(options.kv_dtype, options.kv_scales, target)
+    named = _GEOMETRY.fullmatch(options.config)
+    if named is not None:
+        heads, kv_heads, dim = map(int, named.groups())
+        encoding, scales = kv.encoding, kv.scales
+        plain = Problem(
+            heads, kv_heads, dim, dtype, 1, v_head_dim=dim, scale=dim**-0.5, kv_encoding=encoding, kv_scales=scales
+        )
+        over: Sequence[Problem] = (plain,)
+    else:
+        model = described_model(options.config)
+        geometry = model.geometry.without_idle_windows(model.max_kv_len(options.max_kv_len)).on_one_of(options.tp)
+        over = geometry.problems(dtype=dtype, page_size=1, kv=kv)
+    pages = page_choice(options, over, lambda problem: select(problem, target, options.provider))
+    return tuple(dict.fromkeys(pages.problems(over)))
+
+
+def output_place(named: str | None) -> Path:
+    """The file of --output, else that of the setting, else the one in the cache. Raises BadSetting."""
+    if named is not None:
+        return Path(named).expanduser()
+    if settings().tuning.lower() == OFF:
+        raise BadSetting(f"{TUNING} is {OFF}, so no runtime would read what is found; name a file with --output")
+    return place_of(settings().tuning) or default_place()
+
+
+def facts_of(target: Target, device: str) -> dict[str, str]:
+    """The facts that a time depends on in addition to tiles and shapes, with the names of Provenance."""
+    return {
+        "device": device,
+        "arch": target.arch,
+        "compute_units": str(target.compute_units),
+        "triton": triton_version(),
+        "torch": str(torch.__version__),
+        "rocm": torch.version.hip or f"CUDA {torch.version.cuda}",
+        "software": _version(),
+        "commit": _commit(),
+    }
+
+
+def _version() -> str:
+    try:
+        return metadata.version("rocm-attn")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """The commit of the checkout that this file belongs to; "unknown" if it is not part of one."""
+    here = Path(__file__).resolve()
+    git = ("git", "-C", str(here.parent))
+    try:
+        tracked = subprocess.run((*git, "ls-files", "--error-unmatch", here.name), capture_output=True, check=False)
+        head = subprocess.run((*git, "rev-parse", "--short=12", "HEAD"), capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return head.stdout.strip() if tracked.returncode == head.returncode == 0 else "unknown"
+
+
+def _shapes(options: argparse.Namespace) -> Sequence[Any]:
+    return SHAPES if options.shapes is None else shapes_named(options.shapes)
+
+
+def _not_served(problems: Sequence[Problem], target: Target, provider: str, jobs: Sequence[Job]) -> list[str]:
+    """Sentences for steps whose kernels are not Triton's with this provider; their rows would serve with another."""
+    said = []
+    for problem in problems:
+        kernels = select(problem, target, provider).kernels
+        for kind in dict.fromkeys(job.kind for job in jobs if job.problem == problem):
+            if kernels[kind].row.provider != "triton":
+                name = kernels[kind].row.name
+                said.append(f"{kind.value} steps are {name}'s with provider {provider}: rows serve with triton")
+    return said
+
+
+def _print_candidates(jobs: Sequence[Job], left_out: Sequence[str], target: Target, in_json: bool) -> None:
+    listed = [(job, candidates(job, target)) for job in jobs]
+    if in_json:
+        said = [
+            {
+                "job": str(job),
+                "table": job.table.value,
+                "in_use": asdict(job.in_use),
+                "row": asdict(job.tiles),
+                "candidates": [asdict(each.tiles) for each in found],
+            }
+            for job, found in listed
+        ]
+        print(json.dumps({"arch": target.arch, "jobs": said, "left_out": list(left_out)}, indent=2))
+        return
+    for job, found in listed:
+        print(f"{job}\n  in use: {job.in_use}")
+        print("\n".join(f"  {number}: {each}" for number, each in enumerate(found, 1)))
+    print("\n".join([*left_out, f"{sum(len(found) for _, found in listed)} candidates on {target.arch}"]))

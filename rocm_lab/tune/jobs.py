@@ -1,0 +1,143 @@
+"""The jobs of a search: for each kind of layer a row of each table, at the shapes of steps that the row serves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
+from rocm_attn.kernels.tuning.measured import MeasuredRow, Provenance, Table, Tiles
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, NoTiles
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import AllKeys, PoolKind, Problem
+from rocm_attn.providers.by_tokens import likely_q_len
+from rocm_attn.providers.select import select
+from rocm_attn.providers.tiles import (
+    decode_tiles_of,
+    extend_rows_of_table,
+    latent_decode_tiles_of_table,
+    latent_extend_tiles_of_table,
+    layer_of,
+)
+from rocm_attn.providers.triton_cdna import CdnaDecode
+from rocm_lab.cost.cost import Shape
+
+# Default shapes: decode of one long and of many sequences, a chunk of a prompt, many chunks, and verified drafts.
+SHAPES = (Shape(1, 16384), Shape(64, 4096), Shape(1, 8192, 2048), Shape(8, 4608, 512), Shape(64, 2053, 5))
+_SHAPE = re.compile(r"(\d+)x(\d+)(k?)(?:\+(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The search for one row.
+
+    max_rows: see MeasuredRow
+    tiles:    tiles of the table's row, from which candidates differ
+    in_use:   tiles that serve if nothing is measured, with which candidates are compared: `tiles`, or another table's
+              if another kernel comes first
+    """
+
+    table: Table
+    problem: Problem
+    max_rows: int
+    tiles: Tiles
+    in_use: Tiles
+    shapes: tuple[Shape, ...]
+
+    @classmethod
+    def of(cls, table: Table, problem: Problem, tiles: Tiles, shapes: tuple[Shape, ...]) -> Job:
+        """A job for a row that serves by itself, in all steps."""
+        return cls(table, problem, ANY_ROWS, tiles, tiles, shapes)
+
+    def row(self, tiles: Tiles, measured: Provenance) -> MeasuredRow:
+        """The row with these tiles, in this table or in the one that has tiles of this type."""
+        table = next(table for table in self.table.rivals if type(tiles) is table.tiles)
+        return MeasuredRow(table, layer_of(self.problem), self.max_rows, tiles, measured)
+
+    @property
+    def kind(self) -> StepKind:
+        """The kind of the steps that are timed."""
+        return StepKind.DECODE if self.table.is_decode else StepKind.EXTEND
+
+    def __str__(self) -> str:
+        rows = "" if self.max_rows == ANY_ROWS else f", of steps with up to {self.max_rows} rows a KV head"
+        return f"{self.table.value} of {layer_of(self.problem)}{rows}, at {', '.join(map(str, self.shapes))}"
+
+
+def shapes_named(text: str) -> tuple[Shape, ...]:
+    """Parses shapes as SEQUENCESxCACHED+NEW, with k for 1024, separated by commas; +NEW is 1 if left out.
+
+    Raises BadSetting.
+    """
+    found = []
+    for word in text.split(","):
+        match = _SHAPE.fullmatch(word.strip())
+        if match is None:
+            raise BadSetting(f"shape {word!r} is not SEQUENCESxCACHED+NEW, as 64x4k or 1x6144+2048")
+        cached, new = int(match[2]) * (1024 if match[3] else 1), int(match[4] or 1)
+        if not int(match[1]) or not new or max(int(match[1]) * new, cached + new) >= 1 << 24:
+            raise BadSetting(f"shape {word!r} has no sequences or no new tokens, or more than 16 M tokens")
+        found.append(Shape(int(match[1]), cached + new, new))
+    return tuple(dict.fromkeys(found))
+
+
+def jobs_of(problems: Iterable[Problem], target: Target, shapes: Sequence[Shape]) -> tuple[list[Job], list[str]]:
+    """The searches for layers on a target, and a sentence for each kind of layer, or shape, that has none."""
+    jobs: list[Job] = []
+    left_out = []
+    for problem in dict.fromkeys(problems):
+        if problem.pool is PoolKind.VECTORIZED or not isinstance(problem.indexer, AllKeys):
+            left_out.append(f"{layer_of(problem)}: only layers that attend to all keys of linear pages are searched")
+            continue
+        try:
+            found = list(_jobs_of(problem, target, shapes))
+        except NoTiles as missing:
+            left_out.append(f"{layer_of(problem)}: {missing}")
+            continue
+        jobs += found
+        # Latent steps with a few new tokens share their tiles with other steps, so they have none of their own to
+        # search.
+        searched = {shape for job in found for shape in job.shapes}
+        left_out += [f"{layer_of(problem)}: no row is for {shape} alone" for shape in shapes if shape not in searched]
+    return jobs, left_out
+
+
+def _jobs_of(problem: Problem, target: Target, shapes: Sequence[Shape]) -> Iterator[Job]:
+    decodes = tuple(shape for shape in shapes if shape.q_len == 1)
+    extends = tuple(shape for shape in shapes if shape.q_len > 1)
+    if problem.pool is PoolKind.LATENT:
+        if decodes:
+            yield Job.of(Table.LATENT_DECODE, problem, latent_decode_tiles_of_table(problem, target, 1), decodes)
+        longer = tuple(shape for shape in extends if shape.q_len > MOST_SPLIT_TOKENS)
+        if longer:
+            yield Job.of(Table.LATENT_EXTEND, problem, latent_extend_tiles_of_table(problem, target), longer)
+        return
+    if decodes:
+        yield from _decode_jobs(problem, replace(target, measured=()), decodes)
+    left = list(extends)
+    for row in extend_rows_of_table(problem, target):
+        of_row = tuple(shape for shape in left if _rows(problem, shape) <= row.max_rows)
+        left = [shape for shape in left if shape not in of_row]
+        if of_row:
+            yield Job(Table.EXTEND, problem, row.max_rows, row.tiles, row.tiles, of_row)
+
+
+def _decode_jobs(problem: Problem, static: Target, shapes: tuple[Shape, ...]) -> Iterator[Job]:
+    """Jobs for paged decode, after one for CDNA decode if that serves: both are compared with CDNA decode."""
+    tiles = decode_tiles_of(problem, static)
+    bound = select(problem, static, "triton").kernel(StepKind.DECODE).bound
+    if not isinstance(bound, CdnaDecode):
+        yield Job.of(Table.DECODE, problem, tiles, shapes)
+        return
+    yield Job.of(Table.CDNA_DECODE, problem, bound.tiles, shapes)
+    yield Job(Table.DECODE, problem, ANY_ROWS, tiles, bound.tiles, shapes)
+
+
+def _rows(problem: Problem, shape: Shape) -> int:
+    """New tokens times query heads per KV head, computed by a kernel from a step's shape."""
+    step = PaddedShape(StepKind.EXTEND, shape.num_seqs, shape.num_seqs * shape.q_len)
+    return likely_q_len(step) * problem.gqa_ratio

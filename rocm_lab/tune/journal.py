@@ -1,0 +1,95 @@
+"""The journal of trials, one line of JSON each, so that a search continues where the last one ended.
+
+A candidate gets a line before it is compiled. If it takes the process down, later searches skip it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.tuning.measured import Tiles
+from rocm_attn.providers.tiles import layer_of
+from rocm_lab.tune.candidates import Candidate
+from rocm_lab.tune.jobs import Job
+
+BEGUN, INTERRUPTED = "begun", "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The result of a candidate.
+
+    ratio:   its time divided by that of the row in use, over all shapes; infinite if it has none
+    outcome: "timed", BEGUN, INTERRUPTED, or why it has no time
+    spilled: registers that the compiler keeps in memory
+    """
+
+    outcome: str
+    ratio: float = float("inf")
+    spilled: int = 0
+
+
+class Journal:
+    """The trials of a search's machine and software, read at once and appended to.
+
+    place: a file that is created; lines that cannot be read are skipped
+    facts: facts that a time depends on in addition to the job: device, arch, releases, commit
+    Raises BadSetting if the file cannot be read or written.
+    """
+
+    def __init__(self, place: Path, facts: dict[str, str]) -> None:
+        self._place, self._facts = place, facts
+        self._trials: dict[str, Trial] = {}
+        try:
+            lines = place.read_text(errors="replace").splitlines() if place.exists() else []
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self._file = place.open("a")
+        except OSError as error:
+            raise BadSetting(f"the list of trials {place} cannot be used ({error}); name another --output") from error
+        for line in lines:
+            self._take(line)
+        # Ends a line that was cut off in the middle.
+        self._file.write("\n" if lines else "")
+
+    def _take(self, line: str) -> None:
+        try:
+            said = json.loads(line)
+            ratio = float(said["ratio"]) if said["ratio"] is not None else float("inf")
+            self._trials[str(said["key"])] = Trial(str(said["outcome"]), ratio, int(said["spilled"]))
+        except (ValueError, TypeError, KeyError):
+            return
+
+    def of(self, job: Job, tiles: Tiles) -> Trial | None:
+        """The trial of these tiles, now or in an earlier search; None if they are still to be tried."""
+        trial = self._trials.get(self._key(job, tiles))
+        return None if trial is not None and trial.outcome == INTERRUPTED else trial
+
+    def begin(self, job: Job, candidate: Candidate) -> None:
+        """Records that a candidate is about to be compiled."""
+        self.end(job, candidate, Trial(BEGUN))
+
+    def end(self, job: Job, candidate: Candidate, trial: Trial) -> None:
+        """Records the result of a candidate."""
+        key = self._key(job, candidate.tiles)
+        self._trials[key] = trial
+        ratio = None if trial.ratio == float("inf") else round(trial.ratio, 4)
+        said: dict[str, Any] = {"key": key, "outcome": trial.outcome, "ratio": ratio, "spilled": trial.spilled}
+        said |= {"job": str(job), "candidate": str(candidate)}  # for readers
+        self._file.write(json.dumps(said) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _key(self, job: Job, tiles: Tiles) -> str:
+        """A key of a job and tiles, with all facts that their time depends on."""
+        layer = asdict(layer_of(job.problem))
+        names = [f"{type(each).__name__} {sorted(asdict(each).items())}" for each in (job.in_use, tiles)]
+        facts = [self._facts, job.table.value, layer, job.max_rows, [str(shape) for shape in job.shapes], names]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]

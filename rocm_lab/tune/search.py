@@ -1,0 +1,227 @@
+"""The search: candidates in order, each judged before it is timed, and the best one kept as soon as it is sure.
+
+Times are taken in turn with those of the row in use, and compared round by round, so that anything that slows the GPU
+for a while slows both. A candidate that looks faster is measured again over more rounds. It is kept if three of four of
+those rounds are faster than the best so far, and the median by more than noise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from rocm_attn.errors import RocmAttnError
+from rocm_attn.kernels.tuning.measured import MeasuredRow, Tiles
+from rocm_attn.machine.target import Target
+from rocm_lab.tune.candidates import IN_USE, Candidate, Change, candidates
+from rocm_lab.tune.jobs import Job
+from rocm_lab.tune.journal import BEGUN, INTERRUPTED, Journal, Trial
+
+# Rounds of a first measurement, and of one that decides whether a candidate is kept.
+LOOK, CONFIRM = 3, 15
+# The least gain for which a row is kept.
+LEAST_GAIN = 0.01
+# Largest ratio of a change alone that may be in a pair, and of two changes together.
+TOO_SLOW, UNLIKELY = 1.15, 1.1
+# A candidate that spills this many more registers than the row in use is not timed. Rows that spill a few have won.
+MORE_SPILLED = 16
+TIMED = "timed"
+
+# Microseconds of one layer, by round and shape.
+Times = list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The verdict on a candidate's results. wrong: why it is not timed; empty if they are right"""
+
+    wrong: str
+    spilled: int = 0
+
+
+class SearchEnded(RocmAttnError):
+    """The device failed with a candidate; earlier findings are kept."""
+
+
+class Bench(Protocol):
+    """Judges and times candidates."""
+
+    def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
+        """Announces candidates that are likely to be judged next, in order."""
+        ...
+
+    def judge(self, job: Job, tiles: Tiles) -> Judged:
+        """Compares a candidate with the reference. Raises SearchEnded if the device has stopped working."""
+        ...
+
+    def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
+        """Times two tiles, in turn."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """A candidate's time divided by that of the row in use: median and quartiles of rounds, medians of each shape."""
+
+    rounds: int
+    ratio: float
+    low: float
+    high: float
+    in_use_us: tuple[float, ...]
+    us: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Tiles that are faster than the row in use."""
+
+    candidate: Candidate
+    gain: Gain
+    spilled: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A candidate with its trial. was_known: True if the trial is from an earlier search"""
+
+    job: Job
+    number: int
+    of: int
+    candidate: Candidate
+    trial: Trial
+    was_known: bool
+
+
+@dataclass
+class _Best:
+    """The lowest ratio that was kept, and the registers that the row in use spills."""
+
+    ratio: float
+    spilled: int
+
+
+@dataclass
+class Search:
+    """Searches jobs until they are done or time is up.
+
+    has_time: True while another candidate may be begun
+    keep:     called with each row that is faster than the one kept before
+    kept:     the row that an earlier search kept for a job, if any
+    """
+
+    bench: Bench
+    target: Target
+    journal: Journal
+    has_time: Callable[[], bool]
+    keep: Callable[[Job, Found], None]
+    kept: Callable[[Job], MeasuredRow | None]
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Tried]:
+        """Tries every candidate and yields it. Ends early when time is up. Raises SearchEnded."""
+        for job in jobs:
+            if not self.has_time():
+                return
+            yield from self._job(job)
+
+    def _job(self, job: Job) -> Iterator[Tried]:
+        in_use = Candidate(job.in_use, (IN_USE,))
+        every = candidates(job, self.target)
+        singles = [each for each in every if len(each.changes) <= 1]
+        self.bench.expect(job, [job.in_use, *(each.tiles for each in self._new(job, singles))])
+        base = self._judged(job, in_use)
+        if base.outcome != TIMED:
+            yield Tried(job, 0, len(every), in_use, base, was_known=False)
+            if job.tiles != job.in_use:
+                # The probe will find the other kernel wrong, too, so the table's own row serves then.
+                yield from self._job(replace(job, in_use=job.tiles))
+            return
+        row = self.kept(job)
+        best = _Best(1.0 if row is None else 1 - row.measured.gain, base.spilled)
+        ratios: dict[Change, float] = {}
+        numbers = itertools.count(1)
+        for tried in self._all(job, singles, best):
+            ratios |= dict.fromkeys(tried.candidate.changes, tried.trial.ratio)
+            yield replace(tried, number=next(numbers), of=len(every))
+        pairs = _likely(every, ratios)
+        for tried in self._all(job, pairs, best):
+            yield replace(tried, number=next(numbers), of=len(singles) + len(pairs))
+
+    def _all(self, job: Job, each: Sequence[Candidate], best: _Best) -> Iterator[Tried]:
+        """Tries candidates in order, until time is up."""
+        self.bench.expect(job, [candidate.tiles for candidate in self._new(job, each)])
+        for candidate in each:
+            trial = self.journal.of(job, candidate.tiles)
+            was_known = trial is not None
+            if trial is None:
+                if not self.has_time():
+                    return
+                trial = self._try(job, candidate, best)
+            yield Tried(job, 0, 0, candidate, trial, was_known)
+
+    def _new(self, job: Job, each: Sequence[Candidate]) -> list[Candidate]:
+        return [candidate for candidate in each if self.journal.of(job, candidate.tiles) is None]
+
+    def _judged(self, job: Job, candidate: Candidate) -> Trial:
+        judged = self.bench.judge(job, candidate.tiles)
+        return Trial(judged.wrong or TIMED, spilled=judged.spilled)
+
+    def _try(self, job: Job, candidate: Candidate, best: _Best) -> Trial:
+        """Tries a candidate, and records it in the journal."""
+        self.journal.begin(job, candidate)
+        try:
+            trial = self._timed(job, candidate, best)
+        except KeyboardInterrupt:
+            self.journal.end(job, candidate, Trial(INTERRUPTED))
+            raise
+        self.journal.end(job, candidate, trial)
+        return trial
+
+    def _timed(self, job: Job, candidate: Candidate, best: _Best) -> Trial:
+        trial = self._judged(job, candidate)
+        if trial.outcome != TIMED:
+            return trial
+        if trial.spilled > best.spilled + MORE_SPILLED:
+            return Trial(f"not timed: the row in use spills {best.spilled}", spilled=trial.spilled)
+        gain = gain_of(self.bench.times(job, (job.in_use, candidate.tiles), LOOK))
+        if gain.ratio < best.ratio * (1 - LEAST_GAIN):
+            gain = gain_of(self.bench.times(job, (job.in_use, candidate.tiles), CONFIRM))
+            if gain.ratio < best.ratio * (1 - LEAST_GAIN) and gain.high < best.ratio:
+                self.keep(job, Found(candidate, gain, trial.spilled))
+                best.ratio = gain.ratio
+        return Trial(TIMED, gain.ratio, trial.spilled)
+
+
+def _likely(every: Sequence[Candidate], ratios: Mapping[Change, float]) -> list[Candidate]:
+    """Pairs of changes, by the product of their ratios, likely ones first. Pairs with a bad change are left out."""
+    infinite = float("inf")
+    found = []
+    for candidate in every:
+        alone = [ratios.get(change, infinite) for change in candidate.changes]
+        if len(alone) == 2 and max(alone) <= TOO_SLOW and math.prod(alone) <= UNLIKELY:
+            found.append((math.prod(alone), candidate))
+    return [candidate for _, candidate in sorted(found, key=lambda each: each[0])]
+
+
+def gain_of(times: tuple[Times, Times]) -> Gain:
+    """The gain of two times taken in turn, the row in use first; all shapes have the same weight."""
+    ratios = sorted(
+        math.exp(statistics.fmean(math.log(new / old) for old, new in zip(*of_round, strict=True)))
+        for of_round in zip(*times, strict=True)
+    )
+    in_use_us, us = (tuple(statistics.median(of_shape) for of_shape in zip(*each, strict=True)) for each in times)
+    quarter = len(ratios) // 4
+    return Gain(len(ratios), statistics.median(ratios), ratios[quarter], ratios[-1 - quarter], in_use_us, us)
+
+
+def what_became(trial: Trial) -> str:
+    """A trial in words."""
+    spills = f", {trial.spilled} registers spilled" if trial.spilled else ""
+    if trial.outcome == TIMED:
+        return f"{trial.ratio:.3f} of the row in use{spills}"
+    if trial.outcome == BEGUN:
+        return "passed over: an earlier search did not come back from it"
+    return f"{trial.outcome}{spills}"

@@ -1,0 +1,12 @@
+"""The serving engine on rocm_attn: `import rocm_serve`, then `rocm_serve.load_model`, `rocm_serve.Engine` and so on.
+
+Its stable names are those of __init__.pyi. Each is imported when it is first used. See docs/serving.md.
+"""
+
+from __future__ import annotations
+
+from rocm_attn.stable_names import StableNames
+
+_NAMES = StableNames(__name__, globals())
+__all__ = _NAMES.all
+__getattr__, __dir__ = _NAMES.get, _NAMES.dir

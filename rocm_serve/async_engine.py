@@ -1,0 +1,286 @@
+"""AsyncEngine: an engine that the tasks of an event loop share, for example the handlers of a server.
+
+The engine runs in a thread of its own, which detokenises too, so no step blocks the event loop. All code here runs in
+the event loop; runner/engine_thread.py is the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rocm_attn.errors import BadSetting, FitsLater, RocmAttnError, WrongState
+from rocm_attn.step.metrics import Metrics
+from rocm_serve.engine_thread import EngineThread, ServingEngine, Update
+from rocm_serve.report import Report
+from rocm_serve.request import Completion, Request
+from rocm_serve.request_stream import Inbox, RequestStream
+
+T = TypeVar("T")
+
+
+class EngineEnded(RocmAttnError, RuntimeError):
+    """The engine serves no more: it was stopped, or an exception has ended it. That exception is the __cause__."""
+
+
+class TooManyRequests(FitsLater):
+    """The engine holds as many requests as it may. Another one can be submitted when one of them is done."""
+
+
+class AsyncEngine:
+    """Serves requests of many tasks with one engine.
+
+        async with AsyncEngine(engine) as front:
+            async for piece in front.stream(request):
+                print(piece.text, end="")
+
+    Leaving the `async with` waits for the requests that are served. If an exception or a cancellation leaves it, those
+    requests are given up. In both cases its thread has ended afterwards. Until then only the front may use the engine:
+    other work with it goes through between_steps().
+
+    engine:       an Engine, or an object with its methods
+    max_requests: most requests that are served or wait at a time, at least 1; more are refused
+
+    It is used in the event loop that it was started in. Methods that take a request raise BadRequest if the engine can
+    never serve it, TooManyRequests, and EngineEnded. Other requests are not affected.
+
+    Raises BadSetting.
+    """
+
+    def __init__(self, engine: ServingEngine, *, max_requests: int = 1024) -> None:
+        if max_requests < 1:
+            raise BadSetting(f"max_requests is {max_requests}; it must be at least 1")
+        self._engine = engine
+        self._max_requests = max_requests
+        self._books = _Books()
+        self._numbers = count()
+        self._is_draining = False
+
+    async def __aenter__(self) -> AsyncEngine:
+        self._books.open()
+        self._thread = EngineThread(self._engine, self._books, asyncio.get_running_loop())
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                await self.drain()
+        finally:
+            await self.stop()
+
+    def stream(self, request: Request) -> RequestStream:
+        """Queues a request, and returns the stream of its pieces. The request is queued when this returns."""
+        (stream,) = self.streams((request,))
+        return stream
+
+    def streams(self, requests: Sequence[Request]) -> list[RequestStream]:
+        """Does the same as stream(), for several requests: all are queued when this returns, none if it raises."""
+        self.check()
+        for request in requests:
+            self._engine.check(request)
+        if self._is_draining:
+            raise EngineEnded("the engine takes no more requests: drain() was called")
+        if len(self._books.inboxes) + len(requests) > self._max_requests:
+            self._books.num_refusals += len(requests)
+            asked = "this one" if len(requests) == 1 else f"these {len(requests)}"
+            raise TooManyRequests(
+                f"{len(self._books.inboxes)} requests are served or wait, and max_requests allows no more than "
+                f"{self._max_requests}; give {asked} again when some of them are done"
+            )
+        return [self._begin(request) for request in requests]
+
+    def _begin(self, request: Request) -> RequestStream:
+        number, inbox = next(self._numbers), Inbox()
+        self._books.add(number, inbox)
+        self._thread.submit(number, request)
+        return RequestStream(number, inbox, self._thread.forget)
+
+    async def complete(self, request: Request) -> Completion:
+        """Serves a request to its end. Raises RequestFailed as well. If the task is cancelled, the request ends."""
+        async with self.stream(request) as stream:
+            return await stream.completion()
+
+    async def abort(self, number: int) -> None:
+        """Ends a request with the finish reason "abort". Its pages are free when this returns.
+
+        number: RequestStream.number; nothing happens if that request has ended
+        """
+        self.check()
+        self._thread.abort(number)
+        await self.between_steps(_nothing)
+
+    async def between_steps(self, function: Callable[[], T]) -> T:
+        """Calls a function in the engine's thread while no step runs, and returns or raises what it does.
+
+        Raises EngineEnded. If the task is cancelled, the function may run nevertheless.
+        """
+        self.check()
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._books.calls.add(answer)
+        self._thread.call(function, answer)
+        try:
+            return await answer
+        finally:
+            self._books.calls.discard(answer)
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """No step runs inside this context, so weights can be changed in place.
+
+        Requests are accepted, and wait for its end. So does the last piece of a request that is aborted.
+        """
+        self.check()
+        self._thread.pause()
+        try:
+            await self.between_steps(_nothing)
+            yield
+        finally:
+            self._thread.resume()
+
+    def check(self) -> None:
+        """Raises EngineEnded if the engine does not serve, and WrongState outside its event loop."""
+        self._books.check()
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that are served or wait."""
+        return len(self._books.inboxes)
+
+    async def ended(self) -> None:
+        """Waits until the engine serves no more; check() then raises the reason."""
+        self._books.require_start()
+        await self._books.has_ended.wait()
+
+    async def report(self) -> Report:
+        """Like Engine.report, read while steps run: the report may hold only some counts of the last step."""
+        return await asyncio.to_thread(self._engine.report)
+
+    async def metrics(self) -> Metrics:
+        """The metrics of report(), and the number of requests that were refused."""
+        return (await self.report()).metrics.snapshot(refusals=self._books.num_refusals)
+
+    async def drain(self) -> None:
+        """Takes no more requests, and waits until those that were taken are done."""
+        self._books.require_start()
+        self._is_draining = True
+        await self._books.is_empty.wait()
+
+    async def stop(self) -> None:
+        """Gives up all requests, whose readers get EngineEnded, and waits until the thread has ended.
+
+        The thread ends after the step that runs, even if the task is cancelled meanwhile.
+        """
+        self._books.require_start()
+        self._books.close("it was stopped")
+        self._thread.stop()
+        await self._books.has_ended.wait()
+        self._thread.join()
+
+
+class _Books:
+    """The tasks that wait, and what they wait for: the Owner of an EngineThread.
+
+    inboxes:   number of a request that is in the engine -> where its pieces go
+    calls:     futures of functions that run between two steps
+    num_refusals: requests that were not taken because there were too many
+    is_empty:  set if no request is in the engine
+    has_ended: set if the thread runs no more step
+    """
+
+    def __init__(self) -> None:
+        self.inboxes: dict[int, Inbox] = {}
+        self.calls: set[asyncio.Future[Any]] = set()
+        self.num_refusals = 0
+        self.is_empty, self.has_ended = asyncio.Event(), asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._why_closed = "it was not started; use `async with`"
+        self._cause: BaseException | None = None
+
+    def open(self) -> None:
+        if self._loop is not None:
+            raise WrongState("an AsyncEngine is started once; build another one over the engine")
+        self._loop = asyncio.get_running_loop()
+        self._why_closed = ""
+        self.is_empty.set()
+
+    def require_start(self) -> None:
+        """Raises EngineEnded if the engine was never started."""
+        if self._loop is None:
+            raise self._ending()
+
+    def close(self, why: str) -> None:
+        """Refuses all further requests. The first reason is kept."""
+        self._why_closed = self._why_closed or why
+
+    def check(self) -> None:
+        """Raises EngineEnded, or WrongState outside the event loop."""
+        if self._why_closed:
+            raise self._ending()
+        if asyncio.get_running_loop() is not self._loop:
+            raise WrongState("an AsyncEngine is used in the event loop that it was started in; this is another one")
+
+    def add(self, number: int, inbox: Inbox) -> None:
+        self.inboxes[number] = inbox
+        self.is_empty.clear()
+
+    def take(self, updates: Sequence[Update]) -> None:
+        """Like Owner.take."""
+        for update in updates:
+            inbox = self.inboxes.get(update.ticket)
+            if inbox is not None:
+                inbox.add(update)
+                if inbox.has_ended:
+                    self.forget(update.ticket)
+
+    def refuse(self, ticket: int, error: Exception) -> None:
+        """Like Owner.refuse."""
+        self.num_refusals += isinstance(error, FitsLater)
+        inbox = self.inboxes.get(ticket)
+        if inbox is not None:
+            inbox.fail(error)
+            self.forget(ticket)
+
+    def forget(self, ticket: int) -> None:
+        """Like Owner.forget."""
+        self.inboxes.pop(ticket, None)
+        if not self.inboxes:
+            self.is_empty.set()
+
+    def answer(self, waiting: asyncio.Future[Any], result: object, error: Exception | None) -> None:
+        """Like Owner.answer."""
+        if waiting.done():
+            return  # its task was cancelled
+        if error is not None:
+            waiting.set_exception(error)
+        else:
+            waiting.set_result(result)
+
+    def end(self, error: BaseException | None) -> None:
+        """Like Owner.end: everybody who waits gets EngineEnded."""
+        self._cause = error
+        self._why_closed = "it was stopped" if error is None else f"{type(error).__name__}: {error}"
+        for inbox in self.inboxes.values():
+            inbox.fail(self._ending())
+        for waiting in self.calls:
+            if not waiting.done():
+                waiting.set_exception(self._ending())
+        self.inboxes.clear()
+        self.is_empty.set()
+        self.has_ended.set()
+
+    def _ending(self) -> EngineEnded:
+        """A new exception for each reader: each adds its own traceback."""
+        ending = EngineEnded(f"the engine serves no more requests: {self._why_closed}")
+        ending.__cause__ = self._cause
+        return ending
+
+
+def _nothing() -> None:
+    pass

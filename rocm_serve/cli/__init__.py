@@ -1,0 +1,1 @@
+"""The commands `rocm-attn generate` and `rocm-attn serve`."""

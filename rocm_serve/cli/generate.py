@@ -1,0 +1,263 @@
+"""`rocm-attn generate`: continue prompts with a model. Text on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from rocm_attn.cli.arguments import device_named
+from rocm_attn.cli.ordered_text import OrderedText
+from rocm_attn.cli.progress_bar import ProgressBar
+from rocm_attn.cli.streams import say
+from rocm_attn.errors import BadModel, BadRequest, BadSetting, NeverFits, RocmAttnError
+from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
+from rocm_serve.cli.asked import asked_of
+from rocm_serve.cli.options import ON_GENERATE
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import LoadedModel, ModelFiles, default_dtype, load_model, model_kind, open_model
+from rocm_serve.options import EngineOptions
+from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.report import Report
+from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, Request, RequestsFailed
+
+_HEADER_COLUMNS = 76
+
+
+class PromptsFailed(RocmAttnError):
+    """Some prompts failed; the completions of the others are printed already."""
+
+
+def run(options: argparse.Namespace) -> None:
+    """Serves the prompts together and prints the completions. Raises RocmAttnError."""
+    prompts = read_prompts(options, sys.stdin)
+    try:
+        _generate(options, prompts)
+    except (RuntimeError, MemoryError) as error:
+        # On a CPU torch has no class for this error.
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not full:
+            raise
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise NeverFits(
+            f"the memory is full ({what}); lower --max-batch-size, --num-pages or --swa-pages, or take a smaller model"
+        ) from error
+
+
+def read_prompts(options: argparse.Namespace, stdin: TextIO | None) -> list[str]:
+    """The prompts, from the arguments, the file or stdin, which is None if it is closed.
+
+    Raises BadRequest, BadSetting.
+    """
+    if options.prompts and options.prompts_file is not None:
+        raise BadSetting("prompts are given as arguments and with --prompts-file; give them in one way")
+    if options.prompts:
+        return [_in_unicode(number, prompt) for number, prompt in enumerate(options.prompts, 1)]
+    read: Callable[[], bytes]
+    if options.prompts_file is not None:
+        place, read = str(options.prompts_file), Path(options.prompts_file).read_bytes
+    elif stdin is None or stdin.isatty():
+        raise BadRequest("there is no prompt; give one as an argument, with --prompts-file, or on stdin")
+    else:
+        place, read = "stdin", stdin.buffer.read
+    try:
+        data = read()
+    except (OSError, ValueError) as error:
+        raise BadSetting(f"the prompts in {place} cannot be read ({error})") from error
+    prompts = [line for line in lines_of(data, place) if line.strip()]
+    if not prompts:
+        raise BadRequest(f"{place} holds no prompt; it must have one on a line")
+    return prompts
+
+
+def lines_of(data: bytes, place: str) -> list[str]:
+    """The lines of a text in UTF-8, which end in \\n or \\r\\n and in nothing else, in any locale.
+
+    place: the name of the text in messages
+    Raises BadSetting that names the line.
+    """
+    lines = []
+    for number, line in enumerate(re.split(rb"\r?\n", data.removeprefix(codecs.BOM_UTF8)), 1):
+        try:
+            lines.append(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise BadSetting(
+                f"line {number} of {place} is not UTF-8: byte {error.start + 1} of it is {line[error.start]:#04x}; "
+                "save the file as UTF-8"
+            ) from error
+    return lines
+
+
+def _in_unicode(number: int, prompt: str) -> str:
+    """The prompt in Unicode. Python keeps bytes of an argument that are no valid text as lone surrogates."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"prompt {number} is not {sys.getfilesystemencoding().upper()}: its character {error.start + 1} cannot be "
+            "read; give it with --prompts-file, or in the encoding of the locale"
+        ) from error
+    return prompt
+
+
+def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
+    asked = asked_of(options)
+    device = device_named(options.device)
+    dtype = dtype_of(options.dtype, options.model, device)
+    on = f"{device}" if options.tp == 1 else f"{options.tp} ranks of {device.type}"
+    say(f"loading {options.model} on {on} in {str(dtype).removeprefix('torch.')}")
+    if options.tp == 1:
+        loaded = load_model(options.model, dtype=dtype, device=device)
+        requests = [_request(options, asked, loaded, prompt) for prompt in prompts]
+        engine = Engine(loaded, _engine_options(options, loaded, requests))
+        if isinstance(engine.flight, FlightRecorder):
+            dump_on_signal(engine.flight)
+        _serve(options, engine, prompts, requests, device)
+        return
+    if device.index is not None:
+        raise BadSetting(
+            f"--device is {device} and --tp {options.tp}; ranks take the first GPUs, so give --device cuda"
+        )
+    files = open_model(options.model)
+    requests = [_request(options, asked, files, prompt) for prompt in prompts]
+    with RankedEngine(
+        partial(load_model, options.model, dtype=dtype),
+        _engine_options(options, files, requests),
+        num_ranks=options.tp,
+        device_type=device.type,
+    ) as ranked:
+        _serve(options, ranked, prompts, requests, device)
+
+
+def _serve(
+    options: argparse.Namespace,
+    engine: Engine | RankedEngine,
+    prompts: list[str],
+    requests: list[Request],
+    device: torch.device,
+) -> None:
+    """Serves the requests and prints the completions. Raises PromptsFailed."""
+    if device.type == "cuda":  # on a CPU a graph saves little, and is made once enough steps have paid for it
+        engine.capture_all(ProgressBar(sys.stderr))
+    show = _progress(len(prompts)) if options.json else _texts(prompts)
+    try:
+        completions: Sequence[Completion] = engine.generate(requests, show)
+        failure = None
+    except RequestsFailed as failed:
+        completions, failure = failed.completions, failed
+    if options.json:
+        results = [_as_json(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        print(json.dumps({"results": results, "report": engine.report().as_dict()}))
+    say(*_lines(engine.report()))
+    if failure is not None:
+        raise PromptsFailed(_what_failed(completions) or str(failure)) from failure
+
+
+def _what_failed(completions: Sequence[Completion]) -> str:
+    """The number of prompts that failed, and why the first of them did; "" if none has."""
+    failed = [(number, completion.error) for number, completion in enumerate(completions, 1) if completion.error]
+    if not failed:
+        return ""
+    return f"{len(failed)} of {len(completions)} prompts failed; prompt {failed[0][0]}: {failed[0][1]}"
+
+
+def dtype_of(name: str | None, model: str, device: torch.device) -> torch.dtype:
+    """The dtype of --dtype; if not given, default_dtype. Raises BadModel if there is no model."""
+    if name is not None:
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    return default_dtype(model_kind(model), device.type)
+
+
+def _request(options: argparse.Namespace, asked: Request, model: LoadedModel | ModelFiles, prompt: str) -> Request:
+    if model.tokenizer is None:
+        raise BadModel(f"{options.model} has no tokenizer.json, which prompts need")
+    if not prompt.strip():
+        raise BadRequest("a prompt is empty; give at least one word")
+    token_ids = model.tokenizer.encode(prompt) if options.raw else model.tokenizer.encode_chat(prompt)
+    return replace(asked, prompt_token_ids=tuple(token_ids))
+
+
+def _engine_options(
+    options: argparse.Namespace, model: LoadedModel | ModelFiles, requests: Sequence[Request]
+) -> EngineOptions:
+    """Options of an engine with room for these requests, so that a short prompt does not take all of the memory."""
+    longest = max(len(request.prompt_token_ids) for request in requests) + options.max_new_tokens
+    given = {name: getattr(options, name) for name in ON_GENERATE}
+    given["max_batch_size"] = min(options.max_batch_size, len(requests))
+    return EngineOptions(**given, max_kv_len=min(longest, model.config.context_len))
+
+
+def _progress(num_prompts: int) -> Callable[[Event], None]:
+    """Shows on stderr how many prompts are done."""
+    num_done = 0
+
+    def show(event: Event) -> None:
+        nonlocal num_done
+        if isinstance(event, FailureEvent):
+            say(f"prompt {event.request + 1} failed: {event.error}")
+        elif isinstance(event, AbortEvent) or event.finish_reason is not None:
+            num_done += 1
+            say(f"{num_done} of {num_prompts} prompts done")
+
+    return show
+
+
+def _texts(prompts: Sequence[str]) -> Callable[[Event], None]:
+    """Shows the text on stdout as it comes; several texts one after the other, under their prompts."""
+    texts = OrderedText(sys.stdout, [_header(prompt) for prompt in prompts] if len(prompts) > 1 else [], len(prompts))
+
+    def show(event: Event) -> None:
+        texts.add(event.request, event.text)
+        if isinstance(event, FailureEvent):
+            say(f"prompt {event.request + 1} failed: {event.error}")
+            texts.finish(event.request)
+        elif isinstance(event, AbortEvent) or event.finish_reason is not None:
+            texts.finish(event.request)
+
+    return show
+
+
+def _header(prompt: str) -> str:
+    line = " ".join(prompt.split())
+    return f">>> {line if len(line) <= _HEADER_COLUMNS else line[: _HEADER_COLUMNS - 3] + '...'}"
+
+
+def _as_json(prompt: str, completion: Completion) -> dict[str, object]:
+    return {
+        "prompt": prompt,
+        "prompt_token_ids": list(completion.prompt_token_ids),
+        "token_ids": list(completion.token_ids),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "error": completion.error,
+        "logprobs": [asdict(each) for each in completion.logprobs],
+    }
+
+
+def _lines(report: Report) -> list[str]:
+    """The report in a few lines."""
+    return [
+        f"provider {report.provider} on {report.device} ({report.arch}), {report.dtype}, "
+        f"{' and '.join(report.pools)} of {report.page_size} tokens",
+        *(f"  {line}" for line in report.kernels),
+        f"{report.num_pages} pages"
+        + (f", and {report.swa_pages} for layers with a window" if report.swa_pages else ""),
+        *([f"{report.ranks} ranks share the model"] if report.ranks > 1 else []),
+        *(f"  {sentence}" for sentence in report.cost_of_ranks),
+        report.memory_line(),
+        *(["deterministic: a prompt's tokens do not depend on the prompts beside it"] if report.deterministic else []),
+        *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
+        *([f"rounds of guessed tokens {report.rounds}"] if report.rounds else []),
+        *([] if report.metrics.graphs_off else [f"graphs {report.graphs}"]),
+        *report.metrics.lines(),
+    ]

@@ -1,0 +1,78 @@
+"""`rocm-attn serve`: a model behind OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from rocm_attn.cli.arguments import device_named
+from rocm_attn.cli.progress_bar import ProgressBar
+from rocm_attn.cli.streams import say
+from rocm_attn.errors import BadRequest, BadSetting
+from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
+from rocm_serve.cli.generate import dtype_of
+from rocm_serve.cli.options import ON_SERVE, SERVER
+from rocm_serve.engine import Engine
+from rocm_serve.models.loading import load_model, open_model
+from rocm_serve.options import EngineOptions
+from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.server.keys import keys_from
+from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.run import bind, serve
+from rocm_serve.server.served_model import ServedModel
+from rocm_serve.text.tokenizer import Tokenizer
+
+
+def run(options: argparse.Namespace) -> None:
+    """Serves until a signal comes. Raises RocmAttnError; EngineEnded if the engine has ended by itself."""
+    settings = ServerOptions(**{name: getattr(options, name) for name in SERVER})
+    keys = keys_from(settings, os.environ)
+    with bind(settings) as bound, _engine(options) as (engine, tokenizer):
+        name = settings.served_model_name or options.model
+        model = ServedModel(name, tokenizer, engine.limits, settings)
+        asyncio.run(serve(engine, model, keys, bound, _announce))
+
+
+def _announce(line: str) -> None:
+    say(f"rocm-attn serve: {line}")
+
+
+@contextmanager
+def _engine(options: argparse.Namespace) -> Iterator[tuple[Engine | RankedEngine, Tokenizer | None]]:
+    """Yields an engine that has its graphs, and the model's tokenizer."""
+    device = device_named(options.device)
+    dtype = dtype_of(options.dtype, options.model, device)
+    on = f"{device}" if options.tp == 1 else f"{options.tp} ranks of {device.type}"
+    engine_options = EngineOptions(**{name: getattr(options, name) for name in ON_SERVE})
+    say(f"loading {options.model} on {on} in {str(dtype).removeprefix('torch.')}")
+    if options.tp == 1:
+        loaded = load_model(options.model, dtype=dtype, device=device)
+        engine = Engine(loaded, engine_options)
+        if isinstance(engine.flight, FlightRecorder):
+            dump_on_signal(engine.flight)
+        _make_ready(engine, device.type)
+        yield engine, loaded.tokenizer
+        return
+    if device.index is not None:
+        raise BadSetting(
+            f"--device is {device} and --tp {options.tp}; ranks take the first GPUs, so give --device cuda"
+        )
+    tokenizer = open_model(options.model).tokenizer
+    with RankedEngine(
+        partial(load_model, options.model, dtype=dtype), engine_options, num_ranks=options.tp, device_type=device.type
+    ) as ranked:
+        _make_ready(ranked, device.type)
+        yield ranked, tokenizer
+
+
+def _make_ready(engine: Engine | RankedEngine, device_type: str) -> None:
+    """Does the work ahead that the first request would wait for."""
+    if device_type == "cuda":  # see `rocm-attn generate`
+        engine.capture_all(ProgressBar(sys.stderr))
+    with suppress(BadRequest):  # a request with a constraint gets the reason why there can be none
+        engine.prepare_constraints()

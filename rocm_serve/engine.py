@@ -1,0 +1,693 @@
+"""Engine: takes requests, returns tokens. It owns the runtime, the model, and the loop around them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from itertools import chain
+
+from rocm_attn.capture.check import CaptureCheck
+from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
+from rocm_attn.capture.split_forward import Forward
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
+from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
+from rocm_attn.watch.flight_recorder import FlightRecorder
+from rocm_serve.engine_runtime import model_over, runtime_for
+from rocm_serve.events import Events, NewTokens, without
+from rocm_serve.limits import RequestLimits
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.output import Output
+from rocm_serve.prefix_cache import CachedRow
+from rocm_serve.recent_steps import RecentSteps
+from rocm_serve.report import Report
+from rocm_serve.request import (
+    Completion,
+    Event,
+    FailureEvent,
+    FinishReason,
+    Request,
+    Sequence,
+)
+from rocm_serve.request_times import note_tokens
+from rocm_serve.sampling.asking_picker import AskingPicker
+from rocm_serve.sampling.asks import asks_of
+from rocm_serve.sampling.compared import Compared
+from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.sampling.sampling import Sampler, TokenPicker
+from rocm_serve.scheduler import ScheduledStep, Scheduler
+from rocm_serve.serving import serve_all
+from rocm_serve.speculation.engines import (
+    drafter_of,
+    guesses_of,
+    layers_beside,
+    read_drafting,
+    rejection_of,
+    served,
+)
+from rocm_serve.speculation.following import NoRounds, Rounds
+from rocm_serve.speculation.last_rows import forward_of
+from rocm_serve.speculation.reading import MOST_AHEAD, Pace, Together
+from rocm_serve.speculation.rounds import FOLLOWING, DeviceRounds, why_no_rounds
+from rocm_serve.speculation.speculation import Drafter, NoSpeculation, Speculation, StepPicks
+from rocm_serve.taking import Taken
+from rocm_serve.text.constraint import library
+from rocm_serve.text.matching import matching_of
+from rocm_serve.unread import FoundPicks, ReadRounds, ReadStep, UnreadStep, with_unread_tokens
+from rocm_serve.watched import watched_steps
+
+
+class Engine:
+    """Serves requests with one model, many at a time.
+
+    submit() queues a request, step() runs all of them one step further; generate() does both until all are done.
+
+    With options.steps_ahead a step is scheduled and launched while the one before it runs, and the tokens of that one
+    are read afterwards. With draft tokens, they are read first, and published afterwards. The tokens are the same;
+    step() returns them one step later, and settle() reads the remaining ones.
+
+    A fault of one request ends that request alone: its Completion holds the reason, and the others go on. A fault of
+    the device ends the requests that were in its step, and all that have run if that step is not known. Waiting
+    requests are served by the steps after it. If only some of the step's requests can be at fault, and the others were
+    not harmed (K or V that was infinite or NaN), each is computed again alone, and those that show the fault again end.
+    Pages that such a step may have written leave the prefix cache.
+
+    abort() ends a request early and keeps its completion, cancel() leaves no trace of it. Both may be called between
+    two steps, and by the on_event of generate().
+
+    Raises Unsupported if no kernel serves the model's layers, CapacityExceeded if a pool is impossible.
+    """
+
+    def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
+        self._loaded = loaded
+        self._has_ranks = loaded.ranks.shard.num_ranks > 1
+        self.options = options = options if options is not None else EngineOptions()
+        drafting = read_drafting(loaded, options)
+        self.runtime, self._measured = runtime_for(loaded, options, layers_beside(drafting))
+        self.max_kv_len = self.runtime.max_kv_len
+        self.limits = RequestLimits(
+            loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size, loaded.tokenizer is not None
+        )
+        path = options.flight_record
+        model = served(model_over(self.runtime, loaded, options), drafting, options, self.runtime)
+        self._steps_ahead = options.steps_ahead_on(self.runtime.device.type)
+        ops, most = self.runtime.core.ops, options.max_batch_size
+        plain = TokenPicker(self.runtime.device, most * options.rows_of_each, ops.pick_rows)
+        self._picker = AskingPicker(plain, ops, loaded.config.vocab_size, most)
+        self._matching = matching_of(loaded)
+        forward = forward_of(model, options)
+        if self._steps_ahead and not options.speculates:
+            forward = with_unread_tokens(forward, plain.tokens)
+        self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
+        watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
+        self._runner, self._steps, self._watch = watched
+        self.metrics = self._runner.metrics
+        # A recorder or watcher of single steps needs the host to plan each step.
+        looks_on = self._steps is not self._runner or path is not None
+        host_plans = why_no_rounds(options, looks_on=looks_on)
+        self._rounds_in_words = f"planned by the host: {host_plans}" if host_plans else FOLLOWING
+        has_rounds = options.speculates and not host_plans
+        self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
+        self._rounds: Rounds = NoRounds()
+        if options.speculates:
+            self._speculate(drafter_of(drafting, loaded, options, self.runtime, model), has_rounds=has_rounds)
+        self._scheduler = Scheduler(
+            self.runtime.table,
+            self.metrics,
+            max_batch_size=options.max_batch_size,
+            chunk=options.chunk_on(self.runtime.device.type),
+            max_kv_len=self.max_kv_len,
+            steps_until_known=self.runtime.faults.steps_until_known,
+        )
+        self._outputs: dict[int, Output] = {}
+        self._done: dict[int, Completion] = {}
+        self._events: list[Event | NewTokens] = []  # not yet returned by step()
+        self._must_check = False  # whether a step has run since the host last waited for the device
+        self._recent, self._pace = RecentSteps(), Pace()
+        self._unread: list[UnreadStep] = []  # oldest first
+        self._is_launching = False  # whether a step is being launched that is not in _unread yet
+        self._found: FoundPicks | None = None
+        self._read: list[ReadStep | ReadRounds] = []  # steps whose tokens are to be published, oldest first
+        self._read_at = 0.0  # when tokens were last read
+        self._rounds_to_enter: ScheduledStep | None = None  # prompts cannot find its pages yet
+        self._compared = Compared(self.runtime.faults.meetings, has_ranks=self._has_ranks)
+        self._num_submitted = 0
+        # The request being aborted (True) or cancelled. An interrupt can leave it half removed; a later call finishes.
+        self._leaving: tuple[Output, bool] | None = None
+
+    def _speculate(self, drafter: Drafter, *, has_rounds: bool) -> None:
+        """Makes draft tokens before each step. has_rounds: whether rounds may follow from each other"""
+        options, most, runtime = self.options, self.options.draft_tokens, self.runtime
+        self._speculation = Speculation(
+            drafter,
+            runtime,
+            self._picker,
+            most,
+            self.metrics,
+            rejection_of(drafter, options),
+            has_rounds=has_rounds,
+            branches=has_rounds and options.topk > 1,
+        )
+        if has_rounds:
+            guesses, most_ahead = guesses_of(drafter, options, runtime), MOST_AHEAD * self._steps_ahead
+            self._rounds = DeviceRounds(
+                runtime, self._runner, self._picker, guesses, most, most_ahead, ranks=self._loaded.ranks
+            )
+
+    def _new_runner(self, forward: Forward) -> StepRunner:
+        after = self.options.capture_after
+        return StepRunner(
+            self.runtime,
+            forward,
+            recorder_for(self.runtime.device) if self.options.graphs else None,
+            check=CaptureCheck(vocabulary=self._loaded.config.vocab_size),
+            flight=self.flight,
+            capture_after=eager_steps_before_capture(self.runtime.device) if after is None else after,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """True if a request is not finished, or an event was not returned yet: then step() may be called."""
+        is_halfway = bool(self._read) or self._found is not None or self._leaving is not None  # by an interrupt
+        return self._scheduler.has_work or bool(self._events) or is_halfway
+
+    def capture_all(self, progress: Progress) -> CaptureReport:
+        """Captures every graph before the first request arrives, so that no request waits for one.
+
+        Cached prefixes are forgotten: graphs are checked on free pages.
+        progress: see StepRunner.capture_all
+        """
+        self.forget_prefixes()
+        started = time.perf_counter()
+        try:
+            self._speculation.capture_all(progress)
+            return self._runner.capture_all(progress)
+        finally:
+            self.metrics.seconds += time.perf_counter() - started
+
+    def submit(self, request: Request) -> int:
+        """Queues a request; returns its number. Raises BadRequest, and changes nothing else then."""
+        self.check(request)
+        matcher = None
+        if request.constraint is not None:
+            assert self._matching is not None, "check() refuses it"
+            matcher = self._matching.matcher(request.constraint, request.stop_token_ids)
+        number = self._num_submitted
+        self._num_submitted += 1
+        self.metrics.requests += 1
+        self.metrics.prompt_tokens += len(request.prompt_token_ids)
+        stops = frozenset(request.stop_token_ids + (() if request.ignore_eos else self._loaded.config.eos_token_ids))
+        sequence = Sequence(
+            number=number,
+            request=request,
+            stops=stops,
+            sampler=Sampler(request.sampling),
+            token_ids=list(request.prompt_token_ids),
+            cached_row=CachedRow(request.cache_salt, is_cached=self.options.prefix_caching and request.prefix_caching),
+            asks=asks_of(request, stops, matcher),
+        )
+        self._outputs[number] = Output(sequence, self._loaded.tokenizer)
+        self._scheduler.add(sequence)
+        return number
+
+    def abort(self, number: int) -> None:
+        """Ends a request that waits or runs. Its completion has the tokens so far, and finish_reason "abort".
+
+        The next step() returns an AbortEvent, and completion() returns the result. Its pages are free again, or stay in
+        the prefix cache. A request that has ended meanwhile is left unchanged.
+        Raises BadRequest for a number that submit() has not given.
+        """
+        if not 0 <= number < self._num_submitted:
+            raise BadRequest(
+                f"there is no request {number}; submit() has given the numbers below {self._num_submitted}"
+            )
+        self._publish_read()  # an interrupt may have left tokens that were read but not published
+        self._enter_rounds()
+        output = self._outputs.get(number)
+        if output is None:
+            return
+        self._leaving = output, True
+        self._drop_leaving()
+        self.metrics.aborts += 1
+
+    def _drop_leaving(self) -> None:
+        """Removes the request being aborted or cancelled, if any. After an interrupt a second call finishes it."""
+        if self._leaving is None:
+            return
+        output, is_aborted = self._leaving
+        self._scheduler.drop(output.sequence)
+        if is_aborted:
+            output.end_early("abort", "", self._events)
+            self._end(output)
+        else:
+            self._outputs.pop(output.sequence.number, None)
+        self._leaving = None
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache: no later request finds pages that were stored so far.
+
+        Call it after weights were changed in place, while no request runs.
+        """
+        self.settle()
+        self._scheduler.forget_pages()
+
+    def settle(self) -> None:
+        """Waits until no step runs. The next step() returns the events of the last one.
+
+        Call it between two steps, before changing anything that a running step might read.
+        """
+        self._publish_read()
+        while self._unread:
+            self._read_oldest()
+            self._publish_read()
+        self._enter_rounds()
+
+    def cancel(self, number: int) -> None:
+        """Forgets a request, finished or not. Its pages are given back as by abort(), and it has no further event."""
+        self._publish_read()  # as in abort()
+        self._enter_rounds()
+        output = self._outputs.get(number)
+        if output is not None:
+            self._leaving = output, False
+            self._drop_leaving()
+            self.metrics.note_end("cancelled", output.seconds)
+        if not self._scheduler.has_work:
+            self.settle()  # no step() may come after it
+        self._done.pop(number, None)
+        self._events = without(self._events, number)
+
+    def check(self, request: Request) -> None:
+        """Raises BadRequest for a request that this engine can never serve."""
+        self.limits.check(request)
+
+    def can_prepare(self, request: Request) -> bool:
+        """True if there is room for the work is_prepared() may begin: few enough constraints compile or wait to.
+
+        A constraint that was begun before needs no room. Raises BadRequest.
+        """
+        if request.constraint is None or self._matching is None:
+            return True
+        return self._matching.has_room(request.constraint, request.stop_token_ids)
+
+    def is_prepared(self, request: Request) -> bool:
+        """True if submit() takes a request at once. If not, another thread is preparing it by now.
+
+        A new constraint is compiled there, while steps go on. Raises BadRequest, like submit().
+        """
+        self.check(request)
+        if request.constraint is None or self._matching is None:
+            return True
+        return self._matching.is_ready(request.constraint, request.stop_token_ids)
+
+    def prepare_constraints(self) -> None:
+        """Loads the constraint library, so that the first request with a constraint does not wait a second for it.
+
+        Raises BadRequest if this engine cannot serve constraints.
+        """
+        library()
+        if self._matching is None:
+            raise BadRequest("the model came without a tokenizer, which constraints need")
+        self._matching.prepare()
+
+    def step(self) -> Events:
+        """Runs one step; returns its events. There must be work.
+
+        When the last request is done it waits for the device, so that a fault of the last steps is reported too.
+        Raises DeviceFault, unless it is contained. The requests concerned have then failed, including those that had
+        ended and were not handed over yet; the next step() returns their events, and goes on with the others.
+        """
+        try:
+            if not self._events:
+                self._advance()
+            if not self._scheduler.has_work:
+                self.settle()
+                self._check_device()
+        except DeviceFault as fault:
+            self._take_in(fault)
+            if not fault.is_contained:
+                raise
+        events, self._events = self._events, []
+        return Events(events)
+
+    def completion(self, number: int) -> Completion:
+        """Returns the completion of a finished request; the engine forgets it."""
+        return self._done.pop(number)
+
+    def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:
+        """Serves requests to their end, in the order given.
+
+        on_event: called with every new token as it comes, and with every failure and abort; it may call abort()
+        Raises BadRequest before anything runs if one of them cannot be served. Raises RequestsFailed, which holds all
+        completions, if one of them has failed, and RequestsFaulted (a DeviceFault) if the device had a fault; the
+        others were served to their end. After any other exception the engine has forgotten these requests.
+        """
+        return serve_all(self, requests, on_event)
+
+    def report(self) -> Report:
+        """The engine's kernels, pools and settings, and its metrics so far."""
+        runtime, scheduler = self.runtime, self._scheduler
+        metrics = self._runner.counters.snapshot(running=scheduler.num_running, waiting=scheduler.num_waiting)
+        graphs = f"off: {metrics.graphs_off}" if metrics.graphs_off else "on" if self.options.graphs else "off"
+        return Report(
+            provider=runtime.selections[0].provider,
+            kernels=tuple(dict.fromkeys(line for selection in runtime.selections for line in selection.lines())),
+            device=str(runtime.device),
+            arch=runtime.target.arch,
+            dtype=str(self._loaded.weights.dtype).removeprefix("torch."),
+            page_size=runtime.pool.page_size,
+            pools=tuple(dict.fromkeys(selection.problem.pool.value for selection in runtime.selections)),
+            num_pages=runtime.pool.num_pages,
+            swa_pages=runtime.options.swa_pages,
+            weights_bytes=self._loaded.weights.num_bytes,
+            step_bytes=self._measured.step,
+            graph_bytes=self._measured.graph,
+            kv_bytes=runtime.pool.num_bytes,
+            max_kv_len=self.max_kv_len,
+            max_batch_size=self.options.max_batch_size,
+            chunk=self.options.chunk_on(runtime.device.type),
+            graphs=graphs,
+            rounds=self._rounds_in_words if self.options.speculates else "",
+            deterministic=self.options.deterministic,
+            ranks=self._loaded.ranks.shard.num_ranks,
+            cost_of_ranks=self._loaded.cost,
+            guards_off=runtime.guards.off,
+            metrics=metrics,
+        )
+
+    def _advance(self) -> None:
+        """Launches a step, and notes the events of those before it. Raises DeviceFault.
+
+        The next step may depend on tokens that were not read yet; then no step is launched.
+        """
+        if self._is_launching:  # a step that an interrupt left may have overwritten the tokens of the step before it
+            self._is_launching = False
+            self.settle()
+        self._publish_read()  # tokens that an interrupt has left
+        if self._rounds.goes_on(self._scheduler):
+            self._go_on()
+            return
+        if self.options.speculates:  # drafts need the tokens before; they are published while the next step runs
+            # A text may end its request when it is published, and a later round then has tokens of it.
+            while len(self._unread) > 1:
+                self._read_rounds(len(self._unread) - 1)
+            if self._rounds.goes_on(self._scheduler):  # there had been no room for the most tokens of all rounds
+                self._go_on()
+                return
+            self._enter_rounds()
+            self._read_all()
+            if self._rounds.end():
+                self._publish_read()
+                self._check_device()
+        try:
+            if not self._scheduler.has_work:
+                return
+            started = time.perf_counter()
+            step = self._scheduler.next_step(self._speculation.drafts(self._scheduler.decoding, self._outputs.keys()))
+            if step is None:
+                self.settle()
+                return
+            self._is_launching = True
+            picks = self._run(step)
+            if self._speculation.has_rounds:
+                picks = self._rounds.begin(step, picks, self._scheduler)
+            launched = time.perf_counter()
+        finally:
+            self._publish_read()
+        if step.is_of_a_suspect:
+            self._check_device()  # before it gets a token, and before others run again
+        self.settle()
+        # This comes first: an interrupt may leave a step that the scheduler has not noted; they take nothing of it.
+        self._unread.append(UnreadStep(step, self.runtime.faults.step_number, picks, started, launched))
+        self._is_launching = False
+        self._scheduler.launched(step)
+        self._rounds.noted()
+        # Accepted tokens of a tree are moved before the sequence's pages may be given back.
+        moves = step.has_trees and not picks.is_followed
+        while len(self._unread) > (0 if step.is_of_a_suspect or moves else self._steps_ahead):
+            self._read_oldest()
+        self._publish_read()
+
+    def _go_on(self) -> None:
+        """Launches a round that follows from the one before; earlier rounds are read and published meanwhile."""
+        started = time.perf_counter()
+        self._must_check = True
+        self._compared.before_step()
+        step, picks = self._rounds.launch()
+        launched = time.perf_counter()
+        self._unread.append(
+            UnreadStep(step, self.runtime.faults.step_number, picks, started, launched)
+        )  # first, as in _advance()
+        if len(self._unread) == 1:
+            self._scheduler.launched_again(step)
+        self._rounds.noted()
+        while len(self._unread) > self._pace.num_ahead * self._steps_ahead:
+            self._read_rounds(self._pace.num_together)
+
+    def _read_rounds(self, most: int) -> None:
+        """Waits for the `most` oldest rounds and publishes their tokens: together, if nothing ends or fails in them."""
+        unread = self._unread
+        with self._watch.watch(f"{len(unread)} rounds that were launched ({unread[0].step.num_picks} sequences)"):
+            together = self._rounds.read_together([each.picks for each in unread], most, self._scheduler)
+        if together is None:
+            self._read_oldest()
+            self._publish_read()
+            return
+        self._read.append(ReadRounds(unread[: together.num_rounds], together, time.perf_counter()))
+        self._publish_read()
+
+    def _take_rounds(self, rounds: Many[UnreadStep], together: Together) -> None:
+        """Makes sequences take the tokens of rounds that were read together. A repeated call changes nothing."""
+        if self._unread and self._unread[0] is rounds[0]:
+            del self._unread[: len(rounds)]
+        step = self._rounds_to_enter = rounds[0].step
+        self._scheduler.take_together(step, together.first, together.token_ids, all_read=not self._unread)
+        self._rounds.took(together)
+
+    def _publish_rounds(self, read: ReadRounds) -> None:
+        """Like _publish_read, for rounds that were read together. A call after an interrupt goes on.
+
+        Counters come last: an interrupt may leave out nothing else.
+        """
+        rounds, together, read_at = read
+        self._take_rounds(rounds, together)
+        sequences = rounds[0].step.picking
+        if self._loaded.tokenizer is None:  # no text can end a request
+            for sequence in sequences:
+                self._outputs[sequence.number].num_tokens = sequence.num_read
+            new = NewTokens([sequence.number for sequence in sequences], together.token_ids)
+            # One statement: after an interrupt they are either still to be published, or published.
+            self._events, self._read = [*self._events, new], self._read[1:]
+            self.metrics.new_tokens += together.num_tokens
+            self._compared.note(chain.from_iterable(together.token_ids))
+        else:
+            for sequence in sequences:
+                self._publish_rest(sequence, rounds[-1])
+            del self._read[0]
+        self._speculation.count_rounds(rounds[0].step, together)
+        seconds = self._note_rounds(rounds, together, read_at)
+        if not self._has_ranks:  # clocks of ranks differ
+            self._pace.note(seconds, len(rounds))
+
+    def _publish_rest(self, sequence: Sequence, unread: UnreadStep) -> None:
+        """Publishes the tokens of a sequence that were not published, as tokens of a step, if it has not ended."""
+        output = self._outputs.get(sequence.number)
+        if output is not None:
+            self._publish(output, sequence.new_token_ids[output.num_tokens :], None, (), unread)
+
+    def _note_rounds(self, rounds: Many[UnreadStep], together: Together, now: float) -> float:
+        """Like _note_times, for rounds that were read together; returns the seconds that they took."""
+        metrics, num = self.metrics, together.num_rounds
+        seconds = now - max(rounds[0].started, self._read_at)
+        self._read_at = now
+        metrics.seconds += seconds
+        metrics.step_seconds.note(seconds / num, num)
+        for each in rounds:
+            metrics.host_seconds.note(each.launched - each.started)
+        sequences = rounds[0].step.picking
+        note_tokens([sequence.times for sequence in sequences], now, metrics)
+        if together.num_tokens > len(sequences):
+            metrics.token_gap_seconds.note(0.0, together.num_tokens - len(sequences))
+        return seconds
+
+    def _enter_rounds(self) -> None:
+        """Lets prompts find pages stored by rounds that were read together."""
+        step, self._rounds_to_enter = self._rounds_to_enter, None
+        if step is not None:
+            self._scheduler.enter_rounds(step)
+
+    def _read_all(self) -> None:
+        while self._unread:
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        """Waits for the tokens of the oldest unread step; they are to be published."""
+        self._enter_rounds()
+        unread = self._unread[0]
+        batch = unread.step.batch
+        with self._watch.watch(f"a step that was launched ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
+            picks = unread.picks.read()
+        self._found = FoundPicks(unread, picks, time.perf_counter())
+        self._take_found(self._found)
+
+    def _take_found(self, found: FoundPicks) -> None:
+        """Makes sequences take the tokens of a step that was read. A repeated call changes nothing."""
+        unread = found.unread
+        if self._unread and self._unread[0] is unread:
+            del self._unread[0]
+        taken = self._scheduler.finish_step(unread.step, found.picks)
+        if self._unread:
+            self._scheduler.launched_again(self._unread[0].step)
+        self._speculation.follow(unread.step, taken, is_followed=unread.picks.is_followed)
+        read = ReadStep(found, taken, unread.picks.logprobs())
+        # One statement: after an interrupt they are either still to be taken, or taken.
+        self._found, self._read = None, [*self._read, read]
+
+    def _publish_read(self) -> None:
+        """Notes the events of steps that were read. A call after an interrupt goes on."""
+        if self._found is not None:
+            self._take_found(self._found)
+        self._drop_leaving()
+        while self._read:
+            read = self._read[0]
+            if isinstance(read, ReadRounds):
+                self._publish_rounds(read)
+            else:
+                self._publish_step(read)
+
+    def _publish_step(self, read: ReadStep) -> None:
+        """Like _publish_rounds, for a step that was read by itself."""
+        (unread, picks, read_at), told = read.found, read.logprobs
+        each = zip(unread.step.picking, picks, read.taken, strict=True)
+        for place, (sequence, pick, (token_ids, reason, first)) in enumerate(each):
+            output = self._outputs.get(sequence.number)
+            if output is None:
+                continue
+            if token_ids:
+                num_told = output.num_tokens + len(sequence.request.prompt_token_ids) - first
+                self._publish(output, token_ids[num_told:], reason, told.get(place, ()) if told else (), unread)
+            elif reason == "error" and isinstance(pick, BadLogits):
+                self._recent.leave(sequence.number, unread.number, unread.picks.round_number)
+                self._fail(sequence.number, str(pick))
+        del self._read[0]
+        self._note_times(unread, read.taken, read_at)
+
+    def _note_times(self, unread: UnreadStep, taken: Many[Taken], now: float) -> None:
+        """Notes the times of a step whose tokens were taken. The device was not waited for at its launch."""
+        metrics = self.metrics
+        seconds = now - max(unread.started, self._read_at)  # steps that overlap are not counted twice
+        self._read_at = now
+        metrics.seconds += seconds
+        metrics.step_seconds.note(seconds)
+        metrics.host_seconds.note(unread.launched - unread.started)
+        got = [
+            (sequence.times, len(ids)) for sequence, (ids, *_) in zip(unread.step.picking, taken, strict=True) if ids
+        ]
+        note_tokens([times for times, _ in got], now, metrics)
+        together = sum([num for _, num in got]) - len(got)
+        if together > 0:
+            metrics.token_gap_seconds.note(0.0, together)
+
+    def _check_device(self) -> None:
+        """Waits for the device if a step has run since the last wait. Raises DeviceFault."""
+        if self._must_check:
+            self._must_check = False
+            self._runner.check_device()
+            self._scheduler.all_is_right()
+
+    def _run(self, step: ScheduledStep) -> StepPicks:
+        """Launches a step, and the kernels that pick its tokens."""
+        before, batch = self.runtime.faults.step_number, step.batch
+        self._must_check = True
+        self._compared.before_step(batch.kv_len, batch.q_len, batch.token_ids)
+        try:
+            logits = self._steps.run(self._speculation.batch(step))
+        finally:
+            self._recent.note(before, self.runtime.faults.step_number, [sequence.number for sequence in step.sequences])
+        return self._speculation.pick(step, logits, self.settle)
+
+    def _publish(
+        self,
+        output: Output,
+        token_ids: tuple[int, ...],
+        reason: FinishReason | None,
+        logprobs: Many[TokenLogprobs],
+        unread: UnreadStep,
+    ) -> None:
+        """Notes the tokens that a request got from a step, and its end.
+
+        token_ids: none if an interrupt has left nothing but its end
+        reason:    why it ends with the last of them, as far as tokens show it
+        logprobs:  of them, if the request asks for any
+        """
+        if token_ids and output.reason is None:
+            self.metrics.new_tokens += output.take(token_ids, reason, logprobs, self._events)
+            self._compared.note(token_ids)
+        if output.reason is not None:
+            if reason is None:  # only its text ends it
+                self._enter_rounds()
+                self._scheduler.drop(output.sequence)
+            self._recent.leave(output.sequence.number, unread.number, unread.picks.round_number)
+            self._end(output)
+
+    def _end(self, output: Output) -> None:
+        """Notes the completion of a request that has ended and is not served any more."""
+        number = output.sequence.number
+        self._done[number] = output.completion()
+        self._outputs.pop(number, None)
+        assert output.reason is not None
+        self.metrics.note_end(output.reason, output.seconds)
+
+    def _fail(self, number: int, error: str) -> None:
+        """Notes that a request has failed. Its sequence has left the scheduler, or the request had ended before."""
+        output = self._outputs.get(number)
+        if output is None:
+            self._done[number] = replace(self._done[number], finish_reason="error", error=error)
+            self._events.append(FailureEvent(number, "", error))
+        else:
+            output.end_early("error", error, self._events)
+            self._end(output)
+
+    def _take_in(self, fault: DeviceFault) -> None:
+        """Fails a fault's requests that were not handed over; those of a contained fault become suspects first."""
+        self.settle()
+        faults = [fault, *self._more_faults()]
+        self._scheduler.forget_unknown_pages()
+        # Several of these faults may belong to steps before a sequence became suspect: being alone then shows nothing.
+        were_alone = {number for number, output in self._outputs.items() if output.sequence.is_suspect}
+        for found in (one for fault in faults for one in fault.each):
+            concerned = self._recent.requests_in(found.step, self._rounds.first_fault_of(found.step))
+            if concerned is None:
+                self._scheduler.forget_pages()
+            for number in self._have_run() if concerned is None else sorted(concerned):
+                output, done = self._outputs.get(number), self._done.get(number)
+                if output is not None and found.is_contained and number not in were_alone:
+                    self._scheduler.suspect(output.sequence)
+                    continue
+                if output is not None:
+                    self._scheduler.fail(output.sequence)
+                if output is not None or (done is not None and not done.error):
+                    self._fail(number, str(found))
+
+    def _more_faults(self) -> list[DeviceFault]:
+        """Further faults that the device has to report, read now so that later requests do not get them."""
+        faults: dict[int | None, DeviceFault] = {}
+        while True:
+            try:
+                self.runtime.check_device()
+            except DeviceFault as fault:
+                if fault.step in faults:  # a lasting fault, such as one of page 0
+                    break
+                faults[fault.step] = fault
+                self.metrics.faults += len(fault.each)
+            else:
+                break
+        return list(faults.values())
+
+    def _have_run(self) -> list[int]:
+        """Requests that have been in a step and were not handed over."""
+        sequences = [output.sequence for output in self._outputs.values()]
+        begun = [sequence.number for sequence in sequences if sequence.num_stored or sequence.new_token_ids]
+        return sorted([*begun, *self._done])

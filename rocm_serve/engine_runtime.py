@@ -1,0 +1,265 @@
+"""Builds the runtime of an engine: chooses its pages, and sizes its pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from rocm_attn.batch.drafts import Drafts
+from rocm_attn.capture.check import CaptureCheck
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import BadSetting
+from rocm_attn.machine.target import detect_target
+from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.paging.index_spaces import num_pages
+from rocm_attn.paging.kv_pool import page_bytes
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.selection.kernels import missing_kernels
+from rocm_attn.selection.kv_formats import KVFormat
+from rocm_attn.selection.pages import PageChoice, choose_pages, open_page_sizes, open_pools
+from rocm_attn.step.kv_scales import KVScales
+from rocm_attn.step.options import RuntimeOptions
+from rocm_serve.measured_memory import LargestSteps, free_of, measure, memory_of
+from rocm_serve.models.linears import linears_over
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.model import Model
+from rocm_serve.options import EngineOptions
+from rocm_serve.pool_size import CPU_BYTES, NOT_MEASURED, Measured, PoolPages, is_small, most_kv_bytes, pool_pages
+from rocm_serve.speculation.draft_runners import drawn_bytes
+from rocm_serve.speculation.last_rows import forward_of
+from rocm_serve.speculation.rounds import rounds_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepForms:
+    """The steps of an engine's runtime in addition to those that decode and those that take in prompts.
+
+    verify_tokens: see RuntimeOptions
+    prompt_tokens: likewise
+    masks:         whether trees of tokens are verified or drafted
+    drafts:        rounds that draft
+    beside:        layers of the draft model, which keeps K and V of the same tokens in a pool of its own
+    """
+
+    verify_tokens: int = 0
+    prompt_tokens: tuple[int, ...] = ()
+    masks: bool = False
+    drafts: tuple[Drafts, ...] = ()
+    beside: tuple[AttentionLayer, ...] = ()
+
+    @classmethod
+    def of(cls, options: EngineOptions, device: torch.device, beside: tuple[AttentionLayer, ...] = ()) -> StepForms:
+        """The forms of an engine; with speculation, those that verify draft tokens."""
+        if not options.speculates:
+            return cls()
+        if not captures_all_steps(options, device):
+            return cls(masks=options.topk > 1, beside=beside)
+        sizes = prompt_sizes(options.chunk_on(device.type))
+        return cls(options.rows_of_each, sizes, options.topk > 1, beside=beside)
+
+
+# Steps with more new tokens than this run eagerly. They take the device longer than the host, and the graph of one
+# would take the memory of as many tokens away from K and V.
+_MOST_REPLAYED = 512
+
+
+def prompt_sizes(chunk: int) -> tuple[int, ...]:
+    """Token counts that steps with prompts are padded to: the chunk, up to a bound, and a quarter of that.
+
+    With draft tokens, steps wait for the tokens of the steps before them, so an eager step costs all of its host time.
+    """
+    most = min(chunk, _MOST_REPLAYED)
+    return tuple(sorted({-(-most // 4), most} - {1}))
+
+
+def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:
+    """True if graphs are made of steps that hold pads for each sequence.
+
+    On a CPU the pads of such a step cost more than its graph saves, so it has one only if graphs are requested.
+    """
+    return options.graphs and not (device.type == "cpu" and options.capture_after is None)
+
+
+def runtime_for(
+    loaded: LoadedModel, options: EngineOptions, beside: tuple[AttentionLayer, ...] = ()
+) -> tuple[AttentionRuntime, Measured]:
+    """Calls runtime_with for the steps that the options need. beside: see StepForms"""
+    return runtime_with(loaded, options, StepForms.of(options, loaded.weights.device, beside))
+
+
+def runtime_with(loaded: LoadedModel, options: EngineOptions, forms: StepForms) -> tuple[AttentionRuntime, Measured]:
+    """A runtime whose pool holds max_batch_size sequences of full length, or as many as the memory allows.
+
+    If neither kv_bytes nor num_pages is given, and the room on a GPU is not plentiful, the model's largest steps are
+    run over a small pool first, and the measurement is returned; otherwise NOT_MEASURED. Ranks that share a model call
+    this at the same time.
+    Raises BadSetting, Unsupported, CapacityExceeded.
+    """
+    config, weights = loaded.config, loaded.weights
+    max_kv_len = config.context_len if options.max_kv_len is None else options.max_kv_len
+    if max_kv_len > config.context_len:
+        raise BadSetting(
+            f"max_kv_len is {max_kv_len} and the model's context is {config.context_len}; it cannot be more"
+        )
+    geometry = config.attention.without_idle_windows(max_kv_len)
+    target, has_factors = detect_target(weights.device), all(layer.kv_factors is not None for layer in weights.layers)
+    kv = KVFormat.named(options.kv_dtype, options.kv_scales, target, has_factors=has_factors)
+    over = geometry.problems(dtype=weights.dtype, page_size=1, kv=kv)
+    if forms.masks:
+        over = tuple(replace(problem, custom_mask=True) for problem in over)
+    problems = _page_choice(over, loaded, options).problems(over)
+    if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
+        raise BadSetting(
+            f"swa_pages is {options.swa_pages} and no layer of the model has a window that sequences of up to "
+            f"{max_kv_len} tokens outgrow, so nothing would lie there; leave it out"
+        )
+    sizing = _Sizing(loaded, options, problems, max_kv_len, forms)
+    kv_bytes, measured = sizing.kv_bytes()
+    pages = sizing.pages(kv_bytes)
+    # a sequence cannot outgrow the pool
+    return sizing.runtime(pages, min(max_kv_len, (pages.full - 1) * problems[0].page_size)), measured
+
+
+def model_over(runtime: AttentionRuntime, loaded: LoadedModel, options: EngineOptions) -> Model:
+    """The model, with its attention on a runtime, which gets the model's scales of eight-bit K and V, if any."""
+    for layer in range(loaded.config.attention.num_storing):
+        factors, form = loaded.weights.layers[layer].kv_factors, runtime.pool.layer(layer).format
+        if factors is not None and form.scales in (Scales.LAYER, Scales.HEAD):
+            k, v = (torch.full(form.scale_shape, factor) for factor in factors)
+            runtime.set_kv_scales(layer, KVScales(k, v, made_for=KVEncoding.E4M3FN))
+    return Model(
+        loaded.config,
+        loaded.weights,
+        runtime.head_weights,
+        max_kv_len=runtime.max_kv_len,
+        ranks=loaded.ranks,
+        linears=linears_over(loaded.ranks, deterministic=options.deterministic),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizing:
+    """Sizes the pool. problems: one per layer, over pages that were chosen"""
+
+    loaded: LoadedModel
+    options: EngineOptions
+    problems: Sequence[Problem]
+    max_kv_len: int
+    forms: StepForms
+
+    def kv_bytes(self) -> tuple[int, Measured]:
+        """Memory for K and V, and its measurement. A requested size is not cut to the free memory.
+
+        The memory for K and V of the draft model, which has room for as many tokens, is subtracted.
+        """
+        own, (num_bytes, measured) = page_bytes(self.problems), self._all_kv_bytes()
+        return num_bytes * own // (own + self._beside_bytes), measured
+
+    @property
+    def _chunk(self) -> int:
+        return self.options.chunk_on(self.loaded.weights.device.type)
+
+    @property
+    def _beside_bytes(self) -> int:
+        """Bytes of the draft model's K and V for the tokens of a page."""
+        first = self.problems[0]
+        return page_bytes([layer.problem(dtype=first.dtype, page_size=first.page_size) for layer in self.forms.beside])
+
+    def _all_kv_bytes(self) -> tuple[int, Measured]:
+        options, device = self.options, self.loaded.weights.device
+        if options.kv_bytes is not None:
+            return options.kv_bytes, NOT_MEASURED
+        if options.num_pages is not None:
+            return options.num_pages * (page_bytes(self.problems) + self._beside_bytes), NOT_MEASURED
+        memory = memory_of(device)
+        if memory is None:
+            return CPU_BYTES, NOT_MEASURED
+        ranks = self.loaded.ranks  # all of them have as many pages as the one with the least memory
+        of_drafts = drawn_bytes(options, self.loaded.config.vocab_size) + rounds_bytes(options, self.max_kv_len)
+        free = max(0, ranks.least(free_of(memory)) - of_drafts)
+        wanted = most_kv_bytes(
+            self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=self._chunk
+        )
+        wanted += (1 + options.max_batch_size * num_pages(self.max_kv_len, self.problems[0].page_size)) * (
+            self._beside_bytes
+        )
+        if is_small(wanted, free):
+            return wanted, NOT_MEASURED
+        steps = self._largest_steps(free)
+        measured = measure(memory, partial(self._for_measuring, steps), steps, vocabulary=self.loaded.config.vocab_size)
+        # The draft tensors are allocated after the pool.
+        measured = replace(measured, step=measured.step + of_drafts)
+        return ranks.least(measured.kv_bytes(options.gpu_memory_share, self.problems)), measured
+
+    def pages(self, kv_bytes: int) -> PoolPages:
+        """The page counts that were requested, and for the others as many as can be used and fit."""
+        options = self.options
+        pages = pool_pages(
+            self.problems,
+            max_num_seqs=options.max_batch_size,
+            max_kv_len=self.max_kv_len,
+            chunk=self._chunk,
+            kv_bytes=kv_bytes,
+        )
+        full = pages.full if options.num_pages is None else options.num_pages
+        return PoolPages(full, min(pages.swa, full) if options.swa_pages is None else options.swa_pages)
+
+    def runtime(self, pages: PoolPages, max_kv_len: int) -> AttentionRuntime:
+        """A runtime with these pages. max_kv_len: of a sequence; it sizes tables and other memory"""
+        return build_runtime(
+            self.problems,
+            RuntimeOptions(
+                num_pages=pages.full,
+                swa_pages=pages.swa,
+                max_num_seqs=self.options.max_batch_size,
+                max_kv_len=max_kv_len,
+                provider=self.options.provider,
+                verify_tokens=self.forms.verify_tokens,
+                prompt_tokens=self.forms.prompt_tokens,
+                drafts=self.forms.drafts,
+                deterministic=self.options.deterministic,
+            ),
+            device=self.loaded.weights.device,
+            agree=self.loaded.ranks.agree,
+        )
+
+    def _largest_steps(self, free_bytes: int) -> LargestSteps:
+        """Steps whose small pool takes at most half of the free memory."""
+        page_size, affordable = self.problems[0].page_size, free_bytes // page_bytes(self.problems)
+        num_seqs = self.options.max_batch_size
+        # Steps with prompts are captured at a size of all sequences, whatever each one's part of it is.
+        most_captured = max(1, -(-max(self.forms.prompt_tokens, default=0) // num_seqs))
+        captured = max(self.forms.verify_tokens, most_captured)
+        num_tokens = max(num_seqs * captured, self._chunk)
+        steps = LargestSteps(num_seqs, num_tokens, self.max_kv_len, affordable * page_size, captured)
+        most = steps.longest - max(0, steps.pages(page_size) - affordable // 2) * page_size
+        return replace(steps, longest=min(steps.longest, max(most, page_size)))
+
+    def _for_measuring(self, steps: LargestSteps) -> tuple[AttentionRuntime, StepRunner]:
+        """A runtime with a small pool, and a runner over it that makes a graph as soon as it can."""
+        pages = steps.pages(self.problems[0].page_size)
+        has_swa = self.pages(page_bytes(self.problems) * pages).swa > 0
+        runtime = self.runtime(PoolPages(pages, pages if has_swa else 0), self.max_kv_len)
+        recorder = recorder_for(runtime.device) if self.options.graphs else None
+        check = CaptureCheck(vocabulary=self.loaded.config.vocab_size)
+        return runtime, StepRunner(
+            runtime, forward_of(model_over(runtime, self.loaded, self.options), self.options), recorder, check=check
+        )
+
+
+def _page_choice(problems: Sequence[Problem], loaded: LoadedModel, options: EngineOptions) -> PageChoice:
+    """The pages of the options; open options are chosen. Raises Unsupported if none have kernels."""
+    target = detect_target(loaded.weights.device)
+    missing = loaded.ranks.agree(missing_kernels(target, options.provider))
+
+    def choose(problem: Problem) -> Selection:
+        return select(problem, target, options.provider, unavailable=missing, deterministic=options.deterministic)
+
+    return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(options.pool))

@@ -1,0 +1,46 @@
+"""RequestLimits: the requests that an engine can serve at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rocm_attn.errors import BadRequest
+from rocm_serve.request import Request
+from rocm_serve.text.constraint import library
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The limits of one engine.
+
+    context_len: tokens that the model was made for
+    max_kv_len:  tokens of the longest sequence in the pool
+    vocab_size:  tokens have ids below it
+    has_text:    whether the model came with a tokenizer, so that tokens have texts
+    """
+
+    context_len: int
+    max_kv_len: int
+    vocab_size: int
+    has_text: bool
+
+    def check(self, request: Request) -> None:
+        """Raises BadRequest for a request that the engine can never serve."""
+        prompt = request.prompt_token_ids
+        if len(prompt) > self.context_len:
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens and the model's context is {self.context_len}; shorten it"
+            )
+        if len(prompt) > self.max_kv_len:
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens and the KV pool holds sequences of up to {self.max_kv_len}; "
+                "shorten it, or raise max_kv_len, kv_bytes or num_pages"
+            )
+        if (request.stop or request.constraint is not None) and not self.has_text:
+            what = "texts that end it" if request.stop else "a constraint"
+            raise BadRequest(f"the request has {what} and the model came without a tokenizer; leave them out")
+        if request.constraint is not None:
+            library()
+        for token in (*prompt, *request.stop_token_ids, *(token for token, _ in request.sampling.logit_bias)):
+            if not 0 <= token < self.vocab_size:
+                raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {self.vocab_size - 1}")

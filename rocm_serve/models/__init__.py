@@ -1,0 +1,1 @@
+"""Models: their weights, their linear layers and their forward pass."""

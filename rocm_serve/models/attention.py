@@ -1,0 +1,199 @@
+"""The layers of a model around attention: projections, norms and rope, over heads or over latent rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable, RowNorm
+from rocm_attn.models.config import HeadProjections, LatentProjections, LayerConfig
+from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.models.rope import Rope, rotate
+from rocm_attn.problem import AllKeys, Indexer
+from rocm_serve.models.arithmetic import Arithmetic
+from rocm_serve.models.attention_weights import (
+    AttentionWeights,
+    BlockIndexWeights,
+    HeadWeights,
+    IndexWeights,
+    LatentWeights,
+)
+
+# The epsilon of norms on rows that q is made of, on latent rows and on index keys. transformers' DeepSeek, GLM-5 and
+# MiniCPM3 use this value, whatever the epsilon of the model's other norms is.
+_LATENT_NORM_EPS = 1e-6
+
+
+class Attention(Protocol):
+    """The calls that a model makes to the attention runtime, in each layer of a step of T tokens.
+
+    q, out: [T, num_q_heads, head_dim | v_head_dim]; out is written
+    k, v:   [T, num_kv_heads, head_dim | v_head_dim]; in a latent layer, v is the first part of k
+    """
+
+    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """Normalises q, k and v as the projections returned them, and applies rope. Writes q_out; stores k and v."""
+        ...
+
+    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """Writes q_out in the same way as rope_and_store, and stores nothing."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Attends over the stored K and V of the layer, those of this step included."""
+        ...
+
+    def store_index(self, layer: int, k: Tensor) -> None:
+        """Stores index keys [T, index_dim] of a layer with an indexer."""
+        ...
+
+    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """Selects keys by index queries [T, index_heads, index_dim] and float32 weights [T, index_heads], or all 1."""
+        ...
+
+    def attend_selected(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Like attend, over the keys selected by the layer, or by the last one before it that has an indexer."""
+        ...
+
+
+# The cos and sin of each rope for index keys: [T, 2, dim], see rotate. The runtime turns all other rows.
+CosSin = Mapping[Rope, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OverHeads:
+    """A layer with K and V heads.
+
+    number: of the layer whose K and V it reads, its own if it keeps some
+    rope:   of its index keys
+    work:   norms and rope of q, k and v
+    """
+
+    number: int
+    keeps_kv: bool
+    heads: AttentionLayer
+    weights: HeadWeights
+    arithmetic: Arithmetic
+    rope: Rope
+    work: QkvWork
+
+    def attended(self, attention: Attention, x: Tensor, cos_sin: CosSin) -> Tensor:
+        """[T, num_q_heads * head_dim]: the attention output of the step's tokens; every layer has this method.
+
+        x: [T, hidden], normalised
+        """
+        heads, weights = self.heads, self.weights
+        if weights.index is not None:
+            self._select(attention, weights.index, x, cos_sin[self.rope])
+        x = self.arithmetic.linears.linear(x, weights.qkv, weights.qkv_bias)
+        x = x.view(x.shape[0], -1, heads.head_dim)
+        q = x[:, : heads.num_q_heads]
+        if self.keeps_kv:
+            # If V is K, V has no rows of its own: the last rows are those of K.
+            k = x[:, heads.num_q_heads : heads.num_q_heads + heads.num_kv_heads]
+            attention.rope_and_store(self.number, q, k, x[:, -heads.num_kv_heads :], q, self.work)
+        else:
+            attention.rope_queries(self.number, q, q, self.work)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if isinstance(heads.indexer, AllKeys):
+            attention.attend(self.number, q, out)
+        else:
+            attention.attend_selected(self.number, q, out)
+        return out.flatten(1)
+
+    def _select(self, attention: Attention, weights: BlockIndexWeights, x: Tensor, cos_sin: Tensor) -> None:
+        """Selects the step's keys. x: [T, hidden], normalised"""
+        linears, norm, indexer = self.arithmetic.linears, self.arithmetic.norm, self.heads.indexer
+        assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"
+        q = linears.linear(x, weights.q).view(x.shape[0], indexer.num_heads, indexer.head_dim)
+        k = norm(linears.linear(x, weights.k), weights.k_norm)
+        turned = rotate(torch.cat((norm(q, weights.q_norm), k[:, None]), 1), cos_sin)
+        attention.store_index(self.number, turned[:, -1])
+        attention.select(self.number, turned[:, :-1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OverLatentRows:
+    """A layer that keeps one latent row per token, with the projections of k and v absorbed.
+
+    For head h, with its q = (q_nope, q_rope) and a key's row (c, k_rope), c normalised and both ropes turned:
+
+        q . k = (q_nope @ absorbed_k[h]) . c + q_rope . k_rope        out[h] = (sum of shares * c) @ absorbed_v[h]
+
+    so attention reads rows as they are stored, and all heads share the one row of a token.
+
+    rope: of its index keys
+    work: the norm of c, and how q_rope and k_rope turn
+    """
+
+    number: int
+    heads: AttentionLayer
+    projections: LatentProjections
+    weights: LatentWeights
+    arithmetic: Arithmetic
+    rope: Rope
+    work: QkvWork
+
+    def attended(self, attention: Attention, x: Tensor, cos_sin: CosSin) -> Tensor:
+        """[T, num_q_heads * v_dim]; see OverHeads."""
+        heads, weights, linears = self.heads, self.weights, self.arithmetic.linears
+        first = linears.linear(x, weights.first, weights.first_bias)
+        row, q = first[:, None, -heads.head_dim :], first[:, : -heads.head_dim]
+        if weights.q is not None and weights.q_norm is not None:
+            q = self.arithmetic.norm(q, weights.q_norm)
+            if weights.index is not None:
+                self._select(attention, weights.index, x, q, cos_sin[self.rope])
+            q = linears.linear(q, weights.q)
+        q = q.view(q.shape[0], heads.num_q_heads, -1)
+        nope_dim, latent_dim = self.projections.nope_dim, heads.latent_dim
+        rows = torch.empty((*q.shape[:2], heads.head_dim), dtype=q.dtype, device=q.device)
+        rows[..., :latent_dim] = linears.of_heads(q[..., :nope_dim], weights.absorbed_k)
+        q_rope, latent = q[..., nope_dim:], row[..., :latent_dim]
+        attention.rope_and_store(self.number, q_rope, row, latent, rows[..., latent_dim:], self.work)
+        q, out = rows, torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
+        if isinstance(heads.indexer, AllKeys):
+            attention.attend(self.number, q, out)
+        else:
+            attention.attend_selected(self.number, q, out)
+        return linears.of_heads(out, weights.absorbed_v).flatten(1)
+
+    def _select(self, attention: Attention, weights: IndexWeights, x: Tensor, q_row: Tensor, cos_sin: Tensor) -> None:
+        """Selects the step's keys. x: [T, hidden], normalised; q_row: [T, q_rank], the row that queries are made of"""
+        linears, indexer = self.arithmetic.linears, self.heads.indexer
+        assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"
+        k = linears.linear(x, weights.k)
+        k = F.layer_norm(k, k.shape[-1:], weights.k_norm, weights.k_norm_bias, _LATENT_NORM_EPS)
+        q = linears.linear(q_row, weights.q).view(x.shape[0], indexer.num_heads, indexer.head_dim)
+        turned = rotate(torch.cat((q, k[:, None]), 1), cos_sin)
+        attention.store_index(self.number, turned[:, -1])
+        of_heads = linears.linear(x, weights.head_weights).float() * indexer.num_heads**-0.5
+        attention.select(self.number, turned[:, :-1], of_heads)
+
+
+LayerAttention = OverHeads | OverLatentRows
+
+
+def layer_attention(
+    number: int, reads: int, layer: LayerConfig, weights: AttentionWeights, arithmetic: Arithmetic, rope: RopeTable
+) -> LayerAttention:
+    """The attention of layer `number`, which reads K and V of layer `reads`. rope: the layer's"""
+    if isinstance(weights, LatentWeights):
+        assert isinstance(layer.projections, LatentProjections), "weights are read by their config"
+        at_end = RopeTable(rope.cos_sin, at_end=True)
+        arithmetic = replace(arithmetic, eps=_LATENT_NORM_EPS)
+        work = QkvWork(at_end, k_norm=RowNorm(weights.row_norm, _LATENT_NORM_EPS))
+        return OverLatentRows(number, layer.attention, layer.projections, weights, arithmetic, layer.rope, work)
+    assert isinstance(layer.projections, HeadProjections), "weights are read by their config"
+    eps = arithmetic.eps
+    plain = torch.ones(layer.attention.head_dim, device=weights.qkv.device) if layer.projections.v_norm else None
+    work = QkvWork(rope, _row_norm(weights.q_norm, eps), _row_norm(weights.k_norm, eps), _row_norm(plain, eps))
+    return OverHeads(reads, reads == number, layer.attention, weights, arithmetic, layer.rope, work)
+
+
+def _row_norm(weight: Tensor | None, eps: float) -> RowNorm | None:
+    return None if weight is None else RowNorm(weight, eps)

@@ -1,0 +1,142 @@
+"""Linear layers whose result for a row does not depend on other rows.
+
+A BLAS picks its kernel, and with it the order of a sum, by the number of rows. In deterministic mode rows are therefore
+computed in blocks of a fixed size, and the last block is padded with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_serve.models.expert_products import expert_products
+from rocm_serve.ranks import Ranks
+
+# Rows per block. 16 fill a matrix instruction; more would be wasted on small batches.
+ROWS = 16
+
+
+class Linears(Protocol):
+    """x [rows, in] @ weight [out, in] transposed, plus bias [out], with variants that add a residual or sum over ranks.
+
+    If ranks share a model, linear() is for matrices that each rank has whole or a part of `out` of. The methods that
+    sum are for matrices of which each rank has a part of `in`; they return the whole sum on every rank.
+    """
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias."""
+        ...
+
+    def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x @ weight.T, summed over ranks, + bias."""
+        ...
+
+    def add_summed_linear(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, factor: float
+    ) -> Tensor:
+        """residual + factor * (x @ weight.T, summed over ranks, + bias)."""
+        ...
+
+    def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[rows, heads, out]: x [rows, heads, in] @ weight [heads, in, out] per head, for a rank's own heads."""
+        ...
+
+    def of_experts(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
+        """[pairs, out]: a row of x for each pair of a token and an expert; see launch_expert_product."""
+        ...
+
+    def summed(self, x: Tensor) -> Tensor:
+        """x, summed over ranks in place."""
+        ...
+
+
+class AllRows:
+    """Computes all rows in one product, on one rank."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product = F.linear(x, weight)
+        return product if bias is None else product.add_(bias)
+
+    def add_summed_linear(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, factor: float
+    ) -> Tensor:
+        # Adding the residual in the product saves a pass of its own.
+        summed = torch.addmm(residual, x, weight.t(), alpha=factor)
+        return summed if bias is None else summed.add_(bias, alpha=factor)
+
+    def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+    def of_experts(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
+        return expert_products(x, weight, bias, groups, rows=ROWS, fixed=False)
+
+    def summed(self, x: Tensor) -> Tensor:
+        return x
+
+
+class BlocksOfRows:
+    """Computes blocks of ROWS rows, one product each, on one rank."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = x.shape[0]
+        filled = F.pad(x, (0, 0, 0, -rows % ROWS))
+        blocks = torch.split(filled, ROWS)
+        return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
+
+    def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product = self.linear(x, weight)
+        return product if bias is None else product + bias
+
+    def add_summed_linear(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, factor: float
+    ) -> Tensor:
+        return torch.add(residual, self.linear(x, weight, bias), alpha=factor)
+
+    def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.shape[0]
+        filled = F.pad(x, (0, 0, 0, 0, 0, -rows % ROWS)).transpose(0, 1)
+        return torch.cat([torch.bmm(block, weight) for block in torch.split(filled, ROWS, 1)], 1)[:, :rows].transpose(
+            0, 1
+        )
+
+    def of_experts(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
+        return expert_products(x, weight, bias, groups, rows=ROWS, fixed=True)
+
+    def summed(self, x: Tensor) -> Tensor:
+        return x
+
+
+class OverRanks:
+    """Computes one rank's products. `sum_of` sums them over all ranks; biases are added once."""
+
+    def __init__(self, own: Linears, sum_of: Callable[[Tensor], Tensor]) -> None:
+        self.linear = own.linear
+        self.of_heads = own.of_heads
+        self.of_experts = own.of_experts
+        self.summed = sum_of
+
+    def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        summed = self.summed(self.linear(x, weight))
+        return summed if bias is None else summed.add_(bias)
+
+    def add_summed_linear(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, factor: float
+    ) -> Tensor:
+        summed = self.summed_linear(x, weight, bias)
+        return torch.add(residual, summed, alpha=factor, out=summed)
+
+
+def linears_over(ranks: Ranks, *, deterministic: bool) -> Linears:
+    """The linear layers of a model that ranks share. deterministic: a row's result does not depend on other rows"""
+    own: Linears = BlocksOfRows() if deterministic else AllRows()
+    if ranks.shard.num_ranks == 1:
+        return own
+    return OverRanks(own, ranks.sum_in_order if deterministic else ranks.sum)

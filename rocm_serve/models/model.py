@@ -1,0 +1,163 @@
+"""Model: the forward pass of a decoder, in plain torch around an attention runtime.
+
+It is an example for authors of other models: forward() gets a Step whose tensors have padded sizes, and passes the q, k
+and v of every layer to the step's layers. It never reads a length and never waits for the device. The same code
+therefore runs eagerly, is captured, and runs the halves of a split step. Tensor parallelism shows only where ranks sum,
+in its linear layers, and where they gather. The sizes of a rank's part are in its config and weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rocm_attn.models.config import ModelConfig
+from rocm_attn.problem import Indexer
+from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
+from rocm_serve.models.arithmetic import Arithmetic
+from rocm_serve.models.attention import Attention, layer_attention
+from rocm_serve.models.attention_weights import HeadWeights as AttentionHeadWeights
+from rocm_serve.models.linears import Linears, linears_over
+from rocm_serve.models.mlp import add_mlp
+from rocm_serve.models.weights import ModelWeights
+from rocm_serve.ranks import ONE_RANK, Ranks
+
+
+class StepInputs(Protocol):
+    """The inputs of forward() for a step of T tokens and S sequences, pads included.
+
+    token_ids:         int32 [T], pads 0
+    positions:         int32 [T], pads 0
+    last_token_of_seq: int32 [S], 0 if there is no new token
+    layers:            attention of the step's tokens
+    """
+
+    @property
+    def token_ids(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def last_token_of_seq(self) -> Tensor: ...
+    @property
+    def layers(self) -> Attention: ...
+
+
+class Model:
+    """A decoder.
+
+    config:       of a tensor-parallel rank's part, if ranks share the model; the weights are that part too
+    head_weights: the runtime's; they get the weights of heads that the model has
+    max_kv_len:   the longest sequence that positions are prepared for
+    ranks:        that share the model
+    linears:      how linear layers are computed; None: all rows in one product
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        head_weights: LayerHeadWeights,
+        *,
+        max_kv_len: int,
+        ranks: Ranks = ONE_RANK,
+        linears: Linears | None = None,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self._ranks = ranks
+        self._arithmetic = Arithmetic(
+            linears if linears is not None else linears_over(ranks, deterministic=False),
+            config.rms_norm_eps,
+            config.multipliers.residual,
+        )
+        ropes = {layer.rope: layer.rope.turns(max_kv_len, weights.device) for layer in config.layers}
+        self._attentions = [
+            layer_attention(number, reads, layer, layer_weights.attention, self._arithmetic, ropes[layer.rope])
+            for number, (reads, layer, layer_weights) in enumerate(
+                zip(config.attention.reads, config.layers, weights.layers, strict=True)
+            )
+        ]
+        dtype = weights.dtype
+        self._cos_sin = {
+            layer.rope: layer.rope.table(max_kv_len, dtype, weights.device)
+            for layer in config.layers
+            if isinstance(layer.attention.indexer, Indexer)
+        }
+        # rounded like the embeddings: models with a scale were trained so
+        self._own_input_scale = torch.tensor(config.own_inputs.dim**0.5, dtype=dtype).item()
+        self._embedding_scale = torch.tensor(config.multipliers.embedding, dtype=dtype).item()
+        for layer, layer_weights in enumerate(weights.layers):
+            if isinstance(layer_weights.attention, AttentionHeadWeights) and layer_weights.attention.sinks is not None:
+                head_weights.set(layer, HeadWeights(sinks=layer_weights.attention.sinks))
+
+    def forward(self, step: StepInputs) -> Tensor:
+        """Logits [S, vocab] of each sequence's last new token, in the weights' dtype."""
+        return self.logits(self.hidden(step).index_select(0, step.last_token_of_seq))
+
+    def hidden(self, step: StepInputs) -> Tensor:
+        """[T, hidden]: the last layer's output for each new token."""
+        return self.hidden_and_inputs(step, ())[0]
+
+    def hidden_and_inputs(self, step: StepInputs, layers: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """hidden(), and the inputs of some layers for each new token, [T, hidden] each, in the order of `layers`.
+
+        layers: one past the last layer stands for the last layer's output
+        """
+        arithmetic, hidden = self._arithmetic, self.embed(step.token_ids)
+        inputs: dict[int, Tensor] = {}
+        own_inputs = self._own_inputs(step.token_ids, hidden)
+        cos_sin = {rope: table.index_select(0, step.positions) for rope, table in self._cos_sin.items()}
+        for number, attention in enumerate(self._attentions):
+            layer, weights = self.config.layers[number], self.weights.layers[number]
+            if number in layers:
+                inputs[number] = hidden
+            x = arithmetic.norm(hidden, weights.attention_norm)
+            x = attention.attended(step.layers, x, cos_sin)
+            of_attention = weights.attention
+            hidden = arithmetic.add(hidden, x, of_attention.out, of_attention.out_bias, weights.attention_out_norm)
+            hidden = add_mlp(hidden, layer.mlp, weights, arithmetic)
+            if weights.own_input is not None and own_inputs is not None:
+                hidden = arithmetic.add_own_input(hidden, own_inputs[:, number], weights.own_input)
+            if weights.factor is not None:
+                hidden = hidden * weights.factor
+        inputs[self.config.num_layers] = hidden
+        return hidden, [inputs[number] for number in layers]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocab]: logits of tokens whose last layer's output is hidden [n, hidden]."""
+        return self.logits_of_normed(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[n, hidden]: the input of the output matrix for the last layer's rows."""
+        return self._arithmetic.norm(hidden, self.weights.final_norm)
+
+    def logits_of_normed(self, last: Tensor) -> Tensor:
+        """[n, vocab]: logits of rows returned by normed()."""
+        factor, linears = self.config.multipliers.head, self._arithmetic.linears
+        own = self._capped(linears.linear(last if factor == 1.0 else last * factor, self.weights.head))
+        return self._ranks.gathered(own)[:, : self.config.vocab_size]  # all ranks pick from the same bits
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T, hidden]: the input of the first layer. token_ids: integer [T]"""
+        rows = F.embedding(token_ids, self.weights.embedding)
+        return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
+
+    def _own_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
+        """[T, layers, dim]: the inputs that each layer gets for a token in addition to the residual."""
+        weights = self.weights.own_inputs
+        if weights is None:
+            return None
+        shape = token_ids.shape[0], self.config.num_layers, self.config.own_inputs.dim
+        rows = F.embedding(token_ids, weights.embedding).view(shape) * self._own_input_scale
+        projected = self._arithmetic.linears.linear(embedded, weights.projection) * self.config.hidden_size**-0.5
+        both = self._arithmetic.norm(projected.view(shape), weights.norm) + rows
+        return both * math.sqrt(0.5)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.logits_soft_cap
+        return (logits / cap).tanh() * cap if cap else logits

@@ -1,0 +1,168 @@
+"""EngineOptions: how a model is served.
+
+An option is one field here or of AttentionOptions: its default, its allowed values, and its help. `rocm-attn generate`
+makes its flags from the fields. Only the standard library is imported, because --help does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.machine.option_texts import AttentionOptions, option, option_texts
+from rocm_serve.speculation.methods import NGRAM, OFF, require_method
+
+# Tokens of a step. A GPU reads all weights in each step, and few tokens do not keep it busy.
+CHUNK_ON_GPU, CHUNK_ON_CPU = 8192, 512
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions(AttentionOptions):
+    """How a model is served. Options change the text only through rounding, and by sampled_drafts.
+
+    Raises BadSetting.
+    """
+
+    chunk: int | None = option(
+        None,
+        "tokens of a step; a longer prompt takes several",
+        kind=int,
+        unit="TOKENS",
+        least=1,
+        default_is=f"{CHUNK_ON_GPU} on a GPU, {CHUNK_ON_CPU} on a CPU",
+    )
+    graphs: bool = option(
+        True,
+        "record decode steps and replay them at padded sizes; a CPU does so in long runs, where it pays",
+        default_is="on",
+    )
+    capture_after: int | None = option(
+        None,
+        "steps of one shape that run eagerly before a graph is made of it; Engine.capture_all makes graphs at once",
+        kind=int,
+        unit="STEPS",
+        least=0,
+        default_is="0 on a GPU, and on a CPU so many that captures take less than a tenth of a run",
+        on_generate=False,
+    )
+    kv_bytes: int | None = option(
+        None,
+        "most memory for K and V",
+        kind=int,
+        unit="BYTES",
+        default_is="1 GiB on a CPU; on a GPU what gpu_memory_share leaves",
+        on_generate=False,
+    )
+    gpu_memory_share: float = option(
+        0.9,
+        "share of a GPU's memory that may be in use, above 0 and up to 1: K and V get what weights, the largest step "
+        "and graphs leave of it, as it is measured",
+        unit="SHARE",
+    )
+    prefix_caching: bool = option(
+        True,
+        "keep K and V of requests in pages that are not needed otherwise, and begin later requests with them where the "
+        "first tokens are the same",
+        default_is="on",
+    )
+    speculative: str = option(
+        OFF,
+        "how tokens are guessed, several of which a step verifies: by what came after the last ones before (ngram), by "
+        "a small model that shares the tokens (draft:MODEL), or by an EAGLE head (eagle:HEAD, or eagle:seeded)",
+        unit="off|ngram|draft:MODEL|eagle:HEAD",
+    )
+    draft_tokens: int = option(
+        4, "with speculative: tokens that are guessed for a sequence and step, at most", unit="TOKENS", least=1
+    )
+    topk: int = option(
+        1, "with speculative: branches that the guessed tokens of a sequence may have", unit="BRANCHES", least=1
+    )
+    sampled_drafts: bool = option(
+        False,
+        "with speculative draft or eagle: guesses for requests that sample are drawn, and accepted by rejection "
+        "sampling; tokens have the same distribution, and are others than those without guesses",
+    )
+    steps_ahead: int | None = option(
+        None,
+        "0 or 1: steps that run on the device when the next one is launched, so that it does not wait for the host; "
+        "their tokens are read afterwards, or before it where tokens are guessed, and published afterwards",
+        kind=int,
+        unit="STEPS",
+        least=0,
+        default_is="1 on a GPU; 0 on a CPU, where a step has run when it was launched",
+    )
+    flight_record: Path | None = option(  # noqa: RUF009  # it makes a field
+        None,
+        "file that the last steps are written to when one fails; `rocm-attn replay-step` reads it",
+        kind=Path,
+        unit="FILE",
+        default_is="they are not kept",
+    )
+    check_every: int = option(
+        0,
+        "compare one step in so many with the eager run and a few of its sequences with the oracle; the report counts "
+        "what differs",
+        unit="STEPS",
+        least=0,
+        default_is="0: none",
+    )
+    hang_after: float = option(
+        0.0,
+        "say which step has not ended after so long, with the stacks of all threads, and write the flight record",
+        unit="SECONDS",
+        least=0,
+        default_is="0: never",
+    )
+    profiler_ranges: bool = option(
+        False, "name each step, and each layer that runs eagerly, in a profiler's timeline (roctx or NVTX)"
+    )
+
+    def __post_init__(self) -> None:
+        for name, (default, text) in option_texts(EngineOptions).items():
+            value = getattr(self, name)
+            if value == default or value in text.choices:
+                continue
+            if text.kind is str and text.choices:
+                raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
+            if text.least is not None and value < text.least:
+                raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
+        if not 0 < self.gpu_memory_share <= 1:
+            raise BadSetting(f"gpu_memory_share is {self.gpu_memory_share}; it must be above 0 and at most 1")
+        require_method(self.speculative)
+        if self.topk > self.draft_tokens:
+            raise BadSetting(
+                f"topk is {self.topk} and draft_tokens is {self.draft_tokens}; each branch has a token at least, so "
+                "raise draft_tokens or lower topk"
+            )
+        if self.sampled_drafts and self.speculative in (OFF, NGRAM):
+            raise BadSetting(
+                f"sampled_drafts is on and speculative is {self.speculative}; drafts are drawn by a small model or an "
+                "EAGLE head: take draft:MODEL or eagle:HEAD"
+            )
+        if self.steps_ahead not in (None, 0, 1):
+            raise BadSetting(
+                f"steps_ahead is {self.steps_ahead}; it must be 0 or 1: a step needs the tokens of the one before it"
+            )
+
+    @property
+    def speculates(self) -> bool:
+        """True if draft tokens are used."""
+        return self.speculative != OFF
+
+    @property
+    def rows_of_each(self) -> int:
+        """Tokens of a sequence and step that a token may be picked after."""
+        return 1 + self.draft_tokens if self.speculates else 1
+
+    def chunk_on(self, device_type: str) -> int:
+        """chunk, or its default for a device."""
+        if self.chunk is not None:
+            return self.chunk
+        return CHUNK_ON_CPU if device_type == "cpu" else CHUNK_ON_GPU
+
+    def steps_ahead_on(self, device_type: str) -> int:
+        """steps_ahead, or its default for a device."""
+        if self.steps_ahead is not None:
+            return self.steps_ahead
+        return 0 if device_type == "cpu" else 1

@@ -1,0 +1,159 @@
+"""Output: the result of a request so far: tokens, text and logprobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
+
+from rocm_serve.events import NewTokens
+from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, FinishReason, Sequence, TokenEvent
+from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.text.stop_texts import StopTexts
+from rocm_serve.text.tokenizer import TextStream, Tokenizer
+
+# A step brings hundreds of tokens without text; map and zip make their events without a Python call for each.
+_event: Callable[[tuple[int, int, str, None, None]], TokenEvent] = partial(tuple.__new__, TokenEvent)
+_NO_TEXT, _NO_REASON, _NO_LOGPROBS = repeat(""), repeat(None), repeat(None)
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """The result of a request so far. An interrupt leaves it in its state before a call, or in its state after it.
+
+    tokenizer:  None: there is no text, and nothing that could end it
+    num_tokens: new tokens of the sequence that were published
+    reason:     why it has ended; None: it goes on
+    error:      why it has failed
+    _is_whole:  whether _stream and _stops have seen exactly the tokens that were published; an interrupt may leave more
+    """
+
+    sequence: Sequence
+    tokenizer: Tokenizer | None
+    text: str = ""
+    num_tokens: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reason: FinishReason | None = None
+    error: str = ""
+    _is_whole: bool = False
+    _stream: TextStream | None = field(init=False, default=None)
+    _stops: StopTexts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._begin()
+
+    def take(
+        self,
+        token_ids: Many[int],
+        reason: FinishReason | None,
+        logprobs: Many[TokenLogprobs],
+        events: list[Event | NewTokens],
+    ) -> int:
+        """Takes in the tokens of a step, at least one, adds their events to a list, and returns their number.
+
+        Tokens after one that completes a text of Request.stop are dropped.
+        reason:   why it ends with the last token; None: its tokens do not end it
+        logprobs: of each of them, or none
+        """
+        end = len(events)
+        if self.tokenizer is None and not logprobs:
+            new = self._without_text(token_ids, reason)
+            # One statement; see below.
+            self.num_tokens, self.reason, events[end:] = self.num_tokens + len(new), reason, new
+            return len(new)
+        told, why = self._with_text(token_ids, reason, logprobs)
+        num = self.num_tokens + len(told)
+        text = self.text + "".join([event.text for event in told])
+        if logprobs:
+            self.logprobs[self.num_tokens :] = logprobs[: len(told)]
+        # One statement: an interrupt comes either before all of this or after it.
+        self.num_tokens, self.text, self.reason, self._is_whole, events[end:] = num, text, why, True, told
+        return len(told)
+
+    def end_early(self, reason: FinishReason, error: str, events: list[Event | NewTokens]) -> None:
+        """Ends it with the tokens published so far, and adds the event of that to a list, once.
+
+        error: why it has failed; empty if it was aborted
+        """
+        if self.reason is not None:
+            return
+        self._go_on()
+        number, end = self.sequence.number, len(events)
+        piece = self._rest(self.num_tokens)  # held-back text, for example of an incomplete character
+        event = FailureEvent(number, piece, error) if error else AbortEvent(number, piece)
+        # One statement; see take().
+        self.text, self.reason, self.error, events[end:] = self.text + piece, reason, error, [event]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the request was taken."""
+        return time.perf_counter() - self.sequence.times.taken
+
+    def completion(self) -> Completion:
+        """The completion of a request that has ended."""
+        assert self.reason is not None, "it has ended"
+        new = self.sequence.new_token_ids[: self.num_tokens]
+        prompt = self.sequence.request.prompt_token_ids
+        return Completion(prompt, new, self.text, self.reason, self.error, tuple(self.logprobs))
+
+    def _begin(self) -> None:
+        """Makes the stream and the stops of a text that begins."""
+        request = self.sequence.request
+        self._stream = self.tokenizer.stream() if self.tokenizer is not None else None
+        self._stops = StopTexts(request.stop, request.include_stop)
+        self._is_whole = True
+
+    def _go_on(self) -> None:
+        """Brings the stream and the stops to the end of the text, whatever an interrupt has left in them."""
+        if not self._is_whole:
+            self._begin()
+            for num, token in enumerate(self.sequence.new_token_ids[: self.num_tokens], 1):
+                self._piece(token, None, num)
+        self._is_whole = False
+
+    def _with_text(
+        self, token_ids: Many[int], reason: FinishReason | None, logprobs: Many[TokenLogprobs]
+    ) -> tuple[list[TokenEvent], FinishReason | None]:
+        """The events of tokens, and the reason why the request ends, if it does. Publishes nothing."""
+        self._go_on()
+        events: list[TokenEvent] = []
+        why: FinishReason | None = None
+        for place, token in enumerate(token_ids):
+            why = reason if place == len(token_ids) - 1 else None
+            piece = self._piece(token, why, self.num_tokens + place + 1)
+            if self._stops.has_stopped:
+                why = "stop"
+            told = logprobs[place] if logprobs else None
+            events.append(TokenEvent(self.sequence.number, token, piece, why, told))
+            if why is not None:
+                break
+        return events, why
+
+    def _without_text(self, token_ids: Many[int], reason: FinishReason | None) -> list[TokenEvent]:
+        """The events of tokens that have no text that could end the request."""
+        number = self.sequence.number
+        if len(token_ids) == 1:  # the case of every plain step; the code below takes three times as long for it
+            return [TokenEvent(number, token_ids[0], "", reason)]
+        events = list(map(_event, zip(repeat(number), token_ids, _NO_TEXT, _NO_REASON, _NO_LOGPROBS, strict=False)))
+        if reason is not None:
+            events[-1] = TokenEvent(number, token_ids[-1], "", reason)
+        return events
+
+    def _piece(self, token: int, why: FinishReason | None, num: int) -> str:
+        """The text of a token. why: the request ends with it; num: of the new tokens, with this one"""
+        if self._stream is None:
+            return ""
+        # a stop token need not be a special one; it is never part of the text
+        text = "" if why == "stop" else self._stream.push(token)
+        piece = self._stops.push(text, counts=num > self.sequence.request.min_tokens)
+        return piece + (self._rest(num) if why is not None else "")
+
+    def _rest(self, num: int) -> str:
+        """The text that the stream and the stops still hold back. num: see _piece"""
+        if self._stream is None:
+            return ""
+        counts = num > self.sequence.request.min_tokens
+        return self._stops.push(self._stream.finish(), counts=counts) + self._stops.finish()

@@ -1,0 +1,106 @@
+"""The messages between the front process and the ranks' processes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rocm_attn.errors import RocmAttnError
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
+from rocm_serve.ranks import Ranks
+
+
+class Loader(Protocol):
+    """Loads a rank's part of a model in its process: load_model with a path and dtype, or a function of a module."""
+
+    def __call__(self, *, device: torch.device, ranks: Ranks) -> LoadedModel: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """The setup of a rank.
+
+    store:       a file through which the ranks find each other
+    device_type: "cpu", or "cuda" for the GPU with the rank's number
+    num_threads: of torch's operations on a CPU
+    """
+
+    rank: int
+    num_ranks: int
+    load: Loader
+    options: EngineOptions
+    device_type: str
+    num_threads: int
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A method of the engine, to be called on every rank."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """The arguments of a method's call of its progress callback."""
+
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """A rank waits for the others although it had an error; reason: the error, empty: it waits no more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A method has returned.
+
+    value:    its result; None on all ranks except rank 0, unless it is a bool
+    has_work: of the engine, afterwards
+    """
+
+    value: Any
+    has_work: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """A method has raised, and the engine goes on."""
+
+    error: BaseException
+    has_work: bool
+
+
+class RankError(RocmAttnError, RuntimeError):
+    """An exception of a rank that does not survive pickling, in words."""
+
+
+def sendable(error: BaseException) -> BaseException:
+    """Returns the error, or its words in a RankError if it does not survive pickling."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:  # a library's exception may raise anything there
+        copy = None
+    if type(copy) is type(error) and str(copy) == str(error):
+        return error
+    return RankError(in_words(error))
+
+
+def in_words(error: BaseException) -> str:
+    """The error's type and its first line."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+# Called with the arguments of a Progressed.
+OnProgress = Callable[..., None]

@@ -1,0 +1,270 @@
+"""RankProcesses: the processes of the ranks, as the front process sees them.
+
+A rank that dies, or that raises an error the others do not, leaves the others in a collective that never ends. The
+front takes part in no collective, so it watches all ranks: it ends every rank and raises RankFailed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import selectors
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rocm_attn.errors import RocmAttnError
+from rocm_serve.limits import RequestLimits
+from rocm_serve.parallel.messages import Command, Done, OnProgress, Progressed, Raised, RankSetup, Waits, in_words
+from rocm_serve.parallel.rank_process import CLOSE, run_rank
+
+# Seconds until a rank that has not raised another rank's error counts as stuck.
+GRACE_SECONDS = 5.0
+# Likewise until they agree with a rank that could not make a graph. They may have kernels to compile before.
+AGREE_SECONDS = 20.0
+# Seconds for a rank to end after CLOSE, and for the last output of a dead rank to arrive.
+_END_SECONDS = 10.0
+_WORDS_SECONDS = 1.0
+_KEPT_LINES = 20
+
+
+class RankFailed(RocmAttnError, RuntimeError):
+    """A rank of a model has died, or has raised an error that other ranks have not; all ranks were ended.
+
+    rank: its number
+    """
+
+    def __init__(self, sentence: str, rank: int) -> None:
+        self.rank = rank
+        super().__init__(sentence)
+
+
+Message = Progressed | Waits | Done | Raised
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rank:
+    """One rank. last_lines: of its stdout and stderr"""
+
+    number: int
+    process: BaseProcess
+    commands: Connection
+    last_lines: deque[str]
+    listener: threading.Thread
+
+
+class RankProcesses:
+    """Running ranks, each in a process of its own.
+
+    has_work: of the engines, after their last answer
+    unheard:  results of rank 0 whose caller was interrupted, with the awaited method
+    """
+
+    def __init__(self) -> None:
+        self.has_work = False
+        self.unheard: list[tuple[str, Any]] = []
+        self._folder = tempfile.mkdtemp(prefix="rocm_attn_ranks_")
+        self._ranks: list[_Rank] = []
+        self._selector = selectors.DefaultSelector()
+        # The thread that waits for the lock holds the next turn. Otherwise a thread that steps would take the lock
+        # again and again before another one that wants a report is awake.
+        self._next_turn, self._lock = threading.Lock(), threading.Lock()
+        self._awaited = ""  # the method whose answers are still to come
+        self._is_torn = False  # a message is being sent or received, and an interrupt may cut it
+        self._answers: dict[int, Done | Raised] = {}
+        self._troubled: dict[int, tuple[str, float]] = {}  # rank -> its error, and until when others may raise
+
+    @property
+    def store(self) -> str:
+        """The file through which the ranks find each other."""
+        return str(Path(self._folder) / "store")
+
+    def start(self, setups: Sequence[RankSetup]) -> RequestLimits:
+        """Starts the ranks, one for each setup, and waits until all of them have built their engines.
+
+        Returns the limits of the engines.
+
+        Raises RankFailed, and the exception that all ranks raise while they load their parts; then there are no ranks.
+        """
+        atexit.register(self.kill)  # before multiprocessing waits for its children
+        try:
+            for setup in setups:
+                self._start(setup)
+            self._awaited = "while its engine was built"
+            limits: RequestLimits = self._collect(_no_progress)[0]
+        except BaseException:
+            self.kill()
+            raise
+        return limits
+
+    @property
+    def is_alive(self) -> bool:
+        """True if there are ranks."""
+        return bool(self._ranks)
+
+    def call(self, method: str, *arguments: Any, on_progress: OnProgress | None = None) -> Any:
+        """Does the same as call_all(), and returns rank 0's result."""
+        return self.call_all(method, *arguments, on_progress=on_progress)[0]
+
+    def call_all(self, method: str, *arguments: Any, on_progress: OnProgress | None = None) -> list[Any]:
+        """Calls a method of every rank's engine, and returns all results. Ranks other than 0 return only booleans.
+
+        A call of another thread waits until this one has ended, and comes before the next one of this thread. An
+        interrupt leaves the method running: the next call waits for its end, and raises its exception.
+        Raises the exception that all ranks raise, and RankFailed, after which there are no ranks.
+        """
+        with ExitStack() as turn:
+            with self._next_turn:
+                turn.enter_context(self._lock)
+            self._require_whole()
+            if self._awaited:
+                interrupted = self._awaited
+                self.unheard.append((interrupted, self._collect(_no_progress)[0]))
+            self._is_torn, self._awaited = True, f"in {method}()"
+            for rank in self._ranks:
+                try:
+                    rank.commands.send(Command(method, arguments))
+                except OSError:
+                    self._fail_of_dead(rank)
+            self._is_torn = False
+            return self._collect(on_progress if on_progress is not None else _no_progress)
+
+    def close(self) -> None:
+        """Ends the ranks; those that are busy, or do not end by themselves, are killed."""
+        if not self._awaited and not self._is_torn:
+            for rank in self._ranks:
+                with suppress(OSError):
+                    rank.commands.send(CLOSE)
+            for rank in self._ranks:
+                rank.process.join(_END_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the ranks at once. Does nothing if there are none."""
+        atexit.unregister(self.kill)
+        ranks, self._ranks, self.has_work = self._ranks, [], False
+        for rank in ranks:
+            rank.process.kill()
+        for rank in ranks:
+            rank.process.join()
+            rank.listener.join(_WORDS_SECONDS)
+            rank.commands.close()
+        self._selector.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, setup: RankSetup) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        words, written = context.Pipe(duplex=False)
+        process = context.Process(target=run_rank, args=(setup, theirs, written), name=f"rank {setup.rank}")
+        process.start()
+        theirs.close()  # so that a pipe ends when the process does
+        written.close()
+        last_lines = deque[str](maxlen=_KEPT_LINES)
+        listener = threading.Thread(target=_listen, args=(words, setup.rank, last_lines), daemon=True)
+        listener.start()
+        rank = _Rank(setup.rank, process, ours, last_lines, listener)
+        self._ranks.append(rank)
+        self._selector.register(ours, selectors.EVENT_READ, rank)
+        self._selector.register(process.sentinel, selectors.EVENT_READ, rank)
+
+    def _collect(self, on_progress: OnProgress) -> list[Any]:
+        """The answers of all ranks, in the order of ranks. Raises as call_all() does."""
+        while len(self._answers) < len(self._ranks):
+            deadline = min((when for _, when in self._troubled.values()), default=None)
+            for key, _ in self._selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                message = self._hear(key.data, key.fileobj)
+                if isinstance(message, Progressed):
+                    on_progress(*message.arguments)
+            if deadline is not None and time.monotonic() >= deadline and len(self._answers) < len(self._ranks):
+                self._fail_of_trouble()
+        errors = [answer.error for answer in self._answers.values() if isinstance(answer, Raised)]
+        if errors and (len(errors) < len(self._ranks) or len(set(map(type, errors))) > 1):
+            self._fail_of_trouble()
+        first, values = self._answers[0], [self._answers[rank.number] for rank in self._ranks]
+        self.has_work, self._answers, self._troubled, self._awaited = first.has_work, {}, {}, ""
+        if isinstance(first, Raised):
+            raise first.error
+        return [answer.value for answer in values if isinstance(answer, Done)]
+
+    def _hear(self, rank: _Rank, source: object) -> Message:
+        """Receives a rank's message, and keeps it if it is an answer. Raises RankFailed if the rank is dead."""
+        try:
+            if source is not rank.commands and not rank.commands.poll():
+                raise EOFError
+            self._is_torn = True
+            message: Message = rank.commands.recv()
+        except (EOFError, OSError):
+            self._fail_of_dead(rank)
+        if isinstance(message, Waits):
+            self._troubled.pop(rank.number, None)
+            if message.reason:
+                self._troubled[rank.number] = (message.reason, time.monotonic() + AGREE_SECONDS)
+        elif not isinstance(message, Progressed):
+            self._answers[rank.number] = message
+            if isinstance(message, Raised):
+                self._troubled[rank.number] = (in_words(message.error), time.monotonic() + GRACE_SECONDS)
+        self._is_torn = False
+        return message
+
+    def _require_whole(self) -> None:
+        """Raises RankFailed if there are no ranks, or none that can be reached."""
+        if self._is_torn and self._ranks:
+            self.kill()
+            raise RankFailed("an interrupt cut a message to or from a rank, and all ranks were ended", 0)
+        if not self._ranks:
+            raise RankFailed("the ranks of this engine were ended; make another engine", 0)
+
+    def _fail_of_dead(self, rank: _Rank) -> NoReturn:
+        rank.process.join(_WORDS_SECONDS)
+        rank.listener.join(_WORDS_SECONDS)
+        code = rank.process.exitcode
+        how = "has closed its pipe" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        awaited, lines = self._awaited, [line for line in rank.last_lines if line.strip()]
+        self.kill()
+        last = f"; its last words were: {lines[-1].strip()}" if lines else ""
+        raise RankFailed(f"rank {rank.number} {how} {awaited}, and all ranks were ended{last}", rank.number)
+
+    def _fail_of_trouble(self) -> NoReturn:
+        """Raises RankFailed for the lowest rank that has raised, or that waits in vain."""
+        number, (reason, _) = min(self._troubled.items())
+        awaited, answer = self._awaited, self._answers.get(number)
+        self.kill()
+        if isinstance(answer, Raised):
+            raise RankFailed(
+                f"rank {number} raised {reason} {awaited}, which not all ranks did, so they are no longer in step and "
+                "were ended",
+                number,
+            ) from answer.error
+        raise RankFailed(
+            f"rank {number} could not make a graph {awaited} ({reason}), and the others wait for it elsewhere; all "
+            "ranks were ended",
+            number,
+        )
+
+
+def _no_progress(*arguments: Any) -> None:
+    """Shows no progress."""
+
+
+def _listen(words: Connection, rank: int, last_lines: deque[str]) -> None:
+    """Passes on the output of a rank, line by line, until it ends."""
+    with words, open(words.fileno(), encoding="utf-8", errors="replace", closefd=False) as lines:
+        for line in lines:
+            last_lines.append(line.rstrip("\n"))
+            with suppress(ValueError, OSError, AttributeError):  # a stderr that is closed, or none
+                sys.stderr.write(f"rank {rank}: {line}")
+                sys.stderr.flush()

@@ -1,0 +1,146 @@
+"""RankedEngine: an engine whose model is shared by tensor-parallel ranks, each a process of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import torch
+
+from rocm_attn.capture.graphs import CaptureReport, Progress
+from rocm_attn.errors import BadSetting
+from rocm_serve.options import EngineOptions
+from rocm_serve.parallel.messages import Loader, RankSetup
+from rocm_serve.parallel.processes import RankProcesses
+from rocm_serve.report import Report
+from rocm_serve.request import Completion, Event, Request
+from rocm_serve.serving import serve_all
+
+
+class RankedEngine:
+    """Serves requests as Engine does, with ranks that share the model.
+
+    The caller's process holds no part of the model and uses no GPU: it commands the ranks and watches them. A fault of
+    a request, or of a device, ends the same requests as in an Engine. A rank that dies, or that raises an error the
+    others do not, ends all of them within seconds: RankFailed names it, and the engine is then unusable. The ranks end
+    with the caller's process, however that ends. Use it as a context, or call close().
+
+    load:        loads a rank's part in its process: partial(load_model, path, dtype=...), or a function of a module.
+                 Processes are spawned, so a script that makes a RankedEngine keeps its own work under
+                 `if __name__ == "__main__":`
+    num_ranks:   processes on this host
+    device_type: "cuda" for one GPU each, the first ones available; "cpu"
+
+    Raises what Engine raises, BadSetting for more ranks than GPUs, and RankFailed.
+    """
+
+    def __init__(
+        self, load: Loader, options: EngineOptions | None = None, *, num_ranks: int, device_type: str = "cpu"
+    ) -> None:
+        _check(num_ranks, device_type)
+        self.options = options if options is not None else EngineOptions()
+        self._processes = processes = RankProcesses()
+        num_threads = max(1, torch.get_num_threads() // num_ranks)
+        self.limits = processes.start(
+            [
+                RankSetup(rank, num_ranks, load, self.options, device_type, num_threads, processes.store)
+                for rank in range(num_ranks)
+            ]
+        )
+        self._end = weakref.finalize(self, processes.kill)
+
+    def __enter__(self) -> RankedEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self._end.detach()
+        self._processes.close()
+
+    @property
+    def has_work(self) -> bool:
+        """Like Engine.has_work."""
+        return self._processes.has_work or bool(self._processes.unheard)
+
+    def capture_all(self, progress: Progress) -> CaptureReport:
+        """Like Engine.capture_all."""
+        report: CaptureReport = self._processes.call("capture_all", on_progress=progress)
+        return report
+
+    def check(self, request: Request) -> None:
+        """Like Engine.check."""
+        self.limits.check(request)
+
+    def can_prepare(self, request: Request) -> bool:
+        """Like Engine.can_prepare, on every rank."""
+        if request.constraint is None:
+            return True  # the ranks need not be asked
+        return all(self._processes.call_all("can_prepare", request))
+
+    def is_prepared(self, request: Request) -> bool:
+        """Like Engine.is_prepared: True if no rank would wait and delay the others."""
+        if request.constraint is None:
+            return True  # the ranks need not be asked
+        return all(self._processes.call_all("is_prepared", request))
+
+    def prepare_constraints(self) -> None:
+        """Like Engine.prepare_constraints."""
+        self._processes.call("prepare_constraints")
+
+    def submit(self, request: Request) -> int:
+        """Like Engine.submit."""
+        self.check(request)
+        number: int = self._processes.call("submit", request)
+        return number
+
+    def abort(self, number: int) -> None:
+        """Like Engine.abort."""
+        self._processes.call("abort", number)
+
+    def forget_prefixes(self) -> None:
+        """Like Engine.forget_prefixes."""
+        self._processes.call("forget_prefixes")
+
+    def settle(self) -> None:
+        """Like Engine.settle."""
+        self._processes.call("settle")
+
+    def cancel(self, number: int) -> None:
+        """Like Engine.cancel. Does nothing if a rank has failed: then no request is left."""
+        if self._processes.is_alive:
+            self._processes.call("cancel", number)
+
+    def step(self) -> list[Event]:
+        """Like Engine.step."""
+        events: list[Event] = self._processes.call("step") if self._processes.has_work else []
+        unheard, self._processes.unheard = self._processes.unheard, []
+        return [*(event for method, value in unheard if method == "in step()" for event in value), *events]
+
+    def completion(self, number: int) -> Completion:
+        """Like Engine.completion."""
+        completion: Completion = self._processes.call("completion", number)
+        return completion
+
+    def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:
+        """Like Engine.generate."""
+        return serve_all(self, requests, on_event)
+
+    def report(self) -> Report:
+        """Like Engine.report, for rank 0."""
+        report: Report = self._processes.call("report")
+        return report
+
+
+def _check(num_ranks: int, device_type: str) -> None:
+    if num_ranks < 1:
+        raise BadSetting(f"num_ranks is {num_ranks}; it must be at least 1")
+    if device_type not in ("cpu", "cuda"):
+        raise BadSetting(f"device_type {device_type!r} is not served; use 'cpu' or 'cuda' (HIP devices are 'cuda')")
+    if device_type == "cuda" and num_ranks > torch.cuda.device_count():
+        raise BadSetting(
+            f"{num_ranks} ranks need a GPU each, and torch sees {torch.cuda.device_count()}; ask for fewer ranks"
+        )

@@ -1,0 +1,111 @@
+"""Ranks: the joint operations of ranks that share a model by tensor parallelism.
+
+Each holds a Shard of the model and runs the same steps as all others, at the same time and in the same order. Sums and
+gathered values are the same on all of them, bit by bit, so they pick the same tokens without further exchange.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rocm_attn.machine.agreement import Agreement, OnWait, all_gather_into, alone, among, say_who_waits
+from rocm_attn.models.shards import WHOLE, Shard
+
+
+class Ranks(Protocol):
+    """The ranks that share a model, as one of them sees them.
+
+    shard: this rank's part
+    agree: how they agree on kernels, graphs and faults
+    """
+
+    @property
+    def shard(self) -> Shard: ...
+    @property
+    def agree(self) -> Agreement: ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, in place. The order of the sum may depend on the size of x."""
+        ...
+
+    def sum_in_order(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, from rank 0 up: an element's result does not depend on other elements."""
+        ...
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """[rows, num_ranks * columns]: the columns of every rank's x [rows, columns], from rank 0 up."""
+        ...
+
+    def least(self, number: int) -> int:
+        """The smallest of every rank's number, on the host."""
+        ...
+
+
+class OneRank:
+    """The ranks of a model that is not shared."""
+
+    shard = WHOLE
+    agree: Agreement = alone
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def sum_in_order(self, x: Tensor) -> Tensor:
+        return x
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return x
+
+    def least(self, number: int) -> int:
+        return number
+
+
+ONE_RANK = OneRank()
+
+
+class RanksOfGroup:
+    """The ranks of a process group of torch.distributed, all of which make a RanksOfGroup at the same time.
+
+    They agree through a group of their own, over Gloo, so that a rank that is left in a collective does not look like
+    one that agrees.
+    group:   of the ranks that share the model and no others, with a backend for the model's device: NCCL, which is RCCL
+             on ROCm, or Gloo
+    on_wait: see agreement.among
+    """
+
+    def __init__(self, group: dist.ProcessGroup, on_wait: OnWait = say_who_waits) -> None:
+        self.shard = Shard(group.rank(), group.size())
+        members = dist.get_process_group_ranks(group)
+        self._host = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        self.agree = among(self._host, on_wait)
+        self._group = group
+
+    def sum(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def sum_in_order(self, x: Tensor) -> Tensor:
+        first, *others = self._all(x)
+        for other in others:
+            first += other
+        return first
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return torch.cat(self._all(x), -1)
+
+    def least(self, number: int) -> int:
+        least = torch.tensor(number, dtype=torch.int64)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._host)
+        return int(least)
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        """Every rank's x."""
+        x = x.contiguous()
+        rows = x.shape[0]
+        everything = torch.empty((self.shard.num_ranks * rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        all_gather_into(everything, x, group=self._group)
+        return list(torch.split(everything, rows))

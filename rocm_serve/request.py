@@ -1,0 +1,257 @@
+"""Request, its results, and its state while it is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from rocm_attn.batch.step_batch import INT32_MAX
+from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
+from rocm_serve.prefix_cache import CachedRow
+from rocm_serve.request_times import RequestTimes
+from rocm_serve.sampling.asking_picker import RowAsk
+from rocm_serve.sampling.logprobs import MOST_LIKELIEST, NO_LOGPROBS, TokenLogprobs
+from rocm_serve.sampling.sampling import Sampler
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.text.constraint import Constraint
+
+FinishReason = Literal["stop", "length", "error", "abort"]
+
+ALL_READ = -1
+
+# Texts of Request.stop, and characters of each: every new token is searched for all of them.
+MOST_STOPS = 64
+LONGEST_STOP = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to be continued.
+
+    prompt_token_ids: at least one
+    max_new_tokens:   the text ends after this number at the latest; at least 1
+    stop_token_ids:   tokens that end the text, in addition to the model's own
+    ignore_eos:       whether the model's own end tokens are ignored
+    priority:         a request with a lower number is served first, and takes the pages and the place of running ones
+                      with higher numbers; among equals the order of submission counts
+    cache_salt:       cached prefixes are shared by requests of one salt: give each tenant its own, so that no tenant
+                      can find out from response times which prompts another one has sent
+    prefix_caching:   whether this request may find cached prefixes and leave its own in the cache
+    stop:             texts that end the text before they begin, at most 64, of 1 to 1,024 characters each; the first
+                      one that the text reaches counts, and of several that end together the longest
+    include_stop:     whether the text ends after such a text, and not before it
+    min_tokens:       least number of new tokens: before it, no stop token is picked, and texts of `stop` count only if
+                      they end in a later token
+    logprobs:         number of likeliest tokens reported for each new token, 0 to 20, in addition to its own logprob;
+                      NO_LOGPROBS (-1): neither
+    constraint:       the form that the new text must match from beginning to end; it needs a tokenizer and the extra
+                      server
+
+    Raises BadRequest.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    max_new_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    prefix_caching: bool = True
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+    logprobs: int = NO_LOGPROBS
+    constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise BadRequest("the prompt is empty; give at least one token")
+        if self.max_new_tokens < 1:
+            raise BadRequest(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise BadRequest(
+                f"min_tokens is {self.min_tokens}; it must be at least 0 and at most max_new_tokens, "
+                f"which is {self.max_new_tokens}"
+            )
+        if not NO_LOGPROBS <= self.logprobs <= MOST_LIKELIEST:
+            raise BadRequest(
+                f"logprobs is {self.logprobs}; it must be {NO_LOGPROBS} (none), or the number of likeliest tokens, "
+                f"0 to {MOST_LIKELIEST}"
+            )
+        if isinstance(self.stop, str):
+            raise BadRequest(f"stop is the text {self.stop!r}; give a tuple of texts")
+        if len(self.stop) > MOST_STOPS:
+            raise BadRequest(f"stop has {len(self.stop)} texts; at most {MOST_STOPS} are allowed")
+        for text in self.stop:
+            if not 1 <= len(text) <= LONGEST_STOP:
+                raise BadRequest(f"a text of stop has {len(text)} characters; it must have 1 to {LONGEST_STOP}")
+        if self.constraint is not None and self.ignore_eos:
+            raise BadRequest("ignore_eos is set and a constraint says where the text ends; leave one of them out")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The result of a request.
+
+    token_ids:     the new tokens, the stop token included
+    text:          of the new tokens, without the stop token and other special ones; empty without a tokenizer
+    finish_reason: "stop" after a stop token or a text of Request.stop, "length" at max_new_tokens or if the KV may not
+                   grow any more, "error" if the request failed, "abort" if Engine.abort() has ended it
+    error:         why it failed; empty if it did not. After a fault of the device the tokens may be wrong
+    logprobs:      of each new token if the request asks for them, else none
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    error: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+# A tuple: every token makes one, and a tuple takes a quarter of the time of a class with fields.
+class TokenEvent(NamedTuple):
+    """One new token.
+
+    request:       number of the request, in the order of submission
+    text:          the text that can be printed now; a character that needs several tokens comes with the last of them,
+                   and text that may begin a text of Request.stop comes with the token that decides it
+    finish_reason: None while there is more to come
+    logprobs:      if the request asks for them, else None
+    """
+
+    request: int
+    token_id: int
+    text: str
+    finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailureEvent:
+    """A request has failed, and no more tokens come. After a fault of the device it may have ended before.
+
+    request: as in TokenEvent
+    text:    text that was held back
+    error:   why, in a sentence
+    """
+
+    request: int
+    text: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortEvent:
+    """Engine.abort() has ended a request, and no more tokens come.
+
+    request: as in TokenEvent
+    text:    text that was held back
+    """
+
+    request: int
+    text: str
+
+
+Event = TokenEvent | FailureEvent | AbortEvent
+
+
+class RequestsFailed(RocmAttnError, RuntimeError):
+    """Some requests of Engine.generate() failed; the others were served to their end.
+
+    completions: of all of them, in the order in which they were given; a failed one holds its error
+    """
+
+    def __init__(self, completions: Iterable[Completion], faults: Iterable[DeviceFault] = ()) -> None:
+        self.completions = tuple(completions)
+        failed = [(number, done.error) for number, done in enumerate(self.completions) if done.error]
+        first = f"request {failed[0][0]}: {failed[0][1]}" if failed else "; ".join(map(str, faults))
+        super().__init__(f"{len(failed)} of {len(self.completions)} requests failed; {first}")
+
+
+class RequestsFaulted(RequestsFailed, DeviceFault):
+    """RequestsFailed, because of a fault of the device."""
+
+
+class Asking(Protocol):
+    """The demands of a request beyond a draw; see asks.Asks."""
+
+    @property
+    def needs_tokens(self) -> bool: ...
+    @property
+    def takes_drafts(self) -> bool: ...
+    def stays_from(self, place: int) -> bool:
+        """True if rows are shaped alike from new token number `place` on, and no logprobs are asked for."""
+        ...
+
+    def of(self, sequence: Sequence, place: int) -> RowAsk: ...
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request while it is served.
+
+    number:     in the order of submission
+    stops:      tokens that end the text
+    token_ids:  the prompt and the tokens generated so far
+    num_stored: tokens whose K and V are in the pool when all steps have run that were launched
+    cached_row: its record in the prefix cache
+    row:        of the request table; 0 while it waits
+    is_suspect: whether a step that it was in had a fault that may be its own; then it is computed again alone
+    times:      since the request was taken
+    unread_at:  its place among the picks of the step that was launched last, whose token the host has not read yet;
+                ALL_READ if there is none
+    most_tokens: of prompt and text together: at this number the text ends
+    asks:       demands of its picks in addition to draws; None: nothing
+    is_plain:   whether each of its tokens is simply the likeliest one
+    """
+
+    number: int
+    request: Request
+    stops: frozenset[int]
+    sampler: Sampler
+    token_ids: list[int]
+    cached_row: CachedRow
+    num_stored: int = 0
+    row: int = 0
+    is_suspect: bool = False
+    times: RequestTimes = field(default_factory=RequestTimes)
+    unread_at: int = ALL_READ
+    most_tokens: int = INT32_MAX
+    asks: Asking | None = None
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_plain = self.sampler.is_greedy and self.asks is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the text, including the one that was not read yet."""
+        return len(self.token_ids) + (self.unread_at != ALL_READ)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens to be stored before the next one can be picked; 1 while it decodes."""
+        return len(self.token_ids) + (self.unread_at != ALL_READ) - self.num_stored
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """Sort key of sequences: they are served by priority, then by age."""
+        return self.request.priority, self.number
+
+    @property
+    def num_new(self) -> int:
+        """Tokens generated so far, including the one that was not read yet."""
+        return self.num_tokens - len(self.request.prompt_token_ids)
+
+    @property
+    def new_token_ids(self) -> tuple[int, ...]:
+        """The tokens that were generated and read so far."""
+        return tuple(self.token_ids[len(self.request.prompt_token_ids) :])
+
+    @property
+    def num_read(self) -> int:
+        """Number of new_token_ids."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)

@@ -1,0 +1,195 @@
+"""RequestStream: a request that an AsyncEngine serves, as the task that submitted it sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from rocm_attn.errors import RocmAttnError, WrongState
+from rocm_serve.engine_thread import Update
+from rocm_serve.request import Completion, FinishReason
+from rocm_serve.sampling.logprobs import TokenLogprobs
+
+
+class RequestFailed(RocmAttnError, RuntimeError):
+    """A request has failed, and no other with it. Its message is the reason.
+
+    completion: its result so far
+    """
+
+    def __init__(self, completion: Completion) -> None:
+        self.completion = completion
+        super().__init__(completion.error)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The output of a request since its last piece: a token, or several if the reader was late.
+
+    token_ids:     the new tokens; none if a text is completed at the end
+    text:          the text that can be printed now
+    finish_reason: None while there is more to come
+    logprobs:      of the new tokens if the request asks for them, else none
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Inbox:
+    """The output of a request that was not read yet. Used in one event loop.
+
+    completion: once it has ended
+    error:      raised to its reader after the pieces: the request has failed, or the engine has ended
+    on_late:    called when a request goes on while more than most_unread of its tokens were not read
+    """
+
+    completion: Completion | None = None
+    error: Exception | None = None
+    most_unread: float = math.inf
+    on_late: Callable[[], None] = lambda: None
+    _token_ids: list[int] = field(default_factory=list)
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _text: str = ""
+    _reader: asyncio.Future[None] | None = None
+    _reads_end_only: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """True if nothing more comes."""
+        return self.completion is not None or self.error is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is no piece to read. A request that ends without an error has a last piece with its reason."""
+        return not (self._token_ids or self._text)
+
+    def add(self, update: Update) -> None:
+        """Takes in an update of the request."""
+        self._token_ids += update.token_ids
+        self._logprobs += update.logprobs
+        self._text += update.text
+        self.completion = update.completion
+        if self.completion is not None and self.completion.error:
+            self.error = RequestFailed(self.completion)
+        self._wake()
+        if len(self._token_ids) > self.most_unread and not self.has_ended:
+            self.on_late()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the request with an error."""
+        self.error = error
+        self._wake()
+
+    def take(self) -> Piece:
+        """Returns everything that can be read."""
+        reason = self.completion.finish_reason if self.completion is not None and self.error is None else None
+        piece = Piece(tuple(self._token_ids), self._text, reason, tuple(self._logprobs))
+        self._token_ids, self._logprobs, self._text = [], [], ""
+        return piece
+
+    async def wait(self, *, end_only: bool) -> None:
+        """Waits until there is something to read, or until the end. Raises WrongState for a second reader."""
+        if self._reader is not None:
+            raise WrongState("another task waits for this request; one task at a time may")
+        self._reader, self._reads_end_only = asyncio.get_running_loop().create_future(), end_only
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _wake(self) -> None:
+        reader = self._reader
+        if reader is not None and not reader.done() and (self.has_ended or not self._reads_end_only):
+            reader.set_result(None)
+
+
+class RequestStream:
+    """A request that is being served: iterate over its pieces, or wait for its completion.
+
+    Leaving early ends the request and frees its pages: when a task that waits here is cancelled, when an `async with`
+    over the stream is left, on close(), and when nothing refers to the stream any more. A late reader finds several
+    tokens in one piece, and delays no other.
+
+    number: of the request, for AsyncEngine.abort
+    forget: ends the request of a number; may be called in any thread, and more than once
+    """
+
+    def __init__(self, number: int, inbox: Inbox, forget: Callable[[int], None]) -> None:
+        self.number = number
+        self._inbox, self._forget = inbox, forget
+        self._is_over = False
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> Piece:
+        """The next piece. Raises RequestFailed and EngineEnded, after the pieces that came before."""
+        if self._is_over:
+            raise StopAsyncIteration
+        inbox = self._inbox
+        if inbox.is_empty and not inbox.has_ended:
+            await self._wait(end_only=False)
+        if inbox.is_empty and inbox.error is not None:
+            self._is_over = True
+            raise inbox.error
+        piece = inbox.take()
+        self._is_over = piece.finish_reason is not None
+        return piece
+
+    async def completion(self) -> Completion:
+        """Waits for the end; returns the request's completion, including pieces that were read before.
+
+        Raises RequestFailed, EngineEnded.
+        """
+        if not self._inbox.has_ended:
+            await self._wait(end_only=True)
+        if self._inbox.error is not None:
+            raise self._inbox.error
+        assert self._inbox.completion is not None, "a request ends with one of the two"
+        return self._inbox.completion
+
+    @property
+    def has_ended(self) -> bool:
+        """True if nothing more comes except unread pieces."""
+        return self._inbox.has_ended or self._is_over
+
+    def bound(self, most_unread: int, on_late: Callable[[], None]) -> None:
+        """Calls a function in the event loop whenever the request goes on with more than most_unread unread tokens."""
+        self._inbox.most_unread, self._inbox.on_late = most_unread, on_late
+
+    def give_up(self, error: Exception) -> None:
+        """Ends the request, unless it has ended; its reader gets this error after the pieces that have come."""
+        if not self._inbox.has_ended:
+            self._inbox.fail(error)
+            self._forget(self.number)
+
+    def close(self) -> None:
+        """Ends the request, unless it has ended; no piece comes any more. Never waits."""
+        self._is_over = True
+        if not self._inbox.has_ended:
+            self._forget(self.number)
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    async def _wait(self, *, end_only: bool) -> None:
+        try:
+            await self._inbox.wait(end_only=end_only)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.close()
+            raise

@@ -1,0 +1,1 @@
+"""Sampling: how the next token of each text is picked."""

@@ -1,0 +1,105 @@
+"""Sampling: how a request picks its tokens. The flags of `rocm-attn generate` and the server's bounds come from it.
+
+Only the standard library is imported, because --help does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rocm_attn.errors import BadRequest
+from rocm_attn.machine.option_texts import bounded, option, option_texts
+
+# Most tokens of one request that have a bias, and the largest size of one.
+MOST_BIASES, LARGEST_BIAS = 1024, 100
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request picks its tokens.
+
+    For token t, of which the text so far has n[t], logits[t] is replaced by each of these in turn:
+
+        logits[t] / repetition_penalty         if the prompt or the text has t, and logits[t] > 0; else * it
+        logits[t] - presence_penalty           if n[t] > 0
+        logits[t] - frequency_penalty * n[t]
+        logits[t] + logit_bias[t]
+
+    Then top_k, min_p and top_p are applied in turn, each to the tokens that the one before it has kept. Tokens of the
+    prompt count only for repetition_penalty.
+
+    temperature: 0 takes the likeliest token; above, logits are divided by it before a token is drawn
+    top_p:       tokens are drawn among the likeliest whose probabilities reach this sum, (0, 1]
+    seed:        of this request's draws
+    top_k:       number of likeliest tokens that are kept, of equal ones the first; 0: all
+    min_p:       least probability of a token that is kept, as a share of the likeliest one's, [0, 1]
+    presence_penalty, frequency_penalty: [-2, 2]
+    repetition_penalty: [0.01, 100]; 1 changes nothing
+    logit_bias:  (token id, value added to its logit), each token once, at most 1,024 of them, each [-100, 100]
+
+    Raises BadRequest.
+    """
+
+    temperature: float = option(0.0, "0 takes the likeliest token; above, tokens are drawn", unit="T", least=0)
+    top_p: float = bounded(1.0, "draw among the likeliest tokens of mass P", "P", above=0, most=1)
+    seed: int = option(0, "of the draws; the same seed gives the same text", unit="SEED", least=0)
+    top_k: int = option(0, "draw among the K likeliest tokens", unit="K", least=0, default_is="0: all")
+    min_p: float = bounded(
+        0.0,
+        "draw among the tokens that are at least so likely, as a share of the likeliest one's probability",
+        "P",
+        least=0,
+        most=1,
+    )
+    presence_penalty: float = bounded(
+        0.0, "what is taken from the logits of tokens that the text has", "X", least=-2, most=2
+    )
+    frequency_penalty: float = bounded(
+        0.0, "what is taken from the logit of a token for each time that the text has it", "X", least=-2, most=2
+    )
+    repetition_penalty: float = bounded(
+        1.0,
+        "what the logits of tokens are divided by (negative ones: multiplied) that the prompt or the text has",
+        "X",
+        least=0.01,
+        most=100,
+    )
+    logit_bias: tuple[tuple[int, float], ...] = option(
+        (),
+        "what is added to the logits of single tokens, as 17=-100,4=2.5",
+        kind=tuple,
+        unit="TOKEN=BIAS,...",
+        default_is="none",
+    )
+
+    def __post_init__(self) -> None:
+        for name, text in _TEXTS.items():
+            value = getattr(self, name)
+            if text.kind is not tuple and not text.allows(value):
+                raise BadRequest(f"{name} is {value}; it must be {text.bounds}")
+        self._check_biases()
+
+    def _check_biases(self) -> None:
+        if len(self.logit_bias) > MOST_BIASES:
+            raise BadRequest(f"logit_bias has {len(self.logit_bias)} tokens; at most {MOST_BIASES} are allowed")
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise BadRequest("logit_bias has a token twice; give each token once")
+        for token, bias in self.logit_bias:
+            if not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
+                raise BadRequest(
+                    f"logit_bias of token {token} is {bias}; it must be at least -{LARGEST_BIAS} and at most "
+                    f"{LARGEST_BIAS}"
+                )
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the likeliest token is taken."""
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if logits depend on the tokens that came before."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+
+_TEXTS = {name: text for name, (_, text) in option_texts(Sampling).items()}

@@ -1,0 +1,693 @@
+"""Scheduler: chooses the sequences of the next step, and their numbers of tokens. Host values only.
+
+Every step holds all sequences that decode, one token each, and fills up to `chunk` tokens with prompts, in the order of
+their requests' priorities and then of their age. The rest of the chunk goes to draft tokens of sequences that decode,
+which the step verifies. They are stored after their sequence's last token; rejected ones are overwritten. Drafts take
+free pages, and never those of another sequence.
+
+A sequence is admitted when there are pages for all of its tokens, and in the SWA space for its window and a chunk. It
+begins with the pages that the prefix cache has of it, and takes the others chunk by chunk. When pages run out, those
+that only the cache holds are given back first. Then the last sequence in order gives its own back and waits. It is
+computed again later from its prompt and the tokens it has generated, so it continues with the same token. A suspect,
+which a fault of the device may be due to, is computed again too: alone, in steps of its own, up to its next token, and
+without pages of the cache.
+
+A sequence that waits and has a better priority than some that run takes their places and pages, if that admits it. No
+sequence ever gives way to one that comes after it in order, so the first of all always moves on, and all come to their
+end unless better ones keep coming.
+
+A step may be scheduled while the one before it runs, whose tokens are only on the device. A sequence with such a token
+goes on with it unread. If that token is its last one in any case, it gets no more. If the token turns out to end the
+sequence, the sequence was in one step too many, and its tokens of that step are dropped. A decision that needs known
+tokens is made after they are read: before a sequence is preempted, and before a suspect runs.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
+from rocm_attn.errors import NeverFits, OutOfPages
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
+from rocm_attn.paging.page_table import PageTable
+from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.step.metrics import Metrics
+from rocm_serve.prefix_cache import CachedPage, PrefixCache
+from rocm_serve.request import ALL_READ, Sequence
+from rocm_serve.speculation.drafts import Drafts
+from rocm_serve.taking import NOWHERE, Picks, Taken, taken_of
+
+_by_urgency = attrgetter("urgency")
+
+# The drafts of a step without any.
+NO_SEQUENCE: Mapping[int, Drafts] = MappingProxyType({})
+
+# A row that needs a page gets room for this number of tokens more if there are plenty of pages, and so do the other
+# rows of its step: most steps then change nothing in the table.
+_TOKENS_AHEAD = 64
+
+# Each time that idle pages are given back, a space gives back one more per this number of its pages. Such calls are
+# then rarer, and there is some room for the probe requests on which a fresh graph is checked.
+_PAGES_PER_SPARE_ONE = 64
+
+
+class _UnreadTokens(Exception):
+    """A decision depends on tokens that were not read yet."""
+
+
+# Not frozen: setting the fields of a frozen class takes three times as long.
+@dataclass(slots=True, eq=False)
+class ScheduledStep:
+    """A step to be run; pages for its tokens are reserved. Not to be changed.
+
+    sequences: seq -> the sequence
+    picking:   those that pick a token after this step: all, or all but the last, whose prompt goes on in the next step
+    batch:     the token ids include unread(place), for the token in this place among the picks of the step before
+    drafts:    seq -> the drafts that its new tokens end with, if it has any
+    has_trees: whether drafts have branches
+    asking:    the places among `picking` of those that do not simply take the likeliest token
+    """
+
+    sequences: tuple[Sequence, ...]
+    picking: tuple[Sequence, ...]
+    batch: StepBatch
+    drafts: Mapping[int, Drafts]
+    has_trees: bool
+    asking: Many[int]
+
+    @property
+    def num_picks(self) -> int:
+        """Number of sequences that pick a token."""
+        return len(self.picking)
+
+    @property
+    def is_of_a_suspect(self) -> bool:
+        """True if its one sequence is served alone, because a fault may be due to it."""
+        return self.sequences[0].is_suspect
+
+
+class _Lengths(NamedTuple):
+    """Rows, stored tokens and new tokens of the sequences of a step. int32 [num_seqs] each"""
+
+    rows: Int32Array
+    stored: Int32Array
+    new: Int32Array
+
+    @classmethod
+    def of(cls, scheduled: list[tuple[Sequence, int]]) -> _Lengths:
+        of_each = [each.row for each, _ in scheduled], [each.num_stored for each, _ in scheduled]
+        return cls(*np.array((*of_each, [q_len for _, q_len in scheduled]), np.int32))
+
+
+# Place in a step -> the drafts that follow its sequence's last token, at least one.
+Verified = Mapping[int, Drafts]
+
+
+class Scheduler:
+    """The sequences that wait and those that run.
+
+    Its decisions depend only on the calls and their arguments: schedulers of several ranks that get the same calls
+    decide the same.
+
+    metrics:           receive counts of preemptions and of the use of the prefix cache
+    max_batch_size:    sequences that run at a time
+    chunk:             tokens of a step, at least 1; decodes always run, and a prompt gets at least one token per step
+    max_kv_len:        tokens of a sequence's KV; one that is full picks its last token
+    steps_until_known: FaultReports.steps_until_known
+
+    Raises CapacityExceeded for a table that cannot hold even one such sequence.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        metrics: Metrics,
+        *,
+        max_batch_size: int,
+        chunk: int,
+        max_kv_len: int,
+        steps_until_known: int,
+    ) -> None:
+        self._metrics = metrics
+        self._table = table
+        self._cache = PrefixCache(table, steps_until_known)
+        self._max_batch_size = max_batch_size
+        self._chunk = chunk
+        self._max_kv_len = max_kv_len
+        # All three in the order of urgency.
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._suspects: list[Sequence] = []
+        self._moving: tuple[Sequence, int] | None = None  # the sequence that begins to run or to wait, and its row
+        self._has_ahead = False  # whether rows may hold pages that were taken ahead
+        self._num_unread = 0  # steps that were launched and not finished
+        self._finishing: tuple[Picks, list[Taken]] = ([], [])  # the picks that were last taken, and the result
+        self.num_changes = 0  # how often a sequence was added or has given its row back
+        for pages in table.spaces:
+            needed = self._most_pages(max_kv_len, chunk, pages)
+            if needed > pages.num_usable_pages:
+                raise NeverFits(
+                    f"one sequence of {max_kv_len} tokens, in steps of up to {chunk}, needs {needed} pages"
+                    f"{pages.pages.of} and there are {pages.num_usable_pages}; raise {pages.pages.knob}, or lower "
+                    "max_kv_len or chunk"
+                )
+
+    @property
+    def has_work(self) -> bool:
+        """True if any sequence runs or waits."""
+        return bool(self._running or self._waiting or self._moving)
+
+    @property
+    def num_running(self) -> int:
+        """Number of sequences that hold a row."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences that hold no row."""
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence whose prompt fits max_kv_len and the pool."""
+        request = sequence.request
+        # the token that is picked last is never stored
+        sequence.most_tokens = min(len(request.prompt_token_ids) + request.max_new_tokens, self._max_kv_len + 1)
+        insort(self._waiting, sequence, key=_by_urgency)
+        self.num_changes += 1
+
+    def decoding(self, limit: int = INT32_MAX) -> list[tuple[Sequence, int]]:
+        """The sequences that can use drafts in the next step, with the most drafts of each.
+
+        More would go beyond the most tokens of the sequence. Empty if a suspect is served alone.
+        limit: of drafts of a sequence
+        """
+        if self._suspects:
+            return []
+        found = []
+        for each in self._running:
+            num_read = len(each.token_ids)
+            most = each.most_tokens - 1 - num_read
+            is_next = num_read - each.num_stored == (each.unread_at == ALL_READ)
+            if most > 0 and is_next and (each.asks is None or each.asks.takes_drafts):
+                found.append((each, most if most < limit else limit))
+        return found
+
+    def next_step(self, drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep | None:
+        """The next step; None if it depends on tokens of a launched step, which is to be finished first.
+
+        There must be work. At most one step is not finished.
+        drafts: for some sequences of decoding(), by their requests' numbers, no more than it allows. The step takes the
+                first ones of each, as many as there is room for
+        """
+        assert self._num_unread <= 1
+        try:
+            return self._next_step(drafts)
+        except _UnreadTokens:
+            return None
+
+    def _next_step(self, drafts: Mapping[int, Drafts]) -> ScheduledStep:
+        """Does the work of next_step(). Raises _UnreadTokens."""
+        self._end_move()
+        if self._suspects:
+            self._require_all_read()
+            suspect = self._suspects[0]
+            self._admit_alone(suspect)
+            return _step_of(*self._continue([suspect], NO_SEQUENCE)[:3])
+        self._give_back_ahead()
+        self._admit_urgent()
+        scheduled, verified, lengths, budget = self._continue(self._running, drafts)
+        while budget > 0 and self._waiting and len(self._running) < self._max_batch_size:
+            newcomer = self._waiting[0]
+            found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
+            if not self._has_room(newcomer, found):
+                break
+            self._admit(newcomer, found, budget)
+            budget -= self._add_prompt(scheduled, newcomer, budget)
+        if not scheduled:  # all that run have their last token
+            self._require_all_read()
+        assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
+        if len(scheduled) > len(lengths.rows):
+            lengths = _Lengths.of(scheduled)
+        return _step_of(scheduled, verified, lengths)
+
+    def launched(self, step: ScheduledStep) -> None:
+        """Notes that a step will run, so that next_step() can go on. All steps before it are finished."""
+        assert self._num_unread == 0
+        self._num_unread = 1
+        stored, num_picks = step.batch.kv_len.tolist(), step.num_picks
+        for place, drafts in step.drafts.items():
+            stored[place] -= len(drafts.token_ids)
+        for place, sequence in enumerate(step.sequences):
+            if sequence.row != RESERVED_ROW:  # else it has ended since the step was scheduled
+                sequence.num_stored, sequence.unread_at = stored[place], place if place < num_picks else ALL_READ
+        self._cache.end_step()
+        self._enter_pages(step)
+
+    def launched_again(self, step: ScheduledStep) -> None:
+        """Notes that the sequences of a step go on with a round that stores their known tokens. All before it is read.
+
+        The round is launched now, or was launched earlier and the one before it is finished now.
+        """
+        self._num_unread = 1
+        for place, sequence in enumerate(step.sequences):
+            if sequence.row != RESERVED_ROW:
+                sequence.num_stored, sequence.unread_at = len(sequence.token_ids), place
+
+    def reserve_ahead(self, rows: Int32Array, kv_len: Int32Array) -> bool:
+        """Makes room for kv_len tokens if there are pages and no sequence waits; returns whether there is room.
+
+        The room is given back before a sequence gives way, or a new one is refused.
+        rows, kv_len: int32 [n]; of sequences that run
+        """
+        table = self._table
+        if table.is_reserved(rows, kv_len):
+            return True
+        held = num_pages(table.room(rows), table.page_size)
+        needed = int((num_pages(kv_len, table.page_size) - held).clip(min=0).sum())
+        if self._waiting or needed + len(rows) > table.fewest_free_pages:
+            return False
+        self._has_ahead = True
+        table.reserve_all(rows, kv_len)
+        return True
+
+    def finish_step(self, step: ScheduledStep, picks: Picks) -> list[Taken]:
+        """Takes in the picks of each of step.picking: returns the tokens it took, and why it ends, if it does.
+
+        picks: for each the accepted drafts, in order, and then one token more. The K and V of these drafts lie in the
+               places of their tokens: those of a tree were moved there by the engine
+        A token that ends a sequence is its last one, whatever comes after it. Ended sequences leave their pages. A
+        sequence that has ended since the step was scheduled takes nothing. After an interrupt it is called again with
+        the same picks, and takes nothing twice.
+        """
+        if self._finishing[0] is not picks:
+            self._finishing = picks, [taken_of(*each) for each in zip(step.picking, picks, strict=True)]
+        taken = self._finishing[1]
+        self._num_unread = 0
+        for sequence, (token_ids, _, first) in zip(step.picking, taken, strict=True):
+            if first != NOWHERE and sequence.row != RESERVED_ROW:
+                sequence.token_ids[first:] = token_ids
+                sequence.num_stored, sequence.unread_at = first + len(token_ids) - 1, ALL_READ
+        if step.drafts:
+            self._enter_accepted(step, taken)
+        if step.is_of_a_suspect:
+            for sequence in step.picking:
+                self._clear_of_suspicion(sequence)
+        for sequence, (_, reason, _) in zip(step.picking, taken, strict=True):
+            if reason is not None and sequence.row != RESERVED_ROW:
+                if reason == "error":
+                    self._cache.forget_row(sequence.cached_row)
+                self._end(sequence)
+        self._count_cached_pages()
+        return taken
+
+    def take_together(
+        self, step: ScheduledStep, first: Many[int], token_ids: Many[list[int]], *, all_read: bool
+    ) -> None:
+        """Like finish_step() for all rounds that were read together, and then launched_again() for the others.
+
+        After an interrupt it is called again, and takes nothing twice.
+        first, token_ids: per sequence of step.picking; see Together. None of them ends with these, or has ended before
+        all_read:         whether no unread round is left
+        """
+        for sequence, place, tokens in zip(step.picking, first, token_ids, strict=True):
+            sequence.token_ids[place:] = tokens
+            sequence.num_stored = len(sequence.token_ids) - all_read
+            if all_read:
+                sequence.unread_at = ALL_READ
+        self._num_unread = int(not all_read)
+
+    def enter_rounds(self, step: ScheduledStep) -> None:
+        """Makes pages available to prompts that were completed by rounds read together."""
+        living = [(each, len(each.token_ids) - 1) for each in step.picking if each.row != RESERVED_ROW]
+        if living and self._cache.has_rows:
+            self._table.mark_stored([each.row for each, _ in living], [num for _, num in living])
+            self._cache.enter((each.cached_row, each.row, each.token_ids, num) for each, num in living)
+
+    def suspect(self, sequence: Sequence) -> None:
+        """Computes a sequence again, alone, from the known tokens. Its stored K and V are given up."""
+        self._end_move()
+        if not sequence.is_suspect:
+            sequence.is_suspect = True
+            insort(self._suspects, sequence, key=_by_urgency)
+        if sequence.row != RESERVED_ROW:
+            self._preempt(sequence)
+        self._count_cached_pages()
+
+    def drop(self, sequence: Sequence) -> None:
+        """Gives up a sequence that waits or runs; its pages may be found by others.
+
+        After an interrupt it is called again: a sequence that neither waits nor runs is left unchanged.
+        """
+        self._end_move()
+        self._clear_of_suspicion(sequence)
+        if sequence.row == RESERVED_ROW:
+            _remove(self._waiting, sequence)
+        else:
+            self._end(sequence)
+        self._count_cached_pages()
+
+    def fail(self, sequence: Sequence) -> None:
+        """Gives up a sequence that waits or runs and has failed: others find none of its pages."""
+        self._cache.forget_row(sequence.cached_row)
+        self.drop(sequence)
+
+    def forget_unknown_pages(self) -> None:
+        """Forgets the pages stored since the last step that is known to be free of faults, because a step had one."""
+        self._cache.forget_unknown()
+        self._count_cached_pages()
+
+    def forget_pages(self) -> None:
+        """Forgets all cached pages: no later request finds one."""
+        self._cache.clear()
+        self._count_cached_pages()
+
+    def all_is_right(self) -> None:
+        """Notes that the device was waited for, so that no fault of a step is unreported."""
+        self._cache.all_is_right()
+
+    def _enter_pages(self, step: ScheduledStep) -> None:
+        """Makes the pages available that a step completes, with known tokens of their sequences.
+
+        This happens at once, before the next step's windows have moved on.
+        """
+        if not self._cache.has_rows:
+            return
+        completed = step.batch.kv_len % self._table.page_size < step.batch.q_len
+        # Rejected drafts may have completed some of these; num_stored does not count them.
+        sequences = [step.sequences[seq] for seq in completed.nonzero()[0].tolist()]
+        self._cache.enter(
+            (each.cached_row, each.row, each.token_ids, each.num_stored)
+            for each in sequences
+            if each.row != RESERVED_ROW
+        )
+
+    def _enter_accepted(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """Likewise, after a step has verified drafts of these sequences. taken: per sequence of step.picking"""
+        if not self._cache.has_rows:
+            return
+        page_size = self._table.page_size
+        completed = [
+            each
+            for each, (token_ids, *_) in zip(step.picking, taken, strict=True)
+            if each.row != RESERVED_ROW and each.num_stored % page_size < len(token_ids)
+        ]
+        if completed:
+            self._table.mark_stored([each.row for each in completed], [each.num_stored for each in completed])
+            self._cache.enter((each.cached_row, each.row, each.token_ids, each.num_stored) for each in completed)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Stops running a sequence. After an interrupt it is called again: the sequence runs until it has no row."""
+        self.num_changes += 1
+        self._cache.leave(sequence.cached_row)
+        if self._table.is_admitted(sequence.row):
+            self._table.free(sequence.row)
+        _remove(self._running, sequence)
+        sequence.row, sequence.unread_at = RESERVED_ROW, ALL_READ
+
+    def _clear_of_suspicion(self, sequence: Sequence) -> None:
+        if sequence.is_suspect:
+            _remove(self._suspects, sequence)
+            sequence.is_suspect = False
+
+    def _continue(
+        self, running: list[Sequence], drafts: Mapping[int, Drafts]
+    ) -> tuple[list[tuple[Sequence, int]], Verified, _Lengths, int]:
+        """The new tokens of some running sequences, with room for them, and how many more tokens the step takes.
+
+        If pages run out, drafts are left out, then room that was taken ahead or for rejected drafts is given back, and
+        then the last sequence that is not a suspect gives up its pages. A lone sequence has the pools to itself.
+        running: all that run, or one of them
+        """
+        while True:
+            scheduled, verified, budget = self._assigned(running, drafts)
+            lengths = rows, stored, new = _Lengths.of(scheduled)
+            if self._cache.has_windows:
+                self._evict(scheduled, rows, stored)
+            kv_len, page_size = stored + new, self._table.page_size
+            if self._table.is_reserved(rows, kv_len):
+                return scheduled, verified, lengths, budget
+            # An upper bound: usually as many are free, and nothing has to be counted.
+            if sum([q_len for _, q_len in scheduled]) // page_size + len(scheduled) > self._table.fewest_free_pages:
+                self._make_room(int((num_pages(kv_len, page_size) - num_pages(stored, page_size)).sum()))
+            try:
+                self._reserve(rows, stored, kv_len)
+            except OutOfPages:
+                if drafts:
+                    drafts = NO_SEQUENCE
+                elif not self._give_back_room():
+                    self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
+            else:
+                return scheduled, verified, lengths, budget
+
+    def _reserve(self, rows: Int32Array, stored: Int32Array, kv_len: Int32Array) -> None:
+        """Makes room for the tokens of a step, and for some after them if pages are plentiful and no sequence waits.
+
+        Room taken ahead is given back before a sequence gives way, or a waiting one is refused.
+        Raises OutOfPages if there is no room for the tokens of the step.
+        """
+        table, page_size = self._table, self._table.page_size
+        if not (self._waiting or self._cache.has_windows):
+            own = int((num_pages(kv_len, page_size) - num_pages(stored, page_size)).sum())
+            if table.full.num_free_pages >= own + 2 * len(rows) * (_TOKENS_AHEAD // page_size + 1):
+                self._has_ahead = True
+                kv_len = np.minimum(kv_len + np.int32(_TOKENS_AHEAD), np.int32(table.max_kv_len))
+        table.reserve_all(rows, kv_len)
+
+    def _assigned(
+        self, running: list[Sequence], drafts: Mapping[int, Drafts]
+    ) -> tuple[list[tuple[Sequence, int]], Verified, int]:
+        """The new tokens of some running sequences, those that decode first, and how many more the step takes."""
+        scheduled: list[tuple[Sequence, int]] = []
+        verified: dict[int, Drafts] = {}
+        prompts: list[Sequence] = []
+        for sequence in running:
+            num_read, is_read = len(sequence.token_ids), sequence.unread_at == ALL_READ
+            if num_read + (not is_read) - sequence.num_stored > 1:
+                prompts.append(sequence)
+            # else it ends with its unread token, whatever that one is
+            elif is_read or num_read + 1 < sequence.most_tokens:
+                scheduled.append((sequence, 1))
+        num_decoding = len(scheduled)
+        budget = max(self._chunk - num_decoding, 1)
+        for sequence in prompts:
+            if budget > 0:
+                budget -= self._add_prompt(scheduled, sequence, budget)
+        if drafts and num_decoding < self._chunk:
+            # Waiting sequences get their share: drafts only speed up sequences that go on without them.
+            room = budget // 2 if self._waiting else budget
+            for seq, (sequence, q_len) in enumerate(scheduled[:num_decoding]):
+                of_it = drafts.get(sequence.number)
+                num_drafts = min(len(of_it.token_ids), room) if of_it is not None else 0
+                if of_it is not None and num_drafts > 0:
+                    scheduled[seq], verified[seq] = (sequence, q_len + num_drafts), of_it.first(num_drafts)
+                    room -= num_drafts
+                    budget -= num_drafts
+        return scheduled, verified, budget
+
+    def _give_back_room(self) -> bool:
+        """Gives back pages that were taken ahead or hold nothing but rejected drafts; True if there were any."""
+        given = self._has_ahead = False
+        for sequence in self._running:
+            kv_len = sequence.num_tokens
+            num_needed = num_pages(kv_len, self._table.page_size)
+            if self._table.num_held(sequence.row) > num_needed:
+                self._table.truncate(sequence.row, kv_len)
+                given = True
+        return given
+
+    def _evict(self, scheduled: list[tuple[Sequence, int]], rows: Int32Array, stored: Int32Array) -> None:
+        """Gives back the pages that have left the windows of some rows, before others are taken."""
+        self._table.evict(rows, stored)
+        for sequence, _ in scheduled:
+            if sequence.num_stored >= sequence.cached_row.moves_at:
+                self._cache.move_windows(sequence.cached_row, sequence.num_stored)
+
+    def _make_room(self, needed: int) -> None:
+        """Frees pages until `needed` are free in every space, if the cache alone holds enough of them."""
+        for space, pages in enumerate(self._table.spaces):
+            if pages.num_free_pages < needed:
+                self._cache.make_room(space, needed + pages.num_usable_pages // _PAGES_PER_SPARE_ONE)
+
+    def _admit_urgent(self) -> None:
+        """Admits waiting sequences with a better priority than running ones, which give way if that helps.
+
+        It admits those that get tokens in the next step. Sequences after that step's others in order are admitted
+        later.
+        """
+        while self._waiting and self._running:
+            newcomer = self._waiting[0]
+            if newcomer.request.priority >= self._running[-1].request.priority or not self._gets_tokens(newcomer):
+                return
+            found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
+            if len(self._running) < self._max_batch_size and self._has_room(newcomer, found):
+                self._admit(newcomer, found, self._chunk)
+            elif self._fits_beside_better(newcomer):
+                self._preempt(self._running[-1])
+            else:
+                return
+
+    def _gets_tokens(self, newcomer: Sequence) -> bool:
+        """True if the sequences before a new one leave it any of the next step's tokens."""
+        decodes = sum(sequence.num_left == 1 for sequence in self._running)
+        before = (sequence.num_left for sequence in self._running if sequence.urgency < newcomer.urgency)
+        return sum(num_left for num_left in before if num_left > 1) < max(self._chunk - decodes, 1)
+
+    def _fits_beside_better(self, newcomer: Sequence) -> bool:
+        """True if a sequence has room once all running ones with a worse priority have given way."""
+        staying = [held for held in self._running if held.request.priority <= newcomer.request.priority]
+        if len(staying) >= self._max_batch_size:
+            return False
+        rows = np.array([held.row for held in staying], np.int32)
+        for pages in self._table.spaces:
+            needed = self._most_pages(len(newcomer.token_ids), self._chunk, pages)
+            claimed = sum(self._pages_to_come(held, pages) for held in staying)
+            is_held = np.zeros(pages.pages.num_pages, np.bool_)
+            is_held[pages.entries_host[rows]] = True
+            if needed + claimed + np.count_nonzero(is_held[RESERVED_PAGE + 1 :]) > pages.num_usable_pages:
+                return False
+        return True
+
+    def _admit_alone(self, suspect: Sequence) -> None:
+        """Admits a suspect, however many others have to wait for it."""
+        if suspect.row != RESERVED_ROW:
+            return
+        self._give_back_room()
+        while len(self._running) >= self._max_batch_size or not self._has_room(suspect, []):
+            self._preempt(self._running[-1])
+        self._admit(suspect, [], self._chunk)
+
+    def _require_all_read(self) -> None:
+        """Raises _UnreadTokens while a step is not finished."""
+        if self._num_unread:
+            raise _UnreadTokens
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Preempts a sequence. Raises _UnreadTokens: its unread tokens would be lost with its row."""
+        self._require_all_read()
+        self._moving = sequence, sequence.row
+        self._end_move()
+        self._metrics.preemptions += 1
+
+    def _end_move(self) -> None:
+        """Makes the sequence in _moving wait, without a row: it is preempted, or an interrupt has left it there."""
+        if self._moving is not None:
+            sequence, row = self._moving
+            sequence.row = row  # an interrupt may have come between the table's admission and this field
+            self._end(sequence)
+            sequence.num_stored = 0
+            _remove(self._waiting, sequence)
+            insort(self._waiting, sequence, key=_by_urgency)
+            self._moving = None
+
+    def _give_back_ahead(self) -> None:
+        """Gives back pages that were taken ahead, if the first waiting sequence lacks pages and not only a place.
+
+        This comes before the step's own tokens get their room, which would be given back too.
+        """
+        if self._has_ahead and self._waiting and self._running:
+            newcomer = self._waiting[0]
+            has_place = len(self._running) < self._max_batch_size
+            takes_place = newcomer.request.priority < self._running[-1].request.priority
+            if not (has_place or takes_place):
+                return
+            if not self._has_room(newcomer, self._cache.find(newcomer.cached_row, newcomer.token_ids)):
+                self._give_back_room()
+
+    def _has_room(self, newcomer: Sequence, found: Many[CachedPage]) -> bool:
+        """True if there are pages for a sequence that begins with the found ones, next to those of running ones."""
+        for space, pages in enumerate(self._table.spaces):
+            needed = self._most_pages(len(newcomer.token_ids), self._chunk, pages)
+            if pages.window_left == ALL_KEYS:
+                needed -= sum(page.num_rows[space] > 0 for page in found)  # other rows already hold these
+            claimed = sum(self._pages_to_come(held, pages) for held in self._running)
+            if needed + claimed > pages.num_free_pages + self._cache.num_idle(space):
+                return False
+        return True
+
+    def _pages_to_come(self, held: Sequence, pages: PageTable) -> int:
+        """Pages that a running sequence has a claim on: for the rest of its prompt, and one more if it will need it.
+
+        Without that page a new sequence would soon be preempted again.
+        """
+        num_held = self._table.num_held(held.row, pages.space)
+        prompt = self._most_pages(held.num_tokens, self._chunk if held.num_left > 1 else 1, pages)
+        grows = self._most_pages(held.most_tokens - 1, 1, pages) > max(prompt, num_held)
+        return max(0, prompt - num_held) + grows
+
+    def _most_pages(self, kv_len: int, q_len: int, pages: PageTable) -> int:
+        """The most pages of a space that a sequence holds on its way to kv_len tokens, in steps of up to q_len."""
+        return pages.pages.most_held(kv_len, q_len, self._table.page_size)
+
+    def _admit(self, sequence: Sequence, found: Many[CachedPage], budget: int) -> None:
+        """Makes a waiting sequence run.
+
+        found:  the cached pages that it begins with
+        budget: tokens of its next step
+        """
+        page_size = self._table.page_size
+        self._moving = sequence, self._table.next_row
+        self._waiting.remove(sequence)
+        sequence.times.begin(self._metrics.queue_seconds)
+        sequence.row = self._cache.admit(sequence.cached_row, found)
+        sequence.num_stored = len(found) * page_size
+        insort(self._running, sequence, key=_by_urgency)
+        self._moving = None
+        kv_len = min(len(sequence.token_ids), sequence.num_stored + budget)
+        self._make_room(num_pages(kv_len, page_size) - len(found))
+        self._table.reserve(sequence.row, kv_len)
+        if sequence.cached_row.is_cached and not sequence.is_suspect:
+            self._metrics.prefix_lookups += len(sequence.token_ids)
+            self._metrics.prefix_hits += sequence.num_stored
+
+    def _count_cached_pages(self) -> None:
+        self._metrics.cached_pages = self._cache.num_idle(0)
+
+    @staticmethod
+    def _add_prompt(scheduled: list[tuple[Sequence, int]], sequence: Sequence, budget: int) -> int:
+        q_len = min(sequence.num_left, budget)
+        scheduled.append((sequence, q_len))
+        return q_len
+
+
+def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Removes a sequence from a list that may hold it."""
+    if sequence in sequences:
+        sequences.remove(sequence)
+
+
+def unread(place: int) -> int:
+    """The id that stands for an unread token: the one in this place among the picks of the step before."""
+    return -1 - place
+
+
+def _step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths: _Lengths) -> ScheduledStep:
+    """Makes the step. verified, lengths: of scheduled"""
+    token_ids: list[int] = []
+    for seq, (sequence, q_len) in enumerate(scheduled):
+        drafts = verified.get(seq)
+        if drafts is not None:
+            token_ids.append(sequence.token_ids[-1])
+            token_ids += drafts.token_ids
+        elif sequence.unread_at != ALL_READ:
+            token_ids.append(unread(sequence.unread_at))
+        else:
+            stored = sequence.num_stored
+            token_ids += sequence.token_ids[stored : stored + q_len]
+    rows, num_stored, new = lengths
+    batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
+    sequences = tuple([sequence for sequence, _ in scheduled])
+    # an unfinished prompt took the rest of the chunk, so nothing comes after it
+    last, last_q_len = scheduled[-1]
+    picking = sequences[:-1] if last_q_len < last.num_left else sequences
+    asking = [seq for seq, each in enumerate(picking) if not each.is_plain]
+    has_trees = not all(drafts.is_chain for drafts in verified.values())
+    return ScheduledStep(sequences, picking, batch, verified, has_trees, asking)

@@ -1,0 +1,202 @@
+"""The application: routes, and errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+import rocm_serve.request as engine_request
+from rocm_attn.errors import RocmAttnError
+from rocm_serve.sampling.logprobs import NO_LOGPROBS
+from rocm_serve.server.api_errors import ApiError, bad_request
+from rocm_serve.server.description import with_answers
+from rocm_serve.server.event_stream import EventStream, error_response
+from rocm_serve.server.gate import JOB, Gate
+from rocm_serve.server.generation import Generations
+from rocm_serve.server.job import Job
+from rocm_serve.server.keys import ApiKeys
+from rocm_serve.server.replies import ChatReplies, CompletionReplies, Replies, Usage
+from rocm_serve.server.schema import (
+    LEAST_DEADLINE_SECONDS,
+    SHAPES,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    refuse_unserved,
+)
+from rocm_serve.server.scrape import Scrape
+from rocm_serve.server.served_model import ServedModel
+from rocm_serve.server.told_tokens import ToldTokens
+
+# The header with which a client sets a deadline, in seconds. The body's field timeout does the same.
+DEADLINE_HEADER = "x-request-timeout"
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def build_app(generations: Generations, model: ServedModel, keys: ApiKeys) -> ASGIApp:
+    """Builds the ASGI application of a server."""
+    app = FastAPI(title="rocm-attn", docs_url=None, redoc_url=None)
+    _add_status(app, generations, model)
+    _add_generation(app, generations, model)
+    _add_errors(app, generations)
+    _document(app)
+    return Gate(app, generations, keys, model.options)
+
+
+def _add_status(app: FastAPI, generations: Generations, model: ServedModel) -> None:
+    scrape = Scrape(generations)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """Returns 200 if the engine serves, and 503 if it has ended; the process ends soon then."""
+        generations.front.check()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Returns 200 if new requests are taken, and 503 while the server shuts down."""
+        generations.front.check()
+        if generations.jobs.is_draining:
+            return JSONResponse({"status": "draining"}, 503)
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Returns counts and times, in Prometheus' text format."""
+        return PlainTextResponse(await scrape.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """Returns the model that is served."""
+        return JSONResponse({"object": "list", "data": [model.card]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        """Returns the model of this name."""
+        model.require(name)
+        return JSONResponse(model.card)
+
+
+def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Continues prompts."""
+        job = _job(request, body, model)
+        requests = await model.completion_requests(body, job.salt)
+        echoed = model.echoed(body, requests) if body.echo else ()
+        replies = CompletionReplies(model.name, ToldTokens(model.tokenizer), echoed)
+        return await _answer(generations, job, requests, body, replies)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Continues a conversation."""
+        job = _job(request, body, model)
+        requests = await model.chat_requests(body, job.salt)
+        replies = ChatReplies(model.name, ToldTokens(model.tokenizer), partial(model.reader_of, body))
+        return await _answer(generations, job, requests, body, replies)
+
+
+def _job(request: Request, body: GenerationBody, model: ServedModel) -> Job:
+    """Returns the job of a request, with its own deadline. Raises ApiError for requests that can be refused at once."""
+    job: Job = request.scope[JOB]
+    model.require(body.model)
+    refuse_unserved(body)
+    header = request.headers.get(DEADLINE_HEADER)
+    if header is not None:
+        job.hasten(_seconds(header))
+    if body.timeout is not None:
+        job.hasten(body.timeout)
+    return job
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds >= LEAST_DEADLINE_SECONDS:
+        raise bad_request(
+            f"the header {DEADLINE_HEADER} is {text[:100]!r}; it must be a number of seconds, at least "
+            f"{LEAST_DEADLINE_SECONDS}"
+        )
+    return seconds
+
+
+async def _answer(
+    generations: Generations,
+    job: Job,
+    requests: Sequence[engine_request.Request],
+    body: GenerationBody,
+    replies: Replies,
+) -> Response:
+    generation, num_choices = await generations.begin(job, requests), body.n or 1
+    if body.stream:
+        return EventStream(generations, generation, replies, num_choices=num_choices, usage=body.includes_usage)
+    completions = await generation.completions()
+    usage = Usage.of(requests, num_choices, sum(len(each.token_ids) for each in completions))
+    if requests[0].logprobs == NO_LOGPROBS:
+        return JSONResponse(replies.whole(completions, usage))
+    # Logprobs decode every token again, and up to 20 others with it: a long answer would block the event loop.
+    return JSONResponse(await asyncio.to_thread(replies.whole, completions, usage))
+
+
+def _add_errors(app: FastAPI, generations: Generations) -> None:
+    @app.exception_handler(ApiError)
+    async def of_api(request: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RocmAttnError)
+    async def of_engine(request: Request, error: RocmAttnError) -> Response:
+        return error_response(generations.as_answer(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def of_body(request: Request, error: RequestValidationError) -> Response:
+        return error_response(_bad_body(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def of_http(request: Request, error: HTTPException) -> Response:
+        answer = ApiError(error.status_code, str(error.detail), code=_CODES.get(error.status_code, "bad_request"))
+        response = error_response(answer)
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def of_mistake(request: Request, error: Exception) -> Response:
+        logging.getLogger(__name__).error("a mistake of the server's", exc_info=error)
+        return error_response(ApiError(500, "the server has made a mistake; its log says which", code="internal_error"))
+
+
+def _bad_body(errors: Sequence[Any]) -> ApiError:
+    """Returns the first error. The answer repeats nothing of the body, which may be long or not Unicode."""
+    first = errors[0]
+    where = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return bad_request(f"the body is not JSON: {first.get('ctx', {}).get('error', '')}", code="invalid_json")
+    if not where:
+        return bad_request("the body must be a JSON object, sent with Content-Type: application/json")
+    field = where[0]
+    if first["type"] == "missing" and len(where) == 1:
+        return bad_request(f"{field} is missing", field, code="missing_required_parameter")
+    if field in SHAPES:
+        return bad_request(SHAPES[field], field)
+    return bad_request(f"{'.'.join(where)}: {first['msg']}", field)
+
+
+def _document(app: FastAPI) -> None:
+    """Adds answers and errors to the OpenAPI description."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        # made() caches its description, and with_answers() changes that in place at the first call
+        return app.openapi_schema or with_answers(made())
+
+    app.openapi = openapi  # type: ignore[method-assign]

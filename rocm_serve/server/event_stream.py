@@ -1,0 +1,151 @@
+"""EventStream: an answer that is sent as server-sent events while it is generated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from rocm_attn.errors import RocmAttnError
+from rocm_serve.request_stream import Piece
+from rocm_serve.server.api_errors import CLIENT_GONE, ApiError, reader_late
+from rocm_serve.server.generation import Generation, Generations
+from rocm_serve.server.replies import Replies, Usage, as_event
+
+# Seconds without data after which a comment shows the client and all proxies that the server is alive.
+_PING_SECONDS = 15.0
+
+
+class EventStream(Response):
+    """The chunks of a generation.
+
+    Headers are sent with the first chunk, or after a while without one. An error before that has its own status. A
+    later error is an event with "error", after which the stream ends without [DONE].
+    """
+
+    def __init__(
+        self, generations: Generations, generation: Generation, replies: Replies, *, num_choices: int, usage: bool
+    ) -> None:
+        self.status_code, self.background = 200, None
+        self._generations, self._generation, self._replies = generations, generation, replies
+        self._num_choices, self._has_usage = num_choices, usage
+        self._is_late = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events, task = _Events(send), asyncio.current_task()
+        assert task is not None
+        for stream in self._generation.streams:
+            stream.bound(self._generations.max_unread_tokens, partial(self._give_up_late, task))
+        try:
+            await self._send_all(events, scope, receive)
+        except asyncio.CancelledError:
+            if not self._is_late:
+                raise
+            # Data that was sent stays with the kernel. The connection is closed because the answer is incomplete.
+        finally:
+            events.close()
+
+    async def _send_all(self, events: _Events, scope: Scope, receive: Receive) -> None:
+        """Sends the chunks and the end. Any of it may be cancelled: other choices may go on while an error is sent."""
+        try:
+            async with aclosing(self._generation.pieces()) as pieces:
+                await self._send_chunks(events, pieces)
+        except (ApiError, RocmAttnError) as error:
+            answer = error if isinstance(error, ApiError) else self._generations.as_answer(error)
+            await events.fail(answer, scope, receive)
+        else:
+            await events.send(b"data: [DONE]\n\n")
+            await events.end()
+
+    def _give_up_late(self, task: asyncio.Task[Any]) -> None:
+        """Ends the request of a client that does not read. The task itself waits until the client takes some bytes."""
+        if not self._is_late:
+            self._is_late = True
+            self._generations.counts.late_readers += 1
+            self._generation.job.end(reader_late(self._generations.max_unread_tokens))
+            task.cancel()
+
+    async def _send_chunks(self, events: _Events, pieces: AsyncIterator[tuple[int, Piece]]) -> None:
+        replies, opened, num_tokens = self._replies, set[int](), 0
+        more = {"usage": None} if self._has_usage else {}
+        async for place, piece in pieces:
+            num_tokens += len(piece.token_ids)
+            chunks = b""
+            if place not in opened:
+                opened.add(place)
+                opening = replies.opening(place)
+                chunks += as_event({**opening, **more}) if opening is not None else b""
+            if piece.text or piece.logprobs or piece.finish_reason is not None:
+                chunk = replies.chunk(place, piece)
+                chunks += as_event({**chunk, **more}) if chunk is not None else b""
+            if chunks:
+                await events.send(chunks)
+        self._generation.note(num_tokens)
+        if self._has_usage:
+            usage = Usage.of(self._generation.requests, self._num_choices, num_tokens)
+            await events.send(as_event(replies.counts(usage)))
+
+
+class _Events:
+    """Sends bytes, headers before the first of them, and comments while there are none."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._has_begun, self._lock = send, False, asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = self._loop.time()
+        self._timer = self._loop.call_later(_PING_SECONDS, self._ping)
+        self._pinging: asyncio.Task[None] | None = None
+
+    async def send(self, data: bytes) -> None:
+        """Sends bytes. Returns when the client has taken enough of the earlier ones."""
+        async with self._lock:
+            if not self._has_begun:
+                self._has_begun = True
+                await self._send(_start())
+            self._sent_at = self._loop.time()
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        async with self._lock:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
+        """Sends the error to the client."""
+        if error.status == CLIENT_GONE:
+            return
+        if self._has_begun:
+            await self.send(as_event(error.body()))
+            await self.end()
+        else:
+            await error_response(error)(scope, receive, self._send)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        if self._pinging is not None:
+            self._pinging.cancel()
+
+    def _ping(self) -> None:
+        wait = self._sent_at + _PING_SECONDS - self._loop.time()
+        if wait <= 0 and not self._lock.locked():
+            self._pinging = asyncio.ensure_future(self.send(b": the request waits or is computed\n\n"))
+        self._timer = self._loop.call_later(wait if wait > 0 else _PING_SECONDS, self._ping)
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """Returns an error as a separate answer."""
+    return JSONResponse(error.body(), error.status, error.headers())
+
+
+def _start() -> Message:
+    headers: Mapping[str, str] = {
+        "content-type": "text/event-stream; charset=utf-8",
+        "cache-control": "no-cache",
+        "x-accel-buffering": "no",  # nginx would keep the chunks until there are many
+    }
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": 200, "headers": raw}

@@ -1,0 +1,206 @@
+"""Gate: the first part of the server that sees every HTTP request.
+
+It counts requests and checks the key. It refuses requests that cannot be served now without keeping a byte of the body.
+It reads the body within its bounds, and watches whether the client stays connected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rocm_attn.errors import RocmAttnError
+from rocm_serve.server.api_errors import CLIENT_GONE, ApiError, client_gone, draining
+from rocm_serve.server.event_stream import error_response
+from rocm_serve.server.generation import Generations
+from rocm_serve.server.job import Job
+from rocm_serve.server.keys import ApiKeys
+from rocm_serve.server.options import ServerOptions
+
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+_ROUTES = GENERATING | {"/v1/models", "/health", "/ready", "/metrics", "/openapi.json"}
+_OF_A_MODEL = "/v1/models/"
+# Code of an error -> the reason for a refusal in http_metrics.py.
+_REFUSED_FOR = {
+    "invalid_api_key": "key",
+    "body_too_large": "body",
+    "body_too_slow": "body",
+    "too_many_requests": "queue",
+    "draining": "draining",
+}
+# The key of a job in an ASGI scope.
+JOB = "rocm_attn.job"
+
+
+class Gate:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, generations: Generations, keys: ApiKeys, options: ServerOptions) -> None:
+        self._app, self._generations, self._keys, self._options = app, generations, keys, options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        counts, started = self._generations.counts, time.perf_counter()
+        answer = _Answer(send)
+        counts.open += 1
+        try:
+            await self._pass(scope, receive, answer)
+        except ApiError as error:
+            if error.status != CLIENT_GONE:
+                counts.refused[_REFUSED_FOR.get(error.code, "other")] += 1
+                await error_response(error)(scope, receive, answer)
+        finally:
+            counts.open -= 1
+            counts.disconnects += not answer.is_whole or answer.status == CLIENT_GONE
+            counts.note(_route(scope["path"]), answer.status, time.perf_counter() - started)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: _Answer) -> None:
+        """Passes a request on. Raises ApiError for requests that the application must not see."""
+        salt = self._admit(scope)
+        if scope["method"] == "POST" and scope["path"] in GENERATING:
+            await self._generate(scope, receive, send, salt)
+        else:
+            # These routes have no use for a body, and nothing bounds the number of such requests.
+            await _read_body(receive, self._options, kept=0)
+            await self._app(scope, _Replay(b"", send.client_left), send)
+
+    def _admit(self, scope: Scope) -> str:
+        """Returns the salt of the client. Raises ApiError."""
+        headers = dict(scope["headers"])
+        salt = self._keys.salt_of(headers.get(b"authorization")) if scope["path"].startswith("/v1/") else ""
+        if salt is None:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._options.max_body_bytes * _READ_IN_VAIN:
+            raise _too_large(self._options.max_body_bytes)
+        return salt
+
+    async def _generate(self, scope: Scope, receive: Receive, send: _Answer, salt: str) -> None:
+        """Runs a job from its start to its end. Raises ApiError."""
+        generations, options = self._generations, self._options
+        if generations.jobs.is_draining:
+            # The answer closes the connection. Bytes that come later would reset it, and the answer would be lost.
+            await _read_body(receive, options, kept=0)
+            raise draining(generations.retry_after)
+        try:
+            generations.front.check()
+        except RocmAttnError as error:
+            raise generations.as_answer(error) from error
+        # A request that is still being read has no place in the engine yet, but its body takes memory.
+        jobs = generations.jobs
+        if max(generations.front.num_requests, jobs.num_served) >= options.max_requests:
+            raise generations.refusal()
+        if len(jobs) >= options.max_requests * _MOST_READ:
+            raise generations.refusal()
+        job = Job(salt, options.deadline_seconds)
+        with generations.jobs.taken(job):
+            body = await _read_body(receive, options, kept=options.max_body_bytes)
+            replay = _Replay(body, send.client_left)
+            watcher = asyncio.ensure_future(_watch(receive, job, send.client_left))
+            try:
+                await self._app({**scope, JOB: job}, replay, send)
+            finally:
+                watcher.cancel()
+                with suppress(asyncio.CancelledError):
+                    await watcher
+
+
+# A body that is too long is read up to this multiple of its bound. Otherwise the client would lose its connection while
+# it sends, and would never see the reason.
+_READ_IN_VAIN = 2
+
+
+# At most this multiple of max_requests exist at a time, including those whose answers only wait to be read.
+_MOST_READ = 2
+
+
+class _Answer:
+    """Sends an answer, and records how far it got.
+
+    status:      the status that was sent; CLIENT_GONE if none was
+    is_whole:    whether its last byte was sent
+    client_left: set once the client has gone. Data sent after that is lost, and the ASGI server does not report it: an
+                 answer that was computed by then would look whole
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.status, self.is_whole = send, CLIENT_GONE, False
+        self.client_left = asyncio.Event()
+
+    async def __call__(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+        await self._send(message)
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        self.is_whole = is_last and not self.client_left.is_set()
+
+
+class _Replay:
+    """Gives the application the body that was read, and later the message that the client has gone."""
+
+    def __init__(self, body: bytes, client_left: asyncio.Event) -> None:
+        self._body: bytes | None = body
+        self._client_left = client_left
+
+    async def __call__(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._client_left.wait()
+        return {"type": "http.disconnect"}
+
+
+def _route(path: str) -> str:
+    """Returns the route of a path for HttpMetrics.note. Unknown paths are "other", so clients cannot add names."""
+    if path.startswith(_OF_A_MODEL):
+        return f"{_OF_A_MODEL}{{name}}"
+    return path if path in _ROUTES else "other"
+
+
+async def _watch(receive: Receive, job: Job, client_left: asyncio.Event) -> None:
+    """Ends a job whose client has left or has its answer: an ASGI server reports both in the same way."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    client_left.set()
+    job.end(client_gone())
+
+
+async def _read_body(receive: Receive, options: ServerOptions, *, kept: int) -> bytes:
+    """Returns the body, within its bounds; empty if it has more than `kept` bytes. Raises ApiError."""
+    try:
+        return await asyncio.wait_for(_read(receive, options.max_body_bytes, kept), options.body_seconds)
+    except asyncio.TimeoutError:
+        raise ApiError(
+            408,
+            f"the body was not there after {options.body_seconds:g} seconds; send it faster, or send less",
+            code="body_too_slow",
+        ) from None
+
+
+async def _read(receive: Receive, most: int, kept: int) -> bytes:
+    parts: list[bytes] = []
+    num_bytes, more = 0, True
+    while more and num_bytes <= most * _READ_IN_VAIN:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise client_gone()
+        part, more = message.get("body", b""), message.get("more_body", False)
+        num_bytes += len(part)
+        if num_bytes > kept:
+            parts.clear()
+        else:
+            parts.append(part)
+    if num_bytes > most:
+        raise _too_large(most)
+    return b"".join(parts)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(
+        413, f"the body has more than {most} bytes, which is the most that this server takes", code="body_too_large"
+    )

@@ -1,0 +1,123 @@
+"""Generation: the engine's requests for a job, and their results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from rocm_attn.errors import FitsLater, RocmAttnError
+from rocm_serve.async_engine import AsyncEngine, TooManyRequests
+from rocm_serve.request import Completion, Request
+from rocm_serve.request_stream import Piece, RequestStream
+from rocm_serve.server.api_errors import ApiError, api_error
+from rocm_serve.server.constraint_checks import ConstraintChecks
+from rocm_serve.server.http_metrics import HttpMetrics
+from rocm_serve.server.job import Job, Jobs
+from rocm_serve.server.pacing import Pacing
+from rocm_serve.text.constraint import Constraint
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The requests of one job in the engine. Either all of them were taken, or none."""
+
+    job: Job
+    requests: Sequence[Request]
+    streams: Sequence[RequestStream]
+    pacing: Pacing
+
+    async def completions(self) -> list[Completion]:
+        """Returns all completions. Raises the errors of RequestStream.completion, and the one that ended the job."""
+        completions = [await stream.completion() for stream in self.streams]
+        self.note(sum(len(each.token_ids) for each in completions))
+        return completions
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
+        """Yields (place of a request, its next piece) as they come, until all have ended. Raises like completions().
+
+        A slow reader gets several tokens in a piece, because the stream keeps all that was not read yet as one piece.
+        """
+        if len(self.streams) == 1:
+            async for piece in self.streams[0]:
+                yield 0, piece
+            return
+        read: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue(maxsize=1)
+        readers = [asyncio.ensure_future(_read(place, stream, read)) for place, stream in enumerate(self.streams)]
+        try:
+            num_left = len(readers)
+            while num_left:
+                place, found = await read.get()
+                if isinstance(found, BaseException):
+                    raise found
+                if found is None:
+                    num_left -= 1
+                else:
+                    yield place, found
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)  # gather() does not hide that this task is cancelled
+
+    def note(self, num_tokens: int) -> None:
+        """Notes that all requests have ended, with this many tokens in total."""
+        self.pacing.note(self.job.age, num_tokens // len(self.streams))
+
+
+class Generations:
+    """Gives jobs' requests to the engine.
+
+    counts:            of the HTTP requests
+    max_unread_tokens: of a streamed answer
+    """
+
+    def __init__(self, front: AsyncEngine, jobs: Jobs, checks: ConstraintChecks, max_unread_tokens: int) -> None:
+        self.front, self.jobs, self._checks, self._pacing, self.counts = front, jobs, checks, Pacing(), HttpMetrics()
+        self.max_unread_tokens = max_unread_tokens
+
+    @property
+    def retry_after(self) -> int:
+        """An estimate of the seconds until a place is free."""
+        return self._pacing.retry_after(self.jobs)
+
+    async def begin(self, job: Job, requests: Sequence[Request]) -> Generation:
+        """Gives the engine all of a job's requests, or none. All have the same constraint, or none. Raises ApiError."""
+        try:
+            constraint = requests[0].constraint
+            if constraint is not None:
+                await self._check(constraint)
+            job.check()
+            streams = self.front.streams(requests)
+        except RocmAttnError as error:
+            raise self.as_answer(error) from error
+        job.own(streams, requests)
+        return Generation(job, requests, streams, self._pacing)
+
+    async def _check(self, constraint: Constraint) -> None:
+        try:
+            await self._checks.check(constraint)
+        except FitsLater:
+            self.counts.refused["constraints"] += 1
+            raise
+
+    def refusal(self) -> ApiError:
+        """Returns the answer to a request that comes when every place is taken."""
+        return self.as_answer(
+            TooManyRequests("as many requests are served or wait as this server takes; send this one again later")
+        )
+
+    def as_answer(self, error: RocmAttnError) -> ApiError:
+        """Converts an error to an answer."""
+        return api_error(error, self.retry_after)
+
+
+async def _read(
+    place: int, stream: RequestStream, into: asyncio.Queue[tuple[int, Piece | BaseException | None]]
+) -> None:
+    try:
+        async for piece in stream:
+            await into.put((place, piece))
+    except Exception as error:  # the reader of the queue raises it
+        await into.put((place, error))
+    else:
+        await into.put((place, None))

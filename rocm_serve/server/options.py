@@ -1,0 +1,119 @@
+"""ServerOptions: limits for the server's clients. `rocm-attn serve` makes its flags of the fields.
+
+Only the standard library is imported, so that --help does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.machine.option_texts import option, option_texts
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """The server's address, and the limits of one request.
+
+    Raises BadSetting.
+    """
+
+    host: str = option(LOOPBACK, "address that the server listens on", unit="ADDRESS")
+    port: int = option(8000, "port that it listens on; 0 takes a free one, which is printed", unit="PORT", least=0)
+    served_model_name: str | None = option(
+        None, "name of the model in requests and answers", kind=str, unit="NAME", default_is="what --model says"
+    )
+    api_key_file: Path | None = option(  # noqa: RUF009  # it makes a field
+        None,
+        "file with API keys, one a line, lines with # and empty ones skipped; clients give one as a bearer token",
+        kind=Path,
+        unit="FILE",
+        default_is="the keys in ROCM_ATTN_API_KEYS, separated by commas; without any, everybody is served",
+    )
+    allow_anonymous: bool = option(False, "listen on an address that others can reach although there are no API keys")
+    tls_cert: Path | None = option(  # noqa: RUF009
+        None,
+        "file with the certificate of the server, and those that sign it (PEM)",
+        kind=Path,
+        unit="FILE",
+        default_is="without TLS",
+    )
+    tls_key: Path | None = option(  # noqa: RUF009
+        None, "file with its key, not encrypted (PEM)", kind=Path, unit="FILE", default_is="in the file of --tls-cert"
+    )
+    max_connections: int = option(
+        4096, "connections that may be open; one more is closed at once", unit="CONNECTIONS", least=1
+    )
+    head_seconds: float = option(30.0, "how long a client may take to send a request's head", unit="SECONDS", least=0)
+    max_requests: int = option(
+        256, "prompts that are served or wait; a request that finds so many is answered 429", unit="REQUESTS", least=1
+    )
+    max_new_tokens: int | None = option(
+        None,
+        "most tokens that a request may ask to be added to a prompt",
+        kind=int,
+        unit="TOKENS",
+        least=1,
+        default_is="what the model's context holds",
+    )
+    max_prompt_tokens: int | None = option(
+        None, "most tokens of a prompt", kind=int, unit="TOKENS", least=1, default_is="what the model's context holds"
+    )
+    max_choices: int = option(16, "most answers that a request may ask for: its prompts times n", unit="N", least=1)
+    max_stops: int = option(16, "most stop strings and stop tokens of a request", unit="N", least=0)
+    max_logprobs: int = option(20, "most likely tokens that a request may ask for at each place", unit="N", least=0)
+    max_body_bytes: int = option(4 * 2**20, "most bytes of a request's body", unit="BYTES", least=1)
+    body_seconds: float = option(60.0, "how long a client may take to send a request's body", unit="SECONDS", least=0)
+    deadline_seconds: float = option(
+        600.0, "how long a request may take in all; clients may ask for less", unit="SECONDS", least=0
+    )
+    constraint_seconds: int = option(
+        10, "seconds of a core that a request's constraint may take to be compiled", unit="SECONDS", least=1
+    )
+    write_seconds: float = option(
+        60.0, "how long a client may take no bytes of its answer before it counts as gone", unit="SECONDS", least=0
+    )
+    max_unread_tokens: int = option(
+        4096,
+        "most tokens of a streamed answer that wait for a client to read on; a request that comes to more is ended",
+        unit="TOKENS",
+        least=1,
+    )
+    drain_seconds: float = option(
+        30.0, "how long after SIGTERM requests that were taken may go on before they are given up", unit="SECONDS"
+    )
+    access_log: bool = option(False, "write a line for each request to stderr: time, client, request, status")
+
+    def __post_init__(self) -> None:
+        for name, (default, text) in option_texts(ServerOptions).items():
+            value = getattr(self, name)
+            if value != default and text.least is not None and value < text.least:
+                raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
+        if self.port > 65535:
+            raise BadSetting(f"port is {self.port}; it must be at most 65535")
+        for name in ("head_seconds", "body_seconds", "deadline_seconds", "write_seconds"):
+            if not getattr(self, name) > 0:
+                raise BadSetting(f"{name} is {getattr(self, name)}; it must be above 0")
+        self._check_tls()
+        if not self.drain_seconds >= 0:
+            raise BadSetting(f"drain_seconds is {self.drain_seconds}; it must be at least 0")
+
+    def _check_tls(self) -> None:
+        if self.tls_cert is None:
+            if self.tls_key is not None:
+                raise BadSetting("tls_key is given and tls_cert is not; give the certificate too")
+            return
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_cert, self.tls_key, _no_password)
+        except (OSError, ValueError) as error:  # an SSLError is an OSError
+            files = f"tls_cert {self.tls_cert}" + (f" and tls_key {self.tls_key}" if self.tls_key else "")
+            raise BadSetting(f"{files} cannot be used ({error}); give a certificate and its key, in PEM") from error
+
+
+def _no_password() -> str:
+    """Raises ValueError when the password of an encrypted key is needed. OpenSSL would ask the terminal."""
+    raise ValueError("the key is encrypted")

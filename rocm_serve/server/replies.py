@@ -1,0 +1,193 @@
+"""Replies: answers to completions and conversations, whole or in chunks, in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rocm_serve.request import Completion, FinishReason, Request
+from rocm_serve.request_stream import Piece
+from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.server.call_reader import Call, Reader
+from rocm_serve.server.told_tokens import Json, ToldTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request: those of each prompt once, and those of every answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], num_choices: int, completion_tokens: int) -> Usage:
+        """Counts the tokens of a request. num_choices: answers per prompt, whose requests are next to each other"""
+        prompts = requests[::num_choices]
+        return cls(sum(len(request.prompt_token_ids) for request in prompts), completion_tokens)
+
+    def as_dict(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+class Replies(Protocol):
+    """The form of answers to one kind of request."""
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+        """Returns the whole answer."""
+
+    def opening(self, index: int) -> Json | None:
+        """Returns the chunk before a choice's first piece, or None."""
+
+    def chunk(self, index: int, piece: Piece) -> Json | None:
+        """Returns the chunk of a choice's piece, or None if it waits for the next one."""
+
+    def counts(self, usage: Usage) -> Json:
+        """Returns the last chunk, with the usage."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionReplies:
+    """Answers of /v1/completions.
+
+    told:     writes logprobs
+    echoed:   text before each choice's own; empty if the prompts are not asked for
+    _offsets: index of a choice -> characters of the tokens whose logprobs were sent
+    """
+
+    model: str
+    told: ToldTokens
+    echoed: Sequence[str] = ()
+    _offsets: dict[int, int] = field(default_factory=dict)
+    reply_id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+        """Returns the whole answer."""
+        choices = [self._choice(index, each) for index, each in enumerate(completions)]
+        for choice, text in zip(choices, self.echoed, strict=False):
+            choice["text"] = text + choice["text"]
+        return {**self._head(), "choices": choices, "usage": usage.as_dict()}
+
+    def opening(self, index: int) -> Json | None:
+        """Returns the chunk before a choice's first piece: its prompt, if that is asked for; else None."""
+        if not self.echoed:
+            return None
+        return {**self._head(), "choices": [self._choice(index, Piece((), self.echoed[index], None))]}
+
+    def chunk(self, index: int, piece: Piece) -> Json:
+        """Returns the chunk of a choice's piece."""
+        return {**self._head(), "choices": [self._choice(index, piece)]}
+
+    def counts(self, usage: Usage) -> Json:
+        """Returns the last chunk, with the usage."""
+        return {**self._head(), "choices": [], "usage": usage.as_dict()}
+
+    def _choice(self, index: int, said: Completion | Piece) -> Json:
+        logprobs, offset = None, self._offsets.get(index, 0)
+        if said.logprobs:
+            logprobs, self._offsets[index] = self.told.beside_text(said.logprobs, offset)
+        return {"index": index, "text": said.text, "logprobs": logprobs, "finish_reason": said.finish_reason}
+
+    def _head(self) -> Json:
+        return {"id": self.reply_id, "object": "text_completion", "created": self.created, "model": self.model}
+
+
+@dataclass(slots=True)
+class _Read:
+    """The reader of a choice's text. num_calls: calls so far"""
+
+    reader: Reader
+    num_calls: int = 0
+
+    def take(self, said: Completion | Piece) -> tuple[str, list[Call]]:
+        """Reads a piece. Returns the text and the calls that are decided now."""
+        found = self.reader.push(said.text)
+        if said.finish_reason is not None:
+            found += self.reader.finish()
+        calls = [each for each in found if isinstance(each, Call)]
+        self.num_calls += len(calls)
+        return "".join(each for each in found if isinstance(each, str)), calls
+
+    def reason(self, reason: FinishReason | None) -> str | None:
+        """Returns the reason why the choice ends, in OpenAI's words."""
+        return "tool_calls" if reason == "stop" and self.num_calls else reason
+
+
+def _as_json(call: Call) -> Json:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReplies:
+    """Answers of /v1/chat/completions.
+
+    told:     writes logprobs
+    reader:   makes the reader of a choice's text
+    _readers: index of a choice -> the reader of its text, with the number of calls so far
+    """
+
+    model: str
+    told: ToldTokens
+    reader: Callable[[], Reader]
+    _readers: dict[int, _Read] = field(default_factory=dict)
+    reply_id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+        """Returns the whole answer."""
+        choices = [self._choice(index, each) for index, each in enumerate(completions)]
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage.as_dict()}
+
+    def opening(self, index: int) -> Json | None:
+        """Returns the chunk before a choice's first piece, which has the role."""
+        return self._chunk(index, {"role": "assistant", "content": ""}, None, ())
+
+    def chunk(self, index: int, piece: Piece) -> Json | None:
+        """Returns the chunk of a choice's piece, or None if all of it may become a function call."""
+        read = self._readers.get(index)
+        if read is None:
+            read = self._readers[index] = _Read(self.reader())
+        first = read.num_calls
+        text, calls = read.take(piece)
+        delta: Json = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": first + place, **_as_json(call)} for place, call in enumerate(calls)]
+        if not delta and not piece.logprobs and piece.finish_reason is None:
+            return None
+        return self._chunk(index, delta, read.reason(piece.finish_reason), piece.logprobs)
+
+    def counts(self, usage: Usage) -> Json:
+        """Returns the last chunk, with the usage."""
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_dict()}
+
+    def _choice(self, index: int, done: Completion) -> Json:
+        read = _Read(self.reader())
+        text, calls = read.take(done)
+        message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = list(map(_as_json, calls))
+        told = self.told.in_messages(done.logprobs)
+        return {"index": index, "message": message, "logprobs": told, "finish_reason": read.reason(done.finish_reason)}
+
+    def _chunk(
+        self, index: int, delta: Mapping[str, object], reason: str | None, logprobs: Sequence[TokenLogprobs]
+    ) -> Json:
+        told = self.told.in_messages(logprobs)
+        choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": reason}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def _head(self, kind: str) -> Json:
+        return {"id": self.reply_id, "object": kind, "created": self.created, "model": self.model}
+
+
+def as_event(content: Mapping[str, object]) -> bytes:
+    """Returns the bytes of a server-sent event."""
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,197 @@
+"""Runs a server: its socket, its signals, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator
+from types import FrameType
+
+import uvicorn
+
+from rocm_attn.errors import BadSetting
+from rocm_serve.async_engine import AsyncEngine
+from rocm_serve.engine import Engine
+from rocm_serve.parallel.ranked_engine import RankedEngine
+from rocm_serve.server.api_errors import given_up_at_shutdown
+from rocm_serve.server.app import build_app
+from rocm_serve.server.connections import bounded_protocol
+from rocm_serve.server.constraint_checks import ConstraintChecks
+from rocm_serve.server.generation import Generations
+from rocm_serve.server.job import Jobs
+from rocm_serve.server.keys import ApiKeys
+from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.served_model import ServedModel
+
+# Seconds that clients have to take the last bytes of their answers.
+_LAST_BYTES_SECONDS = 5
+_BACKLOG = 2048
+# Seconds that a connection may be idle. Clients and gateways keep one for less (OpenAI's for 5 seconds, others for up
+# to 60). So they close it, and no request comes on a connection that the server closes at that moment.
+_IDLE_SECONDS = 75
+# Uvicorn's loggers. Its log_level sets one level for all of them. That would hide either a line per request, which is
+# INFO, or all that the server logs about itself.
+_LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "line"}},
+    "loggers": {
+        "uvicorn.error": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
+        "uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
+    },
+}
+# The limit of a kernel's timeout, a signed integer of 32 bits.
+_MOST_MILLISECONDS = 2**31 - 1
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """Returns the socket of a server, which does not listen yet. Raises BadSetting if the address cannot be bound.
+
+    Connections left by a killed server do not block the port for the next one (SO_REUSEADDR).
+    """
+    with contextlib.ExitStack() as unless_bound:
+        try:
+            found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, protocol, _, address = found[0]
+            bound = unless_bound.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                # Connections inherit it: the kernel ends one whose client takes no bytes for this time.
+                milliseconds = int(min(max(1, options.write_seconds * 1000), _MOST_MILLISECONDS))
+                bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+            bound.bind(address)
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be a host's
+            raise _cannot_listen(options, error) from error
+        unless_bound.pop_all()
+    return bound
+
+
+def _cannot_listen(options: ServerOptions, error: OSError | UnicodeError) -> BadSetting:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return BadSetting(
+        f"the server cannot listen on {options.host} port {options.port} ({why}); choose another with --host and --port"
+    )
+
+
+def url_of(bound: socket.socket, options: ServerOptions) -> str:
+    """Returns the URL of a socket's server."""
+    host, port = bound.getsockname()[:2]
+    scheme = "http" if options.tls_cert is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+async def serve(
+    engine: Engine | RankedEngine,
+    model: ServedModel,
+    keys: ApiKeys,
+    bound: socket.socket,
+    announce: Callable[[str], None],
+) -> None:
+    """Serves until a signal ends it, in the main thread, or the engine ends. Raises EngineEnded.
+
+    announce: called with a line when the server begins, and when it ends
+    """
+    async with AsyncEngine(engine, max_requests=model.options.max_requests) as front:
+        server = Server(front, model, keys, announce)
+        await server.serve(sockets=[bound])
+        front.check()
+
+
+class Server(uvicorn.Server):
+    """A server that drains. At the first SIGTERM or SIGINT it finishes its requests; the second ends it at once."""
+
+    def __init__(self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]) -> None:
+        self._front, self._options, self._announce = front, model.options, announce
+        self.jobs = Jobs()
+        self._checks = ConstraintChecks(model.trial_of_constraints)
+        self.generations = Generations(front, self.jobs, self._checks, model.options.max_unread_tokens)
+        self._loop = asyncio.get_running_loop()
+        self._signal = asyncio.Event()
+        self._num_signals = 0
+        super().__init__(
+            uvicorn.Config(
+                build_app(self.generations, model, keys),
+                lifespan="off",
+                ws="none",
+                log_config=_LOGGING,
+                access_log=model.options.access_log,
+                backlog=_BACKLOG,
+                server_header=False,
+                timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
+                timeout_keep_alive=_IDLE_SECONDS,
+                http=bounded_protocol(model.options, self.generations.counts),
+                ssl_certfile=model.options.tls_cert,
+                ssl_keyfile=model.options.tls_key,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Does the same as uvicorn's method, but raises no signal again when the server has drained."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+        for bound in sockets:
+            try:
+                bound.listen(_BACKLOG)
+            except OSError as error:  # two servers may bind one port; the second one fails only when it listens
+                raise _cannot_listen(self._options, error) from error
+        await super().startup(sockets)
+        self._announce(f"listening on {url_of(sockets[0], self._options)}")
+        self._watchers = [asyncio.ensure_future(self._drain()), asyncio.ensure_future(self._watch_engine())]
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handles a signal. Runs in the main thread, between any two instructions."""
+        self._num_signals += 1
+        if self._num_signals > 1:
+            # Neither a hanging device nor a hanging loop can delay this. Ranks end with this process.
+            os._exit(128 + sig)
+        self._loop.call_soon_threadsafe(self.begin_drain)
+
+    def begin_drain(self) -> None:
+        """Takes no more requests, finishes those that were taken, and ends. Call it in the event loop."""
+        self._signal.set()
+
+    async def _drain(self) -> None:
+        await self._signal.wait()
+        self.jobs.is_draining = True
+        seconds = self._options.drain_seconds
+        self._announce(
+            f"shutting down: {len(self.jobs)} requests have {seconds:g} seconds; a second signal ends at once"
+        )
+        try:
+            await asyncio.wait_for(self.jobs.empty(), seconds)
+        except asyncio.TimeoutError:
+            self._announce(f"giving up {len(self.jobs)} requests")
+            self.jobs.end_all(given_up_at_shutdown())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.jobs.empty(), _LAST_BYTES_SECONDS)
+        self.should_exit = True
+
+    async def _watch_engine(self) -> None:
+        """Ends the server after the engine has ended by itself. Its clients have got EngineEnded already."""
+        await self._front.ended()
+        self.jobs.is_draining = True
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.jobs.empty(), _LAST_BYTES_SECONDS)
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        self._checks.close()
+        await super().shutdown(sockets)

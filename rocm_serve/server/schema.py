@@ -1,0 +1,334 @@
+"""Bodies that clients may send, in the form of OpenAI's API, with their bounds.
+
+Unknown fields are ignored. Fields of OpenAI's that would change the text and are not served are refused by
+refuse_unserved(): an answer that silently differs from the request is worse than none.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rocm_attn.machine.option_texts import option_texts
+from rocm_serve.sampling.logprobs import MOST_LIKELIEST, NO_LOGPROBS
+from rocm_serve.sampling.sampling_options import LARGEST_BIAS, Sampling
+from rocm_serve.server.api_errors import ApiError, bad_request
+from rocm_serve.server.tools import MOST_TOOLS, MadeCall, NamedTool, Tool, ToolPart
+from rocm_serve.text.constraint import Constraint
+
+# Every list stops at its first wrong item. Otherwise a body of a million wrong items would have a million errors.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+_Stops = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
+
+# A shorter deadline passes before a request is read. A client that asks for one has made a mistake, such as of units.
+LEAST_DEADLINE_SECONDS = 0.01
+# The largest seed is the one of OpenAI's documentation, a signed integer of 64 bits.
+_Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_Positive = Annotated[int, Field(ge=1, lt=2**31)]
+_SAMPLING = option_texts(Sampling)
+
+
+def _bounds(name: str) -> Any:
+    """Returns the bounds of a field of Sampling, for pydantic and the OpenAPI description."""
+    _, text = _SAMPLING[name]
+    return Field(ge=text.least, gt=text.above, le=text.most, allow_inf_nan=False)
+
+
+class StreamOptions(ToolPart):
+    """include_usage: whether a last chunk has the numbers of tokens."""
+
+    include_usage: bool = False
+
+
+class TextPart(ToolPart):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(ToolPart):
+    """One message of a conversation.
+
+    tool_calls:   that an assistant has asked for
+    tool_call_id: of the call whose result a tool's content is
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[MadeCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are an assistant's")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("there is no content")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a tool's message has a tool_call_id")
+        return self
+
+    @property
+    def as_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: they know only OpenAI's older name of the system role.
+
+        Raises ApiError.
+        """
+        parts = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content or ()
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": "".join(part.text for part in parts)}
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_template for call in self.tool_calls]
+        if self.role == "tool":
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+class JsonSchema(ToolPart):
+    """The schema that an answer's JSON must fit."""
+
+    name: str = ""
+    content: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(ToolPart):
+    """The format that the answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class GenerationBody(BaseModel):
+    """The fields that both kinds of request have.
+
+    Beyond OpenAI's fields: stop_token_ids, ignore_eos, min_tokens, top_k, min_p and repetition_penalty, as in
+    rocm_attn.Request and Sampling; cache_salt, within the key's own; timeout, in seconds.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: Annotated[str, Field(max_length=1024)]
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, _bounds("top_p")] | None = None
+    n: _Positive | None = None
+    seed: _Seed | None = None
+    stop: str | _Stops | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, _bounds("min_p")] | None = None
+    presence_penalty: Annotated[float, _bounds("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _bounds("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[float, _bounds("repetition_penalty")] | None = None
+    logit_bias: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    timeout: Annotated[float, Field(ge=LEAST_DEADLINE_SECONDS, allow_inf_nan=False)] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The logit biases. Raises ApiError. JSON keys are strings, and a million wrong ones get one error here."""
+        biases = []
+        for token, bias in (self.logit_bias or {}).items():
+            if not (token.isascii() and token.isdecimal() and len(token) < 10) or type(bias) not in (int, float):
+                raise _no_biases()
+            try:
+                biases.append((int(token), float(bias)))
+            except OverflowError:  # JSON's integers have no bound
+                raise _no_biases() from None
+        return tuple(biases)
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The constraint on the answer. Raises ApiError, BadRequest."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return Constraint.json_object()
+        if form.json_schema is None:
+            raise bad_request("response_format.json_schema is missing; give it a schema", "response_format")
+        return Constraint.json_schema(form.json_schema.content)
+
+    @property
+    def includes_usage(self) -> bool:
+        """True if a stream ends with the counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(GenerationBody):
+    """The body of /v1/completions."""
+
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    max_tokens: _Positive | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int:
+        """The value of Request.logprobs. Raises ApiError."""
+        if self.echo and self.logprobs is not None:
+            raise bad_request(
+                "echo and logprobs are set, and logprobs of a prompt are not computed here; leave one of them out",
+                "echo",
+                code="unsupported_parameter",
+            )
+        return NO_LOGPROBS if self.logprobs is None else self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one: texts, or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [each for each in self.prompt if not isinstance(each, int)]
+
+
+class ChatBody(GenerationBody):
+    """The body of /v1/chat/completions.
+
+    max_tokens:          the older name of max_completion_tokens
+    parallel_tool_calls: whether one answer may ask for several calls; it may by default
+    """
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    max_tokens: _Positive | None = None
+    max_completion_tokens: _Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def tools_as_template(self) -> list[dict[str, Any]]:
+        """All tools, as chat templates expect them. Raises ApiError."""
+        tools = [tool.as_template for tool in self.tools or ()]
+        names = [tool["function"]["name"] for tool in tools]
+        if len(set(names)) < len(names):
+            raise bad_request("two of the tools have one name; give each function a name of its own", "tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise bad_request(
+                f"tool_choice names the function {self.tool_choice.function.name}, which is not among the tools",
+                "tool_choice",
+            )
+        if self.tool_choice == "required" and not tools:
+            raise bad_request("tool_choice is required and there are no tools; give some", "tool_choice")
+        return tools
+
+    @property
+    def may_call(self) -> bool:
+        """True if the answer may have function calls. Raises ApiError."""
+        may = bool(self.tools) and self.tool_choice != "none"
+        if may and self.response_format is not None and self.response_format.type != "text":
+            raise bad_request(
+                "tools and response_format are given, and an answer of that format has no calls; leave one of them "
+                "out, or set tool_choice to none",
+                "response_format",
+            )
+        return may
+
+    @property
+    def must_call(self) -> list[dict[str, Any]]:
+        """The functions of which one must be called, as chat templates expect them; empty if none must be."""
+        tools = self.tools_as_template
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in tools if tool["function"]["name"] == self.tool_choice.function.name]
+        return tools if self.tool_choice == "required" else []
+
+    @property
+    def num_logprobs(self) -> int:
+        """The value of Request.logprobs. Raises ApiError."""
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs is set and logprobs is not; set logprobs to true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else NO_LOGPROBS
+
+
+# The answer to a wrong value of a field whose type has several forms. pydantic would report an error for each form.
+SHAPES = {
+    "prompt": "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
+    "timeout": f"timeout must be a number of seconds, at least {LEAST_DEADLINE_SECONDS}",
+    "stop": "stop must be a string or a list of strings",
+    "messages": (
+        "messages must be a list of at least one message, each with a role (system, developer, user, assistant or "
+        "tool) and a content, which is a string or a list of parts of type text; an assistant's may have tool_calls, "
+        "each with id, type and function, in the place of a content, and a tool's has a tool_call_id"
+    ),
+    "tools": (
+        f"tools must be a list of at most {MOST_TOOLS} of type function, each with a function, which has a name of 1 "
+        "to 64 letters, digits, _ and -, and may have a description and parameters, a JSON schema"
+    ),
+    "tool_choice": (
+        'tool_choice must be none, auto, required, or {"type": "function", "function": {"name": ...}} with the name of '
+        "one of the tools"
+    ),
+}
+
+# Fields that would change the answer -> the values that have no effect, which are allowed.
+_UNSERVED: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "prompt_logprobs": (None, 0),
+    "skip_special_tokens": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "documents": (None, []),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "include_stop_str_in_output": (None, False),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+}
+
+
+def refuse_unserved(body: GenerationBody) -> None:
+    """Raises ApiError for a field that would change the answer and that this server does not support."""
+    for name, value in (body.model_extra or {}).items():
+        if name in _UNSERVED and value not in _UNSERVED[name]:
+            raise _unserved(name)
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options is for streams; leave it out, or set stream to true", "stream_options")
+
+
+def _no_biases() -> ApiError:
+    return bad_request(
+        f"logit_bias must map token ids, as texts, to numbers from -{LARGEST_BIAS} to {LARGEST_BIAS}", "logit_bias"
+    )
+
+
+def _unserved(name: str) -> ApiError:
+    return bad_request(
+        f"{name} is not served here, and an answer without it would not be the one that was asked for; leave it out",
+        name,
+        code="unsupported_parameter",
+    )

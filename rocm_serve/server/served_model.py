@@ -1,0 +1,242 @@
+"""ServedModel: the server's description of its model, and the conversion of texts to requests."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from rocm_attn.errors import BadRequest
+from rocm_serve.limits import RequestLimits
+from rocm_serve.request import Request
+from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.server.api_errors import ApiError, bad_request
+from rocm_serve.server.call_forms import calls_only, form_of, require_tools
+from rocm_serve.server.call_reader import CallReader, Reader, TextReader
+from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.schema import ChatBody, CompletionBody, GenerationBody
+from rocm_serve.server.tools import NamedTool
+from rocm_serve.text.chat_template import ChatTemplate
+from rocm_serve.text.constraint import Constraint
+from rocm_serve.text.constraint_trial import Tokens, Trial
+from rocm_serve.text.tokenizer import Tokenizer
+
+# OpenAI's default number of new tokens for a plain prompt. It is less if there is no room.
+_COMPLETION_TOKENS = 16
+# Texts up to this length are tokenised in the event loop. A longer one would delay other requests.
+_LONG_TEXT = 2048
+# Fields of a body that Sampling has under the same name and with the same meaning.
+_SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as clients see it.
+
+    name:      by which they ask for it
+    tokenizer: None if prompts must be token ids
+    limits:    of the engine
+    created:   when the server began, in seconds since 1970
+    """
+
+    name: str
+    tokenizer: Tokenizer | None
+    limits: RequestLimits
+    options: ServerOptions
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def max_len(self) -> int:
+        """The most tokens of prompt and answer together."""
+        return min(self.limits.context_len, self.limits.max_kv_len)
+
+    @property
+    def card(self) -> dict[str, object]:
+        """The model's entry in /v1/models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "rocm-attn",
+            "max_model_len": self.max_len,
+        }
+
+    @property
+    def trial_of_constraints(self) -> Callable[[], Trial] | None:
+        """A function that begins a process that tries constraints; None if the model has no tokenizer."""
+        if self.tokenizer is None:
+            return None
+        tokens = Tokens(self.tokenizer.backend.to_str(), self.limits.vocab_size)
+        return partial(Trial, tokens, self.options.constraint_seconds)
+
+    def require(self, name: str) -> None:
+        """Raises ApiError for a model that is not this one."""
+        if name != self.name:
+            raise ApiError(
+                404,
+                f"there is no model {name[:200]!r} here; this server has {self.name!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+    async def completion_requests(self, body: CompletionBody, salt: str) -> list[Request]:
+        """Returns the requests of a body: n per prompt, those of a prompt in a row. Raises ApiError, BadRequest."""
+        prompts = body.prompts
+        if not prompts:
+            raise bad_request("the list of prompts is empty; give at least one", "prompt")
+        self._check_asked(len(prompts), body)
+        tokens = [await self._tokens(prompt) for prompt in prompts]
+        most = body.max_tokens or min(_COMPLETION_TOKENS, self._most_new_tokens(max(map(len, tokens))))
+        return await self._requests(body, tokens, most, salt, body.constraint)
+
+    def echoed(self, body: CompletionBody, requests: Sequence[Request]) -> list[str]:
+        """Returns the prompt's text, as it was sent, for each of a body's requests. Raises ApiError."""
+        prompts = [prompt for prompt in body.prompts for _ in range(body.n or 1)]
+        if self.tokenizer is None:
+            raise bad_request(
+                "echo is set and the model has no tokenizer, so a prompt has no text; leave it out", "echo"
+            )
+        decode = self.tokenizer.decode
+        return [
+            prompt if isinstance(prompt, str) else decode(request.prompt_token_ids)
+            for prompt, request in zip(prompts, requests, strict=True)
+        ]
+
+    async def chat_requests(self, body: ChatBody, salt: str) -> list[Request]:
+        """Returns the requests of a body: n for its conversation. Raises ApiError, BadRequest, BadModel."""
+        self._check_asked(1, body)
+        if self.tokenizer is None:
+            raise bad_request("the model has no tokenizer; give token ids to /v1/completions", "messages")
+        messages, tools = [each.as_template for each in body.messages], body.tools_as_template
+        constraint = await asyncio.to_thread(self._calls_of, body)
+        tokens = await asyncio.to_thread(self.tokenizer.encode_messages, messages, tools)
+        most = body.max_completion_tokens or body.max_tokens or self._most_new_tokens(len(tokens))
+        return await self._requests(body, [tokens], most, salt, constraint or body.constraint)
+
+    def reader_of(self, body: ChatBody) -> Reader:
+        """Returns the reader of one choice's text. Call it after chat_requests(), which raises all errors."""
+        template = self._template
+        if template is None or not body.may_call:
+            return TextReader()
+        return CallReader(form_of(template), [tool.function.name for tool in body.tools or ()])
+
+    def _calls_of(self, body: ChatBody) -> Constraint | None:
+        """Returns a constraint that allows only calls, or None if none must be made. Raises ApiError, BadRequest."""
+        template, must_call, may_call = self._template, body.must_call, body.may_call
+        if not body.tools or template is None:
+            return None
+        require_tools(template)
+        form = form_of(template) if may_call else None
+        if form is None or not must_call:
+            return None
+        is_named = isinstance(body.tool_choice, NamedTool)
+        return calls_only(form, must_call, several=not is_named and body.parallel_tool_calls is not False)
+
+    @property
+    def _template(self) -> ChatTemplate | None:
+        return self.tokenizer.chat_template if self.tokenizer is not None else None
+
+    async def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise bad_request("the model has no tokenizer; give the prompt as token ids", "prompt")
+        if len(prompt) > _LONG_TEXT:
+            return await asyncio.to_thread(self.tokenizer.encode, prompt)
+        return self.tokenizer.encode(prompt)
+
+    def _check_asked(self, num_prompts: int, body: CompletionBody | ChatBody) -> None:
+        """Checks the numbers of answers, stops and logprobs, before anything is tokenised. Raises ApiError."""
+        asked, most = num_prompts * (body.n or 1), min(self.options.max_choices, self.options.max_requests)
+        if asked > most:
+            raise bad_request(
+                f"the request asks for {asked} answers ({num_prompts} prompts, n is {body.n or 1}) and this server "
+                f"gives at most {most}; split it",
+                "n",
+            )
+        stops = len(body.stops) + len(body.stop_token_ids or ())
+        if stops > self.options.max_stops:
+            raise bad_request(
+                f"the request has {stops} stops and this server takes at most {self.options.max_stops}; leave some out",
+                "stop",
+            )
+        if body.num_logprobs > self.options.max_logprobs:
+            raise bad_request(
+                f"the request asks for {body.num_logprobs} likely tokens at each place and this server tells of at "
+                f"most {self.options.max_logprobs}; ask for fewer",
+                "logprobs",
+            )
+
+    async def _requests(
+        self,
+        body: CompletionBody | ChatBody,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        salt: str,
+        constraint: Constraint | None,
+    ) -> list[Request]:
+        most = self.options.max_new_tokens
+        if most is not None and max_new_tokens > most:
+            raise bad_request(
+                f"the request asks for up to {max_new_tokens} new tokens and this server gives at most {most}; lower "
+                "max_tokens",
+                "max_tokens",
+            )
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        seed = body.seed if body.seed is not None else secrets.randbits(63)
+        sampling = _sampling(body)
+        return [
+            Request(
+                prompt_token_ids=tuple(prompt),
+                max_new_tokens=max_new_tokens,
+                sampling=replace(sampling, seed=seed_of_answer(seed, place, choice)),
+                stop=body.stops,
+                stop_token_ids=tuple(body.stop_token_ids or ()),
+                ignore_eos=bool(body.ignore_eos),
+                min_tokens=body.min_tokens or 0,
+                logprobs=body.num_logprobs,
+                constraint=constraint,
+                cache_salt=f"{salt}:{body.cache_salt}" if body.cache_salt else salt,
+            )
+            for place, prompt in enumerate(prompts)
+            for choice in range(body.n or 1)
+        ]
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        most = min(self.max_len - 1, self.options.max_prompt_tokens or self.max_len)
+        if len(prompt) > most:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens and this server takes at most {most} (prompt and answer together "
+                f"have {self.max_len}); shorten it",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+        if not prompt:
+            raise BadRequest("the prompt is empty; give at least one token")
+
+    def _most_new_tokens(self, prompt_len: int) -> int:
+        """Returns the most new tokens of a request that does not set a number."""
+        room = max(1, self.max_len - prompt_len)
+        return min(room, self.options.max_new_tokens or room)
+
+
+def _sampling(body: GenerationBody) -> Sampling:
+    """Returns the sampling, with OpenAI's defaults if they differ. Raises ApiError, BadRequest."""
+    said = {name: getattr(body, name) for name in _SAMPLED if getattr(body, name) is not None}
+    return Sampling(**{"temperature": 1.0, **said}, top_k=max(0, body.top_k or 0), logit_bias=body.biases)
+
+
+def seed_of_answer(seed: int, place: int, choice: int) -> int:
+    """Returns the seed of one of n answers to the prompt at a place of the request. The first one's: seed mod 2**64.
+
+    Each answer has its own seed: with one seed for all prompts, equal prompts would get equal answers.
+    """
+    if place == choice == 0:
+        return seed % 2**64
+    return int.from_bytes(hashlib.sha256(f"{seed}:{place}:{choice}".encode()).digest()[:8], "big")

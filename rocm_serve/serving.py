@@ -1,0 +1,57 @@
+"""serve_all: serves requests to their end, with any engine that serves them step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from rocm_attn.errors import DeviceFault
+from rocm_serve.request import Completion, Event, Request, RequestsFailed, RequestsFaulted
+
+
+class Serves(Protocol):
+    """The methods that Engine and RankedEngine have in common."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def check(self, request: Request) -> None: ...
+    def submit(self, request: Request) -> int: ...
+    def cancel(self, number: int) -> None: ...
+    def step(self) -> Sequence[Event]: ...
+    def completion(self, number: int) -> Completion: ...
+
+
+def serve_all(
+    engine: Serves, requests: Sequence[Request], on_event: Callable[[Event], None] | None
+) -> list[Completion]:
+    """Engine.generate for any engine."""
+    for request in requests:
+        engine.check(request)
+    numbers = [engine.submit(request) for request in requests]
+    try:
+        faults = _served(engine, on_event)
+    except BaseException:
+        for number in numbers:
+            engine.cancel(number)
+        raise
+    completions = [engine.completion(number) for number in numbers]
+    if faults:
+        raise RequestsFaulted(completions, faults) from faults[0]
+    if any(completion.error for completion in completions):
+        raise RequestsFailed(completions)
+    return completions
+
+
+def _served(engine: Serves, on_event: Callable[[Event], None] | None) -> list[DeviceFault]:
+    """Steps until there is no work; returns the faults that the device reported meanwhile."""
+    faults = []
+    while engine.has_work:
+        try:
+            events = engine.step()
+        except DeviceFault as fault:
+            faults.append(fault)
+            continue
+        for event in events:
+            if on_event is not None:
+                on_event(event)
+    return faults

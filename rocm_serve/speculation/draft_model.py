@@ -1,0 +1,212 @@
+"""A small model that drafts for a large one: it decodes a few tokens further, over K and V of its own.
+
+Its rows follow the sequences. Before it drafts it stores a sequence's new tokens, from the first one on that it has not
+stored or has drafted wrongly. The continuations of the last token are the first drafts. All other drafts are one round:
+one publication and one graph (batch/drafts.py), in which the device picks the token that each draft step continues
+from. The host reads the drafts of all sequences at once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import Progress
+from rocm_attn.errors import DeviceFault, FitsLater
+from rocm_attn.paging.request_table import RequestTable
+from rocm_serve.request import Sequence
+from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.speculation.beams import Found
+from rocm_serve.speculation.draft_runners import DraftRunners
+from rocm_serve.speculation.drafts import Drafts
+from rocm_serve.speculation.round_drafts import DraftsAhead, Place
+from rocm_serve.speculation.round_trees import Guessed
+from rocm_serve.taking import Taken
+
+
+@dataclass(slots=True, eq=False)
+class _Follower:
+    """The model's row of a sequence.
+
+    token_ids: tokens whose K and V it holds, drafts included
+    num_right: the first ones of them that were not drafted
+    """
+
+    row: int
+    token_ids: list[int] = field(default_factory=list)
+    num_right: int = 0
+
+    def go_back(self, token_ids: Many[int]) -> None:
+        """Forgets tokens that are no longer right, and the last token, which the next step takes."""
+        most = min(len(self.token_ids), len(token_ids) - 1)
+        guessed = range(min(self.num_right, most), most)
+        self.num_right = next((at for at in guessed if self.token_ids[at] != token_ids[at]), most)
+        del self.token_ids[self.num_right :]
+
+
+class ModelDrafter:
+    """Drafts greedily: the likeliest continuations that its branches find.
+
+    runners: of the small model
+    table:   its rows, with room for a row for each sequence that decodes
+    chunk:   most tokens of a step while it stores new tokens
+    few:     most new tokens of a sequence in the steps of the model that are captured
+    """
+
+    def __init__(self, runners: DraftRunners, table: RequestTable, *, chunk: int, few: int) -> None:
+        self.runners = runners
+        self.table = table
+        self._chunk = chunk
+        self._few = few
+        self._followers: dict[int, _Follower] = {}
+        self._ahead = DraftsAhead()
+
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
+        """Like Drafter.draft. A sequence that the model has no room for, or that is too long for it, gets no drafts.
+
+        After a fault of the device there are none either, and the model starts anew: no request needs drafts.
+        """
+        ahead = self._ahead.take(decoding)
+        try:
+            return ahead | self._draft(decoding, ahead.keys())
+        except DeviceFault:
+            for number in list(self._followers):
+                self.leave(number)
+            return ahead
+
+    @property
+    def looks_up(self) -> bool:
+        """Like Drafter.looks_up."""
+        return False
+
+    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """Like Drafter.follow: draft() finds new tokens by itself."""
+
+    @property
+    def probabilities(self) -> Tensor:
+        """See DraftRunners."""
+        return self.runners.probabilities
+
+    def capture_all(self, progress: Progress) -> None:
+        """Like Drafter.capture_all."""
+        self.runners.capture_all(progress)
+
+    def place_of(self, sequence: Sequence) -> Place | None:
+        """Like Following.place_of."""
+        follower = self._followers.get(sequence.number)
+        if follower is None or follower.num_right < len(sequence.token_ids):
+            return None
+        return Place(follower.row, 0)
+
+    def hand_over(self, guessed: Guessed) -> None:
+        """Like Following.hand_over: the model reads only tokens."""
+
+    def went_on(self, sequence: Sequence, drafts: Drafts) -> None:
+        """Like Following.went_on."""
+        follower = self._followers[sequence.number]
+        follower.token_ids, follower.num_right = list(sequence.token_ids), len(sequence.token_ids)
+        self._ahead.put(sequence, drafts)
+
+    def leave(self, number: int) -> None:
+        """Like Following.leave."""
+        follower = self._followers.pop(number, None)
+        if follower is not None:
+            self.table.free(follower.row)
+
+    def _draft(self, decoding: Many[tuple[Sequence, int]], ahead: Set[int]) -> dict[int, Drafts]:
+        """ahead: numbers of sequences that have drafts"""
+        decode = {sequence.number for sequence, _ in decoding}
+        for number in self._followers.keys() - decode:
+            self.leave(number)
+        wanted = [each for each in decoding if each[0].number not in ahead]
+        drafting = self._with_room([each for each in wanted if self._follows(each[0])])
+        if not drafting:
+            return {}
+        sequences = [sequence for sequence, _ in drafting]
+        found = self._found(sequences)
+        places = self.runners.places(sequences)
+        return {sequence.number: found.drafts(seq, most, places[seq]) for seq, (sequence, most) in enumerate(drafting)}
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Brings a sequence's row up to the known tokens; False if there is no row for it, or it is too long."""
+        follower = self._followers.get(sequence.number)
+        if len(sequence.token_ids) + self.runners.room > self.table.max_kv_len:
+            self.leave(sequence.number)
+            return False
+        if follower is None:
+            try:
+                follower = self._followers[sequence.number] = _Follower(self.table.admit())
+            except FitsLater:
+                return False
+        follower.go_back(sequence.token_ids)
+        return True
+
+    def _with_room(self, decoding: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """The sequences with room for drafts in their rows. Makes the room; the other sequences leave."""
+        room = self.runners.room
+        rows = np.array([self._followers[sequence.number].row for sequence, _ in decoding], np.int32)
+        try:
+            self.table.reserve_all(rows, np.array([len(each.token_ids) + room for each, _ in decoding], np.int32))
+        except FitsLater:
+            return [each for each in decoding if self._has_room(each[0])]
+        return decoding
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        try:
+            self.table.reserve(self._followers[sequence.number].row, len(sequence.token_ids) + self.runners.room)
+        except FitsLater:
+            self.leave(sequence.number)
+            return False
+        return True
+
+    def _found(self, drafting: list[Sequence]) -> Found:
+        """The model's drafts for some sequences."""
+        self._catch_up(drafting)
+        followers = [self._followers[sequence.number] for sequence in drafting]
+        rows = np.array([follower.row for follower in followers], np.int32)
+        terms = self.runners.terms(drafting)
+        found = self.runners.found(rows, np.array([len(each.token_ids) for each in drafting], np.int32), terms)
+        for seq, follower in enumerate(followers):
+            follower.num_right = len(follower.token_ids)
+            follower.token_ids += found.fed(seq)
+        return found
+
+    def _catch_up(self, drafting: list[Sequence]) -> None:
+        """Stores unstored tokens, and makes the first drafts of each sequence.
+
+        Sequences with at most as many new tokens as a verification brings come first, so that their step has a graph.
+        """
+        few = [seq for seq, each in enumerate(drafting) if self._num_unseen(each) <= self._few]
+        many = [seq for seq, each in enumerate(drafting) if self._num_unseen(each) > self._few]
+        for left in (few, many):
+            while left:
+                seqs, budget = [], self._chunk
+                q_len: list[int] = []
+                for seq in left:
+                    if budget > 0:
+                        seqs.append(seq)
+                        q_len.append(min(self._num_unseen(drafting[seq]), budget))
+                        budget -= q_len[-1]
+                batch = self._batch([drafting[seq] for seq in seqs], q_len)
+                whole = [seq for seq in seqs if not self._num_unseen(drafting[seq])]  # all but the last one, at least
+                terms = self.runners.terms([drafting[seq] for seq in seqs])
+                self.runners.take_in(batch, whole, terms)
+                del left[: len(whole)]
+
+    def _num_unseen(self, sequence: Sequence) -> int:
+        return len(sequence.token_ids) - len(self._followers[sequence.number].token_ids)
+
+    def _batch(self, sequences: list[Sequence], q_len: list[int]) -> StepBatch:
+        """A step over the next tokens of some sequences, which count as stored from now on."""
+        followers, token_ids = [self._followers[sequence.number] for sequence in sequences], list[int]()
+        for sequence, follower, num in zip(sequences, followers, q_len, strict=True):
+            new = sequence.token_ids[len(follower.token_ids) : len(follower.token_ids) + num]
+            follower.token_ids += new
+            token_ids += new
+        kv_len = [len(follower.token_ids) for follower in followers]
+        return StepBatch([follower.row for follower in followers], kv_len, q_len, token_ids)

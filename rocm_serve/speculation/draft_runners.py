@@ -1,0 +1,288 @@
+"""The two forwards of a draft model: one takes in new tokens and returns the first drafts, one runs a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch, as_many, draft_batch
+from rocm_attn.capture.check import CaptureCheck
+from rocm_attn.capture.graphs import Progress, eager_steps_before_capture, recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.accepting import last_accepted
+from rocm_attn.step.gate import RanStep
+from rocm_attn.step.step import Part, Series
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Sequence as DraftedFor
+from rocm_serve.speculation.beams import Found, Level
+from rocm_serve.speculation.drafts import NOT_DRAWN
+from rocm_serve.speculation.drafts_again import Around
+from rocm_serve.speculation.drawn import drawn_level, samples, terms_of_drafts
+
+
+class DraftingModel(Protocol):
+    """A draft model: it returns logits, and may hand a row on from each token to the one after it."""
+
+    @property
+    def nothing_carried(self) -> Tensor:
+        """[0, width]: with the dtype, width and device of these rows."""
+        ...
+
+    def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
+        """Logits [S, vocab] after the last token of each sequence of a step, and the rows [S, width] handed on."""
+        ...
+
+    def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [T, vocab] after each token of a draft step, and rows [T, width]; carried: of the tokens before."""
+        ...
+
+    def tokens(self, drafted: Tensor) -> Tensor:
+        """int32, of any shape: the tokens at places in the logits, which may cover only some tokens.
+
+        Returns its argument, without a copy, if each place is that token's id.
+        """
+        ...
+
+
+def num_levels(options: EngineOptions) -> int:
+    """Levels of drafts. With branches there are more drafts than are verified: the likeliest ones are."""
+    if options.topk == 1:
+        return options.draft_tokens
+    return min(options.draft_tokens, -(-options.draft_tokens // options.topk) + 1)
+
+
+def drafts_of(options: EngineOptions) -> AnyDrafts:
+    """The round that follows the first level."""
+    return Drafts(options.topk, num_levels(options) - 1) if num_levels(options) > 1 else NO_DRAFTS
+
+
+def num_rows_drawn(options: EngineOptions) -> int:
+    """Rows of probabilities that the drafts of a sequence are drawn by."""
+    return 1 + (num_levels(options) - 1) * options.topk
+
+
+def drawn_bytes(options: EngineOptions, vocabulary: int) -> int:
+    """Memory of drawn drafts next to K and V: kept rows, and most of a round and of its acceptance.
+
+    Counted per sequence in float32 rows of the vocabulary. Kept: the rows that its drafts were drawn by, and its first
+    level's. In a round: the rows of all levels, and a copy of them. In acceptance: p, q and p's weights of each node.
+    """
+    if not options.sampled_drafts:
+        return 0
+    rows, nodes = num_rows_drawn(options), 1 + options.draft_tokens
+    return 4 * vocabulary * options.max_batch_size * (rows + 1 + 2 * rows + 3 * nodes)
+
+
+class DraftRunners:
+    """Runs a draft model.
+
+    runtime:    its runtime, with the round of drafts_of(options)
+    vocabulary: of the model
+    """
+
+    def __init__(
+        self, runtime: AttentionRuntime, model: DraftingModel, options: EngineOptions, *, vocabulary: int
+    ) -> None:
+        self._model, self._drafts, self._draws = model, drafts_of(options), options.sampled_drafts
+        self.num_levels, branches, most = num_levels(options), options.topk, runtime.padding.seqs.largest
+        vocab, device = vocabulary if self._draws else 0, runtime.device
+        # torch refuses writes to memory made in inference mode.
+        with torch.inference_mode(False):
+            self._first_level = Level.empty(most, branches, model.nothing_carried, vocab)
+            self.faults = torch.zeros(1, dtype=torch.int32, device=device)
+            self._terms = torch.zeros(most, 1 + self.num_levels * branches, device=device)
+            # int32 [S]: the number of new tokens that count of each sequence of a step, if not all do.
+            self._all_count = True
+            self.taken = torch.full((most,), INT32_MAX, dtype=torch.int32, device=device)
+            # float32 [S, 1 + (levels - 1) * K, vocab], by place of the sequence: the probabilities that its first
+            # drafts were drawn by, and those that the drafts after each draft were drawn by, level by level.
+            self.probabilities = torch.zeros(most, num_rows_drawn(options), vocab, device=device)
+        after = options.capture_after
+        made_by = recorder_for(runtime.device) if options.graphs else None
+        eager_first = eager_steps_before_capture(runtime.device) if after is None else after
+        check = CaptureCheck(vocabulary=vocabulary)
+        # A step over new tokens returns the first level, and a round int32 [S, levels, 3, K].
+        self._runner: StepRunner[Level | Tensor] = StepRunner(
+            runtime, self._taken_in, made_by, draft=self._all_levels, check=check, capture_after=eager_first
+        )
+        self._runtime = runtime
+        self.recorder = recorder_for(runtime.device) if options.graphs else None
+        self._taken_in_last: RanStep | None = None
+
+    @property
+    def runtime(self) -> AttentionRuntime:
+        """The runtime that it runs on."""
+        return self._runtime
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it runs on."""
+        return self._runtime.device
+
+    @property
+    def room(self) -> int:
+        """Tokens that a round stores after a sequence's own."""
+        return self._drafts.tokens
+
+    @property
+    def num_branches(self) -> int:
+        """Number of drafts of each level."""
+        return self._first_level.token_ids.shape[1]
+
+    def terms(self, sequences: Sequence[DraftedFor]) -> npt.NDArray[np.float32]:
+        """See terms_of_drafts."""
+        return terms_of_drafts(sequences, self.num_levels, self.num_branches)
+
+    def places(self, sequences: Sequence[DraftedFor]) -> list[int]:
+        """Drafts.place for each of a round's sequences."""
+        return [place if self._draws and samples(each) else NOT_DRAWN for place, each in enumerate(sequences)]
+
+    def capture_all(self, progress: Progress) -> None:
+        """Like Drafter.capture_all."""
+        self._runner.capture_all(progress)
+
+    def take_in(self, batch: StepBatch, whole: Sequence[int], terms: npt.NDArray[np.float32]) -> None:
+        """Runs a step over new tokens.
+
+        whole: the places for the first drafts of its first sequences
+        terms: of its sequences, see terms_of_drafts; not used if no drafts are drawn
+        """
+        self._put_terms(terms)
+        if not self._all_count:
+            self.taken.fill_(INT32_MAX)
+            self._all_count = True
+        level = cast(Level, self._runner.run(batch))
+        if list(whole) == list(range(len(whole))):
+            self._first_level.put_first(level.of(len(whole)))
+        elif whole:
+            self._first_level.put(level, torch.tensor(whole, device=self._runtime.device))
+
+    def _put_terms(self, terms: npt.NDArray[np.float32]) -> None:
+        if self._draws:
+            self._terms[: len(terms)].copy_(torch.from_numpy(terms))
+
+    def found(self, rows: Int32Array, num_stored: Int32Array, terms: npt.NDArray[np.float32]) -> Found:
+        """All drafts of the sequences that were taken in, in the order of their places.
+
+        rows:       int32 [num_seqs], of the request table, with room for the round
+        num_stored: int32 [num_seqs], tokens before the drafts
+        terms:      of these sequences, see take_in()
+        """
+        self._put_terms(terms)
+        first = self._first_level.of(len(rows))
+        if not isinstance(self._drafts, Drafts):
+            self.probabilities[: len(rows), :1].copy_(first.drawn_by)
+            return Found(first.words()[:, None])
+        inputs = DeviceInputs(token_ids=first.token_ids.flatten())
+        return Found(cast(Tensor, self._runner.run(draft_batch(rows, num_stored, self._drafts, inputs=inputs))))
+
+    def go_on(self, rows: Int32Array, bounds: Int32Array, width: int, token_ids: Tensor, stored: Tensor) -> Tensor:
+        """Takes in the first `taken` new tokens of each sequence, and drafts; int32 [num_seqs, levels, 3, K].
+
+        The host knows only bounds of lengths. For rounds without drawn drafts.
+
+        rows:      int32 [num_seqs], see found()
+        bounds:    int32 [num_seqs], upper bounds of stored
+        width:     new tokens of each sequence
+        token_ids: int32 [num_seqs * width], on the device
+        stored:    int32 [num_seqs], on the device: tokens before these; afterwards including those that count
+        """
+        self._all_count = False
+        ends, q_len = bounds + np.int32(width), as_many(len(rows), width)
+        taking_in = DeviceInputs(kv_len=stored, token_ids=token_ids, ahead=width)
+        level = cast(Level, self._runner.run(StepBatch(rows, ends, q_len, inputs=taking_in)))
+        self._taken_in_last = self._runtime.gate.last
+        first = self._first_level.of(len(rows))
+        first.put_first(level.of(len(rows)))
+        stored += self.taken[: len(rows)]
+        if not isinstance(self._drafts, Drafts):
+            return first.words()[:, None]
+        drafting = DeviceInputs(kv_len=stored, token_ids=first.token_ids.flatten(), ahead=self._drafts.tokens)
+        return cast(Tensor, self._runner.run(draft_batch(rows, ends, self._drafts, inputs=drafting)))
+
+    def around(self, stored: Tensor, few: int) -> Around | None:
+        """The parts that repeat the round which go_on() has just run; None if it ran without graphs, or is one level.
+
+        stored: see go_on(); few: its width
+        """
+        first, drafts = self._taken_in_last, self._drafts
+        of_first = self._runner.graph_of(first.plan) if first is not None else None
+        of_round = self._runner.graph_of_last
+        if first is None or of_first is None or of_round is None or not isinstance(drafts, Drafts):
+            return None
+        first_level, words = cast(Level, of_first.outputs), cast(Tensor, of_round.outputs)
+        num_seqs, level, to = len(stored), self._first_level.of(len(stored)), self._runtime.core.memory
+
+        def between() -> Tensor:
+            level.put_first(first_level.of(num_seqs))
+            stored.add_(self.taken[:num_seqs])
+            return level.token_ids.flatten()
+
+        def are_there() -> bool:
+            runner, last = self._runner, self._taken_in_last
+            is_last = last is not None and last.plan is of_first.plan and runner.graph_of_last is of_round
+            return is_last and runner.graph_of(of_first.plan) is of_first
+
+        return Around(
+            first,
+            of_first,
+            few,
+            between,
+            to.device_steps(of_round.plan)[0].spaces[0],
+            drafts.branches,
+            of_round,
+            words[:num_seqs],
+            min(of_first.plan.key.max_kv_len, of_round.plan.key.max_kv_len),
+            drafts.tokens,
+            stored,
+            self.faults,
+            are_there,
+        )
+
+    def ran_again(self) -> None:
+        """Counts a round that was made by graphs alone."""
+        self._runner.metrics.steps += 2
+        self._runner.metrics.replays += 2
+
+    def _taken_in(self, step: Part) -> Level:
+        step = replace(step, last_token_of_seq=last_accepted(step, self.taken[: step.row_of_seq.shape[0]]))
+        logits, carried = self._model.taken_in(step)
+        return self._chosen(Level.first(logits, carried, self.num_branches), logits, carried, 0)
+
+    def _chosen(self, level: Level, logits: Tensor, carried: Tensor, number: int) -> Level:
+        """A level with its drafts drawn, if drafts are, and with ids of tokens. Other arguments: see drawn_level()."""
+        if self._draws:
+            level = drawn_level(level, logits, carried, self._terms, number)
+            places = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+            tokens = self._model.tokens(places)
+            # The places cover some tokens, or all of them in another order.
+            if tokens is not places:
+                of_all = level.drawn_by.new_zeros(*level.drawn_by.shape[:2], self.probabilities.shape[2])
+                level = level._replace(drawn_by=of_all.index_copy_(2, tokens.long(), level.drawn_by))
+        return level._replace(token_ids=self._model.tokens(level.token_ids))
+
+    def _all_levels(self, round_: Series) -> Tensor:
+        """int32 [S, levels, 3, K]: the words of all levels, the first one included."""
+        num_seqs = round_[0].row_of_seq.shape[0]
+        level = self._first_level.of(num_seqs)
+        token_ids, words, drawn_by = round_[0].token_ids, [level.words()], [level.drawn_by]
+        for number, step in enumerate(round_):
+            if number:
+                step.set_parents(level.branches)
+                token_ids = level.token_ids.flatten()
+            logits, carried = self._model.drafted(replace(step, token_ids=token_ids), level.carried.flatten(0, 1))
+            level = self._chosen(level.next(logits, carried), logits, carried, number + 1)
+            words.append(level.words())
+            drawn_by.append(level.drawn_by)
+        if self._draws:
+            self.probabilities[:num_seqs].copy_(torch.cat(drawn_by, 1))
+        return torch.stack(words, 1)

@@ -1,0 +1,222 @@
+"""An EAGLE head that drafts: it continues from rows that the large model hands over, which never leave the device.
+
+After each step of the large model, and before the next one, the head takes in its new tokens, including those of
+prompts: for each of them the row that the large model had for it, and the id of the token after it. Rejected drafts are
+left out. The continuations of the last one are the first drafts, and all others are one round (draft_runners.py).
+
+The head has rows and K and V of its own. A sequence that begins with pages of the prefix cache, or that was preempted,
+has no rows of the large model for the tokens before: its row of the head begins after them. Its drafts may be worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import Progress
+from rocm_attn.errors import DeviceFault, FitsLater
+from rocm_attn.paging.index_spaces import RESERVED_ROW
+from rocm_attn.paging.request_table import RequestTable
+from rocm_serve.request import Sequence
+from rocm_serve.sampling.sending import sent
+from rocm_serve.scheduler import ScheduledStep
+from rocm_serve.speculation.draft_runners import DraftRunners
+from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
+from rocm_serve.speculation.round_drafts import DraftsAhead, Place
+from rocm_serve.speculation.round_trees import Guessed
+from rocm_serve.taking import Taken
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """The head's row of a sequence. first, end: the half-open range of the sequence's tokens that it has taken in"""
+
+    row: int
+    first: int
+    end: int
+
+    @property
+    def num_stored(self) -> int:
+        """Number of tokens in the row."""
+        return self.end - self.first
+
+
+class _New(NamedTuple):
+    """The new tokens of a sequence in a step.
+
+    first:  place of the first one in the text
+    places: of the tokens that stay, in order, among the rows of the step
+    """
+
+    sequence: Sequence
+    first: int
+    places: list[int]
+
+
+class EagleDrafter:
+    """Drafts with a head.
+
+    runners:  of the head
+    table:    its rows, with room for a row for each sequence that runs
+    handed:   [most_tokens, hidden], a row for each token of the large model's last step
+    features: likewise, the input of the head
+    few:      most new tokens of a sequence in steps of the head that are captured
+    """
+
+    def __init__(
+        self, runners: DraftRunners, table: RequestTable, *, handed: Tensor, features: Tensor, few: int
+    ) -> None:
+        self.runners = runners
+        self.table = table
+        self._handed = handed
+        self._features = features
+        self._few = few
+        self._rows: dict[int, _Row] = {}
+        self._new: dict[int, _New] = {}
+        self._ahead = DraftsAhead()
+
+    @property
+    def looks_up(self) -> bool:
+        """Like Drafter.looks_up."""
+        return False
+
+    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """Like Drafter.follow."""
+        first = 0
+        kv_len, q_len = step.batch.kv_len.tolist(), step.batch.q_len.tolist()
+        for seq, sequence in enumerate(step.sequences):
+            if sequence.row != RESERVED_ROW:
+                drafts = step.drafts.get(seq, NO_DRAFTS)
+                known = q_len[seq] - len(drafts)
+                places = list(range(first, first + known))
+                if len(drafts):
+                    places += [first + known + draft for draft in _accepted(drafts, taken[seq].token_ids)]
+                self._new[sequence.number] = _New(sequence, kv_len[seq] - q_len[seq], places)
+            first += q_len[seq]
+
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
+        """Like Drafter.draft, for the sequences of the last step.
+
+        After a fault of the device there are none, and the head starts anew: no request needs drafts.
+        """
+        new, self._new = self._new, {}
+        for number in self._rows.keys() - alive:
+            self.leave(number)
+        ahead = self._ahead.take(decoding)
+        try:
+            return ahead | self._draft(decoding, new)
+        except DeviceFault:
+            for number in list(self._rows):
+                self.leave(number)
+            return ahead
+
+    @property
+    def probabilities(self) -> Tensor:
+        """See DraftRunners."""
+        return self.runners.probabilities
+
+    def capture_all(self, progress: Progress) -> None:
+        """Like Drafter.capture_all."""
+        self.runners.capture_all(progress)
+
+    def place_of(self, sequence: Sequence) -> Place | None:
+        """Like Following.place_of."""
+        held = self._rows.get(sequence.number)
+        if held is None or held.end < len(sequence.token_ids) - 1:
+            return None
+        return Place(held.row, held.first + 1)
+
+    def hand_over(self, guessed: Guessed) -> None:
+        """Like Following.hand_over."""
+        guessed.hand_over(self._handed, self._features)
+
+    def went_on(self, sequence: Sequence, drafts: Drafts) -> None:
+        """Like Following.went_on."""
+        self._rows[sequence.number].end = len(sequence.token_ids) - 1
+        self._ahead.put(sequence, drafts)
+
+    def leave(self, number: int) -> None:
+        """Like Following.leave."""
+        held = self._rows.pop(number, None)
+        if held is not None:
+            self.table.free(held.row)
+
+    def _draft(self, decoding: Many[tuple[Sequence, int]], new: dict[int, _New]) -> dict[int, Drafts]:
+        wanted = {sequence.number: most for sequence, most in decoding}
+        taking = [each for number, each in new.items() if self._has_room(each, number in wanted)]
+        drafting = [each for each in taking if each.sequence.number in wanted]
+        place_of = {each.sequence.number: place for place, each in enumerate(drafting)}
+        few = [each for each in drafting if len(each.places) <= self._few]
+        many = [each for each in drafting if len(each.places) > self._few]
+        many += [each for each in taking if each.sequence.number not in wanted]
+        for part in (few, many):
+            if part:
+                whole = [place_of[each.sequence.number] for each in part if each.sequence.number in place_of]
+                terms = self.runners.terms([each.sequence for each in part])
+                self.runners.take_in(self._batch(part), whole, terms)
+        if not drafting:
+            return {}
+        rows = [self._rows[each.sequence.number] for each in drafting]
+        found = self.runners.found(
+            np.array([row.row for row in rows], np.int32),
+            np.array([row.num_stored for row in rows], np.int32),
+            self.runners.terms([each.sequence for each in drafting]),
+        )
+        numbers, places = (
+            [each.sequence.number for each in drafting],
+            self.runners.places([e.sequence for e in drafting]),
+        )
+        return {number: found.drafts(seq, wanted[number], places[seq]) for seq, number in enumerate(numbers)}
+
+    def _has_room(self, new: _New, drafts: bool) -> bool:
+        """True if the head has a row for new tokens, and for drafts after them."""
+        sequence, end = new.sequence, new.first + len(new.places)
+        number = sequence.number
+        if sequence.row == RESERVED_ROW or end >= len(sequence.token_ids):
+            self.leave(number)
+            return False
+        held = self._rows.get(number)
+        if held is not None and held.end != new.first:
+            self.leave(number)
+            held = None
+        try:
+            if held is None:
+                held = self._rows[number] = _Row(self.table.admit(), new.first, new.first)
+            stored = end - held.first
+            self.table.reserve(held.row, stored + (self.runners.room if drafts else 0))
+        except FitsLater:
+            self.leave(number)
+            return False
+        return True
+
+    def _batch(self, part: list[_New]) -> StepBatch:
+        """A step of the head over the new tokens of some sequences. Copies the rows that it reads into place."""
+        rows, kv_len, q_len, token_ids, places = [], [], [], list[int](), list[int]()
+        for each in part:
+            held, num = self._rows[each.sequence.number], len(each.places)
+            token_ids += each.sequence.token_ids[each.first + 1 : each.first + 1 + num]
+            held.end += num
+            rows.append(held.row)
+            kv_len.append(held.num_stored)
+            q_len.append(num)
+            places += each.places
+        chosen = sent(np.array(places, np.int64), self._handed.device)
+        torch.index_select(self._handed, 0, chosen, out=self._features[: len(places)])
+        return StepBatch(rows, kv_len, q_len, token_ids)
+
+
+def _accepted(drafts: Drafts, token_ids: tuple[int, ...]) -> list[int]:
+    """The drafts that were accepted, in order. token_ids: these, and one token more"""
+    path: list[int] = []
+    for token in token_ids[:-1]:
+        draft = drafts.after(path[-1] if path else LAST_TOKEN, token)
+        assert draft is not None, "what was accepted was drafted"
+        path.append(draft)
+    return path

@@ -1,0 +1,323 @@
+"""The head of EAGLE-3: a layer that continues from the inputs of three layers of the large model, joined and projected.
+
+For token i, with rows a[i], b[i], c[i] of the large model's layers, and the token after it:
+
+    f[i] = [a[i], b[i], c[i]] @ fc.T
+    x = [norm(embedding[token[i + 1]]), norm(f[i])]     g = f[i] + attention(x)     f'[i + 1] = g + mlp(norm(g))
+
+and norm(f') @ head.T are logits of token i + 2 over the tokens that the head knows. Those are fewer than the large
+model's: `d2t` is the difference between each one's id and its number. In a draft step f' takes the place of f. Files
+are those of SpecForge and SGLang (LlamaForCausalLMEagle3): a config.json, and one layer, called `midlayer` or
+`layers.0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rocm_attn.errors import BadModel
+from rocm_attn.models.config import HeadProjections, ModelConfig
+from rocm_attn.models.fields import Fields, read_json
+from rocm_attn.models.hf_config import config_from_json
+from rocm_attn.models.shards import WHOLE
+from rocm_attn.models.tensors import Piece, Shape, TensorReader, TensorSource
+from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.step import Part
+from rocm_serve.models.arithmetic import Arithmetic
+from rocm_serve.models.attention import layer_attention
+from rocm_serve.models.attention_weights import HeadWeights, head_shapes
+from rocm_serve.models.linears import linears_over
+from rocm_serve.models.loading import LoadedModel
+from rocm_serve.models.mlp import add_mlp
+from rocm_serve.models.mlp_weights import mlp_shapes, read_mlp
+from rocm_serve.models.model import Model
+from rocm_serve.models.safetensors_file import SafetensorsFiles
+from rocm_serve.models.weights import LayerWeights, ModelWeights
+from rocm_serve.ranks import ONE_RANK
+from rocm_serve.speculation.seeded_head import FC, SeededHead
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+_NUM_ROWS = 3
+_LAYER = "midlayer."
+_QKV = tuple(f"{_LAYER}self_attn.{name}_proj.weight" for name in "qkv")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Eagle3Weights:
+    """A head that was read.
+
+    model:       its one layer, norm, output matrix and embedding, as a model; the last may be the large model's
+    fc:          [hidden, 3 * the large model's hidden]
+    feature_norm: [hidden], on the features next to the embedding
+    token_of:    int32 [draft vocabulary], the tokens that the head knows
+    layers:      of the large model, whose inputs are joined; one past its last layer stands for that layer's output
+    """
+
+    model: LoadedModel
+    fc: Tensor
+    feature_norm: Tensor
+    token_of: Tensor
+    layers: tuple[int, int, int]
+
+
+def is_eagle3(path: str) -> bool:
+    """True if the head in a directory is one of EAGLE-3 by its config. Raises BadModel for an invalid config."""
+    config = Path(path) / "config.json"
+    if not config.is_file():
+        return False
+    fields = Fields(read_json(config), str(config))
+    return fields.has("draft_vocab_size") or _architecture(fields) in ARCHITECTURES
+
+
+def load_head3(path: str, large: LoadedModel) -> Eagle3Weights:
+    """Reads a head directory with config.json and model.safetensors. Raises BadModel if it is of another model."""
+    directory = Path(path)
+    fields = Fields(read_json(directory / "config.json"), str(directory / "config.json"))
+    config = _config(fields, large.config)
+    files = _Eagle3Files(directory)
+    num_known = fields.whole("draft_vocab_size", config.vocab_size)
+    return _weights(files, config, large, num_known, _layers(fields, large.config.num_layers), files.differences())
+
+
+def seeded_head3(large: LoadedModel) -> Eagle3Weights:
+    """A head of random weights, always the same ones, that knows every second token of the large model."""
+    layer = large.config.layers[-1]
+    layer = replace(
+        layer,
+        attention=replace(layer.attention, window_left=UNLIMITED_WINDOW, has_sinks=False),
+        projections=HeadProjections(),
+    )
+    config = replace(_alone(large.config), layers=(layer,))
+    num_known = -(-config.vocab_size // 2)
+    source = SeededHead(_shapes(config, large.config.hidden_size, num_known, own_embedding=False))
+    differences = torch.arange(num_known)
+    return _weights(source, config, large, num_known, default_layers(large.config.num_layers), differences)
+
+
+def default_layers(num_layers: int) -> tuple[int, int, int]:
+    """The layers whose inputs a head gets if it names none: near the beginning, in the middle, near the end."""
+    return min(2, num_layers), num_layers // 2, max(0, num_layers - 3)
+
+
+class Eagle3Head:
+    """Like DraftingModel. large: the model that it drafts for; runtime: of the head's own layer
+
+    features: [most_tokens, 3 * the large model's hidden]: input of taken_in(), one row for each token of its step
+    """
+
+    def __init__(self, weights: Eagle3Weights, large: Model, runtime: AttentionRuntime, most_tokens: int) -> None:
+        config, of_head = weights.model.config, weights.model.weights
+        self._weights, self._large = weights, large
+        self._layer, self._of_layer = config.layers[0], of_head.layers[0]
+        self._shares_embedding = of_head.embedding is large.weights.embedding
+        linears = linears_over(ONE_RANK, deterministic=runtime.deterministic)
+        self._arithmetic = Arithmetic(linears, config.rms_norm_eps, 1.0)
+        rope = self._layer.rope.turns(runtime.max_kv_len, of_head.device)
+        self._attention = layer_attention(0, 0, self._layer, self._of_layer.attention, self._arithmetic, rope)
+        dtype, device = of_head.dtype, of_head.device
+        with torch.inference_mode(False):
+            self.features = torch.zeros(most_tokens, weights.fc.shape[1], dtype=dtype, device=device)
+        self.nothing_carried = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
+
+    def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
+        """Like DraftingModel.taken_in; the carried rows are the features of the next tokens."""
+        rows = self._arithmetic.linears.linear(self.features[: step.token_ids.shape[0]], self._weights.fc)
+        last = self._next_features(step, rows).index_select(0, step.last_token_of_seq)
+        return self._logits(last), last
+
+    def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """Like DraftingModel.drafted."""
+        features = self._next_features(step, carried)
+        return self._logits(features), features
+
+    def tokens(self, drafted: Tensor) -> Tensor:
+        """Like DraftingModel.tokens."""
+        return self._weights.token_of[drafted.long()]
+
+    def _next_features(self, step: Part, features: Tensor) -> Tensor:
+        """[T, hidden]"""
+        arithmetic, of_layer = self._arithmetic, self._of_layer
+        if self._shares_embedding:
+            embedded = self._large.embed(step.token_ids)
+        else:
+            embedded = F.embedding(step.token_ids, self._weights.model.weights.embedding)
+        both = (
+            arithmetic.norm(embedded, of_layer.attention_norm),
+            arithmetic.norm(features, self._weights.feature_norm),
+        )
+        x = self._attention.attended(step.layers, torch.cat(both, 1), {})
+        hidden = arithmetic.add(features, x, of_layer.attention.out, of_layer.attention.out_bias, None)
+        return add_mlp(hidden, self._layer.mlp, of_layer, arithmetic)
+
+    def _logits(self, features: Tensor) -> Tensor:
+        weights = self._weights.model.weights
+        return self._arithmetic.linears.linear(self._arithmetic.norm(features, weights.final_norm), weights.head)
+
+
+def _architecture(fields: Fields) -> str:
+    named = fields.list("architectures") if fields.has("architectures") else []
+    return str(named[0]) if named else ""
+
+
+def _alone(config: ModelConfig) -> ModelConfig:
+    """A plain decoder of the same sizes."""
+    return ModelConfig(
+        architecture=ARCHITECTURES[0],
+        layers=config.layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        context_len=config.context_len,
+        rms_norm_eps=config.rms_norm_eps,
+        tied_embeddings=False,
+        eos_token_ids=(),
+    )
+
+
+def _config(fields: Fields, large: ModelConfig) -> ModelConfig:
+    """The config of a file, which describes its layer in the form of Llama's files."""
+    if fields.whole("num_hidden_layers", 1) != 1:
+        raise BadModel(f"{fields.source}: a head of EAGLE-3 has one layer; heads of more are not read")
+    config = config_from_json({**fields.values, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1})
+    made_for = fields.whole("target_hidden_size", config.hidden_size), config.vocab_size
+    if made_for != (large.hidden_size, large.vocab_size):
+        raise BadModel(
+            f"{fields.source}: the head is made for rows of {made_for[0]} and {made_for[1]} tokens, and the model has "
+            f"rows of {large.hidden_size} and {large.vocab_size} tokens; take a head of this model"
+        )
+    return replace(_alone(config), context_len=max(config.context_len, large.context_len))
+
+
+def _layers(fields: Fields, num_layers: int) -> tuple[int, int, int]:
+    """The layers that take the rows as input. A file names the layers before them, whose outputs the rows are."""
+    if not fields.has("eagle_config") or not fields.inner("eagle_config").has("eagle_aux_hidden_state_layer_ids"):
+        return default_layers(num_layers)
+    named = fields.inner("eagle_config").ids("eagle_aux_hidden_state_layer_ids")
+    if len(named) != _NUM_ROWS or max(named) >= num_layers:
+        raise BadModel(
+            f"{fields.source}: eagle_aux_hidden_state_layer_ids is {list(named)}; it must be {_NUM_ROWS} of the "
+            f"model's {num_layers} layers"
+        )
+    first, second, third = (layer + 1 for layer in named)
+    return first, second, third
+
+
+def _shapes(config: ModelConfig, large_hidden: int, num_known: int, *, own_embedding: bool) -> dict[str, Shape]:
+    """Name -> shape of every tensor of a head except d2t."""
+    hidden, layer = config.hidden_size, config.layers[0]
+    assert isinstance(layer.projections, HeadProjections)
+    shapes: dict[str, Shape] = {FC: (hidden, _NUM_ROWS * large_hidden), "norm.weight": (hidden,)}
+    shapes |= {f"{_LAYER}{name}": shape for name, shape in mlp_shapes(layer.mlp, hidden)}
+    for name, shape in head_shapes(layer.attention, layer.projections, hidden, keeps_kv=True):
+        shapes[f"{_LAYER}{name}"] = shape
+    for name in _QKV:
+        shapes[name] = (shapes[name][0], 2 * hidden)
+    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        shapes[f"{_LAYER}{norm}.weight"] = (hidden,)
+    shapes["lm_head.weight"] = (num_known, hidden)
+    if own_embedding:
+        shapes["embed_tokens.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _weights(
+    source: TensorSource,
+    config: ModelConfig,
+    large: LoadedModel,
+    num_known: int,
+    layers: tuple[int, int, int],
+    differences: Tensor,
+) -> Eagle3Weights:
+    """differences: integer [num_known], token ids minus the head's numbers. Raises BadModel."""
+    found, of_large = source.shapes(), large.weights
+    own_embedding = "embed_tokens.weight" in found
+    if not own_embedding and config.hidden_size != large.config.hidden_size:
+        raise BadModel(f"{source.name} has no embed_tokens.weight, and its rows are not as long as the model's")
+    shapes = _shapes(config, large.config.hidden_size, num_known, own_embedding=own_embedding)
+    for name, shape in shapes.items():
+        if name not in found:
+            raise BadModel(f"{source.name} lacks {name}; it is no EAGLE-3 head of this model")
+        if found[name] != shape:
+            raise BadModel(
+                f"{source.name}: {name} has shape {list(found[name])}; a head of this model has {list(shape)}"
+            )
+    token_of = _tokens_known(differences, num_known, config.vocab_size, source.name)
+    reader = TensorReader(source, shapes, of_large.dtype, of_large.device)
+    layer = LayerWeights(
+        attention_norm=reader.join(Piece(f"{_LAYER}input_layernorm.weight")),
+        attention=HeadWeights(
+            qkv=reader.join(*map(Piece, _QKV)),
+            qkv_bias=None,
+            q_norm=None,
+            k_norm=None,
+            sinks=None,
+            out=reader.join(Piece(f"{_LAYER}self_attn.o_proj.weight")),
+            out_bias=None,
+            index=None,
+        ),
+        attention_out_norm=None,
+        mlp_norm=reader.join(Piece(f"{_LAYER}post_attention_layernorm.weight")),
+        mlp=read_mlp(reader, config.layers[0].mlp, _LAYER, WHOLE),
+        mlp_out_norm=None,
+        own_input=None,
+        factor=None,
+        kv_factors=None,
+    )
+    weights = ModelWeights(
+        embedding=reader.join(Piece("embed_tokens.weight")) if own_embedding else of_large.embedding,
+        layers=(layer,),
+        final_norm=reader.join(Piece("norm.weight")),
+        head=reader.join(Piece("lm_head.weight")),
+    )
+    return Eagle3Weights(
+        LoadedModel(config, weights, None, ONE_RANK),
+        reader.join(Piece(FC)),
+        reader.join(Piece(f"{_LAYER}hidden_norm.weight")),
+        token_of.to(torch.int32).to(of_large.device),
+        layers,
+    )
+
+
+def _tokens_known(differences: Tensor, num_known: int, vocab_size: int, name: str) -> Tensor:
+    """Eagle3Weights.token_of, as int64 on the host. Raises BadModel."""
+    if differences.shape == (num_known,):
+        token_of = torch.arange(num_known) + differences
+        # If a token had two numbers, only one's probability would count when drafts are drawn.
+        if bool(((token_of >= 0) & (token_of < vocab_size)).all()) and len(set(token_of.tolist())) == num_known:
+            return token_of
+    raise BadModel(f"{name}: d2t does not lead from {num_known} tokens to as many of the model's {vocab_size}")
+
+
+class _Eagle3Files:
+    """A TensorSource over a head's files. Its layer has several names in them, and names may begin with `model.`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._files, self.name = SafetensorsFiles(directory), str(directory)
+        self._theirs = {_ours(name): name for name in self._files.shapes()}
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Like TensorSource.shapes."""
+        theirs = self._files.shapes()
+        return {name: theirs[their] for name, their in self._theirs.items()}
+
+    def read(self, name: str, *where: slice) -> Tensor:
+        """Like TensorSource.read."""
+        return self._files.read(self._theirs[name], *where)
+
+    def differences(self) -> Tensor:
+        """int64 [draft vocabulary]: d2t; zeros if the head knows all tokens."""
+        name = self._theirs.get("d2t")
+        if name is None:
+            return torch.zeros(self.shapes()["lm_head.weight"][0], dtype=torch.int64)
+        return self._files.read_integers(name)
+
+
+def _ours(name: str) -> str:
+    name = name.removeprefix("model.")
+    return _LAYER + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name

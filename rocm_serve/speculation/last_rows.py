@@ -1,0 +1,79 @@
+"""The forward of steps that verify: it returns logits of each sequence's last tokens."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rocm_attn.capture.split_forward import Forward
+from rocm_attn.step.step import Part
+from rocm_serve.models.model import Model
+from rocm_serve.models.weights import ModelWeights
+from rocm_serve.options import EngineOptions
+
+
+class GivesRows(Protocol):
+    """The methods that Model and HandingOver have in common."""
+
+    @property
+    def weights(self) -> ModelWeights: ...
+    def forward(self, step: Part) -> Tensor: ...
+    def hidden(self, step: Part) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class HandingOver:
+    """A model that leaves rows of each token of a step for a head that drafts.
+
+    layers:   whose inputs are left, side by side; none: the input of the output matrix is
+    features: [most_tokens, hidden, or hidden times layers]; the first rows are those of the last step
+    """
+
+    def __init__(self, model: Model, most_tokens: int, layers: tuple[int, ...] = ()) -> None:
+        self.model, self.weights, self._layers = model, model.weights, layers
+        with torch.inference_mode(False):
+            shape = most_tokens, model.config.hidden_size * max(1, len(layers))
+            self.features = torch.zeros(shape, dtype=model.weights.dtype, device=model.weights.device)
+
+    def forward(self, step: Part) -> Tensor:
+        """Like Model.forward."""
+        return self.logits(self.hidden(step).index_select(0, step.last_token_of_seq))
+
+    def hidden(self, step: Part) -> Tensor:
+        """Like Model.hidden."""
+        hidden, inputs = self.model.hidden_and_inputs(step, self._layers)
+        left = torch.cat(inputs, 1) if self._layers else self.model.normed(hidden)
+        self.features[: hidden.shape[0]].copy_(left)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Like Model.logits."""
+        return self.model.logits(hidden)
+
+
+def forward_of(model: GivesRows, options: EngineOptions) -> Forward:
+    """The model's forward, with logits of as many tokens of each sequence as the options need."""
+    return LastRows(model, options.rows_of_each) if options.speculates else model.forward
+
+
+class LastRows:
+    """A forward that returns [S, num_rows, vocab]: logits of the last num_rows new tokens of each sequence, in order.
+
+    In a decode step there is one row. If a sequence has fewer new tokens, the rows before its own are those of others
+    and have no meaning.
+    """
+
+    def __init__(self, model: GivesRows, num_rows: int) -> None:
+        self._model = model
+        self._back = torch.arange(1 - num_rows, 1, device=model.weights.device)
+
+    def __call__(self, step: Part) -> Tensor:
+        """Runs the forward; see the class."""
+        hidden, last = self._model.hidden(step), step.last_token_of_seq
+        if step.plan.shape.kind.decodes:
+            return self._model.logits(hidden.index_select(0, last)).unsqueeze(1)
+        rows = (last[:, None] + self._back).clamp_(min=0).flatten()
+        logits = self._model.logits(hidden.index_select(0, rows))
+        return logits.view(len(last), len(self._back), logits.shape[-1])

@@ -1,0 +1,442 @@
+"""Speculation: drafts are made before a step, and verified by the step's logits.
+
+A step computes the logits after each draft, as if it had been picked. From the sequence's last token on, a token is
+picked as usual, by the request's sampling and its own random numbers. If there is a draft of that token, the logits
+after it are there already, and the next token is picked from them. So each token is the one that plain decoding would
+have picked, greedily or at random, whatever the drafts are: they decide only how many tokens a step brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.mask import TreeMask
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.capture.graphs import Progress
+from rocm_attn.errors import BadLogits
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
+from rocm_attn.kernels.speculative.arguments import Accepted
+from rocm_attn.paging.index_spaces import RESERVED_ROW
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.metrics import Metrics
+from rocm_serve.recent_steps import NO_ROUND
+from rocm_serve.request import Asking, Sequence
+from rocm_serve.sampling.asking_picker import AskedTokens, AskingPicker, RowAsk
+from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.sampling.sampling import Draw, PickedTokens
+from rocm_serve.scheduler import NO_SEQUENCE, ScheduledStep
+from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
+from rocm_serve.speculation.drawn import Accepted as AcceptedDrawn
+from rocm_serve.speculation.drawn import NothingDrawn, Rejection
+from rocm_serve.speculation.reading import Together
+from rocm_serve.taking import Taken
+
+Picks = list[Many[int] | BadLogits]
+# The logprobs of steps in which no request asks for any.
+NO_LOGPROBS_OF: Mapping[int, Many[TokenLogprobs]] = MappingProxyType({})
+NOTHING_DRAWN = NothingDrawn()
+# Scheduler.decoding
+Decoding = Callable[[int], list[tuple[Sequence, int]]]
+
+
+class Drafter(Protocol):
+    """Makes draft tokens."""
+
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
+        """Drafts of some sequences, by their requests' numbers.
+
+        decoding: sequences with the most drafts that each may have, at least 1; the next token of each is to be picked
+        alive:    numbers of all requests that have not ended: state of others is to be dropped
+        """
+        ...
+
+    @property
+    def looks_up(self) -> bool:
+        """True if all drafts come from the sequence's own text, as chains without branches."""
+        ...
+
+    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """Notes that a step has run, and that its sequences have its tokens; the next one is not launched.
+
+        taken: of each of step.picking
+        """
+        ...
+
+    def capture_all(self, progress: Progress) -> None:
+        """Makes the graphs of the drafter, if it has any. progress: see StepRunner.capture_all"""
+        ...
+
+
+class StepPicks(Protocol):
+    """The picks of a step's sequences, on their way to the host."""
+
+    def read(self) -> Picks:
+        """Waits for them. Returns for each of step.picking its tokens, or the reason why it gets none."""
+        ...
+
+    @property
+    def is_followed(self) -> bool:
+        """True if the drafter has continued from it on the device."""
+        ...
+
+    @property
+    def round_number(self) -> int:
+        """Its number among rounds that follow from each other; NO_ROUND: it is none of these."""
+        ...
+
+    @property
+    def tokens(self) -> PickedTokens | AskedTokens | None:
+        """The tokens after all drafts of a step, if no request asks for logprobs."""
+        ...
+
+    def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
+        """Place among step.picking -> logprobs of its tokens from read(), for requests that ask for them."""
+        ...
+
+
+class NoSpeculation:
+    """Steps that bring each sequence one token."""
+
+    has_rounds = False
+
+    def __init__(self, picker: AskingPicker) -> None:
+        self._picker = picker
+
+    def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, Drafts]:
+        """Like Speculation.drafts."""
+        return NO_SEQUENCE
+
+    def batch(self, step: ScheduledStep) -> StepBatch:
+        """Like Speculation.batch."""
+        return step.batch
+
+    def pick(self, step: ScheduledStep, logits: Tensor, settle: Callable[[], None]) -> StepPicks:
+        """Like Speculation.pick. logits: [num_seqs, vocab]"""
+        asking = _asking(step, settle)
+        draws = {
+            row: step.sequences[row].sampler.draw(step.sequences[row].num_new)
+            for row in step.asking
+            if not step.sequences[row].sampler.is_greedy
+        }
+        rows = logits[: step.num_picks]
+        if not asking:
+            return _OneEach(self._picker.plain.pick(rows, draws))
+        asks = {row: asks.of(step.sequences[row], step.sequences[row].num_new) for row, asks in asking.items()}
+        return _OneEachAsked(self._picker.pick(rows, draws, asks))
+
+    def follow(self, step: ScheduledStep, taken: Many[Taken], *, is_followed: bool) -> None:
+        """Like Speculation.follow."""
+
+    def count_rounds(self, step: ScheduledStep, together: Together) -> None:
+        """Like Speculation.count_rounds."""
+
+    def capture_all(self, progress: Progress) -> None:
+        """Like Speculation.capture_all."""
+
+
+class Speculation:
+    """Drafts for the next step, and their verification.
+
+    runtime:    of the model that verifies
+    picker:     has room for 1 + num_drafts rows of each sequence of a step
+    num_drafts: most drafts per sequence and step
+    metrics:    receive counts of drafts
+    rejection:  accepts drawn drafts
+    has_rounds: whether steps in which all sequences have drafts may go on without the host (rounds.py)
+    branches:   whether drafts of these rounds may have branches: then steps of chains have the mask of trees too
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        runtime: AttentionRuntime,
+        picker: AskingPicker,
+        num_drafts: int,
+        metrics: Metrics,
+        rejection: Rejection | NothingDrawn = NOTHING_DRAWN,
+        *,
+        has_rounds: bool = False,
+        branches: bool = False,
+    ) -> None:
+        self.has_rounds, self._branches = has_rounds, branches
+        self._drafter = drafter
+        self._runtime = runtime
+        self._picker = picker
+        self._num_drafts = num_drafts
+        self._metrics = metrics
+        self._rejection = rejection
+
+    def capture_all(self, progress: Progress) -> None:
+        """Like Drafter.capture_all."""
+        self._drafter.capture_all(progress)
+
+    def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, Drafts]:
+        """Drafts for the next step; the tokens of all steps were read.
+
+        decoding: Scheduler.decoding
+        alive:    see Drafter.draft
+        """
+        sequences = decoding(self._num_drafts)
+        found = self._drafter.draft(sequences, alive)
+        if self.looks_up and len(found) < len(sequences) <= 2 * len(found):
+            # Steps in which all have drafts can go on without the host; drafts added for the others cost little.
+            guesses = {each.number: (each.token_ids[-1],) * most for each, most in sequences}
+            found = {number: found.get(number, Drafts.chain(ids)) for number, ids in guesses.items()}
+        return found
+
+    @property
+    def looks_up(self) -> bool:
+        """Like Drafter.looks_up, if rounds may also follow from each other."""
+        return self.has_rounds and self._drafter.looks_up
+
+    def batch(self, step: ScheduledStep) -> StepBatch:
+        """The batch of a step, with the mask of its trees if it has any."""
+        if not (step.has_trees or (self._branches and step.drafts)):
+            return step.batch
+        return replace(step.batch, mask=TreeMask(torch.from_numpy(_parents(step)).to(self._runtime.device)))
+
+    def pick(self, step: ScheduledStep, logits: Tensor, settle: Callable[[], None]) -> StepPicks:
+        """Picks the tokens of each of step.picking: the drafts that were right, in order, and one more.
+
+        logits: [num_seqs, rows, vocab], of the last tokens of each sequence; in a decode step rows is 1
+        settle: reads the tokens of all steps before this one; called if a token depends on them on the host
+        """
+        num_rows, asking = logits.shape[1], _asking(step, settle)
+        draws: dict[int, Draw] = {}
+        asks: dict[int, RowAsk] = {}
+        for seq in step.asking:
+            sequence = step.sequences[seq]
+            depths = [0, *step.drafts.get(seq, NO_DRAFTS).depths()]
+            for row, depth in enumerate(depths, (seq + 1) * num_rows - len(depths)):
+                if not sequence.sampler.is_greedy:
+                    draws[row] = sequence.sampler.draw(sequence.num_new + depth)
+                if seq in asking:
+                    asks[row] = asking[seq].of(sequence, sequence.num_new + depth)
+        rows = (logits if step.num_picks == logits.shape[0] else logits[: step.num_picks]).flatten(0, 1)
+        picked = self._picker.pick(rows, draws, asks) if asks else self._picker.plain.pick(rows, draws)
+        return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits))
+
+    def follow(self, step: ScheduledStep, taken: Many[Taken], *, is_followed: bool) -> None:
+        """Counts a step's drafts and accepted ones, and passes the step to the drafter.
+
+        taken:       of each of step.picking
+        is_followed: see StepPicks
+        """
+        if not is_followed:
+            self._drafter.follow(step, taken)
+        # Nothing was verified of a sequence that has ended since the step was launched.
+        verified = num_drafts = num_taken = 0
+        for seq, drafts in step.drafts.items():
+            token_ids = taken[seq].token_ids
+            if token_ids:
+                verified += 1
+                num_drafts += len(drafts.token_ids)
+                num_taken += len(token_ids)
+        metrics = self._metrics
+        metrics.verifications += verified
+        metrics.drafts += num_drafts
+        metrics.accepted_drafts += num_taken - verified
+
+    def count_rounds(self, step: ScheduledStep, together: Together) -> None:
+        """Like follow(), for rounds that were read together. The drafter needs no call for them."""
+        verified = together.num_rounds * step.num_picks
+        metrics = self._metrics
+        metrics.verifications += verified
+        metrics.drafts += verified * self._num_drafts
+        metrics.accepted_drafts += together.num_tokens - verified
+
+
+class _OneEach:
+    """Picks of one token per sequence."""
+
+    is_followed, round_number = False, NO_ROUND
+    tokens = None
+
+    def __init__(self, picked: PickedTokens) -> None:
+        self._picked = picked
+
+    def read(self) -> Picks:
+        """Like StepPicks.read."""
+        return [pick if isinstance(pick, BadLogits) else (pick,) for pick in self._picked.read()]
+
+    def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
+        """Like StepPicks.logprobs."""
+        return NO_LOGPROBS_OF
+
+
+class _OneEachAsked:
+    """Picks of one token per sequence, some with logprobs or shaped rows."""
+
+    is_followed, round_number = False, NO_ROUND
+    tokens = None
+
+    def __init__(self, picked: AskedTokens) -> None:
+        self._picked = picked
+        self._found: list[int | BadLogits] = []
+
+    def read(self) -> Picks:
+        """Like StepPicks.read."""
+        self._found = self._picked.read()
+        return [pick if isinstance(pick, BadLogits) else (pick,) for pick in self._found]
+
+    def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
+        """Like StepPicks.logprobs."""
+        return {row: (told,) for row, told in self._picked.logprobs(self._found).items()}
+
+
+class _Verified:
+    """A token after each draft, from which the accepted ones follow.
+
+    num_rows: of each sequence's last tokens
+    runtime:  moves their K and V to the places of their tokens, if they lie in others
+    drawn:    acceptance of drawn drafts
+    """
+
+    is_followed, round_number = False, NO_ROUND
+
+    def __init__(
+        self,
+        picked: PickedTokens | AskedTokens,
+        step: ScheduledStep,
+        num_rows: int,
+        runtime: AttentionRuntime,
+        drawn: AcceptedDrawn | NothingDrawn,
+    ) -> None:
+        self._drawn = drawn
+        self._picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
+        self._found: list[int | BadLogits] = []
+        self._paths: list[Many[int]] = []  # place among step.picking -> the drafts that were accepted
+        self._may_have_moved = False
+
+    @property
+    def tokens(self) -> PickedTokens | AskedTokens | None:
+        """Like StepPicks.tokens."""
+        picked = self._picked
+        return picked if isinstance(picked, PickedTokens) or picked.only_tokens else None
+
+    def read(self) -> Picks:
+        """Like StepPicks.read, before the next step of these sequences.
+
+        It may be read again after an interrupt. If the interrupt may have come while accepted drafts were moved, K and
+        V after the last token are not used: such a sequence takes one token, and its next step stores the others.
+        """
+        step, num_rows = self._step, self._num_rows
+        found = self._found = self._picked.read()
+        drawn = self._drawn.read()
+        picks, self._paths = Picks(), []
+        moves: dict[int, Many[int]] = {}
+        for seq in range(step.num_picks):
+            drafts = step.drafts.get(seq, NO_DRAFTS)
+            last = (seq + 1) * num_rows
+            first = last - 1 - len(drafts.token_ids)
+            if seq in drawn:
+                tokens, path = _of_drawn(found[first], *drawn[seq])
+            else:
+                tokens, path = _found_right(found[first:last], drafts)
+            picks.append(tokens)
+            self._paths.append(path)
+            if drafts.is_chain or path == list(range(len(path))):
+                continue
+            # A sequence that has ended since the step was launched, for example by its text, has given its row back.
+            if step.sequences[seq].row == step.batch.rows[seq]:
+                moves[seq] = path
+        if self._may_have_moved:
+            for seq in moves:
+                picks[seq], self._paths[seq] = cast(Many[int], picks[seq])[:1], []
+        elif moves:
+            self._may_have_moved = True
+            self._move(moves)
+        return picks
+
+    def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
+        """Like StepPicks.logprobs."""
+        if isinstance(self._picked, PickedTokens):
+            return NO_LOGPROBS_OF
+        told, found = self._picked.logprobs(self._found), dict[int, Many[TokenLogprobs]]()
+        for seq, path in enumerate(self._paths):
+            first = (seq + 1) * self._num_rows - 1 - len(self._step.drafts.get(seq, NO_DRAFTS))
+            if first in told:
+                found[seq] = [told[first], *(told[first + 1 + draft] for draft in path)]
+        return found
+
+    def _move(self, paths: Mapping[int, Many[int]]) -> None:
+        """Moves the accepted drafts of some sequences. paths: seq -> their drafts, in order"""
+        batch, seqs = self._step.batch, list(paths)
+        nodes = np.full((len(seqs), 1 + max(map(len, paths.values()))), -1, np.int32)
+        for line, path in zip(nodes, paths.values(), strict=True):
+            line[: 1 + len(path)] = (0, *(1 + draft for draft in path))
+        counts = np.array([len(path) for path in paths.values()], np.int32)
+        kv_len = batch.kv_len[seqs] - batch.q_len[seqs] + 1 + counts
+        device = self._runtime.device
+        num_accepted, path_of, length = (torch.from_numpy(values).to(device) for values in (counts, nodes, kv_len))
+        accepted = Accepted.empty(*nodes.shape, device)._replace(num_accepted=num_accepted, path=path_of, kv_len=length)
+        self._runtime.move_accepted(accepted, seqs)
+
+
+def _asking(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, Asking]:
+    """Place among step.picking -> the Asking of its sequence. settle: see Speculation.pick"""
+    if not step.asking:
+        return {}
+    asking = {seq: asks for seq in step.asking if (asks := step.sequences[seq].asks) is not None}
+    if asking and any(asks.needs_tokens for asks in asking.values()):
+        settle()  # the step itself runs on the device meanwhile
+        # A sequence that has ended with the step before takes nothing of this one.
+        asking = {seq: asks for seq, asks in asking.items() if step.sequences[seq].row != RESERVED_ROW}
+    return asking
+
+
+def _parents(step: ScheduledStep) -> Int32Array:
+    """int32 [num_seqs, most]: new token of a sequence -> the one that it comes after, or NO_PARENT."""
+    parents = np.tile(np.arange(NO_PARENT, step.batch.max_q_len - 1, dtype=np.int32), (step.batch.num_seqs, 1))
+    for seq, drafts in step.drafts.items():
+        known = int(step.batch.q_len[seq]) - len(drafts)
+        parents[seq, known : known + len(drafts)] = np.array(drafts.parents, np.int32) + known
+    return parents
+
+
+def _of_drawn(first: int | BadLogits, tokens: Many[int], path: list[int]) -> tuple[Many[int] | BadLogits, Many[int]]:
+    """Like _found_right, for drawn drafts. first: the plain pick of their first row"""
+    if tokens[-1] >= 0 and not isinstance(first, BadLogits):
+        return tokens, path
+    if len(tokens) > 1:
+        return tokens[:-1], path[:-1]
+    return first if isinstance(first, BadLogits) else BadLogits("no token can be drawn: no probability is left"), []
+
+
+def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int] | BadLogits, Many[int]]:
+    """The tokens from a sequence's last one on, and the drafts of all but the last of them.
+
+    rows: the picks after the last token, and after each draft
+    If no token can be picked after an accepted draft, the step ends before that draft: its sequence fails in the next.
+    """
+    tokens: list[int] = []
+    path: list[int] = []
+    if drafts.is_chain:
+        guessed = drafts.token_ids
+        num = len(guessed)
+        if guessed != tuple(rows[:num]):  # no draft is BadLogits
+            num = 0
+            while guessed[num] == rows[num]:
+                num += 1
+        last = rows[num]
+        if not isinstance(last, BadLogits):
+            return cast(Many[int], rows[: num + 1]), range(num)
+        return (cast(Many[int], rows[:num]), range(num - 1)) if num else (last, [])
+    at: int | None = LAST_TOKEN
+    while at is not None:
+        pick = rows[1 + at]
+        if isinstance(pick, BadLogits):
+            return (tokens, path[:-1]) if tokens else (pick, [])
+        tokens.append(pick)
+        at = drafts.after(at, pick)
+        if at is not None:
+            path.append(at)
+    return tokens, path

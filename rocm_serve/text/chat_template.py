@@ -1,0 +1,129 @@
+"""ChatTemplate: a model's format for writing a conversation as text."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+
+from rocm_attn.errors import BadModel, BadRequest
+from rocm_serve.text.bounded_jinja import BoundedEnvironment
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A Jinja template that came with a model; it runs in a sandbox.
+
+    source:     the template's text
+    bos_token:  text of the token that a template may name, "" if the model has none; likewise eos_token
+    with_tools: the text of the model's other template, for conversations with tools; "" if it has none
+    """
+
+    source: str
+    bos_token: str = ""
+    eos_token: str = ""
+    with_tools: str = ""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Returns the conversation as text, up to where the model continues.
+
+        messages: each with "role" ("system", "user", "assistant", "tool") and "content"; of an assistant, "tool_calls"
+                  in the form of OpenAI's API, except "arguments", which are an object here
+        tools:    functions that the model may call, in the form of OpenAI's API
+        Raises BadRequest for messages that the template refuses, BadModel for a template that is damaged, or that does
+        more work than a conversation of this length needs.
+        """
+        said = len(json.dumps([messages, tools]))
+        try:
+            return (
+                _environment(_WORK + _WORK_PER_CHARACTER * said)
+                .from_string((tools and self.with_tools) or self.source)
+                .render(
+                    messages=list(messages),
+                    tools=list(tools) or None,
+                    add_generation_prompt=True,
+                    bos_token=self.bos_token,
+                    eos_token=self.eos_token,
+                )
+            )
+        except _Refused as error:
+            raise BadRequest(f"the model's chat template refuses the messages: {error}") from error
+        except _TEMPLATE_ERRORS as error:
+            what = str(error)[:_LONGEST_REASON] or type(error).__name__
+            raise BadModel(f"the model's chat template fails ({what}); pass the prompt as it stands instead") from error
+
+
+def template_of(named: object, bos_token: str, eos_token: str) -> ChatTemplate | None:
+    """Returns a model's template as its files name it; None if they name none.
+
+    named: one text, or templates by name, as Hugging Face has them: "default", and "tool_use" for tools
+    """
+    if isinstance(named, Sequence) and not isinstance(named, str):  # as tokenizer_config.json writes them
+        entries = [each for each in named if isinstance(each, Mapping) and isinstance(each.get("name"), str)]
+        named = {each["name"]: each.get("template") for each in entries}
+    by_name = named if isinstance(named, Mapping) else {"default": named}
+    source, with_tools = by_name.get("default"), by_name.get("tool_use")
+    if not isinstance(source, str):
+        return None
+    return ChatTemplate(source, bos_token, eos_token, with_tools if isinstance(with_tools, str) else "")
+
+
+# Units of BoundedEnvironment: some thousand times the work of a chat template for a short prompt, done in seconds.
+_WORK, _WORK_PER_CHARACTER = 5_000_000, 100
+_LONGEST_REASON = 300
+
+# Errors that a template may raise: it is a program of the model's author.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
+class _Refused(Exception):
+    """Raised by raise_exception() inside a template."""
+
+
+def _refuse(reason: object) -> NoReturn:
+    raise _Refused(reason[:_LONGEST_REASON] if isinstance(reason, str) else "it does not say why")
+
+
+def _as_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+    """The filter tojson of Hugging Face. Jinja's own escapes characters that HTML would misread, and sorts keys."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %}: Hugging Face's mark around the model's own text, for training."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Parses the marked part, which is rendered unchanged."""
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment(work: int) -> BoundedEnvironment:
+    """An environment with everything that templates written for Hugging Face use. work: units that one may take"""
+    extensions = ["jinja2.ext.loopcontrols", _Generation]
+    environment = BoundedEnvironment(work, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.charge("tojson", _as_json)
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment

@@ -1,0 +1,154 @@
+"""Constraint: the form that a request's text must have. llguidance reads it, and is imported late."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rocm_attn.errors import BadRequest
+from rocm_attn.machine.distributions import installing
+from rocm_serve.text.schema_ends import require_ends
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# Most characters of a constraint: longer ones take long to read.
+MOST_CHARACTERS = 1 << 16
+_LONGEST_REASON = 400
+
+ConstraintKind = Literal["json_schema", "regex", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The form that the whole of a request's new text must match. Made by one of the functions below.
+
+    kind: whether text is a JSON schema, a regular expression, or a grammar in Lark's notation
+    text: at most 65,536 characters
+
+    Raises BadRequest.
+    """
+
+    kind: ConstraintKind
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MOST_CHARACTERS:
+            raise BadRequest(f"the constraint has {len(self.text)} characters; at most {MOST_CHARACTERS} are allowed")
+        if not self.text:
+            raise BadRequest("the constraint is empty; leave it out, or say what the text must match")
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:  # JSON can write a lone surrogate
+            raise BadRequest(f"the constraint is no Unicode text ({error.reason} at {error.start})") from error
+
+    @classmethod
+    def json_schema(cls, schema: str | Mapping[str, Any]) -> Constraint:
+        """A JSON value that a schema accepts. schema: as an object, or as its text"""
+        return cls("json_schema", schema if isinstance(schema, str) else _as_json(schema))
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Any JSON object."""
+        return cls("json_schema", '{"type": "object"}')
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """A text that a regular expression matches from its first to its last character."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Constraint:
+        """One of these texts."""
+        if not texts or not all(texts):
+            raise BadRequest("a choice needs texts to choose from, each with at least one character")
+        return cls("lark", f"start: {' | '.join(map(_as_json, texts))}")
+
+    @classmethod
+    def grammar(cls, lark: str) -> Constraint:
+        """A text that a context-free grammar gives, in the notation of Lark, from its rule `start` on."""
+        return cls("lark", lark)
+
+    def check(self) -> None:
+        """Raises BadRequest with the library's reason if it refuses the constraint. No model is needed.
+
+        It takes milliseconds, except for a few constraints that take minutes or gigabytes, and a thread that compiles
+        one cannot be ended. Constraints from untrusted clients are tried in a process: see constraint_trial.py.
+        """
+        is_error, reasons = library().LLMatcher.validate_grammar_with_warnings(grammar_of(self))
+        if is_error:
+            raise BadRequest(f"the constraint cannot be used: {reason_of(reasons[0])}")
+
+
+def library() -> Any:
+    """Imports llguidance. Raises BadRequest if it is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise BadRequest(
+            f"constraints need the library llguidance, which is not installed; {installing('rocm_serve', 'server')}"
+        ) from error
+    return llguidance
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """Returns the constraint as a grammar of the library. Raises BadRequest."""
+    matcher = library().LLMatcher
+    if constraint.kind == "regex":
+        return str(matcher.grammar_from_regex(constraint.text))
+    if constraint.kind == "lark":
+        return str(matcher.grammar_from_lark(constraint.text))
+    try:
+        schema = json.loads(constraint.text)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the JSON schema is not JSON ({error})") from error
+    require_ends(schema)
+    return str(matcher.grammar_from_json_schema(constraint.text))
+
+
+def tokens_of(tokenizer: str, vocab_size: int, ends: Sequence[int]) -> Any:
+    """Returns a tokenizer as the library reads it. This takes a second and megabytes.
+
+    tokenizer:  as tokenizers.Tokenizer.to_str() writes it
+    vocab_size: of the logits
+    ends:       tokens that end a text
+    Raises BadRequest if the library cannot read it.
+    """
+    try:
+        return library().LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(ends))
+    except ValueError as error:
+        raise BadRequest(
+            f"this model's tokenizer cannot be used with a constraint ({error}); leave the constraint out"
+        ) from error
+
+
+def compiled_of(constraint: Constraint, tokens: Any) -> LLMatcher:
+    """Compiles the constraint over tokens_of(), and tries it on the first token of a text. Raises BadRequest."""
+    compiled: LLMatcher = library().LLMatcher(tokens, grammar_of(constraint), log_level=0)
+    if compiled.is_error():
+        raise BadRequest(f"the constraint cannot be used: {reason_of(compiled.get_error())}")
+    first = compiled.deep_copy()
+    first.compute_bitmask()
+    if first.is_error():
+        raise BadRequest(f"the constraint cannot be used: no text begins as it wants ({reason_of(first.get_error())})")
+    return compiled
+
+
+def reason_of(error: str) -> str:
+    """The library's message in one line, without its dump of its own state."""
+    words = " ".join(error.partition("<state>")[0].split())
+    return words if len(words) <= _LONGEST_REASON else words[:_LONGEST_REASON] + "..."
+
+
+def why_failed(error: BaseException) -> str:
+    """The message for an error that is none of the library's refusals. A panic is not an Exception."""
+    return f"the constraint cannot be used: the library fails of it ({reason_of(f'{type(error).__name__}: {error}')})"
+
+
+def _as_json(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRequest(f"the constraint cannot be written as JSON ({error})") from error

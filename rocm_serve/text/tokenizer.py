@@ -1,0 +1,111 @@
+"""Tokenizer: text to token ids and back, for whole texts and for streams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tokenizers
+
+from rocm_attn.errors import BadRequest
+from rocm_serve.text.chat_template import ChatTemplate
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Marks around function calls: part of a model's text, although the files of some models call them special.
+CALL_MARKS = ("<tool_call>", "</tool_call>")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokenizer:
+    """A model's tokenizer.
+
+    backend:       splits and joins
+    bos_token_id:  put before a plain text; None if the model needs none, or the backend adds it
+    chat_template: None if the model came without one
+    """
+
+    backend: tokenizers.Tokenizer
+    bos_token_id: int | None
+    chat_template: ChatTemplate | None
+    _silent: frozenset[int] = field(init=False, repr=False)  # tokens that are no text
+
+    def __post_init__(self) -> None:
+        added = self.backend.get_added_tokens_decoder()
+        silent = (number for number, token in added.items() if token.special and token.content not in CALL_MARKS)
+        object.__setattr__(self, "_silent", frozenset(silent))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain text, with the model's BOS token before it, if it needs one. Raises BadRequest."""
+        before = [] if self.bos_token_id is None else [self.bos_token_id]
+        return before + _ids(self.backend, text, add_special_tokens=True)
+
+    def encode_chat(self, user: str) -> list[int]:
+        """Token ids of a conversation that starts with the user's text, up to where the model continues.
+
+        Raises BadRequest if the model has no chat template, or for a text that is not Unicode; BadModel for a template
+        that is damaged.
+        """
+        return self.encode_messages([{"role": "user", "content": user}])
+
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Likewise, for a conversation; messages and tools: see ChatTemplate.render. Raises like encode_chat."""
+        if self.chat_template is None:
+            raise BadRequest("the model has no chat template; pass the prompt as it stands (--raw)")
+        # the template writes every special token itself
+        return _ids(self.backend, self.chat_template.render(messages, tools), add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens, without special ones except CALL_MARKS; bytes that are not UTF-8 become U+FFFD."""
+        said = [token for token in token_ids if token not in self._silent]
+        return str(self.backend.decode(said, skip_special_tokens=False))
+
+    def stream(self) -> TextStream:
+        return TextStream(self)
+
+
+@dataclass(slots=True)
+class TextStream:
+    """Decodes token by token. The pieces joined are the text of the tokens, and no piece ends inside a character.
+
+    _context: tokens whose text was returned already; some tokenizers write a token differently at a text's start
+    _held:    tokens whose text still ends inside a character
+    """
+
+    tokenizer: Tokenizer
+    _context: list[int] = field(default_factory=list)
+    _held: list[int] = field(default_factory=list)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+        self._held.append(token_id)
+        text = self._text_of_held()
+        if not text or text.endswith(_REPLACEMENT):
+            return ""
+        self._context, self._held = self._held, []
+        return text
+
+    def finish(self) -> str:
+        """The rest of the text: a character that was never completed becomes U+FFFD."""
+        text = self._text_of_held()
+        self._held = []
+        return text
+
+    def _text_of_held(self) -> str:
+        before = self.tokenizer.decode(self._context)
+        return self.tokenizer.decode(self._context + self._held)[len(before) :]
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"character {error.start + 1} of the text is the surrogate U+{ord(text[error.start]):04X}, which is half "
+            "of a character; give whole ones"
+        ) from error
+    # encode() would hold Python's lock throughout: with megabytes of text, no other thread would run for seconds.
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return [int(token) for token in encoding.ids]

@@ -1,0 +1,66 @@
+"""The observers of an engine's steps, put around its forward and its runner as the options request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from rocm_attn.capture.split_forward import Forward
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.machine.watchdog import Watchdog
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.protocols import NO_WATCHDOG, Flight, LayerCalls, Steps
+from rocm_attn.watch.flight_recorder import FlightRecorder
+from rocm_attn.watch.profiler_ranges import RangedLayers, RangedSteps, device_ranges
+from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
+from rocm_attn.watch.watched_steps import WatchedSteps
+from rocm_serve.options import EngineOptions
+
+
+def watched_steps(
+    runtime: AttentionRuntime,
+    forward: Forward,
+    options: EngineOptions,
+    flight: Flight,
+    new_runner: Callable[[Forward], StepRunner],
+) -> tuple[StepRunner, Steps, Watchdog]:
+    """A runner of the forward, the object that runs the engine's steps, and the watchdog.
+
+    The steps are run by the runner, wrapped as the options request. The watchdog also watches while the engine waits
+    for a step's tokens.
+
+    new_runner: makes the runner of a forward
+    Raises BadSetting if profiler ranges are requested and this torch has none.
+    """
+    tap = LayerTap()
+    if options.check_every:
+        forward = around_layers(forward, tap.around)
+    ranges = device_ranges() if options.profiler_ranges else None
+    if ranges is not None:
+        forward = around_layers(forward, partial(RangedLayers, ranges=ranges))
+    runner = new_runner(forward)
+    steps: Steps = runner
+    if options.check_every:
+        steps = SampledCheck(runner, runtime, runtime.kinds.problems, tap, every=options.check_every)
+    if ranges is not None:
+        steps = RangedSteps(steps, ranges)
+    if not options.hang_after:
+        return runner, steps, NO_WATCHDOG
+    watchdog = Watchdog(options.hang_after, on_hang=partial(_dump, flight))
+    return runner, WatchedSteps(steps, watchdog), watchdog
+
+
+def around_layers(forward: Forward, wrap: Callable[[LayerCalls], LayerCalls]) -> Forward:
+    """The forward, with the layers of its steps wrapped."""
+    return lambda step: forward(replace(step, layers=wrap(step.layers)))
+
+
+def _dump(flight: Flight, sentence: str) -> None:
+    """Writes the flight record of a step that hangs, if one is kept."""
+    if isinstance(flight, FlightRecorder):
+        try:
+            flight.dump(sentence)
+        except OSError as failure:  # in a thread of the watchdog, which nothing waits for
+            logging.getLogger(__name__).warning("the last steps could not be written (%s)", failure)

@@ -16,7 +16,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-_PARTS = ("rocm-attn", "rocm-serve", "rocm-lab", "amd-aiter", "pybind11", "torch", "triton", "pytorch-triton-rocm", "numpy")
+_PARTS = (
+    "rocm-attn",
+    "rocm-serve",
+    "rocm-lab",
+    "amd-aiter",
+    "pybind11",
+    "torch",
+    "triton",
+    "pytorch-triton-rocm",
+    "numpy",
+)
 
 
 def cache_folder(installed: Mapping[str, str], python: str) -> str:

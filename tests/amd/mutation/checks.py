@@ -19,6 +19,8 @@ from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.attention.finish import launch_finish
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.attention.pads import launch_clear_pads
+from rocm_attn.kernels.attention.plain_decode import launch_plain_decode
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -121,6 +123,16 @@ def decode(memory: Memory, like: DecodeTiles = DECODE_TILES) -> None:
         schedule = memory.put(garbage(cut.words(len(kv_len))))
         launch_decode_schedule(tensors.queries, schedule, cut)
         launch_paged_decode(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
+        assert_served(tensors)
+        memory.assert_surroundings_untouched()
+
+
+def plain_decode(memory: Memory) -> None:
+    """Checks odd dims, a window, and an empty sequence."""
+    for window_left in (UNLIMITED_WINDOW, 20):
+        case = Case([33, 0, 1, 16, 70], [1] * 5, HEADS, DIMS, PAGE_SIZE, spread=True, window_left=window_left)
+        tensors = attention(memory, case)
+        launch_plain_decode(tensors.args(), scores=tensors.scores)
         assert_served(tensors)
         memory.assert_surroundings_untouched()
 
@@ -613,6 +625,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     # V has a narrower last block of columns.
     "attention/decode_columns.py": partial(decode, like=replace(DECODE_TILES, dim_block=32)),
     "attention/decode_schedule.py": decode_schedule,
+    "attention/plain_decode.py": plain_decode,
     "attention/extend.py": extend,
     "attention/extend_merge.py": extend,
     "attention/extend_schedule.py": extend_schedule,

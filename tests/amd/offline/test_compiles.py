@@ -159,6 +159,9 @@ HOPPER, CDNA = "rocm_attn.kernels.hopper", "rocm_attn.kernels.cdna"
 # It merges the parts that programs with shares of deterministic attention keep.
 PARTS_OF_SEGMENTS = "_segment_parts_kernel"
 
+# The kernel to read first. No runtime launches it, so it has no budgets.
+TO_READ = "_plain_decode_kernel"
+
 # Kernels that write and read single words only: those are scalar loads.
 ONLY_WRITES = ("_zero_tails_kernel", "_clear_pads_kernel")
 
@@ -216,13 +219,14 @@ def names_of_sparse_kernels() -> set[str]:
 
 
 def names_of_all_kernels(package: str = "rocm_attn.kernels") -> set[str]:
-    """Every jitted function of kernels/, or of a folder of it, that is launched on archs of more than one vendor."""
+    """Every jitted function of kernels/, or of a folder, that runtimes launch on archs of more than one vendor."""
     return {
         node.name
         for source in sources()
         for node in source.tree.body
         if isinstance(node, ast.FunctionDef)
         and node.name.endswith("_kernel")
+        and node.name != TO_READ
         and f"{source.module}.".startswith(f"{package}.")
         and not source.module.startswith((f"{HOPPER}.", f"{CDNA}."))
     }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.finish import launch_finish
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
+from rocm_attn.kernels.attention.plain_decode import launch_plain_decode
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.rope_store import launch_rope_store
@@ -145,6 +146,15 @@ def run_merge_states(arch: str, dtype: torch.dtype) -> Simulation:
     merge_states(sides[0], sides[1], sides[2], sides[3], *wanted)
     assert_attention_close(merged[0], wanted[0].double(), dtype)
     assert_lse_close(merged[1], wanted[1].double(), torch.float32)
+    return simulation
+
+
+def run_plain_decode(arch: str) -> Simulation:
+    """Runs the kernel to read first."""
+    tensors = build(replace(STEP.decodes(), dims=(80, 48), dtype=BF16, window_left=30, tail=0), torch.device("cpu"))
+    with simulated(arch) as simulation:
+        launch_plain_decode(tensors.args(), scores=tensors.scores)
+    assert_served(tensors)
     return simulation
 
 
@@ -413,6 +423,7 @@ def every_quick_case(arch: str) -> list[KernelCase]:
                 replace(STEP, dtype=BF16, first_page=[3, 0, 9, 0, 1, 0, 4, 2]),
             )
         ),
+        KernelCase("plain_decode", arch, partial(run_plain_decode, arch)),
         *(
             KernelCase(f"merge_states-{dtype}".replace("torch.", ""), arch, partial(run_merge_states, arch, dtype))
             for dtype in (BF16, FP16)

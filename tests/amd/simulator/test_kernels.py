@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.amd.kernels.attention_cases import build, run_decode, run_extend
-from tests.amd.offline.test_compiles import names_of_all_kernels
+from tests.amd.offline.test_compiles import TO_READ, names_of_all_kernels
 from tests.amd.simulator.case import KernelCase, Runs
 from tests.amd.simulator.core import POISON
 from tests.amd.simulator.driver import ARCHS, simulated
@@ -45,7 +45,7 @@ def test_every_kernel_was_executed(runs: Runs) -> None:
     executed = {
         arch: {name for case in QUICK if case.arch == arch for name in runs.result(case).kernels} for arch in ARCHS
     }
-    every = names_of_all_kernels() | {"_cdna_decode_kernel"}
+    every = names_of_all_kernels() | {"_cdna_decode_kernel", TO_READ}
     assert set().union(*executed.values()) == every
     on_one = {name for package in ON_ONE_ARCH for name in names_of_all_kernels(f"rocm_attn.kernels.{package}")}
     for arch in ARCHS:

@@ -5,17 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.providers.contract import Bind, KernelRow, Limits, Schedule, StepBounds, StepOps
+from rocm_attn.providers.contract import Bind, Fault, KernelRow, Limits, Schedule, StepBounds, StepOps
 from rocm_attn.providers.scores import packed_mask
 from rocm_attn.providers.triton_later import triton_launches
 
 ARCHS = ("gfx942", "gfx950", "sm_*", "interpreter")
+
+# tl.dot of Triton 3.6 to 3.9's interpreter, which keeps bfloat16 in NumPy's uint16.
+INTERPRETED_BFLOAT16 = Fault(
+    "Triton's interpreter multiplies the bits of bfloat16 as whole numbers",
+    lambda problem, _: problem.dtype == torch.bfloat16,
+    archs=("interpreter",),
+)
 
 
 class Maskable(Protocol):
@@ -84,6 +93,7 @@ def triton_row(
         needs_host_lengths=False,
         bind=bind,
         is_probed=is_probed,
+        faults=(INTERPRETED_BFLOAT16,),
     )
 
 

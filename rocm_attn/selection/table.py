@@ -11,6 +11,7 @@ from rocm_attn.kernels.metadata.step_tensors import Need
 from rocm_attn.providers.contract import Baked, Fault, KernelRow, Limits, ReadAhead
 from rocm_attn.providers.select import INDEX_ROWS, ROWS, SELECTED_ROWS
 from rocm_attn.providers.sparse import IndexLimits
+from rocm_attn.providers.triton_rows import INTERPRETED_BFLOAT16
 
 _INTRODUCTION = """\
 # Kernels
@@ -127,7 +128,8 @@ def _faults(lines: Sequence[_Line]) -> str:
     named: dict[Fault, dict[str, None]] = {}
     for row, kinds in lines:
         for fault in row.faults:
-            named.setdefault(fault, {})[f"`{row.name}` ({kinds})"] = None
+            if fault is not INTERPRETED_BFLOAT16:  # no GPU has that one
+                named.setdefault(fault, {})[f"`{row.name}` ({kinds})"] = None
     head = ["| kernels | archs | releases | refused, because |", "| --- | --- | --- | --- |"]
     cells = [
         f"| {', '.join(names)} | {', '.join(fault.archs)} | {fault.releases()} | {fault.what} |"

@@ -294,6 +294,14 @@ def test_deterministic_kernels_share_nothing() -> None:
     assert "shared: not torch.shared_prefix: a sequence's result may depend on the batch" in selection.lines()
 
 
+def test_bfloat16_is_refused_where_triton_interprets_it_wrongly() -> None:
+    """The results were off by 8e8, and nothing was reported."""
+    problem, interpreter = replace(small_problem(page_size=16), dtype=torch.bfloat16), known_target("interpreter")
+    with pytest.raises(Unsupported, match="multiplies the bits of bfloat16 as whole numbers"):
+        select(problem, interpreter, "triton")
+    assert select(problem, interpreter, "auto").provider == "torch"
+
+
 def test_auto_shares_prefixes_by_triton_beside_aiters_kernels() -> None:
     selection = select(replace(small_problem(page_size=16), dtype=torch.bfloat16), known_target("gfx942"), "auto")
     assert selection.kernel(StepKind.SHARED).row.name == "triton.shared_prefix"

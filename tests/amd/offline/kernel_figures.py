@@ -21,10 +21,10 @@ from tests.amd.offline.sparse_matrix import LayerRow
 
 HEADING = "## Kernels that are not ranked"
 _TEXT = """\
-What the compiler reports of kernels over eight-bit and latent pages, of sparse attention, and of the fused store, for
+The compiler's figures for kernels over eight-bit and latent pages, of sparse attention, and of the fused store, for
 pools below 2 GiB with Triton {triton}: the budgets that the gate holds them to. None spills a register on either arch;
-the gate refuses one that does. A range is that of the variants that are launched (windows, caps, sinks, masks, LSE).
-Waves are those that a SIMD has room for, by registers and by LDS.
+the gate refuses one that does. A range is that of the launched variants (windows, caps, sinks, masks, LSE). Waves are
+those that a SIMD has room for.
 """
 # Kernels whose cost differs from layer to layer have a line for each; the others have one line.
 _BY_LAYER = (
@@ -50,7 +50,7 @@ _ALSO = (
     "_rope_store_kernel",
     "_finish_kernel",
 )
-_FACTORS = {Scales.LAYER: "of the layer", Scales.HEAD: "of heads", Scales.TOKEN: "of tokens"}
+_FACTORS = {Scales.LAYER: "per layer", Scales.HEAD: "per head", Scales.TOKEN: "per token"}
 # Arch -> costs of a line.
 Figures = dict[str, list[Cost]]
 
@@ -95,7 +95,7 @@ def _layer(row: AnyRow) -> str:
     if not isinstance(row, Row):
         name = f"sparse: {row.name.replace('_', ' ')}"
         return f"{name}, {_heads(row.heads, row.dims)}" if isinstance(row, LayerRow) else f"{name}, {row.heads} heads"
-    factors = f", factors {_FACTORS[row.scales]}" if row.scales is not Scales.NONE else ""
+    factors = f", scales {_FACTORS[row.scales]}" if row.scales is not Scales.NONE else ""
     # gfx942 has no instruction for it.
     encoding = f" {row.kv.name}" if row.kv.name == "E5M2" else ""
     return f"{_heads(row.heads, row.dims)}{encoding}{factors}"

@@ -26,105 +26,103 @@ _COLUMNS = (
 _ASSEMBLY = """\
 ## Products and the softmax of extend
 
-Cycles that an iteration keeps the matrix and the vector unit of a SIMD busy. "none" is what is left of the matrix
-unit's peak if the two never overlap, "full" if they always do; [predicted times](cost.md) are made of these. AITER's
+The columns say how many cycles an iteration keeps the matrix and the vector unit of a SIMD busy. "none" is the share of
+the matrix unit's peak if the two never overlap, "full" if they always do; [predicted times](cost.md) use both. AITER's
 kernels in assembly are read from its code objects.
 """
 _GLUON = """\
 ## Decode in Gluon
 
-`kernels/cdna` has a decode with explicit layouts. Keys and values go straight from memory into the operands of
-products: nothing of them is written to LDS, and a lane hands others only the maximum and the sum of its scores. While a
-block is attended to, the loads of others are in flight, and page numbers are scalar loads two rounds ahead. From the
-row of paged decode that serves where it does not, to this kernel in its own tiles:
+`kernels/cdna` has a decode with explicit layouts. Keys and values go from memory straight into the operands of
+products: nothing of them is written to LDS, and lanes exchange only the maximum and the sum of their scores. Loads of
+other blocks are in flight meanwhile, and page numbers are scalar loads two rounds ahead. The table goes from the row of
+paged decode that serves otherwise to this kernel in its own tiles:
 
 """
 _SERVES = """\
-All rows for AMD are chosen by such figures and [the simulator](simulator.md), and so is this one, with Triton 3.9.0:
-`triton.cdna_decode` in [the page of kernels](kernels.md), with its limits. **No MI300 and no MI355 has run it.** So it
-is probed before it serves ([providers](providers.md#the-probe)), and tiles of `triton.decode` that `rocm-attn tune`
-found to be faster on such a GPU take its place. On gfx950 heads of 256 stay with paged decode:
-{wide}; nothing fills its waits for products, which this model does not know.
+`triton.cdna_decode` serves on gfx942 and gfx950 with Triton 3.9.0 ([limits](kernels.md)), chosen by these figures and
+[the simulator](simulator.md) like all AMD rows. **No MI300 and no MI355 has run it**, so it is [probed before it
+serves](providers.md#the-probe), and tiles of `triton.decode` that `rocm-attn tune` measured to be faster take its
+place. On gfx950 heads of 256 stay with paged decode:
+{wide}, and nothing fills its waits for products, which this model does not know.
 With a window every block is masked, and a cap has more to compute. Clocks to issue a key of heads of 128:
 {kinds}.
-With Triton 3.6.0 it is right in the simulator and gains nothing by such figures: page numbers are vector loads there.
-[Predicted times](cost.md) are those of the kernel that would serve. By their model large batches are bound by HBM with
-either kernel as long as a load takes less than the break-even latency.
+With Triton 3.6.0 it is right in the simulator and gains nothing: page numbers are vector loads there.
 """
 _STUDY = """\
 ## Extend in Gluon
 
-Extend was tried in the same way, and does not serve: a wave has 32 or 64 rows of q (new tokens times four query
-heads), K and V go straight into the operands of products, and no key passes LDS. The kernel is
-`tests/amd/offline/gluon_extend.py`, which the simulator finds right. "lazily" rescales results only where a maximum has
-grown by 2^8; its figures are of blocks in which none has. Heads of 128, bfloat16, beside the rows that serve:
+The same was tried for extend, and does not serve. A wave has 32 or 64 rows of q (new tokens times four query heads), K
+and V go straight into the operands of products, and no key passes LDS. `tests/amd/offline/gluon_extend.py` is right in
+the simulator. "lazily" rescales results only where a maximum has grown by 2^8; its figures are of blocks in which none
+has. Heads of 128, bfloat16, next to the rows that serve:
 
 """
 _STUDIED = """\
 It would serve if it cost 15 % less.
 {verdicts}
-Each wave loads all keys for itself: with 32 rows loads alone take the floor of gfx942, and twice that of gfx950. With
-64 rows a SIMD has room for one wave, and nothing fills its waits. On gfx950 the vector unit is what bounds extend, and
-to turn V for products without LDS adds to its work.
+Each wave loads all keys for itself: with 32 rows the loads alone take the floor of gfx942, and twice that of gfx950.
+With 64 rows a SIMD has room for one wave, and nothing fills its waits. On gfx950 the vector unit bounds extend, and
+turning V for products without LDS adds to its work.
 """
 _HEAD = """\
 # Where the AMD tiles come from
 
 **Nothing on this page was measured on hardware.** No AMD GPU was at hand. The tuning rows of gfx942 and gfx950
-(`kernels/tuning/`) were chosen from what the compiler reports, and from a static model around `llvm-mca`, which
-reads machine code and runs none. The order of candidates is a guess that a first measurement may overturn; differences
-below {tolerance:.0%} mean nothing at all. AITER's Triton and Gluon kernels for the same layers stand beside the rows.
+(`kernels/tuning/`) were chosen from the compiler's figures and from a static model around `llvm-mca`, which reads
+machine code and runs none. A first measurement may overturn the order of candidates; differences below {tolerance:.0%}
+mean nothing. AITER's Triton and Gluon kernels for the same layers stand next to the rows.
 
 <!-- not run: they take an hour, and llvm-mca of LLVM 22 or newer (apt-get install llvm-22) -->
 ```bash
 AITER_SOURCE=../aiter python -m tests.amd.offline.every_figure docs         # all of it
-AITER_SOURCE=../aiter python -m tests.amd.offline.every_figure docs none    # but for the rows' candidates: minutes
+AITER_SOURCE=../aiter python -m tests.amd.offline.every_figure docs none    # without the candidates: minutes
 ```
 
-It writes `rocm_lab/cost/static_figures.json` and, from it alone, this page and the figures of [predicted
-times](cost.md). `bash scripts/test.sh tuning` holds that no row spills or is more than {tolerance:.0%} worse than its
-best candidate. The rows that serve, decode for CDNA and AITER's kernels are of one run: AITER {aiter} of {date}, Triton
-{triton} for all (AITER pins an older one), LLVM {llvm}. AITER's wrappers chose its tiles for 64 sequences of 4,096 keys
-(decode) and 4 chunks of 2,048 tokens of 8,192 (extend), pages of 16.
+This writes `rocm_lab/cost/static_figures.json` and from it this page and the figures of [predicted times](cost.md).
+`bash scripts/test.sh tuning` checks that no row spills or is more than {tolerance:.0%} worse than its best candidate.
+The rows that serve, decode for CDNA and AITER's kernels are of one run:
+AITER {aiter} of {date}, Triton {triton} for all (AITER pins an older one), LLVM {llvm}.
+AITER's wrappers chose its tiles for 64 sequences of 4,096 keys (decode) and 4 chunks of 2,048 tokens of 8,192 (extend),
+pages of 16.
 
 ## The cost
 
-The hot loop of the compiled kernel (the innermost loop with the most matrix instructions) goes through `llvm-mca`,
-which issues one wave's instructions in order and follows `s_waitcnt`. Two things are put right before (`mca.py`): loads
-with 64-bit addresses, which it takes for loads of LDS too, and exp2, reciprocals and 32-bit products, which a SIMD
-computes at a quarter of the rate. There are four bounds, in clocks of a CU:
+The hot loop (the innermost loop with the most matrix instructions) goes through `llvm-mca`, which issues one wave's
+instructions in order and follows `s_waitcnt`. `mca.py` corrects two of its errors: loads with 64-bit addresses, which
+it takes for loads of LDS too, and exp2, reciprocals and 32-bit products, which a SIMD computes at a quarter of the
+rate. The result is four bounds, in clocks of a CU, per KV token of a KV head (decode) or per 1024 products of a q row
+and a key (extend), in full tiles:
 
 | bound | clocks |
 |---|---|
-| issue | the unit of a SIMD that is busiest (matrix, vector, scalar, ...), over all waves |
+| issue | the busiest unit of a SIMD (matrix, vector, scalar, ...), over all waves |
 | LDS clocks | bytes that the waves read and write there, at 128 a clock |
 | loads | bytes that the waves load, at 64 a clock |
-| waits | an iteration of one wave alone, divided by the programs that run on the CU at the same time |
+| waits | an iteration of one wave alone, divided by the programs on the CU |
 
-for a KV token of one KV head (decode), or 1024 products of a q row and a key (extend), in full tiles. The programs on a
-CU follow from registers and LDS, and for decode from `programs_per_cu`. The floor in a heading is what data sheets
-allow: HBM for decode, the matrix units for extend. "own" and "in series" are an iteration of one wave: its cycles, of 4
-clocks each, were loads immediate, and the latencies of loads that come on top, one after another.
+Registers, LDS and, for decode, `programs_per_cu` decide how many programs run on a CU. The floor in a heading is the
+data sheets' limit: HBM for decode, the matrix units for extend. "own" and "in series" are one wave's iteration: its
+cycles, of 4 clocks each, with immediate loads, and the load latencies that come on top.
 
-**Extend** is ranked by the largest of the bounds, with loads of {extend} cycles: assumed, not known.
+* **Extend** is ranked by the largest bound, with loads of {extend} cycles (assumed).
+* **Decode** stays below its floor in all of them, so it is ranked by its *break-even latency*: the microseconds that a
+  load may take until all programs of a CU together ask for less than HBM delivers. The latency while HBM is busy is not
+  published; 1 to 2.5 us are likely. The column of waits is for {decode} cycles.
 
-**Decode** stays below its floor in all of them, so it is ranked by its *break-even latency*: how many microseconds a
-load may take until all programs of a CU together ask for less than HBM delivers. What a load takes while HBM is busy is
-not published; 1 to 2.5 us are likely. The column of waits is for {decode} cycles.
+The model does not know caches, bank conflicts, barriers, uneven work, clocks under load or the cost of starting a row,
+and leaves out merges of parts.
 
-The model does not know caches, bank conflicts, barriers, uneven work, clocks under load or what starting a row costs.
-Merges of parts are left out on both sides.
+A candidate is out if any kernel that it is compiled for spills: windows, soft caps, sinks, ALiBi slopes, packed masks,
+pools below and above 2 GiB. AITER's kernels that spill keep their cost, to compare. Decode tiles that leave a SIMD one
+wave come last, and blocks of 256 query rows are left out. The best {kept} are shown, and **bold** is the row that
+serves. VGPRs, LDS and the figures are those of the plain layer; so are waves of the row that serves and of AITER's
+kernels, while candidates show the kernel that needs most. float32 and deterministic rows have no ranking; budgets hold
+them.
 
-A candidate is out when any kernel that it is compiled for spills: windows, soft caps, sinks, ALiBi slopes, packed
-masks, pools below and above 2 GiB. A kernel of AITER's that spills has its cost all the same, to compare. Tiles of
-decode that leave a SIMD one wave come last, and blocks of 256 query rows are left out. The best {kept} are shown.
-**Bold** is the row that serves. VGPRs, LDS and the figures are those of the plain layer; waves a SIMD are so too of the
-row that serves and of AITER's kernels, and of candidates those of the kernel that needs most. float32 and deterministic
-rows have no ranking; they are held to the budgets.
-
-Left for hardware to decide: eight waves in turns on gfx950 (`ExtendTiles(256, 32, 8, 4)` with four stages at the launch
+Hardware has to decide two things: eight waves in turns on gfx950 (`ExtendTiles(256, 32, 8, 4)` with four stages
 compiles to four `s_setprio` and four barriers without a spill, and is right in the simulator, but no model here credits
-what overlaps), and loads of K and V that stay out of the L2 cache (`.cg`).
+the overlap), and loads of K and V that stay out of the L2 cache (`.cg`).
 """
 
 

@@ -34,7 +34,6 @@ def main() -> None:
         ("steps_ahead_h200.json", steps_ahead),
         ("eager_step_h200.json", eager_step),
         ("external_host_time_h200.json", external_host_time),
-        ("in_turn_h200.json", in_turn),
         ("graph_cost_h200.json", graph_cost),
         ("fill_time_h200.json", fill_time),
         ("deterministic_cost_h200.json", deterministic_cost),
@@ -93,17 +92,17 @@ def latent_attention(result: dict[str, Any]) -> str:
 def _beside_peers(title: str, result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     ceilings, rows = result["ceilings"], sorted(rows, key=lambda row: row["case"])
     passes = result["passes"]
-    us, spread_head = f"us: mean of {passes} passes; spread: the slowest less the fastest, by it.", " spread |"
+    us, spread_head = f"us: mean of {passes} passes; spread: (slowest - fastest) / mean.", " spread |"
     if passes == 1:
-        us, spread_head = "us: of one pass.", ""
+        us, spread_head = "us: one pass.", ""
     lines = opening(
         result,
         title,
         f"Ceilings of the same run: copy {ceilings['copy_GBs']:.0f} GB/s, read {ceilings['read_GBs']:.0f} GB/s, "
         f"bf16 8192^3 matmul {ceilings['mma_TFs']:.0f} TFLOP/s. {us} floor: streaming read of the same bytes, or the "
-        "matmul bound; limit: the same bytes at copy bandwidth, or the matmul bound. Input sets are rotated past the "
-        "L2; the schedule is built once a step, outside. Error: relative to float32, before and after the graph. Peer: "
-        "the fastest other one of the same run that reads pages, and our time by its.",
+        "matmul bound; limit: the same bytes at copy bandwidth, or the matmul bound. Inputs are rotated past the L2; "
+        "the schedule is built once per step and not timed. Error: relative to float32, before and after the graph. "
+        "Peer: the fastest peer of the same run that reads pages; x peer: our time / its time.",
         f"| case | us |{spread_head} floor us | x floor | limit us | x limit | error | peer | us | x peer |",
     )
     for row in rows:
@@ -121,14 +120,14 @@ def peers_of_attention(rows: list[dict[str, Any]], missing: list[str] | None) ->
     """Lines of a table of peers. missing: those that could not be loaded; None if the run did not record it"""
     if missing is None:
         said = (
-            "Peers of the same run, microseconds. Of each case its file has the fastest alone, and not which others "
-            "ran: an empty cell says nothing."
+            "Peers of the same run, microseconds. The result file has only the fastest one of each case, so an empty "
+            "cell says nothing."
         )
     else:
         absent = ", ".join(missing) or "none"
         said = (
-            "Every peer of the same run, microseconds; none where it does not serve the case or was wrong there. Those "
-            "with contig read K and V that lie packed, without pages: no equal work. Peers that could not be loaded: "
+            "Every peer of the same run, microseconds; empty if it does not serve the case or was wrong. Peers with "
+            "contig read packed K and V without pages, which is less work. Peers that could not be loaded: "
             f"{absent}."
         )
     names = sorted({name for row in rows for name in row["peers"]})
@@ -145,9 +144,9 @@ def host_time(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Host time of one graphed decode step, 32 layers of attention",
-        "A step: its beginning, publish and the replay call; median of 1,000 steps with growing lengths. What comes "
-        "before it is listed apart: the StepBatch of NumPy arrays, and the request table's growth. Of passes in turn "
-        "on one machine the smallest numbers count, and their medians are listed.",
+        "A step: its beginning, publication and the replay call; median of 1,000 steps with growing lengths. Listed "
+        "separately: the StepBatch of NumPy arrays, and the request table's growth. The smallest numbers of several "
+        "passes on one machine; the last column has the passes' medians.",
         "| sequences | step us | p90 us | StepBatch us | reserve us | medians of passes |",
     )
     lines += [
@@ -163,13 +162,11 @@ def round_time(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Host time of an engine's steps, plain ones and rounds of guessed tokens",
-        "Llamas whose texts go round in circles, greedy, graphs on; a small model that drafts has one layer of theirs, "
-        "and a head random weights. Until launched: Engine.step() up to the step's "
-        "last launch, less the waits for the device: what a GPU without other work would wait for; the median of "
-        "steps, most of which read nothing, and the ninth decile, of steps that read or are planned. All: what is "
-        "read, booked and handed out too, while later rounds run; medians of means of eight steps, as several "
-        "rounds are read at a time. The GPU's idle share is of a run of its own, in which "
-        "events around each step cost the host time. A fixed loop of Python took "
+        "Llamas with repeating texts, greedy, graphs on; a small draft model has one layer of theirs, and a head "
+        "random weights. Until launched: Engine.step() up to the step's last launch, less waits for the device, which an "
+        "idle GPU would wait for. Its median is mostly of steps that read nothing, its ninth decile of steps that read or "
+        "are planned. All: reading and booking included, while later rounds run; median of means of eight steps. The "
+        "GPU's idle share is from a separate run, whose events cost the host time. A fixed loop of Python took "
         f"{result['machine']['python_loop_us']} us.",
         "| model | drafted by | branches | sequences | drafts | until launched us | ninth decile us | all us | "
         "first decile us | step us | idle between steps us | idle share | acceptance length |",
@@ -196,7 +193,7 @@ def eager_step(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Host time of one eager decode step, 32 layers of attention",
-        "From its StepBatch to the last layer's launch. The smallest numbers of passes, whose medians are listed.",
+        "From its StepBatch to the last layer's launch. The smallest numbers of several passes, and their medians.",
         "| sequences | step us | first decile us | medians of passes |",
     )
     lines += [
@@ -212,7 +209,7 @@ def steps_ahead(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Decode steps of an engine, launched ahead and not, 64 sequences",
-        "Between the end of a step's picks and the beginning of the next step the GPU is idle; events mark both.",
+        "The GPU is idle from the end of a step's picks to the beginning of the next step; events mark both.",
         "| model | tokens | steps ahead | step us | idle between steps us | idle share | tokens / s |",
     )
     lines += [
@@ -228,7 +225,7 @@ def external_host_time(result: dict[str, Any]) -> str:
     calls = list(result["allowed_us"])
     lines = opening(
         result,
-        "Host time of a step over an engine's storage, every launch replaced by nothing",
+        "Host time of a step over an engine's storage, without launches",
         "CPU time in microseconds of each call of a captured decode step; store and attend for each layer.",
         f"| engine | {' | '.join(calls)} |",
     )
@@ -237,28 +234,13 @@ def external_host_time(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def in_turn(result: dict[str, Any]) -> str:
-    """Two commits on one machine."""
-    lines = opening(
-        result,
-        f"Commit {result['before']} and a later one, in turn",
-        f"The smallest of {result['rounds']} runs each, in microseconds. before: {result['before']}.",
-        "| script | what | before | after | x before |",
-    )
-    lines += [
-        f"| {row['script']} | {row['what']} | {row['before']} | {row['after']} | {row['after'] / row['before']:.3f} |"
-        for row in result["rows"]
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def graph_cost(result: dict[str, Any]) -> str:
     """Capturing every decode size, and captured steps compared with eager ones."""
     lines = opening(
         result,
         "Graphs of decode steps, attention of Llama-3-8B",
-        "Capture of every decode size up to 256; seconds in all, and of them warm-up with recording, and the checks. "
-        "The first in a process compiles kernels, or finds them in Triton's cache.",
+        "Capture of every decode size up to 256: total seconds, those of warm-up and recording, and those of the "
+        "checks. A process's first capture compiles kernels, or finds them in Triton's cache.",
         "| capture | layers | graphs | s | recording s | checks s | MiB | slowest graph s |",
     )
     for row in result["captures"]:
@@ -289,7 +271,7 @@ def fill_time(result: dict[str, Any]) -> str:
         f"Every index tensor of the step, in one launch; {result['fills']} of them in a graph, median of "
         f"{result['rounds']} replays. Copy: an elementwise kernel that reads and writes as many entries as the page "
         "list and the block table have, timed the same way.",
-        "| beside the tensors that every step has | sequences | us | MB moved | copy us | x copy |",
+        "| in addition to every step's tensors | sequences | us | MB moved | copy us | x copy |",
     )
     for row in result["rows"]:
         moved = f"{row['bytes'] / 1e6:.1f} | {row['copy_us']} | {row['us'] / row['copy_us']:.2f}"
@@ -304,8 +286,8 @@ def deterministic_cost(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Deterministic mode beside the normal one, bf16, CUDA-graph replay",
-        f"One layer's launches; both modes take turns. At most {allowed} x normal is allowed: {missed} of "
-        f"{len(result['rows'])} rows, in bold, take more.",
+        f"One layer's launches; both modes take turns. The limit is {allowed} x normal: {missed} of "
+        f"{len(result['rows'])} rows, in bold, exceed it.",
         "| suite | layer: step | normal us | deterministic us | x normal |",
     )
     for row in result["rows"]:
@@ -320,7 +302,7 @@ def score_cost(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Sinks and soft caps, bf16, CUDA-graph replay",
-        f"One layer's launches; medians of rounds that take turns. At most {result['times_allowed']} x is allowed.",
+        f"One layer's launches; medians of rounds that take turns. The limit is {result['times_allowed']} x.",
         "| step | without us | with us | x without |",
     )
     lines += [
@@ -333,9 +315,9 @@ def eight_bit_cost(result: dict[str, Any]) -> str:
     """Steps and stores over eight-bit pages compared with bfloat16 ones."""
     lines = opening(
         result,
-        "Eight-bit K and V beside bfloat16",
-        "float8_e4m3fn, with a factor for each layer, KV head or token; graph replay, inputs past the L2, in turn. "
-        "allowed: of the slowest, as a part of bfloat16's time.",
+        "Eight-bit K and V compared with bfloat16",
+        "float8_e4m3fn, with a scale per layer, KV head or token; graph replay, inputs past the L2, in turn. allowed: "
+        "the limit of slowest / bfloat16.",
         "| work | bfloat16 us | layer us | head us | token us | slowest / bfloat16 | allowed |",
     )
     for row in (*result["steps"], *result["stores"]):
@@ -350,8 +332,8 @@ def kv_transfer(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "A request's tokens to a buffer and back",
-        "All layers at once. copy: of as many bytes on the same device; torch: its indexing, side after side; host: "
-        "what an export keeps the host for.",
+        "All layers at once. copy: a plain copy of the same number of bytes; torch: an export by torch's indexing; "
+        "host: the host's time of an export.",
         "| request | MB | copy us | export us | import us | copy / export | one layer us | torch us | host us |",
     )
     for case in result["cases"]:
@@ -367,8 +349,8 @@ def speculative(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Drafts: verify steps of trees, and draft steps with branches",
-        "One layer, its schedule built in it. plain: the same step without a mask; floor: a plain read of K and V. "
-        "Error: of the first and last sequence, relative to float32.",
+        "One layer and its schedule. plain: the same step without a mask; floor: a plain read of K and V. Error of the "
+        "first and last sequence, relative to float32.",
         "| case | us | plain us | floor us | x plain | x floor | error |",
     )
     for row in result["rows"]:
@@ -384,7 +366,7 @@ def draft_rounds(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Rounds of drafts: a graph of four draft steps, and a graph of a verify step",
-        "One layer, lengths on the device alone. floor: a plain read of every prefix, once for each draft step. "
+        "One layer, lengths on the device alone. floor: a plain read of every prefix per draft step. "
         "Host: staging and replay of both graphs.",
         "| sequences x prefix | branches | drafts us | x floor | verify us | host us |",
     )
@@ -401,7 +383,7 @@ def ngram_speculation(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Drafts from the prompt: SmolLM2-135M edits code",
-        f"{result['dtype']}, greedy. Equal texts: as without drafts.",
+        f"{result['dtype']}, greedy. Equal texts: those equal to the texts without drafts.",
         "| sequences | draft tokens | tokens / s | speed-up | tokens a verification | equal texts |",
     )
     lines += [
@@ -416,7 +398,7 @@ def vllm(result: dict[str, Any]) -> str:
     """vLLM with our backend and with its own."""
     lines = opening(
         result,
-        f"vLLM with our backend, beside {result['against']}",
+        f"vLLM with our backend, compared with {result['against']}",
         f"{result['model']}, {result['dtype']}. Decode: once every request has its first token. Equal texts: of "
         "requests.",
         "| graphs | lengths | requests | equal texts | tokens / s | x | decode tokens / s | x |",
@@ -435,10 +417,10 @@ def latent_decode(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Decode over latent pages (MLA)",
-        "floor: a sum over as many bytes; products: as many operations at the rate of a large bf16 product; limit: "
-        "the larger of the two, all of them after a pause. Sustained: after half a second of it, at the clock that "
-        "the power limit leaves. Plain: by every arch's kernel, where Hopper's own serves it. Error: of the first and "
-        "last sequence, relative to float32.",
+        "floor: a sum over the same number of bytes; products: its operations at the rate of a large bf16 product; "
+        "limit: the larger of the two, all of them after a pause. Sustained: after half a second, at the clock that "
+        "the power limit allows. Plain: the time of the plain kernel, if Hopper's own serves the case. Error of the "
+        "first and last sequence, relative to float32.",
         "| case | us | plain us | floor us | products us | x limit | allowed | sustained us | at MHz | error |",
     )
     for row in result["rows"]:
@@ -457,7 +439,7 @@ def fill_graph(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "A captured decode step of an engine, begun and filled: host time",
-        "What an engine that replays its own graphs pays once a step, by launches and by a graph of the fill.",
+        "The cost per step of an engine that replays its own graphs, by launches and by a graph of the fill.",
         "| sequences | windows of the layers | us by launches | us by a graph |",
     )
     for row in result["rows"]:
@@ -470,7 +452,7 @@ def fill_graph(result: dict[str, Any]) -> str:
 PUBLISHED_SPARSE = (
     "Published by others for an MI355X, and not measured here: attention to 2,048 selected tokens of GLM-5.2, 16 "
     "heads, FP8, batches of 4, 64, 128, 256 and 512: 14.3, 27.4, 33.5, 51.1 and 73.6 us in Triton (sglang#39106); "
-    "AITER's sparse MLA, 32 heads, bfloat16, 128 x 4k, on a GPU that is not named: 131 us, 4.7 TB/s (aiter#5456)."
+    "AITER's sparse MLA, 32 heads, bfloat16, 128 x 4k, on an unnamed GPU: 131 us, 4.7 TB/s (aiter#5456)."
 )
 
 
@@ -479,9 +461,9 @@ def sparse_decode(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Sparse decode: index scores, top-k, attention over the selection",
-        "floor: a sum over as many bytes as a piece must read. Error: of what was chosen, or of the output. "
-        f"The first case may take {result['times_allowed']} x the floor of all pieces.",
-        "| case | piece | us | floor us | x floor | error |",
+        "floor: a sum over the bytes that a part must read. Error of the choice, or of the output. The limit of the "
+        f"first case is {result['times_allowed']} x the floor of all parts.",
+        "| case | part | us | floor us | x floor | error |",
     )
     for row in result["rows"]:
         if "floor_us" not in row:  # a candidate
@@ -504,7 +486,7 @@ def wide_rows(result: dict[str, Any]) -> str:
     }
     lines = opening(
         result,
-        "Wide heads, and norms, turns and gates around attention",
+        "Wide heads, and norms, rotations and gates around attention",
         "limit: the bytes at the rate of a sum, or the products at that of a large bf16 product.",
         "| step | us | limit us | x limit |",
     )
@@ -521,8 +503,8 @@ def named_shapes(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Layouts and steps of models, bf16, CUDA-graph replay",
-        "limit: bytes at copy bandwidth, or products at the rate of a large bf16 product, and launches. The schedule, "
-        "and FA3's metadata, are made once a step, outside. Pages of 16 tokens where the step names no others.",
+        "limit: bytes at copy bandwidth, or products at the rate of a large bf16 product, and launches. The schedule "
+        "and FA3's metadata are made once per step and not timed. Pages of 16 tokens unless the step names others.",
         "| step | query heads / KV heads x head_dim | us | x limit | FA3 us | x FA3 |",
     )
     beside: dict[str, list[float]] = {}
@@ -547,23 +529,21 @@ def random_shapes(result: dict[str, Any]) -> str:
     by_peer = sum(row.x_peer > CLIFF for row in rows)
     without_powers = sum(row.without_powers.is_cliff for row in rows)
     beside = sorted(row.x_peer for row in rows if row.peer_us)
-    peers = f" FA3 serves {len(beside)} of them: median {median(beside):.2f} x its time." if beside else ""
+    peers = f" FA3 serves {len(beside)} of them: median x FA3 {median(beside):.2f}." if beside else ""
     commits = Counter(row["commit"] for row in result["rows"].values())
     by_commit = ", ".join(f"{count} at {commit}" for commit, count in commits.most_common())
     lines = opening(
         result,
         "Random shapes, bf16, CUDA-graph replay",
-        f"{len(rows)} of {result['count']} shapes of seed {result['seed']}, as many as were compiled in time "
-        f"({by_commit}); "
-        f"{len(result['wrong'])} more gave wrong results or failed, and have no time. limit: "
-        "bytes at copy bandwidth, products at the rate of a large bf16 product or powers of two at "
-        f"{result['powers_per_s'] / 1e12:.2f}e12 a second, measured by themselves, and {result['launches_us']:g} us "
-        f"of launches. neighbour: the same step with the nearest tuned head dim and group; x neighbour: "
-        f"how many times further from its limit a shape is than that one. More than {CLIFF:g} x "
-        f"the neighbour or the peer: {cliffs} ({by_peer} of them beside the peer). Softmax takes a power of two for "
-        "each query head, token and key, whatever the head dim: those of heads of less than 48 take longer than the "
-        "products, of the neighbour's 64 they do not, so that a limit without them would ask of small heads what no "
-        f"kernel can do. By bytes and products alone {without_powers} are more than {CLIFF:g} x.{peers} The worst ten:",
+        f"{len(rows)} of {result['count']} shapes of seed {result['seed']}, those that were compiled in time "
+        f"({by_commit}); {len(result['wrong'])} more gave wrong results or failed, and have no time. limit: bytes at "
+        "copy bandwidth, products at the rate of a large bf16 product or powers of two at "
+        f"{result['powers_per_s'] / 1e12:.2f}e12 a second, measured separately, and {result['launches_us']:g} us of "
+        "launches. neighbour: the same step with the nearest tuned head dim and group; x neighbour: the shape's x "
+        f"limit / the neighbour's. More than {CLIFF:g} x the neighbour or the peer: {cliffs} ({by_peer} of them by the "
+        "peer). Softmax takes a power of two per query head, token and key; for heads of less than 48 these take "
+        f"longer than the products, so the limit includes them. By bytes and products alone {without_powers} are more "
+        f"than {CLIFF:g} x.{peers} The worst ten:",
         "| shape | us | x limit | neighbour | us | x limit | x neighbour | x FA3 |",
     )
     lines += [
@@ -581,10 +561,10 @@ def tensor_parallel(result: dict[str, Any]) -> str:
         result,
         "Tensor parallelism, Llama-3.1-8B's sizes, random weights, bf16, CUDA-graph replay",
         "A decode step of all 32 layers, and each of its parts alone in a graph: attention with the fill, the matrix "
-        "products, NCCL's sums over ranks and its gathering of logits; microseconds. The rest is what is left of the "
-        f"step, by layer; at most {result['allowed_rest_us']:.0f} us are allowed. It is too small by what parts take "
-        "longer when they follow one another alone: sums then wait for each other's ranks.",
-        "| ranks | sequences | tokens | step | attention | products | sums | one sum | gathering | rest a layer |",
+        "products, NCCL's sums over ranks and its gathering of logits; microseconds. The rest is the remainder of the "
+        f"step per layer; the limit is {result['allowed_rest_us']:.0f} us. The rest is too small, because parts "
+        "that run alone take longer: sums then wait for each other's ranks.",
+        "| ranks | sequences | tokens | step | attention | products | sums | one sum | gathering | rest per layer |",
     )
     for run in result["results"]:
         lines += [
@@ -594,8 +574,8 @@ def tensor_parallel(result: dict[str, Any]) -> str:
             for row in run["rows"]
         ]
     lines += [
-        "\nBefore it: greedy tokens in float32 of a small model whose heads do not divide, beside those of one rank; "
-        "and logits in bf16, by how much of their size they differ from those in float32 on one rank.\n",
+        "\nCorrectness, before timing: greedy tokens in float32 of a small model whose heads do not divide, compared "
+        "with one rank; and the relative error of bf16 logits, compared with float32 on one rank.\n",
         "| ranks | tokens | mean error | worst error |",
         "|---|---|---|---|",
     ]
@@ -612,7 +592,7 @@ def soak(result: dict[str, Any]) -> str:
     report = result["report"]
     return "\n".join(
         [
-            "## Soak: random steps, every output checked against the oracle\n",
+            "## Soak: random steps, every output checked against the reference\n",
             machine_line(result["machine"]),
             f"{report['steps']} steps (seed {report['seed']}), {report['replays']} of them replayed, "
             f"{report['captures']} captures, {report['reopens']} reopens, {report['actions']['preempt']} preemptions, "
@@ -631,10 +611,10 @@ def draft_soak(result: dict[str, Any]) -> str:
     actions = report["actions"]
     return "\n".join(
         [
-            "## Soak of drafts: one run, every output checked against the oracle\n",
+            "## Soak of drafts: one run, every output checked against the reference\n",
             machine_line(result["machine"]),
             f"{report['steps']} steps (seed {report['seed']}): {actions['draft']} rounds of drafts, {actions['tree']} "
-            f"verified trees, of which {report['moved_paths']} had a path moved, and {actions['verify']} verified "
+            f"verified trees ({report['moved_paths']} with a moved path), and {actions['verify']} verified "
             f"chains; {report['replays']} replayed, {report['captures']} captures, {report['reopens']} reopens, "
             f"{actions['preempt']} preemptions; {report['checked_tokens']} tokens checked, no mismatch, worst error "
             f"{report['worst_error']:.2f} of the bound; memory grew by {report['device_growth_bytes']} bytes on the "
@@ -647,7 +627,7 @@ def runner(result: dict[str, Any]) -> str:
     """The model runner compared with transformers."""
     lines = opening(
         result,
-        "The runner beside transformers' generate, on a CPU",
+        "The runner compared with transformers' generate, on a CPU",
         f"{result['what']}; contestants take turns, medians.",
         "| contestant | tokens/s | x transformers |",
     )
@@ -666,11 +646,11 @@ def mixed_load(result: dict[str, Any]) -> str:
             "## The server under a mixed load\n",
             machine_line(result["machine"]),
             f"`rocm-attn serve` over a tiny model, {result['seconds'] / 60:.0f} minutes, {result['clients']} of "
-            f"OpenAI's clients at a time: {requests['answered']} answers were right and {len(result['wrong'])} wrong, "
+            f"OpenAI's clients at a time: {requests['answered']} answers were right, {len(result['wrong'])} wrong, and "
             f"{len(result['lost'])} accepted requests were lost; {requests['left']} clients left early and "
             f"{requests['invalid']} requests were invalid. SIGTERM came {requests['drains']} times, with "
             f"{requests['open at a drain']} requests open in sum; "
-            f"{again} that were not accepted were sent again to the next server. Pages that were not given back at the "
+            f"{again} refused requests were sent again to the next server. Leaked pages at the "
             f"{len(result['pages_at_quiet_moments'])} moments without a request: "
             f"{sum(result['pages_at_quiet_moments'])}. The servers' memory: {min(resident):.0f} to {max(resident):.0f} "
             "MiB.\n",

@@ -163,9 +163,9 @@ def round_time(result: dict[str, Any]) -> str:
         result,
         "Host time of an engine's steps, plain ones and rounds of guessed tokens",
         "Llamas with repeating texts, greedy, graphs on; a small draft model has one layer of theirs, and a head "
-        "random weights. Until launched: Engine.step() up to the step's last launch, less waits for the device, which an "
-        "idle GPU would wait for. Its median is mostly of steps that read nothing, its ninth decile of steps that read or "
-        "are planned. All: reading and booking included, while later rounds run; median of means of eight steps. The "
+        "random weights. Until launched: Engine.step() up to its last launch, less waits for the device; an idle GPU "
+        "waits that long. Its median is mostly of steps that read nothing, its ninth decile of steps that read or are "
+        "planned. All: reading and booking included, while later rounds run; median of means of eight steps. The "
         "GPU's idle share is from a separate run, whose events cost the host time. A fixed loop of Python took "
         f"{result['machine']['python_loop_us']} us.",
         "| model | drafted by | branches | sequences | drafts | until launched us | ninth decile us | all us | "

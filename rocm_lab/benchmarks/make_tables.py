@@ -94,7 +94,7 @@ def _beside_peers(title: str, result: dict[str, Any], rows: list[dict[str, Any]]
     passes = result["passes"]
     us, spread_head = f"us: mean of {passes} passes; spread: (slowest - fastest) / mean.", " spread |"
     if passes == 1:
-        us, spread_head = "us: one pass.", ""
+        us, spread_head = "us: of one pass.", ""
     lines = opening(
         result,
         title,

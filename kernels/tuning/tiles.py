@@ -1,17 +1,16 @@
-"""Tiles: the shapes that the attention kernels are compiled with. decode_tiles.py and extend_tiles.py have the rows.
+"""Tiles: the shapes that the attention kernels are compiled with. Rows are in decode.json and extend.json (rows.py).
 
-A row with times in its comment was measured on one H200 (torch 2.11, Triton 3.6, CUDA-graph replays); the other "sm_90"
-rows follow it. No AMD row was measured: "gfx942" and "gfx950" rows were chosen from the compiler's reports (no spills,
-registers, LDS) and from llvm-mca's static model of the hot loop; docs/amd_tuning.md has the candidates. "sm_"
-serves NVIDIA GPUs that have no row of their own with shapes that fit all of them. "interpreter" is Triton's
-interpreter on a CPU.
+"sm_90" rows were measured on one H200 (torch 2.11, Triton 3.6, CUDA-graph replays), or follow one that was. No AMD row
+was measured: "gfx942" and "gfx950" rows were chosen from the compiler's reports (no spills, registers, LDS) and from
+llvm-mca's static model of the hot loop; docs/amd_tuning.md has the candidates. "sm_" serves NVIDIA GPUs that have no
+row of their own with shapes that fit all of them. "interpreter" is Triton's interpreter on a CPU.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -208,6 +207,17 @@ class ExtendTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Alone:
+    """Tiles of steps without a window that have no more rows than programs of these run at a time.
+
+    fill: the least part of those programs that must have a row
+    """
+
+    tiles: DecodeTiles
+    fill: float
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRow:
     """tiles serve an arch, an element size in bytes, head dims up to max_head_dim and rows of up to max_q_rows heads.
 
@@ -215,6 +225,7 @@ class DecodeRow:
 
     codes:   allowed codes of K and V
     any_dim: whether several KV heads of a row may have a dim that is no power of two
+    alone:   other tiles for steps that have few rows
     """
 
     arch: str
@@ -224,6 +235,7 @@ class DecodeRow:
     tiles: DecodeTiles
     codes: tuple[Codes, ...] = tuple(Codes)
     any_dim: bool = False
+    alone: Alone | None = None
 
 
 # More rows than a sequence can have, and more keys.
@@ -293,7 +305,7 @@ class _Row(Protocol):
 
 
 def no_row(
-    what: str, rows: Sequence[_Row], arch: str, dtype: torch.dtype, dims: tuple[int, int], codes: Codes = Codes.NONE
+    what: str, rows: Iterable[_Row], arch: str, dtype: torch.dtype, dims: tuple[int, int], codes: Codes = Codes.NONE
 ) -> str:
     """Returns why no row of a table serves an arch, a dtype, head dims and codes: the nearest case that one serves."""
     given = str(dtype) if codes is Codes.NONE else f"{dtype} over {codes.value}"

@@ -21,9 +21,9 @@ from rocm_attn.providers.tiles import (
 )
 
 _FILES = {
-    Table.DECODE: "kernels/tuning/decode_tiles.py",
+    Table.DECODE: "kernels/tuning/decode.json",
     Table.CDNA_DECODE: "kernels/tuning/cdna_tiles.py",
-    Table.EXTEND: "kernels/tuning/extend_tiles.py",
+    Table.EXTEND: "kernels/tuning/extend.json",
     Table.LATENT_DECODE: "kernels/tuning/latent_tiles.py",
     Table.LATENT_EXTEND: "kernels/tuning/latent_tiles.py",
 }

@@ -10,7 +10,7 @@ import torch
 
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles
-from rocm_attn.kernels.tuning.decode_tiles import ALONE, decode_tiles
+from rocm_attn.kernels.tuning.decode_tiles import alone_of, decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_rows
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles, latent_decode_tiles, latent_extend_tiles
 from rocm_attn.kernels.tuning.measured import AnyTiles, MeasuredLayer, MeasuredRow, Table
@@ -160,11 +160,11 @@ def _or_measured(static: AnyTiles, row: MeasuredRow | None) -> AnyTiles:
 def decode_cut_of(problem: Problem, target: Target, tiles: DecodeTiles) -> DecodeCut:
     """The cut of decode of a problem, over as many programs as a target runs at once."""
     cut = _decode_cut(problem, target, tiles)
-    if tiles not in ALONE or problem.window_left != UNLIMITED_WINDOW:
+    other = alone_of(tiles)
+    if other is None or problem.window_left != UNLIMITED_WINDOW:
         return cut
-    other, fill = ALONE[tiles]
-    alone = _decode_cut(problem, target, other)
-    return replace(cut, alone=alone, least_alone=math.ceil(fill * alone.programs))
+    alone = _decode_cut(problem, target, other.tiles)
+    return replace(cut, alone=alone, least_alone=math.ceil(other.fill * alone.programs))
 
 
 def extend_cut(problem: Problem, target: Target, tiles: ExtendTiles, *, causal: bool, min_q_len: int = 1) -> ExtendCut:

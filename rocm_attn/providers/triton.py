@@ -14,7 +14,7 @@ from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.kernels.tuning.decode_tiles import ALONE
+from rocm_attn.kernels.tuning.decode_tiles import alone_of
 from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendRow, ExtendTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
@@ -83,7 +83,7 @@ class TritonDecode:
 
     def describe(self) -> str:
         cut = self.cut
-        by_rows = f" ({cut.least_alone} to {cut.alone.programs} rows: {ALONE[self.tiles].tiles})" if cut.alone else ""
+        by_rows = f" ({cut.least_alone} to {cut.alone.programs} rows: {self.tiles_of(cut.alone)})" if cut.alone else ""
         return f"triton.decode({self.problem}, {self.tiles}{by_rows}, programs={cut.programs_in_words})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
@@ -98,7 +98,8 @@ class TritonDecode:
 
     def tiles_of(self, cut: DecodeCut) -> DecodeTiles:
         """The tiles of a step with this cut."""
-        return ALONE[self.tiles].tiles if cut is self.cut.alone else self.tiles
+        alone = alone_of(self.tiles) if cut is self.cut.alone else None
+        return alone.tiles if alone else self.tiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.cuts import DecodeCut
-from rocm_attn.kernels.tuning.decode_tiles import ALONE
+from rocm_attn.kernels.tuning.decode_tiles import alone_of
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
@@ -42,7 +42,9 @@ def test_steps_of_nearly_as_many_rows_as_programs_have_tiles_of_their_own() -> N
     assert steps_alone(decode_of(GEMMA)) == set(range(1, 17))
     kernel = decode_of(LLAMA)
     cut = kernel.cut.of_step(16)
-    assert kernel.tiles_of(cut) == ALONE[kernel.tiles].tiles
+    alone = alone_of(kernel.tiles)
+    assert alone is not None
+    assert kernel.tiles_of(cut) == alone.tiles
     assert (cut.programs, cut.key_block) == (132, 128)
 
 

@@ -121,7 +121,7 @@ def test_rows_are_named_with_where_they_come_from() -> None:
         "MI300X (gfx942, 304 units) with Triton 3.7.1, commit 0123456789ab, 2026-11-21T20:00:00+00:00: 10.0% (8.0% to "
         "12.0%) less time than the row of the table at 64x4095+1"
     )
-    assert extend.line().endswith("; the row of kernels/tuning/extend_tiles.py for gfx942")
+    assert extend.line().endswith("; the row of kernels/tuning/extend.json for gfx942")
     assert tile_rows(select(LAYER, GFX942, "auto")) == [], "AITER's kernels have tiles of their own"
     latent = tile_rows(select(LATENT, GFX942, "triton"))
     assert [row.what for row in latent] == [Table.LATENT_DECODE.value, Table.LATENT_EXTEND.value]

@@ -18,7 +18,7 @@ from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.schedules import decode_schedule
-from rocm_attn.kernels.tuning.decode_tiles import ALONE, decode_tiles
+from rocm_attn.kernels.tuning.decode_tiles import alone_of, decode_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
@@ -142,7 +142,9 @@ def test_every_form_of_the_inner_loop_is_right(
 def test_tiles_of_as_many_rows_as_programs_are_right(dim: int, num_programs: int, kernel_device: torch.device) -> None:
     shape: dict[str, Any] = {"num_kv_heads": 2, "dtype": torch.float16}
     usual = decode_tiles("sm_90", gqa_ratio=2, head_dim=dim, v_head_dim=dim, **shape)
-    tiles = replace(ALONE[usual].tiles, early=kernel_device.type == "cuda")
+    alone = alone_of(usual)
+    assert alone is not None
+    tiles = replace(alone.tiles, early=kernel_device.type == "cuda")
     kv_len = [600, 0, 1, 129, 300, 127]
     tensors = build(replace(RAGGED, kv_len=kv_len, heads=(4, 2), dims=(dim, dim), dtype=torch.float16), kernel_device)
     run_decode(tensors, num_programs=num_programs, tiles=tiles)

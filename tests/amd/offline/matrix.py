@@ -55,7 +55,7 @@ from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, Accepted, Guesse
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.kernels.speculative.next_round import launch_next_round
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
-from rocm_attn.kernels.tuning.decode_tiles import ALONE
+from rocm_attn.kernels.tuning.decode_tiles import alone_of
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_rows
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
@@ -147,7 +147,7 @@ class Row:
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-# One layer for each row of tuning/decode_tiles.py, with the most query heads it serves; they meet every extend row too.
+# One layer for each row of tuning/decode.json, with the most query heads it serves; they meet every extend row too.
 _AMD_LAYERS = (
     ((64, 8), (64, 64), BF16, 16),
     ((32, 8), (128, 128), BF16, 16),
@@ -280,7 +280,7 @@ def launch_all(row: Row) -> None:
 def _decodes_by_number(row: Row) -> bool:
     """True if decode's tiles, or where parts are added up, depend on the number of sequences: one, 16 or MANY_SEQS."""
     tiles = decode_tiles_of(row.problems[0], known_target(row.arch))
-    return tiles.merge_group > 0 or tiles in ALONE
+    return tiles.merge_group > 0 or alone_of(tiles) is not None
 
 
 def _segment_tiles(row: Row) -> SegmentTiles:

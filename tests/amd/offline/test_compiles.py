@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rocm_attn.kernels.tuning import latent_tiles
-from rocm_attn.kernels.tuning.decode_tiles import ALONE, DECODE_ROWS
+from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS
 from rocm_attn.kernels.tuning.expert_tiles import EXPERT_ROWS, expert_tiles
 from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS
 from rocm_attn.kernels.tuning.latent_tiles import (
@@ -39,7 +39,7 @@ from tests.amd.offline.offline_driver import compiled_by
 from tests.amd.offline.test_offline_driver import gather_product
 
 MAX_ROWS = 136
-# An arch without its own rows -> the key of its rows in tuning/decode_tiles.py.
+# An arch without its own rows -> the key of its rows in tuning/decode.json.
 FAMILIES = {"sm_80": "sm_"}
 
 # A wave of gfx942 and gfx950 addresses 512 vector registers, accumulation registers included.
@@ -64,8 +64,8 @@ READS_PAGES = (
 # spill nothing have no warpgroup products.
 SPILLED_AROUND_PRODUCTS = {("sm_90", "_latent_decode_kernel"): 768, ("sm_90", "_latent_extend_kernel"): 512}
 
-# Bytes on the stack of tiles that were still measured as the fastest (kernels/tuning/ has times): by the larger head
-# dim, whether pages are coded, and the kernel.
+# Bytes on the stack of tiles that were still measured as the fastest (kernels/tuning says so of some): by the
+# larger head dim, whether pages are coded, and the kernel.
 SPILLED_YET_FASTEST = {
     ("sm_90", 64, False, "_extend_kernel"): 16,
     ("sm_90", 128, False, "_extend_kernel"): 32,
@@ -299,9 +299,9 @@ def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
 @LAUNCHED
 def test_every_way_that_decode_adds_up_parts_is_in_the_matrix_without_a_window(arch: str) -> None:
     """Within its launch too, if the tiles say so; steps with a program per row have no other way then."""
-    tuned = [row.tiles for row in DECODE_ROWS if row.arch == FAMILIES.get(arch, arch)]
-    ways = [(tiles, within) for tiles in tuned for within in (False, True) if tiles.merge_group or not within]
-    ways += [(ALONE[tiles].tiles, ALONE[tiles].tiles.merge_group > 0) for tiles in tuned if tiles in ALONE]
+    rows = [row for row in DECODE_ROWS if row.arch == FAMILIES.get(arch, arch)]
+    ways = [(row.tiles, within) for row in rows for within in (False, True) if row.tiles.merge_group or not within]
+    ways += [(row.alone.tiles, row.alone.tiles.merge_group > 0) for row in rows if row.alone]
     launched = launched_in_the_matrix(arch, is_large=False)
     compiled = {(id(each.tiles), each.merges_within) for each in launched if not each.has_window}
     missing = [(tiles, within) for tiles, within in ways if (id(tiles), within) not in compiled]

@@ -1,4 +1,4 @@
-"""Tiles of the decode kernel for CDNA (kernels/cdna), by arch and head dim.
+"""Tiles of the decode kernel for CDNA (kernels/cdna), by arch and head dim. cdna.json has the rows.
 
 No AMD GPU has run them: they were chosen from the compiler's reports (no spills, registers) and from the static model
 of the hot loop, like all AMD rows (tiles.py); docs/amd_tuning.md has the figures next to those of paged decode.
@@ -6,8 +6,9 @@ of the hot loop, like all AMD rows (tiles.py); docs/amd_tuning.md has the figure
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
+from rocm_attn.kernels.tuning.rows import Rows
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, NoTiles
 
 # Keys of a chunk, the number that one product with K takes. A chunk lies in one page.
@@ -15,20 +16,17 @@ CHUNK = 16
 # Query heads of a row, padded.
 ROWS = 16
 
+
+@dataclass(frozen=True, slots=True)
+class _CdnaRow:
+    arch: str
+    head_dim: int
+    tiles: CdnaTiles
+
+
 # A block is as deep as a product with V: 16 keys on CDNA 3, 32 on CDNA 4. num_stages is the blocks that are in flight.
-# The time that a load may take before HBM idles, next to the tiles of paged decode (docs/amd_tuning.md):
-_TILES: Mapping[tuple[str, int], CdnaTiles] = {
-    # 10.9 us, 244 VGPRs; paged decode 3.4.
-    ("gfx942", 64): CdnaTiles(16, 1, 3, 8, heads_per_row=2),
-    ("gfx942", 128): CdnaTiles(16, 1, 3, 8),
-    # 7.3 us, 240 to 248 VGPRs; 3.2. Two blocks leave a SIMD one wave.
-    ("gfx942", 256): CdnaTiles(16, 1, 1, 8),
-    # 7.8 us, 199 to 212 VGPRs; 3.6. Three blocks leave a SIMD one wave: 5.8.
-    ("gfx950", 64): CdnaTiles(32, 1, 2, 8, heads_per_row=2),
-    ("gfx950", 128): CdnaTiles(32, 1, 2, 8),
-    # Heads of 256 have none on gfx950: 270 VGPRs leave a SIMD one wave (3.7 us; paged decode 3.9), and with
-    # waves_per_eu up to 8 registers spill.
-}
+# Heads of 256 have none on gfx950: 270 VGPRs leave a SIMD one wave, and with waves_per_eu registers spill.
+_TILES = {(row.arch, row.head_dim): row.tiles for row in Rows(_CdnaRow, "cdna.json", "cdna")}
 
 ARCHS = tuple(dict.fromkeys(arch for arch, _ in _TILES))
 HEAD_DIMS = tuple(dict.fromkeys(dim for _, dim in _TILES))

@@ -1,4 +1,4 @@
-"""Tiles of the product of rows with the matrices of their experts, a literal row for each arch and size of group.
+"""Tiles of the product of rows with the matrices of their experts. expert.json has the rows.
 
 No row was measured; "gfx942" and "gfx950" rows were chosen from the compiler's reports (no spills, LDS).
 """
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.kernels.tuning.tiles import NoTiles, names_of
+from rocm_attn.kernels.tuning.rows import Rows, rows_of
+from rocm_attn.kernels.tuning.tiles import NoTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,35 +36,19 @@ class ExpertRow:
 
     arch: str
     item_bytes: int
-    max_rows: int
     tiles: ExpertTiles
+    max_rows: int = 2**31
 
 
-_ANY = 2**31
 # The first row that serves wins.
-EXPERT_ROWS = (
-    ExpertRow("sm_90", 2, 16, ExpertTiles(16, 64, 128, 4, 4)),
-    ExpertRow("sm_90", 2, _ANY, ExpertTiles(64, 128, 64, 4, 4)),
-    ExpertRow("sm_90", 4, _ANY, ExpertTiles(16, 32, 32, 4, 3)),
-    ExpertRow("sm_", 2, 16, ExpertTiles(16, 64, 64, 4, 3)),
-    ExpertRow("sm_", 2, _ANY, ExpertTiles(64, 64, 32, 4, 3)),
-    ExpertRow("sm_", 4, _ANY, ExpertTiles(16, 32, 32, 4, 2)),
-    ExpertRow("gfx942", 2, 16, ExpertTiles(16, 64, 128, 4, 2)),
-    ExpertRow("gfx942", 2, _ANY, ExpertTiles(64, 128, 64, 4, 2)),
-    ExpertRow("gfx942", 4, _ANY, ExpertTiles(16, 64, 32, 4, 2)),
-    ExpertRow("gfx950", 2, 16, ExpertTiles(16, 64, 128, 4, 2)),
-    ExpertRow("gfx950", 2, _ANY, ExpertTiles(64, 128, 64, 4, 2)),
-    ExpertRow("gfx950", 4, _ANY, ExpertTiles(16, 64, 32, 4, 2)),
-    ExpertRow("interpreter", 2, _ANY, ExpertTiles(16, 32, 32, 1, 1)),
-    ExpertRow("interpreter", 4, _ANY, ExpertTiles(16, 32, 32, 1, 1)),
-)
+EXPERT_ROWS = Rows(ExpertRow, "expert.json", "expert")
 
 
 def expert_tiles(arch: str, dtype: torch.dtype, rows: int) -> ExpertTiles:
     """The tiles for groups of `rows` rows on average. Raises NoTiles."""
-    for name in names_of(arch):
-        for row in EXPERT_ROWS:
-            if row.arch == name and row.item_bytes == dtype.itemsize and rows <= row.max_rows:
+    for of_arch in rows_of(EXPERT_ROWS, arch, dtype):
+        for row in of_arch:
+            if rows <= row.max_rows:
                 return row.tiles
     raise NoTiles(
         f"no tiles of experts for {arch} with {dtype}; "

@@ -1,13 +1,13 @@
-"""Tiles of the extend kernel for Hopper (kernels/hopper), by head dim."""
+"""Tiles of the extend kernel for Hopper (kernels/hopper), by head dim. hopper.json has the rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
+from rocm_attn.kernels.tuning.rows import Rows
 from rocm_attn.kernels.tuning.segment_tiles import parts_words, segment_tiles, slots_of
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
@@ -101,108 +101,36 @@ class HopperTiles:
 # gathered 392; of 16: 384 and 389. With heads of 64 598 and 562, 544 and 569.
 LEAST_BOX = 16
 
-# 32 x 8 heads of 128, 128 new of 1128: 16.1 us, and 21.3 if rows are not cut alike; 24 x 8 of 192, 105 of 605: 19.6
-# and 25.9; 96 x 3 of 224, 2 x 27 of 4027: 49.7 and 58.5.
-_SHARED: Mapping[str, Any] = {"programs_per_cu": 1, "merge_stages": 4, "alike_keys": 256}
 
-# One H200, torch 2.11, Triton 3.6. llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64).
-_EXTEND_TILES: Mapping[int, HopperTiles] = {
-    # gptoss 1 x 2048 new + 6144 cached: BESIDE_THE_PLAIN. With a window of 4096, 8 x 512 + 4096: 659 us, 1000 where all
-    # steps are masked, FA3 622. With a cap, 1 x 2048 + 6144: 616 us, with 224 registers 625; two of four exponentials
-    # by products after the tanh of all 676; in one piece of assembly with their tanh four of eight 685, seven 650.
-    64: HopperTiles(
-        # 64 x 8 heads, 128 new of 328: 11.1 us in one part each, in two 12.3.
-        ExtendTiles(128, 128, 4, 4, **{**_SHARED, "alike_keys": 384}),
-        overlaps=True,
-        registers=232,
-        eights_by_products=6,
-        open_middle=True,
-        scales_seldom=True,
-    ),
-    # One tile of 64 columns, and one of the columns beyond them. 777 new of 5778, 32 x 8 heads of 80: 115 us, in one
-    # block of 128 128, FA3 168; 32 x 32 of 96: 151, 162 and 186. 12 ragged chunks of the latter: 285 us if rows are
-    # dealt out, 261 if they are drawn, 250 with three stages too, 242 with boxes of two dimensions, FA3 283.
-    96: HopperTiles(
-        ExtendTiles(128, 128, 4, 3, dim_block=64, **_SHARED),
-        overlaps=True,
-        registers=224,
-        powers_by_products=2,
-        drawn_blocks=8,
-    ),
-    # llama8b 1 x 2048 + 6144: 374 us, 8 x 512 + 4096: 486, 1 x 2048 + 30720: 1569; V multiplied 64 keys at a time:
-    # 384, 514 and 1744. While one warp loaded both K and V: 394, 506 and 1664; then with three stages 396, 519 and
-    # 1683; in blocks of 64 keys with four 423, 566 and 1936; the plain kernel takes 694 for the second. If the groups
-    # take turns at the matrix units: 504, 636 and 2121.
-    # With a cap 454 us, 507 with all exponentials by their unit. With a window of 4096, 1 x 2048 + 30720: 241 us, 374
-    # if all steps are masked, FA3 264; of 2048, 1 x 2048 + 6144: 144, 201 and 145. With 224 registers 374 us where
-    # these take 367, and with a cap 402 and 398.
-    128: HopperTiles(
-        ExtendTiles(128, 128, 4, 2, **_SHARED),
-        overlaps=True,
-        registers=232,
-        powers_by_products=2,
-        open_middle=True,
-        scales_seldom=True,
-    ),
-    # 64 x 8 heads, 777 new of 5778: 327 us, 12 ragged chunks 498; by blocks of 64 keys with three stages 348 and 530.
-    # Registers do not hold the weights of 128 keys next to the accumulators, so V is multiplied 64 keys at a time.
-    192: HopperTiles(
-        ExtendTiles(128, 128, 4, 2, dim_block=64, **_SHARED),
-        overlaps=True,
-        registers=240,
-        value_keys=64,
-        value_tiles=3,
-    ),
-    # 16 x 8 heads, 1 x 2048 new + 6144: 367 us, in one block of columns 403, in four 428; without overlap 415 to 435;
-    # in blocks of 32 keys 473; the plain kernel 783. 8 x 1 heads, 24 decodes and 265 new of as many: 28 us, 32 where a
-    # second row and the merge count as 384 keys: its 17 rows were shared by 27 programs.
-    256: HopperTiles(
-        ExtendTiles(128, 64, 4, 2, dim_block=128, split_keys=512, **_SHARED),
-        overlaps=True,
-        registers=232,
-        powers_by_products=2,
-    ),
-}
+@dataclass(frozen=True, slots=True)
+class _HopperRow:
+    head_dim: int
+    tiles: HopperTiles
 
-# A group that gathers K and V in turn would wait for V when K could go on: heads of 192, pages of 2, 777 new of 5778:
-# 367 us, by the tiles above 499. In deterministic attention: 409, 432.
-_GATHERED_TILES: Mapping[int, HopperTiles] = {
-    **_EXTEND_TILES,
-    # With fewer registers the group that gathers keys of heads of 128 spills.
-    64: replace(_EXTEND_TILES[64], registers=224),
-    128: replace(_EXTEND_TILES[128], registers=224),
-    192: HopperTiles(ExtendTiles(128, 64, 4, 3, dim_block=64, **_SHARED), overlaps=True, registers=232),
-}
+
+@dataclass(frozen=True, slots=True)
+class _SegmentRow:
+    """In deterministic attention: num_stages of ExtendTiles, and most_segments of HopperTiles."""
+
+    head_dim: int
+    num_stages: int
+    most_segments: int
+
+
+def _by_dim(table: str) -> dict[int, HopperTiles]:
+    return {row.head_dim: row.tiles for row in Rows(_HopperRow, "hopper.json", table)}
+
+
+# Measured on one H200, torch 2.11, Triton 3.6; the cost of cutting rows alike not for pages whose keys are gathered.
+_EXTEND_TILES = _by_dim("boxes")
+# Other tiles for pages whose keys are gathered, and for deterministic attention over all pages.
+_GATHERED_TILES = {**_EXTEND_TILES, **_by_dim("gathered")}
 
 # Head dim -> microseconds of this kernel and of the plain one at 1 x 2048 new + 6144 cached, as above.
 BESIDE_THE_PLAIN: Mapping[int, tuple[float, float]] = {64: (536, 631), 128: (394, 535)}
 
-# For eight-bit pages. llama8b 1 x 2048 + 6144 with scales of heads: 425 us, 386 over bfloat16 pages in the same run;
-# 8 x 512 + 4096: 563 and 511; with scales of tokens: 539 and 713. The cost of cutting rows alike was not measured for
-# them, nor for pages whose keys are gathered.
-_CODED_TILES: Mapping[int, HopperTiles] = {
-    64: HopperTiles(
-        ExtendTiles(128, 128, 4, 4, **_SHARED),
-        overlaps=True,
-        registers=208,
-        decoder_registers=64,
-        code_tiles=4,
-    ),
-    128: HopperTiles(
-        ExtendTiles(128, 128, 4, 2, **_SHARED),
-        overlaps=True,
-        registers=208,
-        decoder_registers=64,
-        code_tiles=4,
-    ),
-    192: HopperTiles(
-        ExtendTiles(128, 64, 4, 3, dim_block=64, **_SHARED),
-        overlaps=True,
-        registers=216,
-        decoder_registers=48,
-        code_tiles=2,
-    ),
-}
+# For eight-bit pages.
+_CODED_TILES = _by_dim("codes")
 
 HEAD_DIMS = tuple(_EXTEND_TILES)
 
@@ -218,12 +146,8 @@ def padded_dim(head_dim: int) -> int:
 # For eight-bit pages. With heads of 256 the threads of the group that decodes leave too few registers: ptxas waits for
 # each product.
 CODED_HEAD_DIMS = tuple(_CODED_TILES)
-# Stages of deterministic attention.
-_SEGMENT_STAGES: Mapping[int, int] = {64: 4, 96: 2, 128: 2, 192: 3, 256: 2}
-# With 132 programs they take 45 to 140 MB of the workspace. A few new tokens of a sequence of 128k have 1,024 segments
-# on 8 KV heads: 8 for each of 132 programs.
-_MOST_SEGMENTS: Mapping[int, int] = {64: 8, 96: 8, 128: 8, 192: 5, 256: 5}
-# 24 x 4 heads of 128, 12 ragged chunks: 169 us, with 224 registers 177, which spill twice as much around the merge.
+_SEGMENT_ROWS = {row.head_dim: row for row in Rows(_SegmentRow, "hopper.json", "segment")}
+# With 224 twice as much spills around the merge.
 _SEGMENT_REGISTERS = 240
 # The largest heads whose two accumulators both fit next to the rings in shared memory.
 _MOST_LEFT_SHARED = 128
@@ -257,13 +181,13 @@ def hopper_segment_tiles(head_dim: int, page_size: int) -> HopperTiles:
     of_decode = segment_tiles("sm_90", head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
     row = _row(head_dim)
     others = _GATHERED_TILES[row]
-    extend = replace(others.extend, num_stages=_SEGMENT_STAGES[row], alike_keys=0)
+    extend = replace(others.extend, num_stages=_SEGMENT_ROWS[row].num_stages, alike_keys=0)
     return HopperTiles(
         extend,
         overlaps=True,
         registers=others.registers if is_gathered(page_size) else _SEGMENT_REGISTERS,
         segment_len=of_decode.segment_len,
         value_keys=of_decode.key_block if of_decode.key_block < extend.key_block else 0,
-        most_segments=_MOST_SEGMENTS[row],
+        most_segments=_SEGMENT_ROWS[row].most_segments,
         left_in_workspace=head_dim > _MOST_LEFT_SHARED,
     )

@@ -1,4 +1,4 @@
-"""Tiles of deterministic attention: segments, and how decode and extend walk them; a literal row for each arch.
+"""Tiles of deterministic attention: segments, and how decode and extend walk them. segment.json has the rows.
 
 segment_len, key_block and matrix_dim decide a result's bits and are therefore common to decode and extend. If no matrix
 unit computes the products, and on "sm_", a sum's order follows from the query block's shape: decode_rows is query_rows
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles, NoTiles, names_of, no_row
+from rocm_attn.kernels.tuning.rows import Rows, rows_of
+from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles, NoTiles, no_row
 
 
 def slots_of(most_segments: int) -> int:
@@ -127,110 +128,16 @@ class SegmentRow:
     codes: tuple[Codes, ...] = tuple(Codes)
 
 
-_NO_CODES, _BY_ROW, _BY_TOKEN = (Codes.NONE,), (Codes.BY_ROW,), (Codes.BY_TOKEN,)
-_OF_64 = ExtendTiles(64, 64, 4, 3, 2)
-_OF_96 = ExtendTiles(64, 64, 4, 3, 2, dim_block=32)
-_OF_128, _SHORT_128 = ExtendTiles(128, 64, 8, 3, dim_block=64), (ExtendTiles(64, 64, 4, 3),)
-_OF_192 = ExtendTiles(64, 64, 4, 3, dim_block=64)
-_OF_256 = ExtendTiles(64, 64, 4, 2, dim_block=64)
-_INTERPRETED = SegmentTiles(
-    64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1, programs_per_cu=1), short=(ExtendTiles(16, 16, 1, 1),)
-)
 # The first row that serves wins.
-SEGMENT_ROWS = (
-    # With scales of tokens the next row spills up to 200 bytes.
-    SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 32, 64, 8, 2, 1, ExtendTiles(128, 32, 8, 2)), _BY_TOKEN),
-    # Decode of 64 x 8 heads, 64 x 4k: 156 us, in normal mode 129; 165 with 2 programs per SM, 153 in segments of 2048.
-    # Extend, 64 x 5 new of 2500: 50 us with 12 x 4 heads, in tiles of 128 rows 69.
-    SegmentRow("sm_90", 2, 64, SegmentTiles(1024, 64, 64, 4, 3, 3, _OF_64, short=(_OF_64,), early=True), _NO_CODES),
-    # 32 x 32 heads of 96, 64 x 5 new of 2500: 521 us, 922 in tiles of 128 rows; 777 new of 5778: 213, 246.
-    SegmentRow("sm_90", 2, 96, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_96, short=(_OF_96,), early=True), _NO_CODES),
-    # Extend: 250 registers, both accumulators among them, so one program per SM; with 4 warps it spills. llama8b
-    # 1 x 2048 new + 6144 cached: 585 us, 653 in one block of columns.
-    SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_128, short=_SHORT_128, early=True), _NO_CODES),
-    SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_128, early=True)),
-    # Heads of 192, decode of 16 x 4k: 114 us, in normal mode 103; 64 x 5 new of 2500: 335, and 418 with two stages.
-    SegmentRow(
-        "sm_90",
-        2,
-        192,
-        SegmentTiles(1024, 64, 64, 4, 3, 1, _OF_192, short=(_OF_192,), early=True, left_in_memory=True),
-        _NO_CODES,
-    ),
-    # 16 x 8 heads, decode of 64 x 4k: 532 us, 8 registers spill; 563 in one block of columns, 597 with 8 warps.
-    SegmentRow(
-        "sm_90",
-        2,
-        256,
-        SegmentTiles(1024, 64, 64, 4, 3, 1, _OF_256, short=(_OF_256,), early=True, left_in_memory=True),
-        _NO_CODES,
-    ),
-    # Codes with three stages of decode spill up to 16 bytes.
-    SegmentRow(
-        "sm_90", 2, 256, SegmentTiles(1024, 32, 32, 8, 2, 2, ExtendTiles(32, 32, 8, 1)), (Codes.BY_ROW, Codes.BY_TOKEN)
-    ),
-    SegmentRow("sm_90", 2, 512, SegmentTiles(1024, 32, 16, 8, 2, 1, ExtendTiles(16, 32, 8, 1))),
-    SegmentRow("sm_90", 4, 256, SegmentTiles(512, 16, 16, 4, 2, 2, ExtendTiles(16, 16, 4, 1))),
-    SegmentRow("sm_90", 4, 512, SegmentTiles(512, 16, 16, 8, 1, 1, ExtendTiles(16, 16, 8, 1))),
-    SegmentRow("sm_", 2, 128, SegmentTiles(1024, 32, 32, 4, 2, 1, ExtendTiles(32, 32, 4, 2))),
-    SegmentRow("sm_", 2, 256, SegmentTiles(1024, 32, 32, 8, 2, 1, ExtendTiles(32, 32, 8, 1))),
-    SegmentRow("sm_", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(16, 16, 8, 1))),
-    SegmentRow("sm_", 4, 128, SegmentTiles(512, 32, 16, 4, 1, 1, ExtendTiles(16, 32, 4, 1))),
-    SegmentRow("sm_", 4, 256, SegmentTiles(512, 32, 16, 8, 1, 1, ExtendTiles(16, 32, 8, 1))),
-    # Decode: 124 VGPRs, 16 KiB of LDS. Extend: 192 to 244 VGPRs, 32 KiB: one workgroup of 8 waves, 2 per SIMD.
-    # For codes, whose scales take scalar registers: with two blocks in flight up to 64 of them spill. For larger heads
-    # no shape of these kernels keeps all of its registers. Programs that share rows would spill 17 to 23 with heads of
-    # 256 on gfx942 above 2 GiB, and 22 with heads of 512 by Triton 3.6: these share none.
-    SegmentRow(
-        "gfx942", 2, 128, SegmentTiles(1024, 32, 16, 4, 1, 3, ExtendTiles(64, 32, 8, 1, programs_per_cu=1), 16), _BY_ROW
-    ),
-    SegmentRow(
-        "gfx942",
-        2,
-        128,
-        SegmentTiles(1024, 16, 16, 4, 1, 3, ExtendTiles(64, 16, 8, 1, programs_per_cu=1), 16),
-        _BY_TOKEN,
-    ),
-    SegmentRow(
-        "gfx942", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2, programs_per_cu=1), 16)
-    ),
-    SegmentRow("gfx942", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16), _NO_CODES),
-    SegmentRow("gfx942", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16), _NO_CODES),
-    SegmentRow("gfx942", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1, programs_per_cu=1), 16)),
-    SegmentRow(
-        "gfx950", 2, 128, SegmentTiles(1024, 32, 16, 4, 1, 2, ExtendTiles(64, 32, 8, 1, programs_per_cu=1), 16), _BY_ROW
-    ),
-    SegmentRow(
-        "gfx950",
-        2,
-        128,
-        SegmentTiles(1024, 16, 16, 4, 1, 2, ExtendTiles(64, 16, 8, 1, programs_per_cu=1), 16),
-        _BY_TOKEN,
-    ),
-    SegmentRow(
-        "gfx950", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2, programs_per_cu=1), 16)
-    ),
-    SegmentRow(
-        "gfx950",
-        2,
-        256,
-        SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2, programs_per_cu=1), 16),
-        _NO_CODES,
-    ),
-    SegmentRow("gfx950", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16), _NO_CODES),
-    SegmentRow("gfx950", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1, programs_per_cu=1), 16)),
-    SegmentRow("interpreter", 2, 512, _INTERPRETED),
-    SegmentRow("interpreter", 4, 512, _INTERPRETED),
-)
+SEGMENT_ROWS = Rows(SegmentRow, "segment.json", "segment")
 
 
 def segment_tiles(
     arch: str, *, head_dim: int, v_head_dim: int, dtype: torch.dtype, codes: Codes = Codes.NONE
 ) -> SegmentTiles:
     """The tiles of deterministic decode and extend. Raises NoTiles."""
-    for name in names_of(arch):
-        for row in SEGMENT_ROWS:
-            is_of_layer = row.arch == name and row.item_bytes == dtype.itemsize and codes in row.codes
-            if is_of_layer and max(head_dim, v_head_dim) <= row.max_head_dim:
+    for rows in rows_of(SEGMENT_ROWS, arch, dtype):
+        for row in rows:
+            if codes in row.codes and max(head_dim, v_head_dim) <= row.max_head_dim:
                 return row.tiles
     raise NoTiles(no_row("deterministic", SEGMENT_ROWS, arch, dtype, (head_dim, v_head_dim), codes))

@@ -1,4 +1,4 @@
-"""Tiles of sparse attention: a literal row for each arch, of the indexer and of attention over a selection."""
+"""Tiles of sparse attention: of the indexer and of attention over a selection. sparse.json has the rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from rocm_attn.kernels.tuning.latent_tiles import latent_segment_tiles
+from rocm_attn.kernels.tuning.rows import Rows, rows_of
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
-from rocm_attn.kernels.tuning.tiles import Codes, ExtendTiles, NoTiles, names_of
+from rocm_attn.kernels.tuning.tiles import Codes, ExtendTiles, NoTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,66 +79,16 @@ class SelectedRow:
 
 
 # The first row that serves wins.
-INDEX_ROWS = (
-    # 4 heads in blocks of 128 keys, 64 tokens of 64k: 161 us; 173 with 4 warps.
-    IndexRow("sm_90", 1, 128, IndexTiles(64, 64, 2, 3, 5), max_heads=16),
-    # 32 heads, 64 tokens of 64k: 147 us, 1.12 of the floor; 174 with blocks of 128 keys and 4 warps, 199 with 64 and 4.
-    IndexRow("sm_90", 1, 128, IndexTiles(64, 64, 2, 3, 8), max_heads=32),
-    # 64 heads, 64 tokens of 64k: 153 us, 1.14 of the floor; 157 with six programs, 165 with blocks of 64 keys.
-    IndexRow("sm_90", 1, 128, IndexTiles(128, 64, 4, 3, 3), coded_q=True),
-    # The same with queries of bfloat16: 238 us; 259 with blocks of 128 keys. One token of 128k: 14.3; 19.4.
-    IndexRow("sm_90", 1, 128, IndexTiles(64, 64, 4, 3, 4)),
-    IndexRow("sm_90", 2, 128, IndexTiles(128, 64, 4, 3, 2)),
-    IndexRow("sm_90", 4, 128, IndexTiles(32, 32, 4, 1, 4)),
-    IndexRow("sm_", 1, 128, IndexTiles(64, 64, 4, 2, 4)),
-    IndexRow("sm_", 2, 128, IndexTiles(64, 64, 4, 2, 4)),
-    IndexRow("sm_", 4, 128, IndexTiles(32, 32, 4, 1, 4)),
-    # 128 to 136 VGPRs.
-    IndexRow("gfx942", 1, 128, IndexTiles(128, 64, 4, 2, 3)),
-    IndexRow("gfx942", 2, 128, IndexTiles(128, 64, 4, 2, 4)),
-    IndexRow("gfx942", 4, 128, IndexTiles(32, 32, 4, 1, 4)),
-    IndexRow("gfx950", 1, 128, IndexTiles(128, 64, 4, 2, 3)),
-    IndexRow("gfx950", 2, 128, IndexTiles(128, 64, 4, 2, 4)),
-    IndexRow("gfx950", 4, 128, IndexTiles(32, 32, 4, 1, 4)),
-    IndexRow("interpreter", 1, 256, IndexTiles(16, 32, 1, 1, 2)),
-    IndexRow("interpreter", 2, 256, IndexTiles(16, 32, 1, 1, 2)),
-    IndexRow("interpreter", 4, 256, IndexTiles(16, 32, 1, 1, 2)),
-)
+INDEX_ROWS = Rows(IndexRow, "sparse.json", "index")
 # Among the rows that serve, the first one whose query_rows hold the query heads of a KV head is taken, else the last.
-SELECTED_ROWS = (
-    SelectedRow("sm_90", 2, 128, SelectedTiles(16, 64, 4, 3, 2)),
-    SelectedRow("sm_90", 2, 128, SelectedTiles(64, 64, 4, 2, 2)),
-    SelectedRow("sm_90", 2, 256, SelectedTiles(16, 32, 4, 3, 2)),
-    SelectedRow("sm_90", 2, 256, SelectedTiles(64, 32, 8, 2, 1)),
-    # With 4 warps the values decoded from codes spill 16 bytes.
-    SelectedRow("sm_90", 2, 576, SelectedTiles(16, 32, 8, 3, 1), coded=True),
-    SelectedRow("sm_90", 2, 576, SelectedTiles(16, 32, 4, 3, 2)),
-    SelectedRow("sm_90", 2, 576, SelectedTiles(32, 32, 8, 2, 1)),
-    SelectedRow("sm_90", 4, 256, SelectedTiles(16, 16, 4, 1, 2)),
-    SelectedRow("sm_90", 4, 576, SelectedTiles(16, 16, 8, 1, 1)),
-    SelectedRow("sm_", 2, 256, SelectedTiles(16, 32, 4, 1, 2)),
-    SelectedRow("sm_", 2, 576, SelectedTiles(16, 16, 8, 1, 1)),
-    SelectedRow("sm_", 4, 256, SelectedTiles(16, 16, 8, 1, 1)),
-    SelectedRow("gfx942", 2, 128, SelectedTiles(16, 32, 4, 1, 3)),
-    SelectedRow("gfx942", 2, 256, SelectedTiles(16, 32, 4, 1, 2)),
-    SelectedRow("gfx942", 2, 576, SelectedTiles(16, 16, 4, 1, 2)),
-    SelectedRow("gfx942", 4, 256, SelectedTiles(16, 16, 8, 1, 1)),
-    SelectedRow("gfx950", 2, 128, SelectedTiles(16, 32, 4, 1, 3)),
-    SelectedRow("gfx950", 2, 256, SelectedTiles(16, 32, 4, 1, 2)),
-    SelectedRow("gfx950", 2, 576, SelectedTiles(16, 16, 4, 1, 2)),
-    SelectedRow("gfx950", 4, 256, SelectedTiles(16, 16, 8, 1, 1)),
-    SelectedRow("interpreter", 2, 576, SelectedTiles(16, 16, 1, 1, 2)),
-    SelectedRow("interpreter", 4, 576, SelectedTiles(16, 16, 1, 1, 2)),
-)
+SELECTED_ROWS = Rows(SelectedRow, "sparse.json", "selected")
 
 
 def index_tiles(arch: str, *, heads: int, dim: int, key_dtype: torch.dtype, coded_q: bool) -> IndexTiles:
     """The tiles of the indexer. heads: index heads of all sets; coded_q: q is of eight bits. Raises NoTiles."""
-    for name in names_of(arch):
-        for row in INDEX_ROWS:
-            serves = row.arch == name and row.item_bytes == key_dtype.itemsize
-            serves = serves and (coded_q or not row.coded_q)
-            if serves and dim <= row.max_dim and heads <= row.max_heads:
+    for rows in rows_of(INDEX_ROWS, arch, key_dtype):
+        for row in rows:
+            if dim <= row.max_dim and heads <= row.max_heads and (coded_q or not row.coded_q):
                 return row.tiles
     raise NoTiles(
         f"no tiles of an indexer for {arch} with {heads} index heads and {key_dtype} keys of {dim}; "
@@ -153,15 +104,9 @@ def selected_tiles(
     dtype:    of q
     is_coded: whether pages are of eight bits
     """
-    for name in names_of(arch):
-        serving = [
-            row
-            for row in SELECTED_ROWS
-            if row.arch == name
-            and row.item_bytes == dtype.itemsize
-            and max(head_dim, v_head_dim) <= row.max_head_dim
-            and (is_coded or not row.coded)
-        ]
+    for rows in rows_of(SELECTED_ROWS, arch, dtype):
+        largest = max(head_dim, v_head_dim)
+        serving = [row for row in rows if largest <= row.max_head_dim and (is_coded or not row.coded)]
         # Rows for larger dims serve if there is none for these.
         tiles = [row.tiles for row in serving if row.max_head_dim == serving[0].max_head_dim]
         for each in tiles:

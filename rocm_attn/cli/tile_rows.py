@@ -22,10 +22,10 @@ from rocm_attn.providers.tiles import (
 
 _FILES = {
     Table.DECODE: "kernels/tuning/decode.json",
-    Table.CDNA_DECODE: "kernels/tuning/cdna_tiles.py",
+    Table.CDNA_DECODE: "kernels/tuning/cdna.json",
     Table.EXTEND: "kernels/tuning/extend.json",
-    Table.LATENT_DECODE: "kernels/tuning/latent_tiles.py",
-    Table.LATENT_EXTEND: "kernels/tuning/latent_tiles.py",
+    Table.LATENT_DECODE: "kernels/tuning/latent.json",
+    Table.LATENT_EXTEND: "kernels/tuning/latent.json",
 }
 # The kernels of each table, by the ends of their names.
 _KERNELS = {

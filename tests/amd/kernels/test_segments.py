@@ -239,7 +239,7 @@ def test_a_shape_without_tiles_is_refused_with_the_archs_that_have_some() -> Non
 def test_the_workspace_has_a_slot_for_every_segment_a_token_sees(
     max_kv_len: int, window_left: int, segments: int
 ) -> None:
-    tiles = replace(SEGMENT_ROWS[-1].tiles, segment_len=64)
+    tiles = replace([*SEGMENT_ROWS][-1].tiles, segment_len=64)
     assert tiles.most_segments(max_kv_len, window_left) == segments
     if window_left < 0:
         return

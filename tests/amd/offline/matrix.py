@@ -229,7 +229,7 @@ ROWS = (
         )
         for arch in ("gfx942", "gfx950", "sm_90", "sm_80")
         for is_large in ((False, True) if arch.startswith("gfx") else (False,))
-        # One for each row of tuning/latent_tiles.py.
+        # One for each row of tuning/latent.json.
         for heads in (16, 32, 128)
         if heads <= 32 or arch != "sm_80"
     ),

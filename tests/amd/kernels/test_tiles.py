@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pkgutil
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,9 @@ from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_rows, extend_tiles
 from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tiles, hopper_tiles
+from rocm_attn.kernels.tuning.rows import Rows
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
-from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendRow, ExtendTiles, NoTiles
+from rocm_attn.kernels.tuning.tiles import Codes, DecodeRow, DecodeTiles, ExtendRow, ExtendTiles, NoTiles
 
 ARCHS = ("sm_90", "sm_80", "sm_120", "gfx942", "gfx950", "interpreter", "cpu")
 BF16 = torch.bfloat16
@@ -151,6 +153,17 @@ def test_masked_steps_of_joined_heads_keep_room_for_their_query_heads() -> None:
         masked = joined.of_masked_steps(ratio)
         assert (masked.query_rows, masked.head_blocks(ratio)) == (rows, 1)
     assert replace(joined, heads_per_row=1).of_masked_steps(30).query_rows == 16, "one head's are cut into blocks"
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"), [('"arch": 90', "90 is no str"), ('"arc": "sm_90"', "arc"), ('"codes": ["ROW"]', "ROW")]
+)
+def test_a_row_of_a_file_with_a_wrong_name_or_value_is_refused(
+    fields: str, refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pkgutil, "get_data", lambda *_: f'{{"decode": [{{{fields}}}]}}'.encode())
+    with pytest.raises((AssertionError, KeyError), match=refusal):
+        list(Rows(DecodeRow, "decode.json", "decode"))
 
 
 def test_every_row_starts_with_whole_tiles() -> None:

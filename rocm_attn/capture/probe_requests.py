@@ -54,7 +54,7 @@ class ProbeLimits:
             # 128k KV tokens of an 8B model are 17 GB over all layers: some 5 ms of reading a run on an MI300X or H200.
             return cls(1 << 17, 1 << 17)
         # Triton's interpreter needs 10 ms for work that takes a CPU 10 us.
-        return cls(32, 64) if target.arch == "interpreter" else cls(256, 512)
+        return cls(32, 64) if target.is_interpreted else cls(256, 512)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,6 @@ from rocm_attn.kernels.tuning.tiles import ANY_ROWS, CdnaTiles, Codes, DecodeTil
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 
-# Archs on which a barrier orders the reads and writes of a program's threads in the GPU's memory too. On AMD it may
-# order shared memory alone.
-ORDERS_BY_BARRIERS = ("sm_90", "interpreter")
-
 
 class _Shape(TypedDict):
     gqa_ratio: int
@@ -70,7 +66,7 @@ def decode_tiles_of(problem: Problem, target: Target) -> DecodeTiles:
     """The tiles of paged decode. Raises NoTiles."""
     static = decode_tiles(target.arch, **_shape(problem))
     tiles = _or_measured(static, measured_row(Table.DECODE, problem, target))
-    return replace(tiles, merge_group=0) if tiles.merge_group and target.arch not in ORDERS_BY_BARRIERS else tiles
+    return replace(tiles, merge_group=0) if tiles.merge_group and not target.orders_by_barriers else tiles
 
 
 def cdna_tiles_of(problem: Problem, target: Target) -> CdnaTiles:

@@ -26,7 +26,6 @@ from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.providers.tiles import (
-    ORDERS_BY_BARRIERS,
     codes_of,
     decode_cut_of,
     decode_tiles_of,
@@ -54,10 +53,6 @@ _LIMITS = Limits(
     encodings=tuple(KVEncoding),
     scales=tuple(Scales),
 )
-
-# Archs on which the two kernels of a mixed step were measured to gain by running at once: 31 decodes with 2 x 700 new
-# tokens take 0.91 to 0.95 of the time in turn.
-_RUNS_AT_ONCE = ("sm_90",)
 
 # Keys of windows whose rows are not shared out: sharing costs more than such short rows gain. Windows of 128, 64 x 8
 # heads of 64, 2048 new of 8192: 37 us, shared 43; 12 x 4, 777 new of 5778: 8 and 12. Windows of 512, 64 x 8 of 96, 30 x
@@ -154,7 +149,7 @@ def _bind_decode_alone(problem: Problem, target: Target, pool: PoolSize) -> Trit
     """Binds decode for steps in which it serves every sequence."""
     kernel = _bind_decode(problem, target, pool)
     # A program that stores new K and V reads what its threads wrote.
-    if target.arch not in ORDERS_BY_BARRIERS or problem.kv_encoding is not KVEncoding.LIKE_Q or not problem.causal:
+    if not target.orders_by_barriers or problem.kv_encoding is not KVEncoding.LIKE_Q or not problem.causal:
         return kernel
     return TritonStoringDecode(problem, kernel.scores, kernel.tiles, kernel.cut)
 
@@ -176,7 +171,7 @@ def _by_tokens(
 
 def _extend(problem: Problem, target: Target, tiles: ExtendTiles, min_q_len: int = 1) -> TritonExtend:
     """Extend of sequences with min_q_len new tokens or more."""
-    if target.arch == "sm_90" and UNLIMITED_WINDOW != problem.window_left < _MOST_NOT_SHARED:
+    if not target.shares_short_windows and UNLIMITED_WINDOW != problem.window_left < _MOST_NOT_SHARED:
         tiles = _of_whole_rows(tiles)
     cut = extend_cut(problem, target, tiles, causal=problem.causal, min_q_len=min_q_len)
     return TritonExtend(problem, scores_of(problem), tiles, cut)
@@ -204,7 +199,7 @@ def _bind_mixed_cdna(problem: Problem, target: Target, pool: PoolSize) -> BoundK
 
 
 def _in_turn_or_at_once(mixed: TritonMixed, target: Target) -> BoundKernel:
-    return MixedAtOnce(mixed) if target.arch in _RUNS_AT_ONCE else mixed
+    return MixedAtOnce(mixed) if target.runs_at_once else mixed
 
 
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
@@ -213,7 +208,7 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKerne
     def bind(tiles: ExtendTiles, is_short: bool) -> Masked:
         # 64 x 5 new tokens after 8k with scales of tokens, heads of 128: 514 us on an H200 with unchanged tiles, else
         # 1238.
-        fits = is_short or (codes is Codes.BY_TOKEN and target.arch.startswith("sm_"))
+        fits = is_short or (codes is Codes.BY_TOKEN and target.is_nvidia)
         tiles = tiles if fits and tiles.query_rows <= 64 else tiles.of_masked_steps(problem.gqa_ratio, codes)
         cut = extend_cut(problem, target, tiles, causal=False)
         return Masked(TritonExtend(problem, scores_of(problem), tiles, cut))

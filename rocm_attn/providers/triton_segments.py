@@ -146,7 +146,7 @@ def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: 
 def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Masked:
     """Binds deterministic attention of steps with a mask. Raises NoTiles."""
     tiles = _tiles(problem, target)
-    return Masked(_extend_in(tiles.of_masked_steps() if target.arch.startswith("sm_") else tiles, problem))
+    return Masked(_extend_in(tiles.of_masked_steps() if target.is_nvidia else tiles, problem))
 
 
 def _shared(extend: SegmentExtend, target: Target) -> SegmentExtend:

@@ -291,7 +291,7 @@ class PackedAttention:
             workspace=torch.empty(0, dtype=torch.float32, device=q.device),
         )
         scores = replace(scores_of(self.problem), causal=causal)
-        if q.device.type == "cpu" and self.target.arch != "interpreter":
+        if q.device.type == "cpu" and not self.target.is_interpreted:
             paged_extend(args, scores=scores)
             return out.float(), lse
         tiles = extend_tiles(

@@ -132,11 +132,11 @@ run_stage() {
     types) mypy -p rocm_attn -p rocm_serve -p rocm_lab -p tests ;;
     host) run_on_host -m "not nightly" ;;
     host-long) run_on_host -m nightly ;;
-    interpreter) TRITON_INTERPRET=1 spread -m "not long and not nightly" tests/amd/{kernels,runtime,external,integrations} ;;
-    interpreter-long) TRITON_INTERPRET=1 spread -m "long or nightly" tests/amd/{kernels,runtime,external,integrations} ;;
-    mutation) spread -m "not long" tests/amd/mutation ;;
-    mutation-long) spread -m long tests/amd/mutation ;;
-    offline-long) compile -m "long or nightly" ;;
+    interpreter) TRITON_INTERPRET=1 spread -m "not nightly" tests/amd/{kernels,runtime,external,integrations} ;;
+    interpreter-long) TRITON_INTERPRET=1 spread -m "nightly" tests/amd/{kernels,runtime,external,integrations} ;;
+    mutation) spread -m "not nightly" tests/amd/mutation ;;
+    mutation-long) spread -m nightly tests/amd/mutation ;;
+    offline-long) compile -m "nightly" ;;
     driver) spread tests/amd/driver ;;
     driver-long) python -m tests.amd.driver --seeds 10:2000 | tee -a "$verdicts" ;;
     engines) run_engines -m "not nightly" ;;
@@ -145,10 +145,10 @@ run_stage() {
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
     soak) rocm-attn soak --steps 500 --seed 0 ;;
     soak-long) rocm-attn soak --steps 10000 --seed 1 ;;
-    offline) compile -m "not llvm_mca and not long and not nightly" ;;
+    offline) compile -m "not llvm_mca and not nightly" ;;
     tuning) run_pytest tests/amd/offline -m llvm_mca ;;
-    oldest) with_triton $OLDEST_TRITON compile -m "oldest_triton and not long" ;;
-    oldest-long) with_triton $OLDEST_TRITON compile -m "oldest_triton and long" ;;
+    oldest) with_triton $OLDEST_TRITON compile -m "oldest_triton and not nightly" ;;
+    oldest-long) with_triton $OLDEST_TRITON compile -m "oldest_triton and nightly" ;;
     offline@*) with_triton "${1#offline@}" compile -m "not llvm_mca" -k "gfx and not budget" ;;
     # By one pytest, which has processes of its own for the kernels: each of several workers would run every case.
     simulator) run_pytest -m "not nightly" tests/amd/simulator ;;

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.amd.each_value import leave_to_the_night
+from tests.amd.fast import leave_to_the_night
 
 # Tests do not depend on tuning results measured on this machine.
 os.environ["ROCM_ATTN_TUNING"] = "off"

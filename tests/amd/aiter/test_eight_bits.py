@@ -196,7 +196,7 @@ def test_a_release_that_lacks_the_parameters_of_the_schedule_leaves_decode_to_ot
     assert "get_mla_metadata_v1" not in aiter.calls
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
 @pytest.mark.parametrize("version", [E4048607, V0_1_14], ids=lambda version: version.version)
 def test_every_number_of_heads_is_served_over_latent_pages(
@@ -336,7 +336,7 @@ def test_the_probe_passes_kernels_that_are_right_in_eight_bits(function: str, ai
     assert function in aiter.calls
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "function",
     [pytest.param(name, marks=[pytest.mark.nightly] * (name == "mla_decode_fwd")) for name in PROBED],

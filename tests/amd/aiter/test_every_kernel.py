@@ -82,7 +82,7 @@ def test_a_case_passes_on_the_stand_in(case: Case, aiter: StandIn) -> None:
     assert set(functions_of(case.row)) <= set(aiter.calls)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "name",
     [

@@ -14,7 +14,7 @@ from tests.amd.aiter.explained import ARCHS, GOLDEN, MODELS, explained, place
 from tests.amd.house.source_tree import ROOT
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_is_explained_as_in_its_golden_file(model: str, arch: str) -> None:

@@ -76,7 +76,7 @@ def differs(row: KernelRow, aiter: StandIn, *lengths: tuple[int, int]) -> bool:
     return first != second
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.fast(6)
 @pytest.mark.parametrize(
     "row",
     [

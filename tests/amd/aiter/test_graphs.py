@@ -44,7 +44,7 @@ def by_turns(of_day: int, of: int = 2) -> pytest.MarkDecorator:
     )
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @by_turns(0, of=3)
 def test_replayed_steps_equal_eager_ones_bitwise(problem: Problem, aiter: StandIn) -> None:
     graphed, eager = OneLayer.build(problem), OneLayer.build(problem)
@@ -70,7 +70,7 @@ class InHalves:
         return self._runner.run(batch, pad_to, halves=2)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @by_turns(1, of=4)
 def test_a_step_in_two_halves_equals_a_whole_one_bitwise(problem: Problem, aiter: StandIn) -> None:
     whole, split = OneLayer.build(problem), OneLayer.build(problem)

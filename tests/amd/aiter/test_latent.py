@@ -56,7 +56,7 @@ def test_every_kind_of_step_over_a_latent_pool_equals_dense_attention(release: S
     serve_every_kind_of_step(16, 1, release)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("num_q_heads", "launches"),
     [pytest.param(*item, marks=[pytest.mark.nightly] * (item[0] > 24)) for item in LAUNCHES.items()],

@@ -35,7 +35,7 @@ def case_of(row: KernelRow) -> Case:
     return next((case for case in found if case.problem.page_size > 1), found[0])
 
 
-@pytest.mark.by_day(12)
+@pytest.mark.fast(12)
 @each_row
 def test_a_row_is_refused_where_it_cannot_serve_an_engines_pages(row: KernelRow) -> None:
     problem = case_of(row).problem
@@ -54,7 +54,7 @@ def test_no_row_serves_fewer_keys_than_new_tokens(row: KernelRow) -> None:
     assert not row.limits.short_kv
 
 
-@pytest.mark.by_day(12)
+@pytest.mark.fast(12)
 @each_row
 def test_pages_with_strides_of_their_own_are_read_right_or_refused(row: KernelRow, aiter: StandIn) -> None:
     case = case_of(row)

@@ -72,7 +72,7 @@ WRONG: Mapping[str, tuple[str, Callable[[Body], Body], StepKind, str]] = {
 }
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(("function", "damage", "kind", "instead"), WRONG.values(), ids=WRONG)
 def test_a_wrong_kernel_is_switched_off_with_a_reason_and_the_next_serves(
     function: str, damage: Callable[[Body], Body], kind: StepKind, instead: str, aiter: StandIn
@@ -135,7 +135,7 @@ def ignores_long_windows(right: Body) -> Body:
     return lambda call: right({**call, "window_size": (-1, -1)})
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("window_left", [300, 1023])
 def test_a_window_is_probed_beyond_its_length(window_left: int, aiter: StandIn) -> None:
     for name in ("unified_attention", "mha_batch_prefill_func"):
@@ -145,7 +145,7 @@ def test_a_window_is_probed_beyond_its_length(window_left: int, aiter: StandIn) 
     assert any("aiter.unified_attention: switched off by its probe" in reason for reason in caught.value.reasons)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("score", [{"has_sinks": True}, {"has_alibi_slopes": True}, {"logits_soft_cap": 3.0}])
 def test_what_a_model_has_learned_for_its_heads_is_probed(score: Mapping[str, Any], aiter: StandIn) -> None:
     def forgets(right: Body) -> Body:

@@ -63,7 +63,7 @@ def test_scores_are_those_of_the_oracle(problem: Problem, served_by: Sequence[st
     check_scores(problem, served_by, aiter)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(("problem", "served_by"), PROBLEMS.values(), ids=PROBLEMS)
 def test_scores_are_those_of_the_oracle_in_the_release_before(
     problem: Problem, served_by: Sequence[str], monkeypatch: pytest.MonkeyPatch
@@ -71,7 +71,7 @@ def test_scores_are_those_of_the_oracle_in_the_release_before(
     check_scores(problem, served_by, install(V0_1_14, monkeypatch))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("problem", "served_by"), [pytest.param(*both, id=name) for name, both in PROBLEMS.items() if both[0].causal]
 )
@@ -102,8 +102,7 @@ def check_scores(problem: Problem, served_by: Sequence[str], release: StandIn) -
     assert serving.page_zero_is_zero()
 
 
-@pytest.mark.by_day(2)
-@pytest.mark.each_value
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "window_left",
     [
@@ -148,7 +147,7 @@ def problem_that_has(argument: str, base: Problem) -> Problem:
     return replace(base, **changes[argument])
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.fast(8)
 @pytest.mark.parametrize(("function", "argument"), ARGUMENTS)
 def test_a_score_that_is_left_out_changes_the_output(function: str, argument: str, aiter: StandIn) -> None:
     serving = world(problem_that_has(argument, VECTORISED if function == GLUON else WIDE), max_kv_len=300)
@@ -173,7 +172,7 @@ OVER_VECTORISED: Mapping[str, tuple[Problem, Sequence[str]]] = {
 }
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(("problem", "served_by"), OVER_VECTORISED.values(), ids=OVER_VECTORISED)
 def test_scores_over_vectorised_pages_are_those_of_the_oracle(
     problem: Problem, served_by: Sequence[str], aiter: StandIn

@@ -150,8 +150,7 @@ def test_each_kind_of_step_runs_its_kernel(problem: Problem, called: Sequence[st
     assert aiter.calls == called
 
 
-@pytest.mark.by_day(3)
-@pytest.mark.each_value
+@pytest.mark.fast(3)
 @every_problem
 @pytest.mark.parametrize("pad_to", [4, 7, 16])
 def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, aiter: StandIn) -> None:
@@ -163,7 +162,7 @@ def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, ai
     assert serving.page_zero_is_zero()
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @every_second(0)
 def test_lengths_cross_partitions_and_tiles(problem: Problem, aiter: StandIn) -> None:
     serving = world(problem)
@@ -174,7 +173,7 @@ def test_lengths_cross_partitions_and_tiles(problem: Problem, aiter: StandIn) ->
     serving.step(requests, [2, 120, 2])
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @every_second(1)
 def test_a_full_row_is_read_to_its_end(problem: Problem, aiter: StandIn) -> None:
     serving = world(problem, max_kv_len=300)

@@ -53,8 +53,7 @@ def on_mi300(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "detect_target", detect)
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.each_value
+@pytest.mark.fast(1)
 @pytest.mark.usefixtures("on_mi300")
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -74,8 +73,7 @@ def wide_model(dtype: torch.dtype) -> LoadedModel:
     return tiny_model(base=replace(CONFIG, layers=(layer, layer)), dtype=dtype)
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.each_value
+@pytest.mark.fast(1)
 @pytest.mark.usefixtures("on_mi300")
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kernel", ["pa_decode_gluon", "pa_fwd_asm"])

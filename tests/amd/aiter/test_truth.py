@@ -41,7 +41,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_every_needle_is_found(kind: str, aiter: StandIn) -> None:
     """Needles are found in replayed chunks over a prefix and decode steps. Torch serves steps that AITER does not."""

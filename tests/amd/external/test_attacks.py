@@ -17,13 +17,8 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.external_step import ONE_EACH, ExternalStep
 from tests.amd.external.engines import ENGINES, ROOM, VLLM, Engine, FlashInfer, MakeEngine, SGLang
 
-each_engine = pytest.mark.parametrize(
-    "make",
-    [pytest.param(make, id=name, marks=[pytest.mark.long] * (name != "sglang")) for name, make in ENGINES.items()],
-)
-
-# Under Triton's interpreter every run has pages of 16, and the nightly run the others.
-each_page_size = pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.long), 16])
+each_engine = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+each_page_size = pytest.mark.parametrize("page_size", [16, 1])
 
 
 def two_requests(make: MakeEngine, page_size: int, device: torch.device, provider: str, **options: object) -> Engine:
@@ -44,10 +39,10 @@ def assert_unharmed(engine: Engine, *rows: int) -> None:
     engine.run(requests, [2] * len(requests))
 
 
-@pytest.mark.by_day(interpreted=1)
+@pytest.mark.fast(interpreted=1)
 @each_engine
 @each_page_size
-@pytest.mark.parametrize("length", [-5, ROOM + 1, pytest.param(2**31 - 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("length", [-5, ROOM + 1, 2**31 - 1])
 def test_a_length_outside_of_its_row_is_cut_and_reported(
     make: MakeEngine, page_size: int, length: int, device: torch.device, provider: str
 ) -> None:
@@ -62,9 +57,9 @@ def test_a_length_outside_of_its_row_is_cut_and_reported(
     assert_unharmed(engine, 1, 2)
 
 
-@pytest.mark.by_day(interpreted=1)
+@pytest.mark.fast(interpreted=1)
 @each_page_size
-@pytest.mark.parametrize("row", [-1, 7, pytest.param(2**31 - 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("row", [-1, 7, 2**31 - 1])
 def test_a_row_outside_of_the_table_is_a_pad_and_reported(
     page_size: int, row: int, device: torch.device, provider: str
 ) -> None:
@@ -81,13 +76,10 @@ def test_a_row_outside_of_the_table_is_a_pad_and_reported(
     assert_unharmed(engine, 2)
 
 
-@pytest.mark.by_day(interpreted=1)
-@pytest.mark.each_value
+@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("make", [SGLang, VLLM])
 @each_page_size
-@pytest.mark.parametrize(
-    "kind", ["another's", pytest.param("its own, one off", marks=pytest.mark.long), "past the pool"]
-)
+@pytest.mark.parametrize("kind", ["another's", "its own, one off", "past the pool"])
 def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
     make: MakeEngine, page_size: int, kind: str, device: torch.device, provider: str
 ) -> None:
@@ -109,7 +101,7 @@ def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
     assert_unharmed(engine, 1, 2)
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("make", [SGLang, VLLM])
 def test_a_token_that_is_not_to_be_written_is_no_fault(make: MakeEngine, device: torch.device, provider: str) -> None:
     """The slot is -1, or on the page that belongs to no request."""
@@ -141,7 +133,7 @@ def test_slots_of_a_page_in_disorder_are_reported(device: torch.device, provider
             engine.attention.check_device()
 
 
-@pytest.mark.by_day(interpreted=1)
+@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("make", [SGLang, VLLM])
 @each_page_size
 def test_a_window_that_was_given_back_too_early_is_reported(
@@ -159,7 +151,7 @@ def test_a_window_that_was_given_back_too_early_is_reported(
     engine.attention.check_device()
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_engine
 def test_a_fault_is_reported_once_by_a_later_step_that_is_not_begun(
     make: MakeEngine, device: torch.device, provider: str
@@ -180,7 +172,7 @@ def test_a_fault_is_reported_once_by_a_later_step_that_is_not_begun(
     engine.attention.check_device()
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 def test_a_policy_may_log_and_count(device: torch.device, provider: str, caplog: pytest.LogCaptureFixture) -> None:
     """Serving continues, as in a scheduler's loop that an exception would end."""
     policy = LogAndCount()
@@ -234,7 +226,7 @@ def test_another_kind_of_table_is_refused(device: torch.device, provider: str) -
         engine.attention.tables.use(TableSource(table), Space.SWA)
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_engine
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 6))])
 def test_random_attacks_harm_no_other_request(make: MakeEngine, seed: int, device: torch.device, provider: str) -> None:

@@ -168,11 +168,11 @@ def test_a_mask_of_more_cells_than_can_be_packed_is_refused_in_words() -> None:
         BoolCells(torch.empty(2**31, dtype=torch.bool, device="meta"), positions)
 
 
-@pytest.mark.by_day(interpreted=2)
+@pytest.mark.fast(interpreted=2)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        pytest.param(kind, dtype, marks=[pytest.mark.long] * ((at + number) % 2))
+        pytest.param(kind, dtype, marks=[pytest.mark.nightly] * ((at + number) % 2))
         for at, kind in enumerate(("pages", "pages in columns", "slots", "mapped slots", "lists"))
         for number, dtype in enumerate((torch.int32, torch.int64))
     ],
@@ -197,8 +197,7 @@ def test_tables_of_any_kind_lead_to_the_same_pages(
     filled.attention.check_device()
 
 
-@pytest.mark.long
-@pytest.mark.each_value
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_lengths_and_rows_may_have_any_type_and_stride(
@@ -253,7 +252,7 @@ def test_latent_pages_of_an_engine_are_stored_and_read(device: torch.device) -> 
     made.check_device()
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 def test_it_is_built_and_called_within_inference_mode_and_outside(device: torch.device, provider: str) -> None:
     with torch.inference_mode():
         engine = VLLM(PAGE, device=device, provider=provider)

@@ -11,27 +11,17 @@ import torch
 from rocm_attn.paging.index_spaces import Space
 from tests.amd.external.engines import ENGINES, NAN, ROOM, Engine, SGLang
 
-LONG = pytest.mark.long
 GROUPS = Space("group0"), Space("group1"), Space("group2")
 # Name of the engine, windows of its layers, their spaces.
 LAYOUTS: dict[str, tuple[str, tuple[int, ...], tuple[Space, ...] | None]] = {
+    "vllm three groups": ("vllm", (5, -1, 9), GROUPS),
     "sglang": ("sglang", (-1, 5), None),
     "sglang two pools": ("sglang", (-1, 5, 9), (Space.FULL, Space.SWA, Space.SWA)),
     "vllm": ("vllm", (-1, 5), None),
-    "vllm three groups": ("vllm", (5, -1, 9), GROUPS),
     "flashinfer": ("flashinfer", (-1, 5), None),
 }
-# Under Triton's interpreter every run has pages of 16, and the nightly run the others; on torch pages of 1 too.
-each_page_size = pytest.mark.parametrize(
-    "page_size", [pytest.param(1, marks=LONG), 16, pytest.param(32, marks=pytest.mark.nightly)]
-)
-each_layout = pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(layout, id=name, marks=[LONG] * (name not in ("vllm three groups", "flashinfer")))
-        for name, layout in LAYOUTS.items()
-    ],
-)
+each_page_size = pytest.mark.parametrize("page_size", [16, 1, pytest.param(32, marks=pytest.mark.nightly)])
+each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 Layout = tuple[str, tuple[int, ...], tuple[Space, ...] | None]
 Build = Callable[[Layout, int], Engine]
@@ -57,7 +47,7 @@ def evict(engine: Engine) -> None:
         engine.evict(request, max(0, request.kv_len - furthest))
 
 
-@pytest.mark.by_day(4, interpreted=1)
+@pytest.mark.fast(4, interpreted=1)
 @each_layout
 @each_page_size
 def test_eager_steps_of_an_engine_are_right(build: Build, layout: Layout, page_size: int) -> None:
@@ -73,17 +63,13 @@ def test_eager_steps_of_an_engine_are_right(build: Build, layout: Layout, page_s
     engine.attention.check_device()
 
 
-@pytest.mark.by_day(4)
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(layout, id=name, marks=[LONG] * (name != "sglang two pools")) for name, layout in LAYOUTS.items()],
-)
+@pytest.mark.fast(4, interpreted=0)
+@each_layout
 @pytest.mark.parametrize(
     ("page_size", "width"),
     [
         (16, 1),
-        pytest.param(1, 3, marks=LONG),
+        (1, 3),
         *(pytest.param(*both, marks=pytest.mark.nightly) for both in ((1, 1), (16, 3), (32, 1), (32, 3))),
     ],
 )
@@ -104,8 +90,7 @@ def test_an_engines_own_graphs_serve_any_length_and_number(
     engine.attention.check_device()
 
 
-@pytest.mark.by_day(3)
-@LONG
+@pytest.mark.fast(3, interpreted=0)
 @pytest.mark.parametrize(
     ("layout", "page_size"),
     [

@@ -200,7 +200,7 @@ class Engine:
             torch.testing.assert_close(its_out, wanted.transpose(0, 1), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 def test_an_engine_with_one_kv_tensor_and_lists_of_blocks_takes_few_lines(device: torch.device, provider: str) -> None:
     engine = Engine(device, provider)
     prefill = ExternalStep.extend(engine.ints(0, 5, 14), engine.ints(5, 9), num_tokens=14, max_q_len=9, max_kv_len=9)

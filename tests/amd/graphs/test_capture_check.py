@@ -88,7 +88,7 @@ def test_without_the_check_a_wrong_graph_serves_wrong_rows(planted: str, provide
     assert not same(outs, eager_outputs(device, provider, PLANTED[planted]))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_wrong_graph_is_refused_where_every_row_is_taken(planted: str, provider: str, device: torch.device) -> None:
     outs = []
@@ -115,7 +115,7 @@ def test_right_graphs_pass_and_nothing_is_left_behind(rows: int, provider: str, 
     assert same(*outs)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("planted", ["nothing", "no fill", "no store", "a dead graph"])
 @pytest.mark.parametrize("rows", [3, 8], ids=["no free row", "free rows"])
 def test_the_kv_of_requests_is_the_same_with_and_without_a_check(
@@ -162,7 +162,7 @@ def test_probes_reach_the_largest_lengths_that_there_is_room_for(provider: str, 
         assert f"bitwise in 3 draws of up to 4 sequences and {longest} tokens" in bucket.check
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("planted", ["no fill", "no store", "a dead graph"])
 def test_graphs_of_ragged_steps_are_checked_too(planted: str, provider: str, device: torch.device) -> None:
     served = [[3, 5], [4, 4], [1, 6], [2, 2], [5, 1]]

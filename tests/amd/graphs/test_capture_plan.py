@@ -27,7 +27,7 @@ LLAMA = {
 }
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("provider", "mode"),
     [(name, mode) for name in providers() for mode in ({}, {"shared_prefixes": True})]

@@ -51,8 +51,7 @@ def prompted(tiny: Tiny) -> Requests:
     return requests
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.long
+@pytest.mark.fast(1)
 @each_shape
 @each_provider
 def test_a_replayed_round_is_bitwise_the_eager_one(provider: str, drafts: Drafts, device: torch.device) -> None:

@@ -74,8 +74,7 @@ def rows_alone(tiny: Tiny) -> Callable[[Part], Tensor]:
     return tiny.forward
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.each_value
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_a_tree_comes_back_with_the_rows_of_real_sequences_and_tokens(graphs: bool, split: bool) -> None:
@@ -119,8 +118,7 @@ def test_what_a_step_gives_is_of_the_type_that_forward_returns() -> None:
     assert rows.shape == (2, 96)
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.each_value
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_a_forward_that_returns_nothing_stores_what_another_one_stores(graphs: bool, split: bool) -> None:

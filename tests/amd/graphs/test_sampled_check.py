@@ -132,7 +132,7 @@ def test_rounding_of_large_scores_is_no_fault(
     assert (check.counters.attention_differs > 0) == differs, check.counters.finding
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("reserved", ["page 0 of layer 1", "row 0 of the request table"])
 def test_a_write_to_what_is_reserved_is_counted(

@@ -68,7 +68,7 @@ def _only(requests: Requests, seq: int, length: int) -> StepBatch:
     return StepBatch(whole.rows[seq:], whole.kv_len[seq:], whole.q_len[seq:], whole.token_ids)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @both
 @pytest.mark.parametrize("sizes", [(2, 8), (1, 3, 5), pytest.param((8,), marks=pytest.mark.nightly), (16,)], ids=str)
 def test_replayed_halves_are_bitwise_the_eager_ones(
@@ -92,7 +92,6 @@ def test_replayed_halves_are_bitwise_the_eager_ones(
         assert not rows_beyond_bounds(split, whole)
 
 
-@pytest.mark.long
 @both
 def test_trees_of_drafts_are_verified_in_halves(provider: str, device: torch.device) -> None:
     """Results are bitwise those of the eager halves, and equal a whole step's; each replay has other trees."""

@@ -40,7 +40,7 @@ PROVIDERS = [*providers(), "csr"]
 def each_way(*names: str) -> pytest.MarkDecorator:
     """Parametrizes a test by these providers, eager and in graphs. Days omit only the stand-ins' eager steps.
 
-    A guard may matter only in graphs, so `each_value` must not leave out the graphs of any provider.
+    A guard may matter only in graphs, so `fast` must not leave out the graphs of any provider.
     """
     return pytest.mark.parametrize(
         ("provider", "graphs"),

@@ -39,7 +39,7 @@ def grow_to(serving: Serving, requests: list[Request], lengths: list[int]) -> No
         serving.step(requests, q_len)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("provider", "graphs", "largest"),
     [
@@ -78,7 +78,7 @@ KEPT = {
 }
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("provider", providers())
@@ -97,8 +97,7 @@ def test_rows_of_every_count_and_length_are_turned_stored_gated_and_turned_back(
     walk(replace(ROTATED, page_size=page_size), provider, CAP, graphs=graphs, device=device, make=Rotating)
 
 
-@pytest.mark.by_day(2)
-@pytest.mark.each_value
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize(
     ("indexing", "of"),

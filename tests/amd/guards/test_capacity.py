@@ -15,7 +15,7 @@ from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving, in_each_way
 from tests.amd.runtime.stepping import Request, small_problem
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("alignment", [8, 16])
 @in_each_way
 def test_a_batch_padded_beyond_the_pool_keeps_all_of_its_sequences(

@@ -22,7 +22,7 @@ def padded_beyond(device: torch.device, guards: Guards, provider: str, alignment
     return Serving(device, guards, graphs=graphs, provider=provider, capture_sizes=sizes, split_steps=True)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("alignment", [8, 16])
 @in_each_way
 def test_both_halves_of_a_batch_padded_beyond_the_pool_keep_their_sequences(

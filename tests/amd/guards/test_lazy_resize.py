@@ -80,7 +80,7 @@ def test_lengths_stay_64_bit_when_they_grow(device: torch.device) -> None:
             assert set(dtypes.values()) == {torch.int32}
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("alignment", [8, 16])
 @in_each_way
 def test_every_kind_of_step_is_right_when_it_is_padded_beyond_the_pool(

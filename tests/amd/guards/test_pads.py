@@ -158,7 +158,7 @@ def test_nothing_of_an_earlier_step_stays_after_the_last_page(graphs: bool, devi
     assert sum(page > 0 for page in block_row) == 2
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @in_each_way
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_what_lies_after_a_sequence_in_its_page_is_not_read(

@@ -77,7 +77,7 @@ def without_live_tokens(serving: Serving) -> Tensor:
     return dead.to(serving.runtime.device)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @in_each_way
 @pytest.mark.parametrize("fill", [fill_with_bytes, fill_with_nan], ids=["bytes", "nan"])
 def test_a_step_writes_all_that_it_reads(
@@ -139,7 +139,7 @@ def test_memory_that_is_given_back_and_taken_again_is_not_read_by_graphs(provide
     serving.runner.check_addresses()
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize(
     ("large", "small"),

@@ -58,7 +58,7 @@ class Fails:
         self._call(*args, **kwargs)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("launch", ["table_update", "copy_pages"])
 @in_each_way
 def test_changes_survive_a_launch_that_fails(

@@ -103,7 +103,7 @@ def test_a_reopen_that_runs_out_of_memory_changes_nothing(
     assert steps_of_all_sizes(serving, requests)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("apart", [97, pytest.param(23, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("sizes", [(1, 2, 4), (1,)], ids=["larger", "smaller"])
 def test_a_reopen_that_is_interrupted_at_any_line_serves_right(sizes: tuple[int, ...], apart: int) -> None:

@@ -70,7 +70,7 @@ def paged_is_best(tiles: Tiles) -> float:
     return cdna_is_best(tiles) if isinstance(tiles, CdnaTiles) else 75.0 - 15.0 * (tiles.key_block == 64)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_both_kernels_are_searched_and_compared_with_the_one_that_serves(arch: str) -> None:
     target = replace(known_target(arch), releases=GFX942.releases)

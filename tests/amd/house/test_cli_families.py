@@ -25,7 +25,7 @@ def with_tokenizer(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_familys_directory_is_served(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reference = family_model(family, eos_token_id=None)

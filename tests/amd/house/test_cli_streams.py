@@ -148,7 +148,7 @@ sys.exit(main(["env"]))
 """
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "what_follows", ["raise", "raise ImportError('initialization failed') from interrupt", "pass", "raise SystemError"]
 )

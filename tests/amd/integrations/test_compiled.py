@@ -93,10 +93,9 @@ def compilable(model: Tiny, work: QkvWork) -> Callable[[Part], Tensor]:
     return forward_of(model, compiled_layers(model.runtime).of, work)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1, interpreted=0)  # interpreted: every run tests the operations by themselves, and on torch all of it
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-@pytest.mark.long  # interpreted: every run tests the operations by themselves, and on torch all of it
 def test_a_compiled_forward_gives_the_bits_of_the_eager_one(
     backend: str, graphs: bool, provider: str, device: torch.device
 ) -> None:
@@ -108,7 +107,7 @@ def test_a_compiled_forward_gives_the_bits_of_the_eager_one(
     assert (runner.counters.replays > 0) == graphs
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 def test_the_operations_by_themselves_give_the_bits_of_the_layers(provider: str, device: torch.device) -> None:
     model, work = Tiny.build(device, provider), work_of(device)
     layers = serve(StepRunner(model.runtime, eager_forward(model, work), None), model.runtime)
@@ -208,7 +207,7 @@ def checked(operation: Any, *args: Any) -> None:
     torch.library.opcheck(operation.default, args)
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 def test_what_is_declared_of_operations_holds(provider: str, device: torch.device) -> None:
     model = Tiny.build(device, provider)
     step, calls = running(model)
@@ -287,7 +286,7 @@ def test_what_lies_between_the_cuts_asks_no_runtime_for_anything(provider: str, 
     assert kinds.count(False) >= 3
 
 
-@pytest.mark.long  # in the interpreter's stage only: the shared part is torch's code
+@pytest.mark.fast(interpreted=0)  # left out under the interpreter by day: the shared part is torch's code
 def test_several_runtimes_share_compiled_code_and_keep_their_own_pages(provider: str, device: torch.device) -> None:
     models, work = [Tiny.build(device, provider) for _ in range(2)], work_of(device)
     models[1].projections[0] *= 2

@@ -25,8 +25,8 @@ from tests.amd.integrations.batches import (
 )
 from tests.amd.integrations.oracle import Scores
 
-# Marked long for the interpreter's stage; test_flashinfer_program.py is in its short form.
-pytestmark = pytest.mark.long
+# Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
+pytestmark = pytest.mark.fast(interpreted=0)
 
 SIZES = Q_HEADS, KV_HEADS, DIM
 ROOM, PAGE_SIZE = 24, 4

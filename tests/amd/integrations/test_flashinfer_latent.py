@@ -18,8 +18,8 @@ from rocm_attn.integrations.flashinfer.latent_batch import given
 from tests.amd.integrations.batches import check, indptr, ints
 from tests.amd.integrations.oracle import Array, Scores, attention
 
-# Marked long for the interpreter's stage; test_flashinfer_program.py is in its short form.
-pytestmark = pytest.mark.long
+# Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
+pytestmark = pytest.mark.fast(interpreted=0)
 
 HEADS, CKV, KPE, PAGE_SIZE, ROOM = 4, 32, 16, 4, 24
 SIZES: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.signatures import LEFT_OUT, NAMES, Signatures, of_flashinfer, recorded, signatures
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.fast(interpreted=0)
 
 OURS = Path(flashinfer.__file__).parent
 # An unpacked wheel of FlashInfer; without one, the recorded signatures are used.

@@ -9,7 +9,7 @@ import pytest
 from tests.amd.integrations.flashinfer_suite import line, outcomes
 
 # Two processes that import torch, so it belongs to the nightly stage.
-pytestmark = [pytest.mark.long, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 WRITTEN = """
 import pytest

@@ -29,9 +29,6 @@ from tests.amd.external.engines import VLLM, Engine, SGLang
 from tests.amd.runtime.sparse_world import indexer, layer
 from tests.amd.runtime.stepping import small_problem
 
-# In the interpreter's stage only: on torch each runs every time. The remaining tests of every run cover each kernel.
-long = pytest.mark.long
-
 FN, FNUZ = KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ
 POISON = 173
 
@@ -137,9 +134,9 @@ def coded(encoding: KVEncoding, scales: Scales) -> list[Problem]:
 
 LATENT = replace(small_problem(num_kv_heads=1, head_dim=24, v_head_dim=16), pool=PoolKind.LATENT)
 MODELS = {
+    "codes with factors of tokens": coded(FN, Scales.TOKEN),
     "plain": [small_problem()] * 3,
     "different layers": [small_problem(), small_problem(num_kv_heads=3, head_dim=20, v_head_dim=12)],
-    "codes with factors of tokens": coded(FN, Scales.TOKEN),
     "codes": coded(FNUZ, Scales.HEAD),
     "latents": [LATENT] * 2,
     "latent codes": [replace(LATENT, kv_encoding=FN, kv_scales=Scales.TOKEN)],
@@ -149,15 +146,9 @@ MODELS = {
 }
 
 
-@pytest.mark.by_day(14, interpreted=1)
-@pytest.mark.parametrize("kv_len", [pytest.param(1, marks=long), 19, pytest.param(24, marks=long)])
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(model, marks=[long] * (model not in ("codes with factors of tokens", "index keys")))
-        for model in MODELS
-    ],
-)
+@pytest.mark.fast(14, interpreted=1)
+@pytest.mark.parametrize("kv_len", [19, 1, 24])
+@pytest.mark.parametrize("model", MODELS)
 def test_a_request_that_moved_decodes_with_the_bits_of_one_that_stayed(
     model: str, kv_len: int, provider: str, device: torch.device
 ) -> None:
@@ -174,10 +165,8 @@ def test_a_request_that_moved_decodes_with_the_bits_of_one_that_stayed(
     target.check_device()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "sizes", [(4, 8), pytest.param((16, 4), marks=long), pytest.param((1, 4), marks=long)], ids=str
-)
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("sizes", [(4, 8), (16, 4), (1, 4)], ids=str)
 def test_pages_may_be_of_other_sizes_on_the_other_side(
     sizes: tuple[int, int], provider: str, device: torch.device
 ) -> None:
@@ -191,11 +180,9 @@ def test_pages_may_be_of_other_sizes_on_the_other_side(
     assert all(map(torch.equal, story.decode(target, stayed, 21), story.decode(target, new_row, 21)))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sizes", [pytest.param((4, 4), marks=long), (4, 8), pytest.param((8, 4), marks=long)], ids=str)
-@pytest.mark.parametrize(
-    "source_has_swa", [True, pytest.param(False, marks=long)], ids=["windows to windows", "all to windows"]
-)
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4)], ids=str)
+@pytest.mark.parametrize("source_has_swa", [True, False], ids=["windows to windows", "all to windows"])
 def test_a_windows_space_takes_the_tokens_that_are_still_seen(
     source_has_swa: bool, sizes: tuple[int, int], provider: str, device: torch.device
 ) -> None:
@@ -214,7 +201,7 @@ def test_a_windows_space_takes_the_tokens_that_are_still_seen(
     assert all(map(torch.equal, story.decode(target, stayed, 29), story.decode(target, new_row, 29)))
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_layers_of_one_space_may_come_from_different_ones(provider: str, device: torch.device) -> None:
     """Two windows are equal: the sender has one from its first token on, and the other from where its pages begin."""
     problems = [small_problem(window_left=window) for window in (6, -1, 6)]
@@ -249,11 +236,8 @@ def test_tokens_that_a_window_has_given_back_are_no_ones_elsewhere(provider: str
         moved(source, row, 45, back)
 
 
-@pytest.mark.parametrize(
-    "scales",
-    [Scales.TOKEN, pytest.param(Scales.HEAD, marks=long), pytest.param(Scales.LAYER, marks=long)],
-    ids=lambda scales: scales.name,
-)
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("scales", [Scales.TOKEN, Scales.HEAD, Scales.LAYER], ids=lambda scales: scales.name)
 def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, device: torch.device) -> None:
     """Attention reads the same values from E4M3FN as from E4M3FNUZ with scales twice as large."""
     there, here = coded(FN, scales), coded(FNUZ, scales)
@@ -280,7 +264,8 @@ def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, de
         assert not KVImporter(back, KVPassport.of(target)).is_exact
 
 
-@pytest.mark.parametrize("kv_len", [pytest.param(1, marks=long), pytest.param(3, marks=long), 19])
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("kv_len", [19, 1, 3])
 def test_index_keys_in_codes_of_another_gpu_keep_their_worth(kv_len: int, provider: str, device: torch.device) -> None:
     """A key represents four tokens: fewer tokens send none."""
     pooled = indexer(Indexing(0.25, top=3, key_tokens=4, last_unit=LastUnit.ADDED))
@@ -292,7 +277,7 @@ def test_index_keys_in_codes_of_another_gpu_keep_their_worth(kv_len: int, provid
     assert all(map(torch.equal, story.decode(source, row, kv_len), story.decode(target, new_row, kv_len)))
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 def test_layers_may_be_sent_one_by_one(provider: str, device: torch.device) -> None:
     problems = MODELS["different layers"]
     story, source = Story(problems, device), runtime_of(problems, device, provider)
@@ -338,7 +323,7 @@ def test_an_engines_pages_are_sent_as_a_runtimes_are(
         exporter.export(request.pages, extent, buffer)
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_written(
     provider: str, device: torch.device
 ) -> None:
@@ -390,7 +375,7 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
         assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_factors_that_change_later_are_refused_on_both_sides(provider: str, device: torch.device) -> None:
     problems = coded(FN, Scales.LAYER)
     story, source = Story(problems, device), runtime_of(problems, device, provider)
@@ -410,7 +395,7 @@ def test_factors_that_change_later_are_refused_on_both_sides(provider: str, devi
         exporter.export(dict(pages), extent, buffer)
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_other_factors_at_the_address_of_those_that_are_gone_are_refused(
     provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,7 +417,7 @@ def test_other_factors_at_the_address_of_those_that_are_gone_are_refused(
         exporter.export(pages, extent, buffer)
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_codes_are_recoded_a_part_at_a_time(
     provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -569,7 +554,7 @@ def test_a_buffer_holds_layers_in_order_each_stretch_at_a_multiple_of_16_bytes()
     assert parts[0].row_bytes == 2 * 16 * 4
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 def test_a_page_that_is_still_to_be_copied_is_read_where_its_tokens_are(provider: str, device: torch.device) -> None:
     problems = [small_problem()] * 2
     story, source = Story(problems, device), runtime_of(problems, device, provider)

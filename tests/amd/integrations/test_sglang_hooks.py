@@ -41,7 +41,7 @@ POOLS: list[Any] = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("kind", POOLS)
 def test_prompts_in_chunks_decode_mixed_and_idle_steps_give_what_an_oracle_gives(
     kind: dict[str, Any], provider: str, device: torch.device
@@ -59,8 +59,7 @@ def test_prompts_in_chunks_decode_mixed_and_idle_steps_give_what_an_oracle_gives
     engine.hooks.attention.check_device()
 
 
-@pytest.mark.by_day(4)
-@pytest.mark.long
+@pytest.mark.fast(4, interpreted=0)
 @pytest.mark.parametrize("kind", POOLS)
 @pytest.mark.parametrize("says_padding", [True, False])
 def test_a_captured_step_serves_any_batch_up_to_its_bucket(
@@ -96,7 +95,7 @@ def tree_of(requests: Sequence[Request], new: int) -> Any:
     return cells
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 def test_a_tree_of_drafts_is_verified_by_its_mask_eagerly_and_in_a_graph(provider: str, device: torch.device) -> None:
     engine = Engine(provider, device, with_trees=True)
     requests = [engine.admit() for _ in range(3)]
@@ -133,7 +132,7 @@ def replay_tree(graph: Graph, requests: Sequence[Request]) -> None:
     graph.replay(requests, mask=cells)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("spec", [{"topk": 2}, {"tree_topk": -1}, {}], ids=["two branches", "irregular", "unknown"])
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_tree_is_refused_where_no_kernel_looks_at_masks(
@@ -151,7 +150,7 @@ def test_a_tree_is_refused_where_no_kernel_looks_at_masks(
         begin(batch)
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize(("topk", "page_size"), [(1, 4), (2, 1), (2, 4), (3, 4)])
 @pytest.mark.parametrize("captured", [False, True])
 def test_draft_steps_see_their_request_and_their_own_branch(
@@ -273,7 +272,7 @@ def test_a_table_of_branches_refuses_more_than_it_has_room_for() -> None:
         table.write(torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("scale", [None, 0.5])
 @pytest.mark.parametrize("is_latent", [False, True])
 def test_eight_bit_pages_are_read_with_the_layers_factors(
@@ -369,8 +368,7 @@ FAULTS: list[Any] = [
 ]
 
 
-@pytest.mark.by_day(3)
-@pytest.mark.long
+@pytest.mark.fast(3, interpreted=0)
 @pytest.mark.parametrize(("corrupt", "said"), FAULTS)
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_fault_in_a_step_of_the_engine_is_reported_within_two_steps(

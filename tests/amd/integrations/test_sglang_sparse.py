@@ -165,8 +165,7 @@ class SparseEngine(Engine):
         return step
 
 
-@pytest.mark.by_day(interpreted=1)
-@pytest.mark.each_value
+@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_prompts_in_chunks_decode_and_drafts_attend_to_what_the_indexer_chooses(

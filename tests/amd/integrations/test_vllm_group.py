@@ -39,21 +39,19 @@ def started(runner: Runner) -> Runner:
     return runner
 
 
-# Under Triton's interpreter every run has one of each, and the nightly run the others.
-long = pytest.mark.long
-
 LAYERS = {
+    "FP8": replace(TERMS, kv_cache_dtype="fp8"),
     "plain": TERMS,
     "window": WINDOW,
     "soft cap": replace(TERMS, logits_soft_cap=5.0),
     "sinks": replace(TERMS, sinks=torch.linspace(-1, 1, HEADS)),
     "ALiBi": replace(TERMS, alibi_slopes=[0.5, 0.25, 0.125, 0.0625]),
-    "FP8": replace(TERMS, kv_cache_dtype="fp8"),
 }
 
 
-@pytest.mark.parametrize("heads_first", [False, pytest.param(True, marks=long)], ids=["NHD", "HND"])
-@pytest.mark.parametrize("name", ["FP8", *(pytest.param(name, marks=long) for name in LAYERS if name != "FP8")])
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("heads_first", [False, True], ids=["NHD", "HND"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_decodes_prompts_chunks_and_mixed_steps_equal_the_oracle(
     name: str, heads_first: bool, device: torch.device, provider: str
 ) -> None:
@@ -65,9 +63,9 @@ def test_decodes_prompts_chunks_and_mixed_steps_equal_the_oracle(
     runner.groups[0].attention.check_device()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("heads_first", [pytest.param(False, marks=long), True], ids=["NHD", "HND"])
-@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=long)])
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("heads_first", [False, True], ids=["NHD", "HND"])
+@pytest.mark.parametrize("dim", [64, 128])
 def test_packed_rows_of_two_byte_numbers_equal_the_oracle(
     dim: int, heads_first: bool, device: torch.device, provider: str
 ) -> None:
@@ -89,7 +87,7 @@ def test_packed_rows_of_two_byte_numbers_equal_the_oracle(
     runner.groups[0].attention.check_device()
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 def test_sinks_that_are_loaded_anew_are_read_from_the_next_step_on_in_graphs_too(
     device: torch.device, provider: str
 ) -> None:
@@ -106,7 +104,7 @@ def test_sinks_that_are_loaded_anew_are_read_from_the_next_step_on_in_graphs_too
     graph.run([1, 1, 1])
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_groups_of_a_model_with_windows_have_tables_of_their_own(device: torch.device, provider: str) -> None:
     runner = started(Runner([WINDOW, TERMS, WINDOW], (0, 1, 0), device=device, provider=provider))
     runner.evict(1, 0, 1)  # of 41 tokens, the first block has left the window
@@ -116,7 +114,7 @@ def test_groups_of_a_model_with_windows_have_tables_of_their_own(device: torch.d
         group.attention.check_device()
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_a_layer_that_shares_kv_reads_what_its_target_has_stored(device: torch.device, provider: str) -> None:
     shares = replace(TERMS, kv_sharing_target_layer_name="layers.0")
     runner = Runner([TERMS, shares], (0, 0), device=device, provider=provider)
@@ -128,7 +126,7 @@ def test_a_layer_that_shares_kv_reads_what_its_target_has_stored(device: torch.d
     runner.compare([20], given, outs)
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 def test_captured_steps_are_filled_by_a_graph(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = runner.capture(4, 4, 1)
     monkeypatch.setattr(ExternalAttention, "fill", _fails)
@@ -138,7 +136,7 @@ def test_captured_steps_are_filled_by_a_graph(runner: Runner, monkeypatch: pytes
         runner.step([1, 2, 1])
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 def test_a_captured_step_whose_slots_lie_elsewhere_is_filled_from_there(runner: Runner) -> None:
     graph = runner.capture(4, 4, 1)
     runner.slots[0] = runner.slots[0].clone()
@@ -161,7 +159,8 @@ def _fails(*_: object) -> None:
     raise AssertionError("fill() is not called")
 
 
-@pytest.mark.parametrize("name", ["window", pytest.param("plain", marks=long), pytest.param("FP8", marks=long)])
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("name", ["window", "plain", "FP8"])
 def test_a_decode_graph_serves_any_lengths_and_pads_change_nothing(
     name: str, device: torch.device, provider: str
 ) -> None:
@@ -177,7 +176,7 @@ def test_a_decode_graph_serves_any_lengths_and_pads_change_nothing(
     runner.groups[0].attention.check_device()
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_a_graph_of_verification_steps_serves_fewer_drafts_too(device: torch.device, provider: str) -> None:
     runner = started(Runner([TERMS, WINDOW], (0, 1), device=device, provider=provider))
     graph = runner.capture(4, 12, 3)
@@ -189,7 +188,7 @@ def test_a_graph_of_verification_steps_serves_fewer_drafts_too(device: torch.dev
         group.attention.check_device()
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 def test_a_full_graph_of_mixed_steps_serves_a_prompt_that_fills_it(device: torch.device, provider: str) -> None:
     """vLLM 0.26 captures it with the tokens spread evenly, so its number for the longest sequence means nothing."""
     runner = started(Runner(device=device, provider=provider, wide=True))
@@ -200,7 +199,7 @@ def test_a_full_graph_of_mixed_steps_serves_a_prompt_that_fills_it(device: torch
     runner.groups[0].attention.check_device()
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_steps_that_vllm_runs_to_warm_up_are_pads_and_no_fault(runner: Runner) -> None:
     for num_tokens, max_query_len in ((4, 1), (12, 3)):
         for table in runner.tables:
@@ -225,7 +224,7 @@ def assert_reported_two_steps_later(run: Callable[[Sequence[int]], object], what
         run([1, 1, 1])
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_a_stale_pad_is_reported(runner: Runner) -> None:
     runner.pad = 3.0
     graph = runner.capture(4, 4, 1)
@@ -237,7 +236,7 @@ def test_a_stale_pad_is_reported(runner: Runner) -> None:
     assert_reported_two_steps_later(graph.run_unseen, "a new token had no page of its own")
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_a_wrong_slot_is_reported_and_harms_no_other_request(runner: Runner) -> None:
     def lie(runner: Runner) -> None:
         runner.slots[0][0] = runner.slots[0][1] - 1  # request 1 has a token there
@@ -252,7 +251,7 @@ def test_a_wrong_slot_is_reported_and_harms_no_other_request(runner: Runner) -> 
         runner.compare_request(0, [1, 1, 1], given, outs)
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_a_table_that_moves_after_a_capture_is_refused_before_the_step(runner: Runner) -> None:
     graph = runner.capture(4, 4, 1)
     graph.run([1, 1, 1])
@@ -264,7 +263,7 @@ def test_a_table_that_moves_after_a_capture_is_refused_before_the_step(runner: R
         graph.run_unseen([1, 1, 1], lie)
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_a_table_that_moves_between_eager_steps_is_read_where_it_is(runner: Runner) -> None:
     def move(runner: Runner) -> None:
         runner.tables[0] = runner.tables[0].clone()
@@ -273,7 +272,7 @@ def test_a_table_that_moves_between_eager_steps_is_read_where_it_is(runner: Runn
     runner.step([1, 3, 1])
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_a_window_whose_page_was_evicted_too_early_is_reported(device: torch.device, provider: str) -> None:
     runner = started(Runner([WINDOW], device=device, provider=provider))
     runner.evict(1, 0, 2)  # of 41 tokens, 32 are freed; the window still sees from 22 on
@@ -281,7 +280,7 @@ def test_a_window_whose_page_was_evicted_too_early_is_reported(device: torch.dev
     assert_reported_two_steps_later(runner.step_unseen, "the first key that a new token sees lay in a page")
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_a_cache_that_moves_after_a_capture_is_refused(runner: Runner) -> None:
     runner.capture(4, 4, 1)
     runner.layers[0].kv_cache = runner.layers[0].kv_cache.clone()
@@ -289,7 +288,7 @@ def test_a_cache_that_moves_after_a_capture_is_refused(runner: Runner) -> None:
         runner.step([1, 1, 1])
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:
     runner.prepare([1, 1, 1], 3, 3)
     common = runner.common(0, 3, 3, 1)
@@ -300,13 +299,13 @@ def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:
         runner.forward([first], [given], [torch.empty_like(given[0])])
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_a_step_that_is_not_causal_is_refused(runner: Runner) -> None:
     with pytest.raises(Unsupported, match="not causal"):
         runner.groups[0].begin(runner.common(0, 3, 3, 1, causal=False))
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_faults_may_be_logged_and_counted_in_place_of_raised(device: torch.device, provider: str) -> None:
     counted = LogAndCount()
     runner = started(Runner(device=device, provider=provider, external=ExternalOptions(on_fault=counted)))
@@ -326,7 +325,7 @@ def test_a_geometry_that_no_kernel_serves_is_refused_before_the_first_step(devic
         Runner([odd], device=device, provider="triton")
 
 
-@long
+@pytest.mark.fast(interpreted=0)
 def test_two_graphs_of_one_size_that_a_step_cannot_tell_apart_are_refused(runner: Runner) -> None:
     runner.capture(4, 12, 3)
     with pytest.raises(Unsupported, match="vLLM captures two graphs for 4 sequences with 12 tokens"):
@@ -359,8 +358,7 @@ LEVELS: dict[str, Callable[[Runner], None]] = {
 }
 
 
-@pytest.mark.by_day(3)
-@long
+@pytest.mark.fast(3, interpreted=0)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_what_is_declared_of_graphs_is_what_they_serve(layer: str, device: torch.device, provider: str) -> None:
     assert list(LEVELS)[-1] == GQA_GRAPHS

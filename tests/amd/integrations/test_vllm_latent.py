@@ -109,7 +109,8 @@ def wanted(q: Tensor, rows: Tensor) -> Tensor:
     return torch.from_numpy(out)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_share_a_sequence_merge_to_the_oracles_by_their_log_sum_exps(
     ranks: int, device: torch.device, provider: str
 ) -> None:
@@ -149,7 +150,7 @@ def test_a_part_without_tokens_weighs_nothing_whatever_a_kernel_has_written() ->
     assert (lse[1:] == 4).all()
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("width", [1, 3])
 def test_graphs_of_decodes_and_of_verification_are_what_mla_layers_declare(
     width: int, device: torch.device, provider: str

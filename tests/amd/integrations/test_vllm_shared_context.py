@@ -153,7 +153,8 @@ class Rank:
             self.group.attend("layer", step, self.layer.kv_cache, q, out)
 
 
-@pytest.mark.parametrize(("stretch", "has_sinks"), [(1, False), pytest.param(4, True, marks=pytest.mark.long)])
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize(("stretch", "has_sinks"), [(1, False), (4, True)])
 def test_new_tokens_see_the_contexts_of_all_ranks_and_themselves(
     stretch: int, has_sinks: bool, device: torch.device, provider: str
 ) -> None:

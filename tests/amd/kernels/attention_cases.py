@@ -43,12 +43,12 @@ def dtypes() -> list[torch.dtype]:
 def in_each_way(name: str, cases: Mapping[str, object], runs: Sequence[Callable[..., None]]) -> pytest.MarkDecorator:
     """Parametrizes run, name and dtype: every case in every dtype, by each kernel and by their twin, the last of runs.
 
-    Every run has one of a case's dtypes, by the twin and by one of the kernels; the others are long. The choice changes
-    from case to case.
+    Every run has one of a case's dtypes, by the twin and by one of the kernels; the night has the others. The choice
+    changes from case to case.
     """
     number_of_kernels = len(runs) - 1
 
-    def is_long(at: int, number: int, place: int) -> bool:
+    def is_nights(at: int, number: int, place: int) -> bool:
         is_its_run = place in (number_of_kernels, at // len(dtypes()) % number_of_kernels)
         return at % len(dtypes()) != number or not is_its_run
 
@@ -60,7 +60,7 @@ def in_each_way(name: str, cases: Mapping[str, object], runs: Sequence[Callable[
                 case,
                 dtype,
                 id=f"{key}-{dtype}-{run.__name__}",
-                marks=[pytest.mark.long] * is_long(at, number, place),
+                marks=[pytest.mark.nightly] * is_nights(at, number, place),
             )
             for at, (key, case) in enumerate(cases.items())
             for number, dtype in enumerate(dtypes())

@@ -258,7 +258,7 @@ def emitted_by(
 
 
 @pytest.mark.parametrize(
-    "children", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+    "children", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize(
     ("accept", "num_seqs"),

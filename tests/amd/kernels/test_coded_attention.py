@@ -41,7 +41,7 @@ def by_turns(name: str, values: Sequence[object]) -> pytest.MarkDecorator:
                 scales,
                 value,
                 id=f"{scales.name}-{getattr(value, 'name', value)}",
-                marks=[pytest.mark.long] * (row != column % len(SCALES)),
+                marks=[pytest.mark.nightly] * (row != column % len(SCALES)),
             )
             for row, scales in enumerate(SCALES)
             for column, value in enumerate(values)
@@ -57,7 +57,7 @@ DECODES = Case([33, 1, 0, 20], [1] * 4, heads=(6, 2), dims=(24, 40), page_size=3
 EXTENDS = Case([27, 18, 0, 1], [2, 18, 0, 1], heads=(6, 2), dims=(24, 40), page_size=3, tail=2, spread=True)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @by_turns("encoding", FP8)
 @pytest.mark.parametrize("run", EVERY_DECODE, ids=lambda run: run.__name__)
 def test_decode_reads_every_encoding_with_every_kind_of_factor(
@@ -68,7 +68,7 @@ def test_decode_reads_every_encoding_with_every_kind_of_factor(
     assert_served(tensors)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @by_turns("encoding", FP8)
 @pytest.mark.parametrize("run", EVERY_EXTEND, ids=lambda run: run.__name__)
 def test_extend_reads_every_encoding_with_every_kind_of_factor(
@@ -112,7 +112,7 @@ def test_factors_meet_caps_slopes_sinks_and_windows_where_they_must(
     assert_served(tensors)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @by_turns("how", [{}, {"transposed": True}, {"paired": True}])
 def test_two_heads_in_one_row_have_a_factor_each(
     how: dict[str, bool], scales: Scales, kernel_device: torch.device
@@ -138,7 +138,7 @@ def test_pairs_are_read_from_pages_of_any_size_and_never_across_odd_rows(
     assert_served(tensors)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("heads_per_row", [1, 2])
 @pytest.mark.parametrize("change", [2.0**-40, 2.0**-75], ids=str)
 @pytest.mark.parametrize("first", [0, 1])
@@ -177,7 +177,7 @@ def test_a_factor_that_is_no_number_stays_with_its_head(kernel_device: torch.dev
     assert_attention_close(tensors.out[:, 2:], tensors.reference[:, 2:], torch.float16)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @each_scales
 def test_a_packed_mask_hides_keys_and_their_factors(scales: Scales, kernel_device: torch.device) -> None:
     for run in EVERY_EXTEND:
@@ -237,8 +237,7 @@ def test_where_a_factor_of_k_is_zero_decode_weighs_all_keys_alike(scales: Scales
     torch.testing.assert_close(tensors.lse, alike.lse)
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.each_value
+@pytest.mark.fast(1)
 @each_scales
 @pytest.mark.parametrize("encoding", [Encoding.E4M3FNUZ, Encoding.E5M2], ids=lambda encoding: encoding.name)
 def test_deterministic_decode_and_extend_give_a_token_the_same_bits(

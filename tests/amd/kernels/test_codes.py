@@ -37,7 +37,7 @@ def test_numbers_between_codes_become_the_nearest_and_the_even_one_of_two(
     assert torch.equal(codes, wanted)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @each_encoding
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_number_of_sixteen_bits_is_written_as_torch_writes_it(

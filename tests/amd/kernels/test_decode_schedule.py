@@ -217,7 +217,7 @@ def device_words(batch: Batch, device: torch.device) -> list[int]:
     return words[:size]
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("window_left", [-1, 0, 40])
 @pytest.mark.parametrize(("side_by_side", "rounds"), [(False, 1), (True, 1), (True, 3), (False, 3)])
 @pytest.mark.parametrize(
@@ -257,13 +257,13 @@ def test_the_device_sets_every_counter_of_decode_that_merges_within_its_launch(
     assert words[batch.cut.first_counter(num_seqs) :] == [0, 0] * num_programs
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("num_seqs", "kv_len", "num_programs", "rows", "pad"),
     # Shares of a row's cost, which is its blocks plus 2: halves, padded halves, whole rows, two rows each; none.
     [
         (16, 1024, 264, 0.5, 0),
-        pytest.param(16, 1008, 264, 0.5, 1, marks=pytest.mark.long),
+        pytest.param(16, 1008, 264, 0.5, 1, marks=pytest.mark.nightly),
         (32, 256, 264, 1, 0),
         (64, 1024, 264, 2, 0),
         (1, 256, 264, 0, 0),
@@ -286,7 +286,7 @@ def test_rows_that_are_alike_are_cut_alike(
         assert words[4] == -(-8 * cost // num_programs)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("kv_len", "blocks"), [(4096, {64}), (4080, {64, 63}), (4100, {65, 62})])
 def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
     kv_len: int, blocks: set[int], kernel_device: torch.device
@@ -303,7 +303,7 @@ def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
     assert max(map(len, visits)) == 1
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("kv_len", "num_programs", "is_beside"),
     # Four rows per sequence: equal parts, and padded ones; different rows, with idle programs and without; too few

@@ -201,7 +201,7 @@ def published(publish: Launch, step: Step, device: torch.device, boundary: int =
     return found, slot
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @publishes
 @settings(max_examples=120)
 @given(step=steps())
@@ -301,7 +301,7 @@ def tables(draw: st.DrawFn) -> Table:
     return Table(rows, seqs, has_slots, is_csr, slot_map, page_size, width + 1)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @gathers
 @settings(max_examples=120)
 @given(case=tables(), dtype=INT_TYPES, stride=st.sampled_from([1, 2]))
@@ -494,7 +494,7 @@ def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
     assert counts.tolist() == [1, num_tokens, 41, error]
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @packs
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ products = pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 SHAPES = [(1, 1, 1, (5, 7)), (5, 3, 2, (33, 40)), (40, 5, 2, (64, 33)), (17, 9, 8, (16, 16)), (3, 64, 4, (48, 32))]
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @products
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -53,7 +53,7 @@ def one_sequence(length: int, new: int, *, width: int, page_size: int = 4) -> Ca
     return Case(seqs, (0, 0), 2, new + 3, 20, page_size, random_pages(seqs, width, 0))
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @both
 @settings(max_examples=40)
 @given(case=cases())
@@ -61,7 +61,7 @@ def test_fill_derives_what_plain_python_derives(fill: Fill, kernel_device: torch
     check(fill, case, kernel_device)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @both
 @settings(max_examples=10)
 @given(case=cases())
@@ -72,7 +72,7 @@ def test_a_second_fill_changes_nothing(fill: Fill, kernel_device: torch.device, 
     assert written(step) == once
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @both
 @pytest.mark.parametrize("wanted", [(), PAGE_LIST, ("block_table",), ("kv_len_int64",), ("mask_indptr",), GROUPS])
 @settings(max_examples=5)
@@ -83,7 +83,7 @@ def test_only_what_has_elements_is_written(
     check(fill, replace(case, wanted=(*REQUIRED, *wanted)), kernel_device)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @both
 @settings(max_examples=10)
 @given(case=cases(), seed=st.integers(0, 99))
@@ -105,9 +105,9 @@ def test_a_sequences_share_does_not_depend_on_its_place(
         assert torch.equal(before.block_table[origin], after.block_table[place])
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @both
-@pytest.mark.parametrize("num_seqs", [1, 256, pytest.param(513, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_seqs", [1, 256, pytest.param(513, marks=pytest.mark.nightly)])
 def test_any_number_of_sequences_and_long_prompts(fill: Fill, num_seqs: int, kernel_device: torch.device) -> None:
     generator = random.Random(num_seqs)
     seqs = [(length := generator.randint(0, 20), min(length, generator.randint(0, 6) // 6)) for _ in range(num_seqs)]
@@ -122,7 +122,7 @@ def test_what_lies_after_all_sequences_is_rewritten_however_long_it_is(fill: Fil
     check(fill, case, kernel_device)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @both
 @pytest.mark.parametrize("past", [1, 4, 5, 4000])
 def test_a_length_beyond_its_row_meets_page_zero_and_no_other_rows_page(
@@ -195,7 +195,7 @@ def test_fill_leaves_the_other_bits_of_the_error_word(fill: Fill, kernel_device:
     assert step.counts[ERROR_WORD] == 64 | TOKEN_WITHOUT_PAGE
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @both
 def test_mask_cells_are_counted_in_64_bits(fill: Fill, kernel_device: torch.device) -> None:
     seqs = [(140_000, 32_768)] * 3
@@ -206,7 +206,7 @@ def test_mask_cells_are_counted_in_64_bits(fill: Fill, kernel_device: torch.devi
     assert step.mask_indptr.tolist() == [0, cells, 2 * cells, 3 * cells, 3 * cells + 1, 3 * cells + 2]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_twin_agrees_at_256_sequences_of_32k_tokens(kernel_device: torch.device) -> None:
     seqs = [(32_768 - seq, 1) for seq in range(256)]
     case = Case(seqs, (0, 1), 256, 256, 256 * 256, 128, random_pages(seqs, 256, 6))

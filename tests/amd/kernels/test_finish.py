@@ -18,7 +18,7 @@ either = pytest.mark.parametrize("finish", [launch_finish, twins.finish], ids=["
 NUM_TOKENS, NUM_PADS = 5, 2
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @either
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("gated", ["no gate", "of heads", "of elements"])

@@ -23,7 +23,7 @@ def int32(values: object, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("clear", [launch_clear_pads, clear_pads])
 @pytest.mark.parametrize(("heads", "dim"), [(1, 16), (5, 80), (40, 128)])
 @pytest.mark.parametrize("num_tokens", [0, 1, 4, 7])
@@ -72,7 +72,7 @@ def test_only_the_dead_rows_of_pages_that_were_just_written_are_zeroed(
     assert torch.equal(v_pages, want_v)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("zero", [launch_zero_tails, zero_tails])
 @pytest.mark.parametrize(("heads", "k_dim", "v_dim", "page_size"), [(2, 16, 16, 4), (3, 80, 24, 8), (1, 192, 128, 16)])
 @pytest.mark.parametrize("x", [4, 8])

@@ -81,7 +81,7 @@ EXTENDED = {
 }
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("case", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_decode_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
@@ -92,7 +92,7 @@ def test_decode_equals_the_reference(case: Case, kernel_device: torch.device) ->
 
 @pytest.mark.parametrize(
     ("dims", "heads"),
-    [((576, 512), 12), *(pytest.param((512, 512), heads, marks=pytest.mark.long) for heads in (16, 3))],
+    [((576, 512), 12), *(pytest.param((512, 512), heads, marks=pytest.mark.nightly) for heads in (16, 3))],
 )
 def test_the_dims_of_deepseek_are_right(dims: tuple[int, int], heads: int, kernel_device: torch.device) -> None:
     case = replace(DECODES, kv_len=[50, 3], q_len=[1, 1], dims=dims, heads=(heads, 1), dtype=torch.float16)
@@ -108,7 +108,7 @@ CODED = {
 }
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("case", CODED.values(), ids=CODED)
 def test_latents_in_eight_bits_are_what_their_codes_are_worth(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device):
@@ -128,7 +128,7 @@ def test_rows_of_zeros_see_all_keys_alike_however_small_the_factor_of_k_is(kerne
     torch.testing.assert_close(tensors.lse, tensors.kv_len.float().log()[:, None].expand_as(tensors.lse))
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("case", DRAFTED.values(), ids=DRAFTED)
 def test_a_few_new_tokens_are_split_over_their_keys(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
@@ -137,7 +137,7 @@ def test_a_few_new_tokens_are_split_over_their_keys(case: Case, kernel_device: t
         assert_served(tensors)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("key_block", [16, 32, 64])
 @pytest.mark.parametrize("mask_keys", [0, 40])
 def test_blocks_of_one_word_and_of_two_read_their_bits(
@@ -149,7 +149,7 @@ def test_blocks_of_one_word_and_of_two_read_their_bits(
     assert_served(tensors)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("case", EXTENDED.values(), ids=EXTENDED)
 def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
@@ -159,7 +159,7 @@ def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) ->
         assert_served(tensors)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("case", [EXTENDED[name] for name in ("masked", "masked_window", "tree")])
 def test_deterministic_masked_steps_are_right(case: Case, kernel_device: torch.device) -> None:
     tensors = build(replace(case, dtype=torch.float16), kernel_device)
@@ -174,7 +174,7 @@ def test_the_twins_of_linear_pages_serve_latent_ones(case: Case, kernel_device: 
     assert_served(tensors)
 
 
-@pytest.mark.parametrize("compute_units", [1, 7, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("compute_units", [1, 7, pytest.param(40, marks=pytest.mark.nightly)])
 def test_any_number_of_programs_gives_the_same_answer(compute_units: int, kernel_device: torch.device) -> None:
     case = replace(DRAFTS, kv_len=[100, 3, 50, 0, 20], q_len=[1, 2, 4, 0, 1], dims=(24, 16), dtype=torch.float16)
     tensors = build(case, kernel_device)
@@ -248,7 +248,7 @@ DETERMINISTIC = {
 }
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("case", DETERMINISTIC.values(), ids=DETERMINISTIC)
 def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(
     case: Case, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch

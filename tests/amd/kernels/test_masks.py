@@ -57,7 +57,7 @@ EXTENDS = (run_extend, run_shared_extend, run_extend_twin)
 run_extends = pytest.mark.parametrize("run", EXTENDS)
 
 
-@pytest.mark.by_day(12)
+@pytest.mark.fast(12)
 @in_each_way("feature", FEATURES, EXTENDS)
 def test_a_masked_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -67,9 +67,11 @@ def test_a_masked_extend_equals_the_reference(
     assert_served(tensors)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @run_extends
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed % 3 > 0)) for seed in range(6)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.nightly] * (seed % 3 > 0)) for seed in range(6)]
+)
 def test_lengths_around_words_and_tiles_are_right(
     seed: int, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
@@ -82,8 +84,7 @@ def test_lengths_around_words_and_tiles_are_right(
     assert_served(tensors)
 
 
-@pytest.mark.by_day(3)
-@pytest.mark.each_value
+@pytest.mark.fast(3)
 @run_extends
 @pytest.mark.parametrize("mask_keys", [0, 1, 13, 31, 33])
 def test_masks_that_begin_anywhere_in_a_key_block_are_right(
@@ -117,7 +118,7 @@ def test_keys_before_the_mask_are_seen_whatever_its_bits_are(
     torch.testing.assert_close(masked_lse, before.lse)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("key_block", [16, 32, 64])
 def test_every_tile_reads_its_own_bits(key_block: int, kernel_device: torch.device) -> None:
     tensors = build(replace(MASKED, heads=(5, 1), mask_keys=11), kernel_device)

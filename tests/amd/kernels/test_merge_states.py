@@ -47,7 +47,7 @@ def merged(merge: Merge, a: Side, b: Side) -> Side:
     return out, lse
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @merges
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -81,7 +81,7 @@ def test_sides_may_be_empty_for_some_tokens_and_heads(merge: Merge, kernel_devic
     assert_lse_close(lse, want_lse, torch.float32)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @merges
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_an_empty_side_is_neutral(dtype: torch.dtype, merge: Merge, kernel_device: torch.device) -> None:
@@ -94,7 +94,7 @@ def test_an_empty_side_is_neutral(dtype: torch.dtype, merge: Merge, kernel_devic
         assert_lse_close(lse, side[1].double(), torch.float32)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @merges
 @pytest.mark.parametrize("seed", range(3))
 def test_merging_is_associative_and_commutes(seed: int, merge: Merge, kernel_device: torch.device) -> None:

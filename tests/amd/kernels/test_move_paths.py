@@ -132,7 +132,7 @@ def _place(line: Tensor, kv_index: int, page_size: int, tokens: int) -> tuple[in
     return int(line[kv_index // page_size]), offset // tokens, offset % tokens
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @both
 @pytest.mark.parametrize(("words", "page_size"), [(words, size) for words, sizes in LAYOUTS.values() for size in sizes])
 def test_rows_of_a_path_move_to_its_places_and_nothing_else_changes(
@@ -157,7 +157,7 @@ def test_a_path_that_lies_in_place_moves_nothing(move: Callable[..., None], kern
     assert all(torch.equal(side, was) for side, was in zip(sides, held, strict=True))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @both
 @pytest.mark.parametrize("no_page", [0, -1])
 def test_places_without_a_page_are_left_alone(

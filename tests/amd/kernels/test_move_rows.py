@@ -72,7 +72,7 @@ def room(pages: AlikePages, tokens: int) -> Tensor:
     return torch.full((count,), 77, dtype=side.dtype, device=side.device)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("span", RANGES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_kernels_move_what_their_twins_move(

@@ -96,7 +96,7 @@ def ran(
     return given
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @by_both
 @pytest.mark.parametrize(("width", "longest"), [(1, 20), (2, 6), (5, 40), (9, 1150)])
 def test_the_next_round_follows_from_the_picks_and_the_texts(

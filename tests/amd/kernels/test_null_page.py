@@ -65,7 +65,7 @@ def test_an_entry_below_zero_is_no_page(fill: Launch, kernel_device: torch.devic
     )
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @fills
 @pytest.mark.parametrize("null_page", [True, False])
 def test_new_tokens_before_the_kv_have_no_slot(fill: Launch, null_page: bool, kernel_device: torch.device) -> None:
@@ -91,7 +91,7 @@ def pages_and_rows(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     return pages, rows
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @stores
 @pytest.mark.parametrize(("null_page", "stored"), [(True, [0, 3]), (False, [0, 1, 3])])
 def test_the_store_writes_a_real_page_0_and_leaves_any_other_alone(
@@ -110,7 +110,7 @@ def test_the_store_writes_a_real_page_0_and_leaves_any_other_alone(
     assert counts.tolist() == [1, 4, 1, 0]
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @stores
 @pytest.mark.parametrize("null_page", [True, False])
 @pytest.mark.parametrize("num_tokens", [0, 2])
@@ -124,7 +124,7 @@ def test_a_store_of_nothing_leaves_every_page_as_it_is(
     assert all((side == 7).all() for side in pages)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("zero_tails", [launch_zero_tails, cache_twins.zero_tails], ids=["kernel", "twin"])
 @pytest.mark.parametrize(
     ("null_page", "q_len", "zeroed"),

@@ -70,7 +70,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@pytest.mark.by_day(20)
+@pytest.mark.fast(20)
 @in_each_way("case", GEOMETRIES, RUN_EITHER)
 def test_decode_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -80,7 +80,7 @@ def test_decode_equals_the_reference(
     assert_served(tensors)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @run_either
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("scores", [{}, {"sinks": True, "soft_cap": 1.5}], ids=["plain", "scored"])
@@ -103,7 +103,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     assert_served(tensors)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 64])
 def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_device: torch.device) -> None:
     tensors = build(replace(RAGGED, kv_len=[100, 3, 50, 0, 20], q_len=[1] * 5, dims=(32, 32)), kernel_device)
@@ -111,7 +111,7 @@ def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_
     assert_served(tensors)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -155,8 +155,8 @@ def test_tiles_of_as_many_rows_as_programs_are_right(dim: int, num_programs: int
     ("heads", "dim", "heads_per_row", "layer"),
     [
         ((12, 6), 24, 3, {"spread": True}),
-        pytest.param((6, 6), 16, 6, {"window_left": 9, "sinks": True}, marks=pytest.mark.long),
-        pytest.param((15, 5), 40, 5, {"soft_cap": 3.0}, marks=pytest.mark.long),
+        pytest.param((6, 6), 16, 6, {"window_left": 9, "sinks": True}, marks=pytest.mark.nightly),
+        pytest.param((15, 5), 40, 5, {"soft_cap": 3.0}, marks=pytest.mark.nightly),
         ((8, 4), 16, 4, {"page_size": 16, "slopes": True}),
     ],
     ids=str,
@@ -204,7 +204,7 @@ def test_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_device
     assert_served(tensors)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("num_seqs", "num_programs", "is_by_row", "parts"),
     [
@@ -212,7 +212,7 @@ def test_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_device
         (1, 70, True, 64),
         (1, 260, True, 256),
         # The cut of one sequence on an MI300X.
-        pytest.param(1, 2432, True, 1024, marks=pytest.mark.long),
+        pytest.param(1, 2432, True, 1024, marks=pytest.mark.nightly),
         (3, 24, True, 8),
         (9, 30, True, 4),
         (9, 9, False, 8),
@@ -231,7 +231,7 @@ def test_every_cut_of_the_merge_is_right(
     assert_served(tensors)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("num_pads", [0, 2])
 def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device: torch.device) -> None:
     """Six rows of 33, of which thirteen programs would take 16: two programs have 17 each of a row and 1 more position.
@@ -249,7 +249,7 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
     assert_served(tensors)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("kv_len", "num_programs", "rounds", "is_by_row"),
     [
@@ -278,7 +278,7 @@ def test_rows_of_programs_that_work_side_by_side_are_merged_right(
     assert_served(tensors)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("kv_len", [[0], [0, 0], [0, 33, 0]], ids=str)
 @pytest.mark.parametrize("window_left", [-1, 20])
 def test_rows_without_keys_get_zeros_where_only_their_end_costs(
@@ -312,7 +312,7 @@ def test_sequences_with_another_number_of_new_tokens_are_left_alone(
     assert (tensors.lse[others] == UNTOUCHED).all()
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @run_either
 @pytest.mark.parametrize("q_len", [[0, 0, 0], [2, 0, 3]])
 def test_a_step_without_decodes_changes_nothing(

@@ -68,7 +68,7 @@ RUN_EITHER = (run_extend, run_shared_extend, run_extend_twin)
 run_either = pytest.mark.parametrize("run", RUN_EITHER)
 
 
-@pytest.mark.by_day(15)
+@pytest.mark.fast(15)
 @in_each_way("case", GEOMETRIES, RUN_EITHER)
 def test_extend_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -106,7 +106,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     assert_served(tensors)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -117,7 +117,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     ],
     ids=str,
 )
-@pytest.mark.parametrize("heads", [pytest.param((1, 1), marks=pytest.mark.long), (5, 1), (20, 1)])
+@pytest.mark.parametrize("heads", [pytest.param((1, 1), marks=pytest.mark.nightly), (5, 1), (20, 1)])
 def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], kernel_device: torch.device) -> None:
     """Five heads leave rows of a tile empty; twenty exceed 16 rows."""
     tensors = build(replace(RAGGED, heads=heads, dims=(32, 32), page_size=3), kernel_device)
@@ -129,8 +129,10 @@ def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], k
     ("heads", "dims", "heads_per_row", "layer"),
     [
         ((12, 6), (24, 24), 3, {"spread": True}),
-        pytest.param((6, 6), (16, 40), 6, {"window_left": 9, "sinks": True}, marks=pytest.mark.long),
-        pytest.param(*((8, 4), (16, 16), 4, {"page_size": 16, "masked": True, "slopes": True}), marks=pytest.mark.long),
+        pytest.param((6, 6), (16, 40), 6, {"window_left": 9, "sinks": True}, marks=pytest.mark.nightly),
+        pytest.param(
+            *((8, 4), (16, 16), 4, {"page_size": 16, "masked": True, "slopes": True}), marks=pytest.mark.nightly
+        ),
     ],
     ids=str,
 )
@@ -163,7 +165,7 @@ def test_a_key_that_is_nan_reaches_heads_that_are_read_as_one_and_no_other_seque
     assert torch.equal(tensors.out[[0, 1, 4, 5]], clean.out[[0, 1, 4, 5]])
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("page_size", [2, 3, 16, 64])
 def test_page_numbers_may_be_loaded_once_for_each_page(page_size: int, kernel_device: torch.device) -> None:
     """Blocks have several pages, a whole one, or a part of one; pages of three are in two blocks."""
@@ -202,7 +204,7 @@ def test_rows_may_be_cut_alike(
     assert_served(tensors)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("one_launch", [True, False])
 @pytest.mark.parametrize("layer", [{}, {"window_left": 33, "sinks": True}, {"masked": True}], ids=str)
 def test_parts_that_are_alike_may_be_smaller_than_what_a_row_costs_to_begin(
@@ -221,8 +223,7 @@ def test_parts_that_are_alike_may_be_smaller_than_what_a_row_costs_to_begin(
     assert_served(tensors)
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.each_value
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("layer", [{}, {"window_left": 9}, {"masked": True}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize(("split_keys", "some_are_shared"), [(1 << 20, False), (0, True)])
 def test_one_launch_may_take_shares_and_whole_rows(
@@ -240,12 +241,12 @@ def test_one_launch_may_take_shares_and_whole_rows(
     assert_served(tensors)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("programs", "parts", "layer"),
     [
         # Every run has many programs for one kind of layer only: each of them is interpreted.
-        pytest.param(programs, parts, layer, marks=[pytest.mark.long] * ((programs > 50) != (not layer)))
+        pytest.param(programs, parts, layer, marks=[pytest.mark.nightly] * ((programs > 50) != (not layer)))
         for programs, parts in ((50, 8), (150, 32))
         for layer in ({}, {"masked": True}, {"sinks": True}, {"window_left": 40})
     ],
@@ -279,7 +280,7 @@ def test_decode_and_extend_share_a_mixed_step(dtype: torch.dtype, kernel_device:
     assert_served(tensors)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @run_either
 @pytest.mark.parametrize(("kv_len", "q_len"), [([], []), ([0, 0], [0, 0]), ([9, 5], [0, 0])])
 def test_a_step_of_nothing_but_padding_is_all_zeros(
@@ -301,7 +302,7 @@ def test_padded_tokens_and_sequences_never_change_a_real_one(
     assert_served(tensors)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @run_either
 def test_lse_may_be_left_out(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     with_lse, without = (build(replace(RAGGED, dims=(32, 32)), kernel_device) for _ in range(2))
@@ -372,7 +373,7 @@ BY_SEGMENTS = Sharing(
 )
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "sharing",
     [
@@ -402,7 +403,7 @@ BY_SEGMENTS = Sharing(
 )
 @pytest.mark.parametrize(
     ("num_seqs", "longest_q", "min_q_len", "tail"),
-    [(1, 100, 1, 0), (5, 40, 1, 9), (20, 9, 2, 30), pytest.param(70, 3, 2, 5, marks=pytest.mark.long)],
+    [(1, 100, 1, 0), (5, 40, 1, 9), (20, 9, 2, 30), pytest.param(70, 3, 2, 5, marks=pytest.mark.nightly)],
 )
 def test_the_device_lists_the_tiles_of_the_host_twin(
     sharing: Sharing,

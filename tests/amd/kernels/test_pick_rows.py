@@ -50,7 +50,7 @@ def kept_weights(logits: Tensor, temperature: float, top_p: float) -> Float64Arr
     return kept
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @picks
 @dtypes
 @pytest.mark.parametrize("vocab", [3, 4096, 5000])
@@ -70,7 +70,7 @@ def test_the_first_of_the_likeliest_is_taken(
     assert wanted[1:3] == [vocab // 2, vocab - 1]
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @picks
 @dtypes
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9), (1.5, 0.5), (1e-30, 0.9), (1e30, 1.0)])
@@ -102,7 +102,7 @@ def test_rows_that_draw_and_rows_that_do_not_stand_side_by_side(pick: Pick, kern
     assert picked(pick, logits, terms, kernel_device)[0] == [0, 1, 2]
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @picks
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "drawn"])
 def test_a_row_that_no_token_can_be_picked_from_is_told_and_has_one_that_exists(

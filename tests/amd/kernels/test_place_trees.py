@@ -93,7 +93,7 @@ def trees_of(nodes_before: int) -> st.SearchStrategy[list[tuple[int, ...]]]:
     )
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @both
 @pytest.mark.parametrize("nodes_before", [0, 2])
 @settings(max_examples=20)
@@ -106,7 +106,7 @@ def test_a_draft_sees_the_prefix_its_ancestors_and_itself(
     check(place, drawn, older, nodes_before, kernel_device)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @both
 @pytest.mark.parametrize("num_nodes", [1, 31, 32, 33])
 def test_long_branches_are_followed_to_their_ends(place: Place, num_nodes: int, kernel_device: torch.device) -> None:
@@ -114,7 +114,7 @@ def test_long_branches_are_followed_to_their_ends(place: Place, num_nodes: int, 
     check(place, [range(-1, num_nodes - 1)], [20], 0, kernel_device)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @both
 def test_more_sequences_than_a_program_looks_at_in_one_step(place: Place, kernel_device: torch.device) -> None:
     trees = [[-1, 0, 0][: 1 + seq % 3] for seq in range(270)]

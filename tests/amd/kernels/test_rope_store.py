@@ -105,7 +105,7 @@ CASES = {
 }
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @either
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -131,7 +131,7 @@ def test_rows_are_normalised_turned_and_stored(
     assert all(torch.equal(tensor.nan_to_num(), was.nan_to_num()) for tensor, was in zip(given, before, strict=False))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("queries", [launch_rope_queries, twins.rope_queries], ids=["kernel", "twin"])
 @pytest.mark.parametrize("case", [Case(), Case(heads=(1, 1), dims=(64, 64), normed=0, turned=16)], ids=["norm", "one"])
 def test_queries_alone_are_those_of_the_fused_store_in_place_too(
@@ -163,7 +163,7 @@ def test_a_position_that_the_table_has_not_spoils_no_other_token(store: Launch, 
     assert torch.equal(rows, want)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @not_finite
 @either
 @pytest.mark.parametrize("side", ["k", "v"])
@@ -220,7 +220,7 @@ def eight_bit_pages(
     return LayerPages(k, v, form, k_scale, factors(0.02))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("encoding", [Encoding.E4M3FN, Encoding.E4M3FNUZ, Encoding.E5M2])
 @pytest.mark.parametrize(
     ("kind", "scales"),

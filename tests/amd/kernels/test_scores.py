@@ -56,7 +56,7 @@ RUN_EXTENDS = (run_extend, run_shared_extend, run_extend_twin)
 run_extends = pytest.mark.parametrize("run", RUN_EXTENDS)
 
 
-@pytest.mark.by_day(12)
+@pytest.mark.fast(12)
 @in_each_way("feature", FEATURES, RUN_DECODES)
 def test_decode_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -66,7 +66,7 @@ def test_decode_equals_the_reference(
     assert_served(tensors)
 
 
-@pytest.mark.by_day(12)
+@pytest.mark.fast(12)
 @in_each_way("feature", FEATURES, RUN_EXTENDS)
 def test_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -76,9 +76,9 @@ def test_extend_equals_the_reference(
     assert_served(tensors)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
-    "window_left", [2, 16, *(pytest.param(keys, marks=pytest.mark.long) for keys in (0, 1, 14, 15, 17, 31, 32, 33))]
+    "window_left", [2, 16, *(pytest.param(keys, marks=pytest.mark.nightly) for keys in (0, 1, 14, 15, 17, 31, 32, 33))]
 )
 def test_every_window_around_tiles_is_right_at_every_length(window_left: int, kernel_device: torch.device) -> None:
     lengths = [*range(1, 5), 14, 15, 16, 17, 18, 30, 31, 32, 33, 34, 47, 48, 49, 50, 64]
@@ -103,7 +103,7 @@ def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.dev
     assert_served(tensors)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("run", [run_decode, run_shared_decode])
 @pytest.mark.parametrize(
     "tiles",
@@ -126,8 +126,7 @@ def test_every_form_of_the_decode_loop_has_every_feature(
     assert_served(tensors)
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.each_value
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("heads", [(5, 1), (20, 1)])
 @pytest.mark.parametrize("key_block", [16, 32])
 def test_every_extend_tile_has_every_feature(
@@ -151,8 +150,7 @@ def test_queries_may_outnumber_the_keys_they_look_at(
     assert_served(tensors)
 
 
-@pytest.mark.by_day(2)
-@pytest.mark.each_value
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -56,7 +56,7 @@ CASES = {
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @every_case
 def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(
@@ -72,7 +72,7 @@ def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(
     assert_same_bits(decoded, extended)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", ["plain", "odd", "window"])
 def test_where_an_extend_keeps_what_lies_left_of_a_segment_changes_no_bit(
     name: str, kernel_device: torch.device
@@ -97,7 +97,7 @@ def test_tiles_of_short_steps_change_no_bit(kernel_device: torch.device) -> None
         assert torch.equal(short.lse, long.lse)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("num_programs", [1, 2, 7, 40])
 def test_who_runs_a_segment_changes_no_bit(num_programs: int, kernel_device: torch.device) -> None:
     def decoded(programs: int) -> Tensors:
@@ -111,7 +111,7 @@ def test_who_runs_a_segment_changes_no_bit(num_programs: int, kernel_device: tor
     assert torch.equal(mine.lse, other.lse)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", ["plain", "odd", "mha", "window", "long_window", "cap_slopes", "not_causal"])
 @pytest.mark.parametrize("programs", [2, 5, 11])
 def test_how_programs_share_rows_of_an_extend_changes_no_bit(
@@ -155,8 +155,7 @@ MASKED = {
 }
 
 
-@pytest.mark.by_day(2)
-@pytest.mark.each_value
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("run", [run_extend, run_extend_twin])
 @pytest.mark.parametrize("case", MASKED.values(), ids=MASKED)
 def test_masked_steps_are_right(case: Case, run: Callable[..., object], kernel_device: torch.device) -> None:
@@ -165,8 +164,7 @@ def test_masked_steps_are_right(case: Case, run: Callable[..., object], kernel_d
     assert_served(tensors)
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.each_value
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("mask_keys", [0, 20, 200])
 def test_a_mask_of_a_chain_changes_no_bit(mask_keys: int, dtype: torch.dtype, kernel_device: torch.device) -> None:
@@ -203,7 +201,7 @@ def words_of(bits: list[bool]) -> torch.Tensor:
     return torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("twin", [run_extend_twin, run_decode_twin])
 @every_case
 def test_the_twins_are_right(case: Case, twin: Callable[[Tensors], None], kernel_device: torch.device) -> None:

@@ -71,7 +71,7 @@ def shaped_by_definition(
     return np.where(allowed, x, -np.inf)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @shapes
 @dtypes
 @vocabs
@@ -123,7 +123,7 @@ def test_rows_are_shaped_by_their_own_counts_and_masks(
     assert_shaped_close(shaped.cpu(), torch.from_numpy(np.stack(exact)))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @cuts
 @vocabs
 def test_only_the_likeliest_are_kept_and_of_equal_ones_the_first(
@@ -145,7 +145,7 @@ def test_only_the_likeliest_are_kept_and_of_equal_ones_the_first(
         np.testing.assert_array_equal(row, np.where(kept, before, -np.inf))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @finds
 @dtypes
 @vocabs

@@ -39,7 +39,7 @@ def layers() -> list[Problem]:
     return [scored, replace(plain, window_left=7), replace(plain, custom_mask=True)]
 
 
-@pytest.mark.parametrize("is_masked", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("is_masked", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_sequence_with_more_tokens_than_its_steps_shape_says_is_served_right(
     is_masked: bool, kernel_device: torch.device
 ) -> None:
@@ -57,7 +57,7 @@ def test_a_sequence_with_more_tokens_than_its_steps_shape_says_is_served_right(
         assert kernel.of_shape(shape) is not kernel.other, "the step was to be one of few tokens a sequence"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_graph_of_short_sequences_serves_a_long_one(kernel_device: torch.device) -> None:
     """A replay has the tiles of its shape, for any lengths: it is bitwise the eager run, and from one graph."""
     tiny = Tiny.build(kernel_device, "triton", (4,), (16,))
@@ -87,7 +87,7 @@ def test_a_shape_tells_how_many_new_tokens_a_sequence_is_likely_to_have(shape: P
     assert likely_q_len(shape) == q_len
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("arch", sorted({row.arch for row in EXTEND_ROWS if row.max_rows < ANY_ROWS}))
 @pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MASKED])
 def test_memory_for_the_largest_shape_holds_every_smaller_one(arch: str, kind: StepKind) -> None:

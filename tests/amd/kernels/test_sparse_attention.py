@@ -83,15 +83,18 @@ def test_every_token_sees_its_selection(case: SelectedCase, kernel_device: torch
     attended(build_selected(case, kernel_device), programs=40)
 
 
-long = pytest.mark.long
+nightly = pytest.mark.nightly
 DENSE_CASES = (
     pytest.param(Case([66, 65], [2, 1], sinks=True), 4, id="blocks"),
-    pytest.param(Case([130, 65, 1], [9, 1, 1]), 1, id="tokens", marks=long),
+    pytest.param(Case([130, 65, 1], [9, 1, 1]), 1, id="tokens", marks=nightly),
     pytest.param(
-        Case([90, 129], [4, 2], heads=(6, 2), dims=(80, 48), page_size=5, tail=3, spread=True), 4, id="odd", marks=long
+        Case([90, 129], [4, 2], heads=(6, 2), dims=(80, 48), page_size=5, tail=3, spread=True),
+        4,
+        id="odd",
+        marks=nightly,
     ),
-    pytest.param(Case([66], [2], heads=(71, 1), dims=(32, 32), page_size=7), 1, id="many_heads", marks=long),
-    pytest.param(Case([70], [3], kv=Encoding.E4M3FN, scales=Scales.TOKEN), 4, id="codes", marks=long),
+    pytest.param(Case([66], [2], heads=(71, 1), dims=(32, 32), page_size=7), 1, id="many_heads", marks=nightly),
+    pytest.param(Case([70], [3], kv=Encoding.E4M3FN, scales=Scales.TOKEN), 4, id="codes", marks=nightly),
 )
 
 

@@ -43,7 +43,7 @@ def garbage(count: int, device: torch.device) -> Tensor:
     return torch.full((count,), GARBAGE, dtype=torch.int32, device=device)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("publish", [launch_publish, refs.publish])
 @pytest.mark.parametrize("with_prefixes", [True, False])
 @pytest.mark.parametrize("with_ids", [True, False])
@@ -64,7 +64,7 @@ def test_publish_writes_every_entry_pads_included(
     assert [x.tolist() for x in prefixes] == ([[16, 16, 0, 0, 0], [2, 2, 3, 0, 0]] if with_prefixes else [[], []])
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("publish", [launch_publish, refs.publish])
 @pytest.mark.parametrize("same", [True, False], ids=["same counts", "other counts"])
 @pytest.mark.parametrize(("error_word", "number"), [(0, 40), (5, 40), (-1, 40), (0, 39), (5, 0)])
@@ -92,7 +92,7 @@ def _due(step: int, runs_before: int, mark: int = TAKEN_BY_GRAPH) -> list[int]:
     return [*header, 4, 2, 9 + step, 7, 1, 300, 2, 1, 3, *range(11, 17), 16, 16, 0, 2, 2, 3, *[GARBAGE] * 7]
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("take", [launch_take_inputs, refs.take_inputs])
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("with_prefixes", [True, False])
@@ -258,7 +258,7 @@ def test_a_large_table_update_is_applied_whole(kernel_device: torch.device) -> N
     assert torch.equal(*tables)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("store", [launch_store_kv, cache_refs.store_kv])
 @pytest.mark.parametrize(("heads", "k_dim", "v_dim", "page_size"), [(2, 16, 16, 4), (3, 80, 24, 1), (1, 192, 128, 5)])
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -290,7 +290,7 @@ def test_the_store_writes_live_tokens_and_drops_all_others(
     assert torch.equal(v_pages, want_v)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("store", [launch_store_kv, cache_refs.store_kv])
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -314,7 +314,7 @@ def test_what_is_no_number_is_stored_as_zero_and_reported(
     assert counts.tolist() == [1, 3, 1, TOKEN_WITHOUT_PAGE | (NOT_FINITE if token == 0 else 0)]
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("store", [launch_store_kv, cache_refs.store_kv])
 @pytest.mark.parametrize(("heads", "k_dim", "v_dim", "page_size"), [(2, 16, 16, 4), (3, 80, 24, 8), (1, 192, 128, 16)])
 @pytest.mark.parametrize("x", [4, 8])

@@ -104,7 +104,7 @@ def _assert_alike(tensors: Tensors, new: NewRows, tiles: DecodeTiles | None = No
     return stored
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_it_is_the_store_and_then_decode(case: Case, dtype: torch.dtype, kernel_device: torch.device) -> None:
@@ -114,7 +114,7 @@ def test_it_is_the_store_and_then_decode(case: Case, dtype: torch.dtype, kernel_
     assert_served(replace(tensors, out=stored.out, lse=stored.lse))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("programs", [1, 3, 64])
 def test_in_every_cut(tiles: DecodeTiles, programs: int, kernel_device: torch.device) -> None:

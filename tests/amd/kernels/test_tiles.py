@@ -34,7 +34,7 @@ def decode_for(arch: str, heads: tuple[int, int], dims: tuple[int, int], dtype: 
     )
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whatever_the_kernels_serve_has_a_row(arch: str, dtype: torch.dtype) -> None:
@@ -174,7 +174,7 @@ def test_every_row_starts_with_whole_tiles() -> None:
     assert all(row.tiles.row_cost + row.tiles.row_end >= 1 for row in DECODE_ROWS)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("page_size", [2, 16])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_deterministic_extend_on_hopper_walks_keys_as_decode_does(dim: int, page_size: int) -> None:

@@ -68,7 +68,7 @@ def bench(kernel_device: torch.device) -> LayerBench:
     return LayerBench(CPU, TARGET, FakeTimer(), Steps(few_edges, apart=1))
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("problem", "table"),
     [

@@ -124,7 +124,7 @@ def meet(table: Table, seqs: Seqs, size: int) -> bool:
     return any(a != b and table[a[0]][a[1]] == table[b[0]][b[1]] for a in written for b in cells)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @watches
 @pytest.mark.parametrize("null_page", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4])

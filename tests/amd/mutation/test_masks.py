@@ -77,7 +77,7 @@ def server() -> None:
             path,
             trial,
             id=f"{path}-{trial.memory.__name__}",
-            marks=[pytest.mark.long] * (CHECKS[path] not in JUDGES_BY_DAY),
+            marks=[pytest.mark.nightly] * (CHECKS[path] not in JUDGES_BY_DAY),
         )
         for path in FILES
         for trial in TRIALS
@@ -115,7 +115,7 @@ def test_masks_that_are_called_harmless_exist() -> None:
         pytest.param(
             mutant,
             id=f"{mutant.path}:{mutant.line} {mutant.what}",
-            marks=[pytest.mark.long] * (mutant not in BY_DAY.values()),
+            marks=[pytest.mark.nightly] * (mutant not in BY_DAY.values()),
         )
         for mutant in MUTANTS
     ],

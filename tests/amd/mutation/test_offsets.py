@@ -26,7 +26,7 @@ def what_comes_of(folder: Path, layers: str) -> str:
     return run.stdout.strip() if run.returncode == 0 else "ended" if run.returncode < 0 else run.stderr
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layers", [_DENSE, _SELECTS])
 def test_kernels_as_they_are_find_every_needle(layers: str, tmp_path: Path) -> None:
     assert what_comes_of(copy_of_kernels(tmp_path), layers) == "passed"
@@ -36,10 +36,10 @@ def test_kernels_as_they_are_find_every_needle(layers: str, tmp_path: Path) -> N
     ("path", "layers"),
     [
         ("cache/store.py", _DENSE),
-        pytest.param("attention/key_loop.py", _DENSE, marks=pytest.mark.long),
-        pytest.param("attention/decode.py", _DENSE, marks=pytest.mark.long),
-        pytest.param("sparse/attention.py", _SELECTS, marks=pytest.mark.long),
-        pytest.param("sparse/index_scores.py", _SELECTS, marks=pytest.mark.long),
+        pytest.param("attention/key_loop.py", _DENSE, marks=pytest.mark.nightly),
+        pytest.param("attention/decode.py", _DENSE, marks=pytest.mark.nightly),
+        pytest.param("sparse/attention.py", _SELECTS, marks=pytest.mark.nightly),
+        pytest.param("sparse/index_scores.py", _SELECTS, marks=pytest.mark.nightly),
     ],
 )
 def test_offsets_of_32_bits_are_noticed(path: str, layers: str, tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ NVIDIA_ARCHS = ("sm_80", "sm_90")
 
 # Every run compiles the first variant of each kernel of these rows (test_first_variants.py): on CDNA 3 heads of 128 and
 # latent pages, on Hopper latent pages, on CDNA 3 and 4 codes too; the simulator executes plain and latent pages on CDNA
-# 4. All variants, and all other rows, are long. A whole row takes a core for a minute or two, mostly inside LLVM. A
-# layer's window, cap or mask rarely makes it spill if the layer without does not; the simulator compiles those too.
+# 4. All variants, and all other rows, are the night's: a whole row takes a core for a minute or two, mostly inside
+# LLVM. A layer's window, cap or mask rarely makes it spill if the layer without does not; the simulator compiles those.
 IN_EVERY_RUN = frozenset(
     {
         "gfx942-32x8-128-128-bfloat16-page16-below_2gib",
@@ -46,7 +46,7 @@ def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
             pytest.param(
                 row,
                 id=str(row),
-                marks=[pytest.mark.xdist_group(str(row)), pytest.mark.long]
+                marks=[pytest.mark.xdist_group(str(row)), pytest.mark.nightly]
                 + [pytest.mark.oldest_triton] * row.on_oldest,
             )
             for row in ROWS

@@ -72,7 +72,7 @@ def test_every_tile_has_accepted_figures() -> None:
 @pytest.mark.parametrize(
     ("arch", "dim", "layer"),
     [
-        pytest.param(arch, dim, layer, marks=[pytest.mark.long] * ((arch, dim, layer) != ("gfx950", 128, "plain")))
+        pytest.param(arch, dim, layer, marks=[pytest.mark.nightly] * ((arch, dim, layer) != ("gfx950", 128, "plain")))
         for arch, dim in SERVED
         for layer in LAYERS
     ],

@@ -193,7 +193,7 @@ def test_nvidia_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     assert not complaints, "\n".join(complaints)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_kernel_fits_sm_90() -> None:
     """Includes kernels of metadata and of engines, which rows for NVIDIA leave to the tests that run them."""
     rows = [row for row in ROWS if row.arch == "sm_90"]

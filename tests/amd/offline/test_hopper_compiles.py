@@ -98,7 +98,7 @@ def compiled(case: Case, tiles: HopperTiles, *, early: bool = True) -> dict[str,
 @pytest.mark.parametrize(
     ("dim", "layer"),
     [
-        pytest.param(dim, layer, marks=[pytest.mark.long] * ((dim, layer) not in SHORT))
+        pytest.param(dim, layer, marks=[pytest.mark.nightly] * ((dim, layer) not in SHORT))
         for dim in HEAD_DIMS
         for layer in LAYERS
         if dim in CODED_HEAD_DIMS or "kv" not in LAYERS[layer]
@@ -112,7 +112,7 @@ def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dim: int, layer:
     assert_fast(compiled(case, tiles), SPILLED.get((dim, layer), 0), asks_to_scale=asks)
 
 
-@pytest.mark.parametrize("dim", [96, pytest.param(128, marks=pytest.mark.long)])
+@pytest.mark.parametrize("dim", [96, pytest.param(128, marks=pytest.mark.nightly)])
 def test_what_mixed_steps_launch_does_too(dim: int) -> None:
     kernels = compiled(replace(CASE, dims=(dim, dim), page_size=2), hopper_tiles(dim, 2, coded=False), early=False)
     assert len(kernels) == 2
@@ -121,7 +121,7 @@ def test_what_mixed_steps_launch_does_too(dim: int) -> None:
     assert_sound(kernels["_hopper_extend_kernel"], SPILLED.get((dim, "gathered"), 0))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("page_size", [2, 16])
 @pytest.mark.parametrize("dim", [40, 72, 144, 224])
 def test_heads_that_fill_no_tile_do_too(dim: int, page_size: int) -> None:
@@ -130,7 +130,7 @@ def test_heads_that_fill_no_tile_do_too(dim: int, page_size: int) -> None:
     assert_fast(compiled(case, tiles), SPILLED_OF_PADDED[dim], asks_to_scale=tiles.scales_seldom)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_deterministic_extend_does_too(dim: int) -> None:
     tiles = hopper_segment_tiles(dim, CASE.page_size)
@@ -141,8 +141,8 @@ def test_deterministic_extend_does_too(dim: int) -> None:
     ("heads", "layer"),
     [
         (128, "plain"),
-        pytest.param(16, "to_all", marks=pytest.mark.long),
-        pytest.param(64, "float16", marks=pytest.mark.long),
+        pytest.param(16, "to_all", marks=pytest.mark.nightly),
+        pytest.param(64, "float16", marks=pytest.mark.nightly),
     ],
 )
 def test_decode_of_latents_does_too(heads: int, layer: str) -> None:

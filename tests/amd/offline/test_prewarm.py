@@ -145,7 +145,7 @@ def test_a_process_that_serves_finds_everything_that_it_needs(warm: PrewarmRepor
     ("sizes", "kernel"),
     [
         (replace(SIZES, deterministic=True), "_segment_decode_kernel"),
-        pytest.param(replace(SIZES, shared_prefixes=True), "_merge_states_kernel", marks=pytest.mark.long),
+        pytest.param(replace(SIZES, shared_prefixes=True), "_merge_states_kernel", marks=pytest.mark.nightly),
     ],
     ids=["segments", "shared_prefixes"],
 )
@@ -220,21 +220,21 @@ def test_serving_without_a_prewarm_compiles() -> None:
     assert all(not event.was_cached for event in events)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_pool_above_2_gib_is_prewarmed_with_its_own_code(warm: PrewarmReport) -> None:
     large = prewarmed(sizes=replace(SIZES, num_pages=1 << 21))
     assert {"_decode_kernel", "_extend_kernel", "_store_kernel"} <= set(large.compiled)
     assert sum(large.compiled.values()) < sum(warm.compiled.values())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_another_arch_has_kernels_of_its_own(warm: PrewarmReport) -> None:
     other = prewarmed(target="gfx950")
     assert set(other.compiled) == set(warm.compiled)
     assert other.cached == {}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("warm")
 def test_layers_with_weights_of_their_own_are_prewarmed() -> None:
     report = prewarmed(replace(PROBLEM, window_left=31, has_sinks=True))
@@ -288,7 +288,7 @@ def test_the_command_prints_what_it_compiled(tmp_path: Path, cache: Path, capsys
     assert told["cached"]["_store_kernel"] == 2  # of few tokens and of many
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command_prewarms_deterministic_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))

@@ -37,7 +37,7 @@ def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
                 id=str(row),
                 marks=[pytest.mark.xdist_group(str(row))]
                 + [pytest.mark.oldest_triton] * row.on_oldest
-                + [pytest.mark.long] * (str(row) not in _QUICK),
+                + [pytest.mark.nightly] * (str(row) not in _QUICK),
             )
             for row in ROWS
             if row.arch in archs
@@ -83,7 +83,7 @@ def complaints_of(row: SparseRow, kernel: CompiledKernel) -> list[str]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_of_sparse_attention_is_compiled(arch: str) -> None:
     assert {

@@ -154,7 +154,7 @@ SHAPES = [
         row,
         kind,
         id=f"{kind.__name__}-{row}",
-        marks=[pytest.mark.long] * ((row.arch, row.heads, row.dims) != ("gfx942", (32, 8), (128, 128))),
+        marks=[pytest.mark.nightly] * ((row.arch, row.heads, row.dims) != ("gfx942", (32, 8), (128, 128))),
     )
     for row, kind in layers()
     if row.dims in ((64, 64), (128, 128))

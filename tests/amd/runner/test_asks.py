@@ -135,7 +135,7 @@ def test_logprobs_are_those_of_the_logits_before_anything_is_done_to_them() -> N
     assert_logprobs_close(found, exact[torch.tensor([told[0].token_id, *ids])])
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -164,7 +164,7 @@ def test_draining_takes_no_more_requests_and_ends_those_that_there_are(loaded: L
     assert run(main) == tuple(engine(loaded).generate([LONG]))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
 @pytest.mark.parametrize("num", [0, 4])
 def test_a_loop_that_is_closed_ends_the_thread_and_frees_all_pages(

@@ -51,8 +51,7 @@ def test_streams_and_completions_are_what_the_engine_generates(loaded: LoadedMod
     assert run(main) == (expected, expected)
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.each_value
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("changes", [{}, {"num_pages": 18}], ids=["", "few pages"])
 def test_fifty_tasks_some_of_which_leave_get_what_the_engine_generates(
@@ -241,7 +240,7 @@ def test_the_event_loop_goes_on_while_a_step_runs(loaded: LoadedModel, monkeypat
     assert served_beside == engine(loaded).generate([LONG])[0]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_calls_leaves_every_other_request_as_it_would_be(seed: int, loaded: LoadedModel) -> None:
     """Submissions, steps, readers that come late, those that leave, aborts, pauses and calls, in a drawn order."""

@@ -104,7 +104,7 @@ DEEP = {
 }
 
 
-@pytest.mark.by_day(14)
+@pytest.mark.fast(14)
 @pytest.mark.parametrize("source", [*LONG.values(), *LARGE.values(), *DEEP.values()], ids=[*LONG, *LARGE, *DEEP])
 def test_a_template_that_runs_or_grows_on_is_refused(source: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

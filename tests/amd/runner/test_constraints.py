@@ -56,7 +56,7 @@ def test_every_seed_gives_a_text_that_the_schema_accepts(loaded: LoadedModel, se
     assert done.finish_reason == "length" or json.loads(done.text)["b"] in ("x", "yes")
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -79,7 +79,7 @@ def all_pages_are_free(engine: Engine) -> bool:
 
 
 # Both ways of sampling, with graphs and without.
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("sampling", "graphs"),
     [

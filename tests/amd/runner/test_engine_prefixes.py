@@ -92,7 +92,7 @@ def test_hits_are_those_of_an_ideal_cache_where_there_are_pages_for_everything(t
     assert hits(served) == ideal.hits > 500
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("graphs", "windows"),
     [
@@ -112,7 +112,7 @@ def test_hits_change_no_token(graphs: bool, windows: bool) -> None:
     assert served.report().metrics.cached_pages > 0
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_in_deterministic_mode_a_hit_changes_no_bit(
     graphs: bool, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
@@ -207,8 +207,7 @@ class Poison:
         return rows
 
 
-@pytest.mark.by_day(3)
-@pytest.mark.each_value
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("late_by", range(STEPS_UNTIL_ECHO + 3))
 @pytest.mark.parametrize("times", [1, 100], ids=["once", "always"])
 def test_pages_of_a_step_with_a_fault_are_never_found(

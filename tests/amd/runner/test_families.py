@@ -103,7 +103,7 @@ def test_served_logits_equal_those_of_transformers(chunk: int, page_size: int, g
             assert_layers_close(row, expected[place])
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @of_some_families
 def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
     requests = requests_of(served)
@@ -114,7 +114,7 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
         assert completion.token_ids == tuple(best.indices[:, 0].tolist())
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -194,7 +194,7 @@ def test_what_a_config_may_change_changes_the_logits_as_in_transformers(variant:
     assert_layers_close(dense_logits(loaded, token_ids), expected)
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 def test_narrow_dtypes_stay_near_float32(family: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def expected(loaded: LoadedModel) -> list[tuple[int, ...]]:
     return tokens(engine, some_requests(10))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "changes",
     [

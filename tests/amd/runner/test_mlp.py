@@ -54,7 +54,7 @@ def logits_of(token: Tensor, weights: ExpertWeights) -> Tensor:
     return (weights.router @ token + weights.router_bias).double()
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("linears", [AllRows(), BlocksOfRows()], ids=lambda linears: type(linears).__name__)
 @pytest.mark.parametrize("gate", [SwiGLU(), GeGLU(), ClampedSwiGLU(limit=0.7, alpha=1.3)], ids=str)
 @pytest.mark.parametrize("normalised", [True, False])

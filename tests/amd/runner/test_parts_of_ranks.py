@@ -87,7 +87,7 @@ def logits_of_ranks(directory: Path, texts: list[Tensor], num_ranks: int) -> lis
     return on_threads(num_ranks, serve)
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.fast(5)
 @pytest.mark.parametrize(
     ("family", "num_ranks"),
     [
@@ -113,7 +113,7 @@ def test_each_family_gives_the_logits_of_transformers_on_every_rank(
             assert all(torch.equal(row, other[place]) for place, row in one.items()), "ranks pick from the same bits"
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "settings", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}], ids=str
 )

@@ -98,7 +98,7 @@ def ways(quick: set[tuple[int, int, int, bool]]) -> list[Any]:
     ]
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("page_size", "draft_tokens", "topk", "graphs"), ways({(1, 4, 1, False), (2, 3, 2, True), (16, 8, 8, False)})
 )
@@ -319,7 +319,7 @@ def drafting(large: LoadedModel, small: LoadedModel, options: EngineOptions) -> 
     return engine
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -494,7 +494,7 @@ def test_a_round_of_a_sequence_that_has_ended_meanwhile_counts_for_nothing(loade
     assert (engine.metrics.verifications, engine.metrics.drafts) == (before[0] + 1, before[1] + drafts)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("end", ["abort", "cancel"])
 def test_an_interrupt_between_reading_and_publishing_loses_no_token_of_what_is_ended_then(
     end: str, loaded: LoadedModel

@@ -76,7 +76,7 @@ def test_of_stops_that_end_together_the_longest_counts_and_of_others_the_first_t
     assert StopTexts(["b", "ab"], True).push("xabab") == "xab"
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("include", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "options",

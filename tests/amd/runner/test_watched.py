@@ -47,7 +47,7 @@ def test_an_engine_that_was_asked_for_nothing_runs_its_steps_by_the_runner_alone
     assert plain._steps is plain._runner
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("every", "graphs"),
     [(1, True), (3, False), *(pytest.param(*both, marks=pytest.mark.nightly) for both in ((1, False), (3, True)))],

@@ -25,8 +25,8 @@ EIGHT_BITS = {
     scales: replace(MASKED, kv_encoding=KVEncoding.E4M3FN, kv_scales=scales) for scales in (Scales.LAYER, Scales.TOKEN)
 }
 POOLS: dict[str, tuple[list[Problem], int]] = {
-    "plain": ([MASKED, small_problem()], 0),
     "hybrid": ([MASKED, replace(MASKED, window_left=6)], 40),
+    "plain": ([MASKED, small_problem()], 0),
     "eight bits, by layer": ([EIGHT_BITS[Scales.LAYER]], 0),
     "eight bits, by token": ([EIGHT_BITS[Scales.TOKEN], MASKED], 0),
     "latent": ([LATENT], 0),
@@ -64,11 +64,9 @@ def verify(world: World, requests: list[Request]) -> Accepted:
     return accepted
 
 
+@pytest.mark.fast(interpreted=1)
 @each_provider
-@pytest.mark.parametrize(
-    ("problems", "swa_pages"),
-    [pytest.param(*pool, id=name, marks=[pytest.mark.long] * (name != "hybrid")) for name, pool in POOLS.items()],
-)
+@pytest.mark.parametrize(("problems", "swa_pages"), POOLS.values(), ids=POOLS)
 def test_steps_after_a_tree_read_the_accepted_path_as_a_plain_row(
     problems: list[Problem], swa_pages: int, provider: str, device: torch.device
 ) -> None:

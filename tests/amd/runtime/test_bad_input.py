@@ -19,8 +19,8 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runtime.stepping import World, small_problem
 
-# Marked long for the interpreter's stage: no Triton kernel runs here, and the host stage runs it every time.
-pytestmark = pytest.mark.long
+# Left out under the interpreter by day: no Triton kernel runs here, and the host stage runs it every time.
+pytestmark = pytest.mark.fast(interpreted=0)
 
 PROVIDER = "torch"
 
@@ -54,15 +54,18 @@ def broken(name: str, tensor: Tensor) -> Tensor:
     }[name]()
 
 
-@pytest.mark.parametrize("argument", ["q", "k", "v", "out"])
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "message", "argument"),
     [
-        ("shape", "has shape"),
-        ("heads", "has shape"),
-        ("dtype", "float16"),
-        ("strides", "contiguous"),
-        ("device", "meta"),
+        (*fault, argument)
+        for argument in ("q", "k", "v", "out")
+        for fault in (
+            ("shape", "has shape"),
+            ("heads", "has shape"),
+            ("dtype", "float16"),
+            ("strides", "contiguous"),
+            ("device", "meta"),
+        )
     ],
 )
 def test_a_bad_tensor_is_named_and_the_step_goes_on(world: World, argument: str, fault: str, message: str) -> None:

@@ -12,8 +12,8 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.paging.convert import Conversion, convert_pages
 
-# Marked long for the interpreter's stage: no Triton kernel runs here, and the host stage runs it every time.
-pytestmark = pytest.mark.long
+# Left out under the interpreter by day: no Triton kernel runs here, and the host stage runs it every time.
+pytestmark = pytest.mark.fast(interpreted=0)
 
 # Every code once in each head of a page, K and V alike.
 FORM = PageFormat(Encoding.E4M3FN, PoolKind.SPLIT, 4, 2, 64, 64, Scales.LAYER)

@@ -54,9 +54,9 @@ def stored(world: World) -> list[Tensor]:
     ]
 
 
-@pytest.mark.by_day(interpreted=1)
+@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("provider", providers())
-@pytest.mark.parametrize("q_len", [[1, 1, 1], pytest.param([3, 2, 5], marks=pytest.mark.long), [1, 7, 0]], ids=str)
+@pytest.mark.parametrize("q_len", [[1, 1, 1], pytest.param([3, 2, 5], marks=pytest.mark.nightly), [1, 7, 0]], ids=str)
 def test_decoder_tokens_see_the_whole_encoder(q_len: list[int], provider: str, device: torch.device) -> None:
     """However many tokens the decoder has by then: the encoder's lengths are its own, and nothing is stored."""
     world, requests = encoded(device, provider, [20, 9, 5])

@@ -35,8 +35,7 @@ every_layer = pytest.mark.parametrize(
             graphs,
             layer,
             id=f"{'graphed' if graphs else 'eager'}-{layer}",
-            marks=[pytest.mark.long] * (graphs or layer != "window_sinks")
-            + [pytest.mark.nightly] * (graphs and layer != "window_sinks"),
+            marks=[pytest.mark.nightly] * (graphs and layer != "window_sinks"),
         )
         for graphs in (False, True)
         for layer in LAYERS
@@ -122,15 +121,14 @@ def _matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
 def ways_for(provider: str, device: torch.device, *, graphs: bool) -> Mapping[str, Way]:
     """Returns all ways, except those with many steps under the interpreter, which takes a second per step.
 
-    Two ways are in every run there, and with graphs, which is long, there are two more.
+    Two ways are left, and two more with graphs.
     """
     if provider == "torch" or device.type == "cuda":
         return WAYS
     return {name: WAYS[name] for name in ("around_a_cut", "beside_others", *["cached", "halves"] * graphs)}
 
 
-@pytest.mark.by_day(2)
-@pytest.mark.long
+@pytest.mark.fast(2, interpreted=0)
 @both
 @every_layer
 def test_a_sequence_gives_the_same_bits_in_every_way(
@@ -153,7 +151,7 @@ def test_a_sequence_gives_the_same_bits_in_every_way(
     assert not different
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @both
 def test_every_chunk_size_gives_the_same_bits(provider: str, device: torch.device) -> None:
     problem = small_problem(3, num_q_heads=4, num_kv_heads=4)
@@ -168,7 +166,7 @@ def test_every_chunk_size_gives_the_same_bits(provider: str, device: torch.devic
         teller.free(told)
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @both
 def test_the_log_sum_exp_that_is_not_asked_for_changes_no_output(provider: str, device: torch.device) -> None:
     problem = small_problem(has_sinks=True)
@@ -215,7 +213,7 @@ def test_a_provider_without_such_kernels_is_refused(provider: str, arch: str, re
     assert any(reason in line for line in refused.value.reasons)
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @both
 def test_graphs_of_the_two_modes_have_keys_of_their_own(provider: str, device: torch.device) -> None:
     keys = []

@@ -25,7 +25,7 @@ from tests.amd.guards.late_device import LateDevice
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import Request, providers
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.fast(interpreted=0)
 each_provider = pytest.mark.parametrize("provider", providers())
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 

@@ -23,7 +23,7 @@ from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import Request, providers
 
-pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.long]
+pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 

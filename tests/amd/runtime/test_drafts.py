@@ -18,7 +18,7 @@ from rocm_attn.errors import BadBatch, BadTensor, CapacityExceeded, DeviceFault,
 from tests.amd.runtime.drafting import Round, begin_round, run_round
 from tests.amd.runtime.stepping import World, providers, small_problem
 
-pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.long]
+pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
 
 
 def world_of(

@@ -21,10 +21,10 @@ ENCODINGS = [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ, KVEncoding.E5M2]
 EVERY_SCALES = [Scales.LAYER, Scales.HEAD, Scales.TOKEN]
 each_scales = pytest.mark.parametrize(
     "scales",
-    [pytest.param(scales, marks=[pytest.mark.long] * (scales is Scales.HEAD)) for scales in EVERY_SCALES],
+    [pytest.param(scales, marks=[pytest.mark.nightly] * (scales is Scales.HEAD)) for scales in EVERY_SCALES],
     ids=lambda scales: scales.name,
 )
-# Each encoding once and each kind of scale once, graphed or eager by turns; the others are long.
+# Each encoding once and each kind of scale once, graphed or eager by turns; the night has the others.
 each_encoding_and_scales = pytest.mark.parametrize(
     ("graphs", "scales", "encoding"),
     [
@@ -33,7 +33,7 @@ each_encoding_and_scales = pytest.mark.parametrize(
             scales,
             encoding,
             id=f"{'graphed' if graphs else 'eager'}-{scales.name}-{encoding.name}",
-            marks=[pytest.mark.long] * (row != column or graphs == row % 2),
+            marks=[pytest.mark.nightly] * (row != column or graphs == row % 2),
         )
         for row, scales in enumerate(EVERY_SCALES)
         for column, encoding in enumerate(ENCODINGS)
@@ -66,7 +66,7 @@ def serve(serving: Serving) -> None:
     serving.runtime.check_device()
 
 
-@pytest.mark.by_day(interpreted=1)
+@pytest.mark.fast(interpreted=1)
 @each_encoding_and_scales
 @each_provider
 def test_steps_read_what_steps_have_quantised(
@@ -78,7 +78,7 @@ def test_steps_read_what_steps_have_quantised(
     assert (serving.runner.counters.replays > 0) == graphs
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @each_scales
 @pytest.mark.parametrize("provider", deterministic_providers())
 def test_deterministic_steps_read_eight_bits_too(provider: str, scales: Scales, device: torch.device) -> None:
@@ -135,7 +135,7 @@ def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
             world.runtime.check_device()
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_graphs_use_factors_that_were_given_after_they_were_made(provider: str, device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD)

@@ -84,12 +84,11 @@ def test_a_row_that_goes_back_while_its_step_runs_is_not_stored_in_pages_that_ar
     assert all((runtime.pool.layer(layer).k[pages] == 5.0).all() for layer in range(2))
 
 
-@pytest.mark.by_day(interpreted=1)
-@pytest.mark.each_value
+@pytest.mark.fast(interpreted=1)
 @each_provider
 @pytest.mark.parametrize(
     ("kv_len", "back"),
-    [(8, 1), pytest.param(10, 1, marks=pytest.mark.long), pytest.param(10, 3, marks=pytest.mark.long), (9, 9)],
+    [(8, 1), pytest.param(10, 1, marks=pytest.mark.nightly), pytest.param(10, 3, marks=pytest.mark.nightly), (9, 9)],
 )
 @pytest.mark.parametrize("who", ["parent", "child"])
 def test_either_side_recomputes_tokens_that_both_have(
@@ -118,7 +117,7 @@ def test_who_holds_its_pages_alone_again_goes_back_freely(provider: str, freed: 
     assert not world.runtime.table.tokens.has_floors
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_tokens_after_what_is_shared_are_taken_back_freely(provider: str, device: torch.device) -> None:
     """They are drafts of both sides, in a page that both began in."""
@@ -145,7 +144,7 @@ def test_a_parent_goes_on_in_a_page_whose_first_tokens_it_shares(provider: str, 
     world.step([parent, child], [1, 1])
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_both_spaces_keep_what_is_shared(provider: str, device: torch.device) -> None:
     problems = [small_problem(window_left=3), small_problem()]
@@ -181,7 +180,7 @@ def test_a_split_step_that_would_write_to_a_shared_page_is_refused_in_both_halve
     world.step([other, parent], [1, 1])
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_provider
 @both_ways
 def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool, device: torch.device) -> None:
@@ -211,7 +210,7 @@ def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool
         runner.run(StepBatch(np.array([beam.row]), np.array([11]), np.array([1]), NO_TOKEN_IDS))
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_provider
 @both_ways
 def test_a_length_on_the_device_does_not_lead_into_what_is_shared(
@@ -237,7 +236,7 @@ def test_a_length_on_the_device_does_not_lead_into_what_is_shared(
     serving.step([parent], [1])
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_provider
 @both_ways
 def test_lengths_on_the_device_go_back_where_the_other_row_is_gone(
@@ -295,7 +294,7 @@ def tokens(row: int, kv_len: int, q_len: int) -> StepBatch:
     return StepBatch(np.array([row]), np.array([kv_len]), np.array([q_len]), ids)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @both_ways
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
 def test_a_step_that_raised_half_way_is_run_again_before_the_next(

@@ -14,7 +14,7 @@ from rocm_attn.step.publisher import GraphRuns
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import Request, providers
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.fast(interpreted=0)
 CPU = torch.device("cpu")
 each_end = pytest.mark.parametrize("launches", [False, True], ids=["not launched", "launched"])
 

@@ -34,7 +34,7 @@ from tests.amd.runtime.stepping import (
     take_back,
 )
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.fast(interpreted=0)
 each_provider = pytest.mark.parametrize("provider", providers())
 
 WINDOWS = (7, 3)
@@ -102,7 +102,7 @@ def change(world: World, random: np.random.Generator) -> None:
         world.fork(request, request.kv_len)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @each_provider
 @pytest.mark.parametrize("page_size", [1, 4, 5])
 def test_random_steps_equal_the_oracle_while_pages_leave_the_windows(
@@ -177,7 +177,7 @@ def test_a_fork_shares_the_window(provider: str, device: torch.device) -> None:
     assert_accounts(world)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @each_provider
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])

@@ -19,11 +19,9 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 each_order = pytest.mark.parametrize("order", [("inference", "plain"), ("plain", "inference")], ids="-".join)
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_order
-@pytest.mark.parametrize(
-    "graphs", [pytest.param(False, id="eager"), pytest.param(True, id="graphed", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("provider", providers())
 def test_what_grows_in_one_mode_serves_in_the_other(
     provider: str, graphs: bool, order: tuple[str, str], device: torch.device

@@ -22,8 +22,8 @@ from rocm_attn.step.step import Part
 from tests.amd.runtime.interrupts import every_line, interrupted_at
 from tests.amd.runtime.stepping import small_problem
 
-# Marked long for the interpreter's stage: the kernels are torch's, and the host stage runs it every time.
-pytestmark = pytest.mark.long
+# Left out under the interpreter by day: the kernels are torch's, and the host stage runs it every time.
+pytestmark = pytest.mark.fast(interpreted=0)
 
 CPU = torch.device("cpu")
 KINDS = ["whole", "split", "lengths on the device", "after a split step"]
@@ -69,7 +69,7 @@ class Counted:
         return out.flatten(1).index_select(0, step.last_token_of_seq)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("apart", [5, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind == "split")) for kind in KINDS]

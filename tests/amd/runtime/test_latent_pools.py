@@ -34,23 +34,17 @@ def latent_problem(page_size: int = 4, *, heads: int = 6, dims: tuple[int, int] 
 
 
 PROBLEMS = {
+    "by_token": replace(latent_problem(), kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN),
     "plain": latent_problem(),
     "nothing_after_v": latent_problem(1, heads=4, dims=(32, 32)),
     "window": replace(latent_problem(16, heads=12), window_left=5),
-    "by_token": replace(latent_problem(), kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN),
     "sinks_and_cap": replace(latent_problem(3, heads=20), has_sinks=True, logits_soft_cap=1.5, window_left=21),
 }
 
 
-@pytest.mark.by_day(interpreted=1)
+@pytest.mark.fast(interpreted=1)
 @serving
-@pytest.mark.parametrize(
-    "problem",
-    [
-        pytest.param(problem, id=name, marks=[pytest.mark.long] * (name in ("plain", "nothing_after_v", "window")))
-        for name, problem in PROBLEMS.items()
-    ],
-)
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_every_kind_of_step_is_right(problem: Problem, provider: str, device: torch.device) -> None:
     """Prefill, drafts of two to eight tokens, decode, a mixed step with all of them, and chunks over a prefix."""
     world = World.build([problem], device, provider, num_pages=200)
@@ -135,16 +129,15 @@ def dense(q: Tensor, latents: Tensor, weights: Weights) -> tuple[Tensor, Tensor]
     return torch.einsum("hqk,khv->qhv", logits.softmax(-1), v), logits.logsumexp(-1).T
 
 
-long = pytest.mark.long
 ONE_PREFIX = [
-    pytest.param(4, 1, EXACT, marks=long),
     pytest.param(4, 7, EXACT),
-    pytest.param(1, 5, EXACT, marks=long),
-    pytest.param(64, 1000, EXACT, marks=long),
+    pytest.param(4, 1, EXACT),
+    pytest.param(1, 5, EXACT),
+    pytest.param(64, 1000, EXACT),
     pytest.param(16, 1000, (KVEncoding.E4M3FNUZ, Scales.TOKEN)),
-    pytest.param(1, 7, (KVEncoding.E4M3FN, Scales.TOKEN), marks=long),
-    pytest.param(5, 4, (KVEncoding.E4M3FN, Scales.LAYER), marks=long),
-    pytest.param(4, 7, (KVEncoding.E5M2, Scales.LAYER), marks=long),
+    pytest.param(1, 7, (KVEncoding.E4M3FN, Scales.TOKEN)),
+    pytest.param(5, 4, (KVEncoding.E4M3FN, Scales.LAYER)),
+    pytest.param(4, 7, (KVEncoding.E5M2, Scales.LAYER)),
     *(
         pytest.param(page_size, chunk_tokens, kept, marks=pytest.mark.nightly)
         for page_size in (1, 4, 16, 64)
@@ -154,7 +147,7 @@ ONE_PREFIX = [
 ]
 
 
-@pytest.mark.by_day(4, interpreted=1)
+@pytest.mark.fast(4, interpreted=1)
 @serving
 @pytest.mark.parametrize(("page_size", "chunk_tokens", "kept"), ONE_PREFIX)
 def test_absorbed_expanded_and_dense_attention_are_one(

@@ -30,7 +30,7 @@ FAMILIES = {"gemma2": GEMMA2, "gpt_oss": GPT_OSS, "bloom": BLOOM, "all": [*GEMMA
 @pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize(
     "problems",
-    [pytest.param(layers, id=name, marks=[pytest.mark.long] * (name != "all")) for name, layers in FAMILIES.items()],
+    [pytest.param(layers, id=name, marks=[pytest.mark.nightly] * (name != "all")) for name, layers in FAMILIES.items()],
 )
 def test_every_kind_of_layer_equals_the_oracle(problems: list[Problem], provider: str, device: torch.device) -> None:
     world = World.build(problems, device, provider)
@@ -151,7 +151,7 @@ def test_a_kernel_without_a_feature_is_refused_by_name() -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("provider", providers())
 def test_the_space_of_a_layer_is_said_and_does_not_follow_from_its_window(provider: str, device: torch.device) -> None:
     """Two equal layers with a window, one of which keeps all of its pages in the full space."""

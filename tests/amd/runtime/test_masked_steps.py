@@ -47,14 +47,9 @@ def random_masks(world: World, requests: Sequence[Request], q_len: Sequence[int]
     return masks
 
 
+@pytest.mark.fast(interpreted=1)
 @each_provider
-@pytest.mark.parametrize(
-    "q_len",
-    [
-        pytest.param(q_len, id=str(q_len), marks=[pytest.mark.long] * (q_len != [1, 6, 0]))
-        for q_len in ([1, 1, 1], [5, 7, 8], [1, 6, 0], [0, 1, 0], [0, 0, 0])
-    ],
-)
+@pytest.mark.parametrize("q_len", [[1, 6, 0], [1, 1, 1], [5, 7, 8], [0, 1, 0], [0, 0, 0]], ids=str)
 def test_masked_layers_see_what_the_mask_says_and_others_what_they_always_do(
     q_len: list[int], provider: str, device: torch.device
 ) -> None:
@@ -68,7 +63,7 @@ def test_masked_layers_see_what_the_mask_says_and_others_what_they_always_do(
     assert world.page_zero_is_zero()
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_a_window_of_a_masked_layer_reads_nothing_that_was_evicted(provider: str, device: torch.device) -> None:
     """Its mask shows all keys; the pages that have left the window were given up, and hold NaN."""
@@ -108,7 +103,7 @@ def random_positions(world: World, requests: Sequence[Request], q_len: Sequence[
     return torch.cat(rows).int().to(world.runtime.device)
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_a_token_may_see_what_lies_after_it(provider: str, device: torch.device) -> None:
     """An image's tokens see each other, in both directions."""
@@ -132,7 +127,7 @@ def test_keys_that_no_bit_shows_may_be_nan(provider: str, device: torch.device) 
     world.step([request], [4], visible=[mask])
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_positions_come_with_the_mask_and_pads_are_zero(provider: str, device: torch.device) -> None:
     world, requests = world_of(device, provider)
@@ -201,7 +196,7 @@ def test_lengths_that_only_the_device_knows_pack_the_mask(provider: str, device:
     world.runtime.check_device()
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_the_caller_may_change_its_mask_after_the_step_has_begun(provider: str, device: torch.device) -> None:
     world, requests = world_of(device, provider)

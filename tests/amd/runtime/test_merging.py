@@ -16,8 +16,8 @@ from rocm_attn.step.merging import merge_state, merge_states
 from tests.amd.runtime.stepping import small_problem
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
-# Marked long for the interpreter's stage: no Triton kernel runs here, and the host stage runs it every time.
-pytestmark = pytest.mark.long
+# Left out under the interpreter by day: no Triton kernel runs here, and the host stage runs it every time.
+pytestmark = pytest.mark.fast(interpreted=0)
 
 Side = tuple[Tensor, Tensor]
 

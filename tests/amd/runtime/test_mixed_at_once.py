@@ -97,7 +97,7 @@ def test_kernels_run_at_once_where_that_was_measured(arch: str, is_at_once: bool
     assert isinstance(kernel, MixedAtOnce) == is_at_once
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("provider", providers())
 def test_a_replay_of_a_mixed_step_is_bitwise_the_eager_one(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, (4,), (16,))

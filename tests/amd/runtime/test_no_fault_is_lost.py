@@ -20,8 +20,8 @@ from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runtime.interrupts import interrupted_at
 from tests.amd.runtime.stepping import small_problem
 
-# Marked long for the interpreter's stage: the kernels are torch's, and the host stage runs it every time.
-pytestmark = pytest.mark.long
+# Left out under the interpreter by day: the kernels are torch's, and the host stage runs it every time.
+pytestmark = pytest.mark.fast(interpreted=0)
 
 
 def two_faults() -> AttentionRuntime:
@@ -97,7 +97,7 @@ CALLS: dict[str, Callable[[AttentionRuntime], object]] = {
 apart = pytest.mark.parametrize("apart", [7, pytest.param(1, marks=pytest.mark.nightly)])
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.fast(2)
 @apart
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("rest", ["steps", "check_device"])
@@ -122,7 +122,7 @@ def test_a_fault_is_reported_although_memory_runs_out_while_the_device_is_asked(
     assert operation > 3
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @apart
 @pytest.mark.parametrize("call", ["check_device", "steps"])
 def test_a_fault_is_reported_although_the_user_interrupts_while_the_device_is_asked(call: str, apart: int) -> None:

@@ -15,8 +15,8 @@ import pytest
 from rocm_attn.errors import NotCopied, WrongState
 from tests.amd.runtime.test_interrupts import Counted
 
-# Marked long for the interpreter's stage: no Triton kernel runs here, and the host stage runs it every time.
-pytestmark = pytest.mark.long
+# Left out under the interpreter by day: no Triton kernel runs here, and the host stage runs it every time.
+pytestmark = pytest.mark.fast(interpreted=0)
 
 
 @pytest.fixture

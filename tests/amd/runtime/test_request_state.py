@@ -19,7 +19,7 @@ from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import VOCABULARY, Requests, Tiny
 from tests.amd.runtime.stepping import padded_to, providers
 
-pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.long]
+pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
 
 # New tokens of each sequence, by the kind of step.
 STEPS = {
@@ -132,7 +132,7 @@ def test_tokens_follow_the_lengths_that_only_the_device_knows(
 SERVED = [[5, 2, 7], [2, 2], [3, 4], [1, 1, 1], [1, 4, 1], [1], [1, 1], [2, 2, 2, 9], [1, 1, 1, 1]]
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_a_forward_counts_the_tokens_of_each_request_by_their_rows(
     graphs: bool, provider: str, device: torch.device

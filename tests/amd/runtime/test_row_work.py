@@ -26,7 +26,7 @@ from tests.amd.runtime.stepping import World, providers, small_problem
 CPU = torch.device("cpu")
 
 
-@pytest.mark.by_day(interpreted=1)
+@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("provider", providers())
 def test_attention_sees_rows_that_were_normalised_and_turned(provider: str, graphs: bool, device: torch.device) -> None:
@@ -39,7 +39,7 @@ def test_attention_sees_rows_that_were_normalised_and_turned(provider: str, grap
     assert (serving.runner.counters.replays > 0) == graphs
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("provider", providers())
 def test_both_halves_of_a_split_step_turn_at_their_own_positions(provider: str, device: torch.device) -> None:
     serving = Rotating(device, graphs=True, provider=provider, split_steps=True)

@@ -24,7 +24,7 @@ STORING = [small_problem(window_left=6), small_problem()]
 READS = (0, 1, 1, 0, 1)
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("provider", providers())
 def test_a_layer_that_stores_nothing_sees_what_another_stored(provider: str, device: torch.device) -> None:
     world = World.build(STORING, device, provider)
@@ -67,7 +67,7 @@ class SharingModel:
         return torch.cat(outs, 1).index_select(0, step.last_token_of_seq)
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("provider", providers())
 def test_shared_layers_replay_as_they_run(provider: str, device: torch.device) -> None:
     results = []

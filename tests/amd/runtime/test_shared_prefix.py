@@ -25,8 +25,8 @@ from tests.amd.runtime.stepping import Request, World, providers, small_problem
 each_provider = pytest.mark.parametrize("provider", providers())
 
 PROBLEMS = {
-    "plain": small_problem(),
     "sinks": small_problem(has_sinks=True),
+    "plain": small_problem(),
     "cap": small_problem(logits_soft_cap=1.5),
     "wide": small_problem(num_q_heads=8, num_kv_heads=1, head_dim=40, v_head_dim=24),
     "odd": small_problem(num_q_heads=3, num_kv_heads=3, head_dim=7, v_head_dim=5, dtype=torch.float16),
@@ -49,19 +49,9 @@ def decode(world: World, requests: Sequence[Request], groups: Sequence[PrefixGro
     world.step(requests, [1] * len(requests), pad_to, prefixes=SharedPrefixes(groups))
 
 
-# On torch, every run has all of them.
-IN_EVERY_INTERPRETED_RUN = ("sinks", "odd", "masks in other steps")
-
-
-@pytest.mark.by_day(interpreted=1)
+@pytest.mark.fast(interpreted=1)
 @each_provider
-@pytest.mark.parametrize(
-    "problem",
-    [
-        pytest.param(problem, id=name, marks=[pytest.mark.long] * (name not in IN_EVERY_INTERPRETED_RUN))
-        for name, problem in PROBLEMS.items()
-    ],
-)
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_a_shared_prefix_gives_what_plain_decode_gives(problem: Problem, provider: str, device: torch.device) -> None:
     """There are two steps, so that the second step's suffixes have crossed a page."""
     world = World.build([problem, problem], device, provider)
@@ -72,7 +62,7 @@ def test_a_shared_prefix_gives_what_plain_decode_gives(problem: Problem, provide
     assert world.page_zero_is_zero()
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_provider
 def test_groups_have_prefixes_of_their_own(provider: str, device: torch.device) -> None:
     """Two families, a request alone, and one whose group shares less than it could."""
@@ -103,9 +93,9 @@ def test_a_step_without_sequences_may_share_nothing(provider: str, device: torch
         decode(world, [], [], pad_to)
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @each_provider
-@pytest.mark.parametrize("swa_pages", [0, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("swa_pages", [0, 40])
 def test_layers_that_cannot_share_decode_the_step_as_any_other(
     swa_pages: int, provider: str, device: torch.device
 ) -> None:

@@ -49,7 +49,7 @@ def serve(world: SparseWorld) -> None:
         world.step([first, second], [1, 1])
 
 
-@pytest.mark.by_day(6, interpreted=3)
+@pytest.mark.fast(6, interpreted=3)
 @pytest.mark.parametrize(
     ("kind", "graphs"),
     [
@@ -57,7 +57,7 @@ def serve(world: SparseWorld) -> None:
             kind,
             graphs,
             id=f"{kind}-{'graphed' if graphs else 'eager'}",
-            marks=[pytest.mark.long] * (graphs == at % 2),  # by turns
+            marks=[pytest.mark.nightly] * (graphs == at % 2),  # by turns
         )
         for at, kind in enumerate(KINDS)
         for graphs in (False, True)
@@ -67,7 +67,7 @@ def test_layers_attend_to_what_is_chosen(kind: str, graphs: bool, device: torch.
     serve(SparseWorld(short(KINDS[kind]), device, graphs=graphs, capture_tokens=(16,)))
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("provider", providers())
 def test_every_provider_attends_to_what_is_chosen(provider: str, device: torch.device) -> None:
     """The case is cut to a size that an interpreter runs in seconds."""
@@ -99,9 +99,6 @@ def test_a_selection_of_all_keys_gives_what_attention_to_all_gives(graphs: bool,
     torch.testing.assert_close(sparse.out[0], dense.out[0], rtol=1e-5, atol=1e-6)
 
 
-long = pytest.mark.long
-
-
 def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN) -> Problem:
     """Returns the layer with K and V in codes, with a scale per token."""
     return replace(problem, kv_encoding=encoding, kv_scales=Scales.TOKEN)
@@ -109,9 +106,9 @@ def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN) -> Problem
 
 EVERYTHING = {
     "pages of 4": pytest.param(layer(indexer(WIDE))),
-    "pages of 1, sinks": pytest.param(replace(layer(indexer(WIDE), page_size=1), has_sinks=True), marks=long),
-    "pages of 16, codes": pytest.param(coded(layer(indexer(WIDE), page_size=16)), marks=long),
-    "latents": pytest.param(latent_layer(indexer(WIDE)), marks=long),
+    "pages of 1, sinks": pytest.param(replace(layer(indexer(WIDE), page_size=1), has_sinks=True)),
+    "pages of 16, codes": pytest.param(coded(layer(indexer(WIDE), page_size=16))),
+    "latents": pytest.param(latent_layer(indexer(WIDE))),
     "latents in codes": pytest.param(coded(latent_layer(indexer(WIDE), page_size=16))),
     **{
         f"{make.__name__} in {encoding.name}, pages of {page_size}": pytest.param(
@@ -124,7 +121,7 @@ EVERYTHING = {
 }
 
 
-@pytest.mark.by_day(interpreted=1)
+@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("problem", EVERYTHING.values(), ids=EVERYTHING)
 def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(

@@ -26,15 +26,9 @@ from tests.amd.runtime.stepping import Request, World, providers, small_problem,
 from tests.amd.tolerances import assert_attention_close
 
 each_provider = pytest.mark.parametrize("provider", providers())
-both_ways = pytest.mark.parametrize(
-    "graphs", [False, pytest.param(True, marks=pytest.mark.long)], ids=["eager", "graphed"]
-)
-each_pool = pytest.mark.parametrize(
-    "swa", [False, pytest.param(True, marks=pytest.mark.long)], ids=["one space", "hybrid"]
-)
-each_page_size = pytest.mark.parametrize(
-    "page_size", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(16, marks=pytest.mark.long)]
-)
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+each_pool = pytest.mark.parametrize("swa", [False, True], ids=["one space", "hybrid"])
+each_page_size = pytest.mark.parametrize("page_size", [2, 1, 16])
 NEW = 4
 
 
@@ -109,7 +103,7 @@ class Extending:
             take_back(request, NEW - count)
 
 
-@pytest.mark.by_day(4, interpreted=1)
+@pytest.mark.fast(4, interpreted=1)
 @both_ways
 @each_pool
 @each_page_size
@@ -168,8 +162,7 @@ def check_alone(
         assert_attention_close(out[row], want, q.dtype)
 
 
-@pytest.mark.by_day(4)
-@pytest.mark.long
+@pytest.mark.fast(4, interpreted=0)
 @both_ways
 @each_pool
 @each_page_size

@@ -14,7 +14,7 @@ from rocm_attn.step.step import Part, Step
 from tests.amd.runtime.stepping import Request, World, padded_to, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
 
-pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.long]
+pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
 
 # Ladders, and the sizes that a pool of 5 rows is padded to for 8 and 16 ranks.
 LADDERS = [(2, 4), (1, 3, 5), (8,), (16,)]

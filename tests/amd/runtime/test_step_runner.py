@@ -25,7 +25,7 @@ from rocm_attn.step.step import Part
 from tests.amd.runtime.stepping import padded_to, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
 
-pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.long]
+pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
 
 VOCABULARY = 50
 

@@ -15,9 +15,9 @@ from tests.amd.tolerances import assert_same_but_for_rounding
 pytestmark = pytest.mark.parametrize("provider", providers())
 
 
-@pytest.mark.by_day(interpreted=1)
+@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize(
-    "page_size", [1, pytest.param(4, marks=pytest.mark.long), 5, pytest.param(16, marks=pytest.mark.long)]
+    "page_size", [1, pytest.param(4, marks=pytest.mark.nightly), 5, pytest.param(16, marks=pytest.mark.nightly)]
 )
 def test_prefill_then_decode_equals_dense_attention(provider: str, page_size: int, device: torch.device) -> None:
     world = World.build([small_problem(page_size)], device, provider, num_pages=200)
@@ -65,8 +65,8 @@ def test_a_sequence_may_bring_no_new_token(provider: str, device: torch.device) 
     world.step([idle, first], [0, 0])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("pad_to", [3, *(pytest.param(pad_to, marks=pytest.mark.long) for pad_to in (4, 8, 16)), 33])
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("pad_to", [3, *(pytest.param(pad_to, marks=pytest.mark.nightly) for pad_to in (4, 8, 16)), 33])
 def test_padding_beyond_the_pools_rows_changes_nothing(provider: str, pad_to: int, device: torch.device) -> None:
     world = World.build([small_problem()], device, provider, max_num_seqs=3, num_pages=40)
     requests = [world.admit() for _ in range(3)]
@@ -76,7 +76,7 @@ def test_padding_beyond_the_pools_rows_changes_nothing(provider: str, pad_to: in
     assert world.page_zero_is_zero()
 
 
-@pytest.mark.long
+@pytest.mark.fast(interpreted=0)
 def test_a_step_that_is_padded_as_other_ranks_are_equals_dense_attention(provider: str, device: torch.device) -> None:
     """One token each, several, a sequence alone, and none, with room for tokens that another rank may have."""
     world = World.build([small_problem()], device, provider, capture_sizes=[4], capture_tokens=[16])

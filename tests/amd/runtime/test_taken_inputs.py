@@ -23,7 +23,7 @@ from rocm_attn.step.publisher import STEPS_UNTIL_COMPARED, GraphRuns
 from tests.amd.runtime.stepping import small_problem
 from tests.amd.runtime.test_interrupts import Counted
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.fast(interpreted=0)
 CPU = torch.device("cpu")
 
 

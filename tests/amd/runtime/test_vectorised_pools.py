@@ -49,7 +49,7 @@ def test_what_is_stored_lies_where_kernels_look_for_it() -> None:
     assert torch.equal(linear_values(pages.v)[held].flatten(0, 1)[:19], request.v[0])
 
 
-@pytest.mark.parametrize("page_size", [4, pytest.param(8, marks=pytest.mark.long), 16])
+@pytest.mark.parametrize("page_size", [4, pytest.param(8, marks=pytest.mark.nightly), 16])
 @pytest.mark.parametrize("window_left", [-1, 5])
 def test_every_kind_of_step_equals_dense_attention(page_size: int, window_left: int) -> None:
     problem = replace(VECTORISED, page_size=page_size, window_left=window_left, has_sinks=True)

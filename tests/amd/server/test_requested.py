@@ -86,7 +86,7 @@ def test_a_long_answers_logprobs_are_not_written_in_the_event_loop(
     assert server.thread not in threads
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("form", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}])
 def test_an_answer_has_the_form_that_was_asked_for(form: dict[str, Any], server: Running) -> None:
     found = choice_of(server, temperature=1, max_tokens=56, response_format=form)

@@ -294,7 +294,7 @@ def test_a_store_that_does_not_drop_pads_is_found(monkeypatch: pytest.MonkeyPatc
     assert "page 0 of layer 0 is not zero any more" in str(found())
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("kernel", ["paged_decode", "paged_extend"])
 def test_a_kernel_that_forgets_the_last_token_of_a_full_page_is_found(
     kernel: str, monkeypatch: pytest.MonkeyPatch

@@ -89,7 +89,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_every_needle_is_found(kind: str, device: torch.device) -> None:
     """They are found in chunks and decode steps, all of them replays."""
@@ -99,7 +99,7 @@ def test_every_needle_is_found(kind: str, device: torch.device) -> None:
     assert all(tally.hidden > 0 for of_layer in report.tallies for tally in of_layer)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD, Scales.TOKEN], ids=lambda scales: scales.name)
 @pytest.mark.parametrize("encoding", [kind for kind in KVEncoding if kind is not KVEncoding.LIKE_Q])
 def test_every_needle_is_found_in_every_encoding(encoding: KVEncoding, scales: Scales, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Cases that the marks `each_value` and `by_day` leave to the night, and cases that they never leave."""
+"""Cases that the mark `fast` leaves to the night, and cases that it never leaves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.amd.each_value import cover, leave_to_the_night, spread, values_of
+from tests.amd.fast import cover, leave_to_the_night, spread, values_of
 
 KINDS, SIZES, GRAPHS = ("dense", "latent", "sparse"), (1, 5, 16, 64), (False, True)
 
@@ -67,53 +67,55 @@ def test_every_run_has_each_safeguard_of_replayed_steps_with_a_real_provider() -
     assert [test for test, cases in night.items() if all(cases)] == []
 
 
-def item_of(values: tuple[str, str], *marks: str | pytest.MarkDecorator) -> Mock:
-    """Returns a case as pytest has collected it."""
+def item_of(values: tuple[str, ...], *marks: pytest.MarkDecorator) -> Mock:
+    """Returns a case as pytest has collected it, with its own marks first."""
     item = Mock(spec=pytest.Function, nodeid=f"tests/test_it.py::test_it[{'-'.join(values)}]")
-    item.callspec = Mock(params=dict(zip(("first", "second"), values, strict=True)))
-    own = {
-        mark.name: mark for mark in (getattr(pytest.mark, each) if isinstance(each, str) else each for each in marks)
-    }
-    own["parametrize"] = pytest.mark.parametrize("first", values[:1])  # a fixture has the second
-    item.iter_markers.side_effect = lambda name=None: [own[each].mark for each in own if name in (None, each)]
-    item.get_closest_marker.side_effect = lambda name: own[name].mark if name in own else None
+    if values:
+        item.callspec = Mock(params=dict(zip(("first", "second"), values, strict=True)))
+    else:
+        del item.callspec
+    own = [mark.mark for mark in (*marks, pytest.mark.parametrize("first", values[:1]))]  # a fixture has the second
+    item.iter_markers.side_effect = lambda name: [mark for mark in own if mark.name == name]
+    item.get_closest_marker.side_effect = lambda name: next((mark for mark in own if mark.name == name), None)
     return item
 
 
-def left(items: list[Mock]) -> list[bool]:
-    """Returns for each item whether it is left to the night."""
+def left(*marks: pytest.MarkDecorator) -> list[bool]:
+    """Returns for each pair of two values whether it is left to the night."""
+    items = [item_of(values, *marks) for values in product("ab", "cd")]
     leave_to_the_night(items)
     return [item.add_marker.called for item in items]
 
 
 def test_other_combinations_are_left_to_the_night_where_the_mark_says_so() -> None:
-    combinations = list(product("ab", "cd"))
-    assert left([item_of(values, "each_value") for values in combinations]) == [False, True, True, False]
-    assert left([item_of(values) for values in combinations]) == [False] * 4
+    assert left(pytest.mark.fast) == [False, True, True, False]
+    assert left() == [False] * 4
 
 
-@pytest.mark.parametrize("interpreted", [False, True])
-def test_a_case_that_is_the_nights_stands_for_no_value(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
-    """Under the interpreter, long cases belong to the night."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
-    for mark in ("nightly", "long"):
-        items = [item_of(values, "each_value") for values in (("a", "d"), ("b", "c"), ("b", "d"))]
-        found = left([item_of(("a", "c"), "each_value", mark), *items])
-        is_nights = mark == "nightly" or interpreted
-        assert found == ([False, False, False, True] if is_nights else [False, True, True, False])
+def test_a_case_that_is_the_nights_stands_for_no_value() -> None:
+    items = [item_of(values, pytest.mark.fast) for values in (("a", "d"), ("b", "c"), ("b", "d"))]
+    leave_to_the_night([item_of(("a", "c"), pytest.mark.fast, pytest.mark.nightly), *items])
+    assert [item.add_marker.called for item in items] == [False, False, True]
 
 
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_every_run_has_as_many_cases_as_their_mark_says(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
-    combinations = list(product("ab", "cd"))
-    assert left([item_of(values, pytest.mark.by_day(2)) for values in combinations]) == [False, True, True, False]
-    fewer = [item_of(values, pytest.mark.by_day(2, interpreted=1)) for values in combinations]
-    assert left(fewer) == [False, True, True, interpreted]
-    all_on_the_host = [item_of(values, pytest.mark.by_day(interpreted=1)) for values in combinations]
-    assert left(all_on_the_host) == [False, interpreted, interpreted, interpreted]
-    both = [item_of(values, "each_value", pytest.mark.by_day(1)) for values in combinations]
-    assert left(both) == [False, True, True, True]
+    fast = pytest.mark.fast
+    assert left(fast(2)) == [False, True, True, False]
+    assert left(fast(2, interpreted=1)) == [False, True, True, interpreted]
+    assert left(fast(interpreted=0)) == [interpreted, True, True, interpreted]
+    assert left(fast(1), fast(interpreted=0)) == [interpreted, True, True, True]
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_a_test_without_parameters_may_be_left_out_under_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, interpreted: bool
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
+    item = item_of((), pytest.mark.fast(interpreted=0))
+    leave_to_the_night([item])
+    assert item.add_marker.called == interpreted
 
 
 def test_few_cases_have_values_that_differ_and_lie_apart() -> None:

@@ -53,6 +53,8 @@ def values_of(item: pytest.Function) -> list[Hashable]:
 
     A value is identified by its objects, which all its cases share: few of them can be compared.
     """
+    if not hasattr(item, "callspec"):
+        return [None]  # the only case of a test without parameters
     own = {name: id(value) for name, value in item.callspec.params.items()}
     values: list[Hashable] = []
     for mark in item.iter_markers("parametrize"):
@@ -61,38 +63,29 @@ def values_of(item: pytest.Function) -> list[Hashable]:
     return [*values, *own.values()]  # then the parameters of fixtures
 
 
-def number_of(mark: pytest.Mark, interpreted: bool) -> int | None:
-    """Returns the number of cases in every run: by_day(4) in each stage, by_day(4, interpreted=1) fewer in the
-    interpreter.
+def number_of(item: pytest.Function) -> int | None:
+    """Returns the number of cases in every run, None for each value once.
 
-    None: all, as on the host for by_day(interpreted=1).
+    A test's own mark goes before its module's, which may add `interpreted`, the number under Triton's interpreter.
     """
-    on_host: int | None = mark.args[0] if mark.args else None
-    under_interpreter: int | None = mark.kwargs.get("interpreted", on_host)
-    return under_interpreter if interpreted else on_host
+    marks = list(item.iter_markers("fast"))
+    numbers: list[int] = [number for mark in marks for number in mark.args]
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        numbers = [mark.kwargs["interpreted"] for mark in marks if "interpreted" in mark.kwargs] or numbers
+    return numbers[0] if numbers else None
 
 
 def leave_to_the_night(items: Sequence[pytest.Item]) -> None:
-    """Marks the cases that tests with the marks `each_value` and `by_day` leave to .ci/nightly.
-
-    Other marks leave cases to it first. `long` does so under the interpreter: on the host those cases run.
-    """
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    at_night = {"nightly", "long"} if interpreted else {"nightly"}
+    """Gives the mark `nightly` to the cases that tests with the mark `fast` leave to .ci/nightly."""
     functions: dict[str, list[pytest.Function]] = {}
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if marks & {"each_value", "by_day"} and not marks & at_night:
+        if item.get_closest_marker("fast") and not item.get_closest_marker("nightly"):
             assert isinstance(item, pytest.Function)
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for test, of_one in functions.items():
         cases = [(item, values_of(item)) for item in of_one]
-        if of_one[0].get_closest_marker("each_value"):
-            covering = cover(cases, test)
-            cases = [case for case in cases if case[0] in covering]
-        mark = of_one[0].get_closest_marker("by_day")
-        number = number_of(mark, interpreted) if mark else None
-        by_day = spread(cases, len(cases) if number is None else number)
+        number = number_of(of_one[0])
+        fast = cover(cases, test) if number is None else spread(cases, number)
         for item in of_one:
-            if item not in by_day:
+            if item not in fast:
                 item.add_marker(pytest.mark.nightly)

@@ -52,6 +52,7 @@ def logits_of(
     return seen, engine
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"chunk": 7}, {"chunk": 64, "page_size": 16}, {"graphs": True, "max_batch_size": 5}, {"num_pages": 22}],

@@ -191,6 +191,7 @@ def steps(engine: Engine) -> Iterator[Many[Event]]:
         yield engine.step()
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -214,6 +215,7 @@ def test_texts_are_those_of_plain_decoding(changes: dict[str, Any], kind: Kind) 
     assert all(pages.num_free_pages == pages.num_usable_pages for pages in engine.runtime.table.spaces)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("pace", [2, 6])
 def test_a_round_publishes_nothing_and_is_launched_before_the_last_one_is_read(
     pace: int, kind: Kind, monkeypatch: pytest.MonkeyPatch

@@ -241,6 +241,7 @@ def test_smollm2_equals_transformers(text: str, smollm2: Tokenizer, smollm2_of_t
     assert smollm2.decode(ids) == smollm2_of_transformers.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.nightly  # like every test that reads this file
 def test_smollm2_splits_digits(smollm2: Tokenizer) -> None:
     assert [smollm2.decode([token]) for token in smollm2.encode("2024")] == ["2", "0", "2", "4"]
 

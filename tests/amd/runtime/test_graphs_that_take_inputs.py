@@ -393,7 +393,8 @@ def test_a_flight_recorder_is_told_of_a_step_and_of_what_broke_it_off(
     assert told.noted[-1][1] == served.runner._pinned.epoch
 
 
-def test_a_flight_recorder_hears_of_no_refusal_and_no_interrupt_before_its_step() -> None:
+@pytest.mark.parametrize("apart", [5, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_flight_recorder_hears_of_no_refusal_and_no_interrupt_before_its_step(apart: int) -> None:
     told, heard = Told(), 0
     served = Going(told)
 
@@ -402,7 +403,7 @@ def test_a_flight_recorder_hears_of_no_refusal_and_no_interrupt_before_its_step(
         served.runner.run(batch)
         served.kv_len = batch.kv_len
 
-    for _ in every_line(step, whole=4):
+    for _ in every_line(step, apart, whole=4):
         failures, told.failures = told.failures, []
         assert len(failures) <= 1
         heard += len(failures)

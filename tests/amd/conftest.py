@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.amd.fast import leave_to_the_night
+from tests.amd.fast import leave_to_the_night, of_shard
 
 # Tests do not depend on tuning results measured on this machine.
 os.environ["ROCM_ATTN_TUNING"] = "off"
@@ -32,6 +32,8 @@ gc.disable()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():  # on a GPU all of them take seconds
         leave_to_the_night(items)
+    if shard := os.environ.get("SHARD"):
+        items[:] = of_shard(items, shard)
 
 
 def pytest_collection_finish() -> None:

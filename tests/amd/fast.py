@@ -1,4 +1,4 @@
-"""The choice of cases that every run has, if a test's parameters make many of them."""
+"""The choice of cases that every run has, if a test's parameters make many of them, and of those of a shard."""
 
 from __future__ import annotations
 
@@ -89,3 +89,14 @@ def leave_to_the_night(items: Sequence[pytest.Item]) -> None:
         for item in of_one:
             if item not in fast:
                 item.add_marker(pytest.mark.nightly)
+
+
+def of_shard(items: Sequence[pytest.Item], shard: str) -> list[pytest.Item]:
+    """Returns the cases of a shard such as "2/5"; those of one group of pytest-xdist's stay together."""
+    number, of = map(int, shard.split("/"))
+
+    def key(item: pytest.Item) -> str:
+        group = item.get_closest_marker("xdist_group")
+        return str(group.args[0]) if group else item.nodeid
+
+    return [item for item in items if zlib.crc32(key(item).encode()) % of == number - 1]

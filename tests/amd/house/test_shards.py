@@ -1,0 +1,74 @@
+"""A night in shards: each test is in one of them, and a shard that has passed does not run again."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from tests.amd.fast import of_shard
+from tests.amd.house.source_tree import ROOT
+
+SCRIPT = (ROOT / "scripts" / "test.sh").read_text()
+GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
+
+
+def item_of(name: str, group: str | None) -> Mock:
+    item = Mock(spec=pytest.Function, nodeid=f"tests/test_it.py::test_it[{name}]")
+    item.get_closest_marker.return_value = pytest.mark.xdist_group(group).mark if group else None
+    return item
+
+
+def test_each_case_is_in_one_shard_and_a_group_in_the_same_one() -> None:
+    items = [item_of(str(number), "a group" if number < 9 else None) for number in range(60)]
+    shards = [of_shard(items, f"{number}/4") for number in (1, 2, 3, 4)]
+    assert sorted(id(item) for shard in shards for item in shard) == sorted(map(id, items))
+    assert all(len(shard) > 3 for shard in shards)
+    assert sum(items[0] in shard and items[8] in shard for shard in shards) == 1
+
+
+@pytest.mark.parametrize("stage", ["driver-long", "soak-long", "simulator@3.6.0", "host-long"])
+def test_a_stage_without_tests_is_whole_in_one_shard(stage: str) -> None:
+    (function,) = re.findall(r"^is_anothers\(\) \{$.*?^\}$", SCRIPT, re.MULTILINE | re.DOTALL)
+    left_out = [
+        subprocess.run(["bash", "-c", f"SHARD={number}/3\n{function}\nis_anothers {stage}"], check=False).returncode
+        == 0
+        for number in (1, 2, 3)
+    ]
+    assert left_out.count(True) == (0 if stage == "host-long" else 2)
+
+
+def test_a_shard_that_passed_is_not_run_again_at_its_commit(tmp_path: Path) -> None:
+    for name, text in {
+        ".ci/nightly": (ROOT / ".ci" / "nightly").read_text(),
+        ".gitignore": ".venv-test\n",
+        "scripts/test.sh": "echo $SHARD >>.venv-test/ran\necho passed >.venv-test/summary\n"
+        "[ $SHARD != 2/3 ] || [ -e .venv-test/mended ]\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / ".venv-test").mkdir()
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
+        subprocess.run([*GIT, *command], cwd=tmp_path, check=True)
+    environment = {**os.environ, "NIGHT_SHARDS": "3", "NIGHT_RESULTS": str(tmp_path / ".venv-test" / "results")}
+
+    def night() -> tuple[int, list[str]]:
+        ran = tmp_path / ".venv-test" / "ran"
+        ran.write_text("")
+        done = subprocess.run(
+            ["bash", ".ci/nightly"], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, check=False
+        )
+        return done.returncode, ran.read_text().split()
+
+    assert night() == (1, ["1/3", "2/3", "3/3"])
+    assert night() == (1, ["2/3"])
+    (tmp_path / ".venv-test" / "mended").touch()
+    assert night() == (0, ["2/3"])
+    assert night() == (0, [])
+    (tmp_path / "scripts" / "test.sh").write_text((tmp_path / "scripts" / "test.sh").read_text() + "\n")
+    subprocess.run([*GIT, "commit", "-qam", "second"], cwd=tmp_path, check=True)
+    assert night() == (0, ["1/3", "2/3", "3/3"])

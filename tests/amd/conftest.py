@@ -29,11 +29,13 @@ gc.disable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():  # on a GPU all of them take seconds
         leave_to_the_night(items)
     if shard := os.environ.get("SHARD"):
-        items[:] = of_shard(items, shard)
+        mine = of_shard(items, shard)
+        config.hook.pytest_deselected(items=[item for item in items if item not in mine])
+        items[:] = mine
 
 
 def pytest_collection_finish() -> None:

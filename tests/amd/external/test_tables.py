@@ -66,6 +66,7 @@ def write_ahead(engine: Engine) -> None:
     engine.attention.begin = begin_and_write  # type: ignore[method-assign]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("kind", "page_size"),
     [(CopiedSGLang, 1), (CopiedSGLang, 16), (CopiedVLLM, 16), (CopiedFlashInfer, 16)],

@@ -61,6 +61,7 @@ def assert_told(engine: Engine) -> None:
     engine.attention.check_device()
 
 
+@pytest.mark.fast(4)
 @each_table
 @each_page_size
 @pytest.mark.parametrize("graphed", [False, True])
@@ -115,6 +116,7 @@ def test_a_page_that_two_rows_write_in_one_step_is_told(
     assert_told(engine)
 
 
+@pytest.mark.fast(interpreted=1)
 @each_engine
 @each_page_size
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])

@@ -30,6 +30,9 @@ from rocm_attn.step.step import Part, Step
 from tests.amd.runtime.interrupts import every_line, interrupted_at
 from tests.amd.runtime.stepping import small_problem
 
+# Left out under the interpreter by day: the kernels are torch's, and the host stage runs it every time.
+pytestmark = pytest.mark.fast(interpreted=0)
+
 CPU = torch.device("cpu")
 NUM_SEQS, PADDED, MAX_KV_LEN = 3, 4, 4096
 

@@ -185,9 +185,9 @@ def variants_of(found: set[Variant], kernel: str) -> int:
 @pytest.mark.parametrize(
     ("problem", "arch", "sizes"),
     [
-        pytest.param(LLAMA, "sm_90", SIZES, id="llama-sm_90"),
+        pytest.param(LLAMA, "sm_90", SIZES, id="llama-sm_90", marks=pytest.mark.nightly),
         pytest.param(replace(LLAMA, num_q_heads=8, num_kv_heads=2), "gfx942", SIZES, id="llama-gfx942"),
-        pytest.param(LATENT, "sm_90", SIZES, id="latent-sm_90"),
+        pytest.param(LATENT, "sm_90", SIZES, id="latent-sm_90", marks=pytest.mark.nightly),
         # Hopper's own kernel serves few new tokens and the plain one serves one; or Hopper's serves all.
         pytest.param(LATENT, HOPPER, SIZES, id="latent-hopper"),
         pytest.param(
@@ -210,6 +210,7 @@ def test_every_number_of_sequences_finds_its_variants(
     assert sorted(name for name, _ in needed - prewarmed(problem, sizes, arch)) == []
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("cached", [0, 1], ids=["new prompts", "after a cached token"])
 @pytest.mark.parametrize("dim", [32, 64, 96])
 def test_prompts_find_their_variants_where_those_alone_have_a_kernel_of_their_own(dim: int, cached: int) -> None:

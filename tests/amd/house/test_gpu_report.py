@@ -66,6 +66,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return report_of(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.nightly
 def test_the_report_says_everything_about_a_run(report: dict[str, Any]) -> None:
     tests = {name.rpartition("::")[2]: test for name, test in report["tests"].items()}
     assert {name: test["outcome"] for name, test in tests.items()} == {
@@ -84,6 +85,7 @@ def test_the_report_says_everything_about_a_run(report: dict[str, Any]) -> None:
     assert report["commit"]
 
 
+@pytest.mark.nightly
 def test_the_summary_comes_first_and_names_what_failed(report: dict[str, Any]) -> None:
     assert next(iter(report)) == "summary"
     summary = report["summary"]

@@ -237,6 +237,7 @@ def test_a_weight_under_two_names_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.nightly  # the stage text loads it in every run
 def test_the_real_file_says_what_it_holds() -> None:
     file = GGUFFile(find_model("smollm2"))
     assert file.metadata["llama.block_count"] == 30

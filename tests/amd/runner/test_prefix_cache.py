@@ -239,11 +239,12 @@ CHANGES: dict[str, Callable[[Pages, Row], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_an_interrupt_anywhere_in_a_change_loses_no_page(change: str) -> None:
+@pytest.mark.parametrize("apart", [3, pytest.param(1, marks=pytest.mark.nightly)])
+def test_an_interrupt_anywhere_in_a_change_loses_no_page(apart: int, change: str) -> None:
     """Everything that is kept can be found or given back afterwards, and later finds are right."""
     tokens, at, came = tuple(range(12)), 0, True
     while came:
-        at += 1
+        at += apart
         pages = Pages(40, swa_pages=16, window_left=3)
         pages.leave(pages.serve(tokens)[0])
         pages.cache.make_room(1, 13)

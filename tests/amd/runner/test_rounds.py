@@ -317,6 +317,7 @@ def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(pla
     assert [engine.completion(number) for number in numbers] == kind.plainly([long, other, late], with_words)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("at", ["round", "picks", "next_round", "told"])
 def test_an_interrupt_while_a_round_is_launched_changes_no_text(
     at: str, kind: Kind, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from unittest.mock import Mock
@@ -69,6 +70,9 @@ def test_a_shard_that_passed_is_not_run_again_at_its_commit(tmp_path: Path) -> N
     (tmp_path / ".venv-test" / "mended").touch()
     assert night() == (0, ["2/3"])
     assert night() == (0, [])
+    (tmp_path / ".gitignore").write_text(".venv-test\n*.txt\n")
+    shutil.rmtree(tmp_path / ".venv-test" / "results")
+    assert night()[1] == night()[1] == ["1/3", "2/3", "3/3"], "the files are not the commit's"
     (tmp_path / "scripts" / "test.sh").write_text((tmp_path / "scripts" / "test.sh").read_text() + "\n")
     subprocess.run([*GIT, "commit", "-qam", "second"], cwd=tmp_path, check=True)
     assert night() == (0, ["1/3", "2/3", "3/3"])

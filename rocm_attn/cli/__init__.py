@@ -20,7 +20,7 @@ _BAD_INPUT_ERRORS = (BadModel, BadProblem, BadRequest, BadSetting)
 # Libraries that are not always installed with the package -> how to install them.
 _REMEDIES = {
     "gguf": installing(".", "gguf"),
-    **dict.fromkeys(("jinja2", "safetensors", "tokenizers"), installing("rocm_serve")),
+    **dict.fromkeys(("jinja2", "rocm_serve", "safetensors", "tokenizers"), installing("rocm_serve")),
     **dict.fromkeys(("fastapi", "pydantic", "starlette", "uvicorn"), installing("rocm_serve", "server")),
     **dict.fromkeys(("httpx", "matplotlib"), installing("rocm_lab", "bench")),
     "triton": "it compiles kernels, and torch for a GPU brings its own; beside torch for CPUs run: pip install triton",
@@ -73,7 +73,9 @@ def _answer(error: BaseException) -> int:
     if isinstance(error, RocmAttnError):
         say(f"rocm-attn: {error}")
         return BAD_INPUT if isinstance(error, _BAD_INPUT_ERRORS) else FAILED
-    if isinstance(error, ModuleNotFoundError) and error.name in _REMEDIES:
-        say(f"rocm-attn: {error.name} is not installed; {_REMEDIES[error.name]}")
-        return FAILED
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        if package in _REMEDIES:
+            say(f"rocm-attn: {package} is not installed; {_REMEDIES[package]}")
+            return FAILED
     raise error

@@ -323,6 +323,13 @@ def test_a_missing_extra_names_the_remedy(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err.splitlines()[-1] == f"rocm-attn: {remedy}"
 
 
+def test_the_laboratory_without_the_engine_names_the_remedy() -> None:
+    code = "import sys; sys.modules['rocm_serve'] = None\nfrom rocm_attn.cli import main; sys.exit(main(['kernels']))"
+    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    remedy = "rocm_serve is not installed; run in a checkout of rocm_attn: pip install . ./rocm_serve"
+    assert (finished.returncode, finished.stderr) == (FAILED, f"rocm-attn: {remedy}\n")
+
+
 def test_texts_that_grow_together_are_printed_one_after_the_other() -> None:
     out = io.StringIO()
     texts = OrderedText(out, ["# a", "# b", "# c"], 3)

@@ -8,10 +8,10 @@ from dataclasses import replace
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.metadata.step_tensors import Need
+from rocm_attn.machine.target import KNOWN_TARGETS
 from rocm_attn.providers.contract import Baked, Fault, KernelRow, Limits, ReadAhead
 from rocm_attn.providers.select import INDEX_ROWS, ROWS, SELECTED_ROWS
 from rocm_attn.providers.sparse import IndexLimits
-from rocm_attn.providers.triton_rows import INTERPRETED_BFLOAT16
 
 _INTRODUCTION = """\
 # Kernels
@@ -124,11 +124,11 @@ def _dtypes(limits: Limits | IndexLimits) -> str:
 
 
 def _faults(lines: Sequence[_Line]) -> str:
-    """The faults of the kernels in some releases; empty if none are known."""
+    """The faults of the kernels on GPUs in some releases; empty if none are known."""
     named: dict[Fault, dict[str, None]] = {}
     for row, kinds in lines:
         for fault in row.faults:
-            if fault is not INTERPRETED_BFLOAT16:  # no GPU has that one
+            if any(KNOWN_TARGETS[arch].is_gpu for arch in fault.archs):
                 named.setdefault(fault, {})[f"`{row.name}` ({kinds})"] = None
     head = ["| kernels | archs | releases | refused, because |", "| --- | --- | --- | --- |"]
     cells = [

@@ -52,8 +52,8 @@ class Drafts:
             raise BadBatch(f"drafts have {self.branches} branches and {self.steps} steps; give at least 1 of each")
         if self.tokens >= MOST_NODES:
             raise BadBatch(
-                f"{self.branches} branches and {self.steps} steps are {self.tokens} drafts of a sequence; a tree that "
-                f"is verified has at most {MOST_NODES} nodes, its root among them, so draft fewer than that"
+                f"{self.branches} branches with {self.steps} steps make {self.tokens} draft tokens per sequence; a "
+                f"tree has at most {MOST_NODES} nodes with its root, so use fewer draft tokens"
             )
 
     @property

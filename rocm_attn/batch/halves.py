@@ -38,7 +38,7 @@ def split_batch(batch: StepBatch, most: int) -> tuple[StepBatch, StepBatch]:
     """
     if isinstance(batch.mask, StepMask):
         raise BadBatch(
-            "a step with bits of a mask cannot be split, because they are packed for the whole; run it whole"
+            "a step with a packed mask cannot be split, because its bits are packed for the whole step; run it whole"
         )
     if batch.prefixes is not NO_PREFIXES:
         raise BadBatch("a step with shared prefixes cannot be split, because both halves would read them; run it whole")

@@ -86,7 +86,7 @@ class DeviceInputs:
     def __post_init__(self) -> None:
         if self.ahead and self.kv_len is ON_HOST:
             raise BadTensor(
-                f"ahead is {self.ahead} and kv_len is on the host, which counts all tokens; leave ahead out"
+                f"ahead is {self.ahead}, but kv_len is on the host and already counts all tokens; leave ahead out"
             )
         # Every step of a round makes one of these, so no message is built unless something is wrong.
         device = None
@@ -108,8 +108,8 @@ class DeviceInputs:
     def _refuse_devices(self) -> NoReturn:
         devices = {str(tensor.device) for tensor in self._given().values()}
         raise BadTensor(
-            f"tensors on {', '.join(sorted(devices)) or 'no device'} were given; "
-            "a step takes kv_len, q_len or token_ids from one device"
+            f"the tensors are on {', '.join(sorted(devices)) or 'no device'}; give kv_len, q_len and token_ids on "
+            "one device"
         )
 
     @property
@@ -169,7 +169,9 @@ class DeviceInputs:
     def select(self, seqs: npt.NDArray[np.int_], tokens: npt.NDArray[np.int_]) -> Inputs:
         """See `HostInputs.select`. Raises BadBatch if the number of new tokens is on the device."""
         if self.q_len is not ON_HOST:
-            raise BadBatch("the tokens of a step whose q_len is on the device are packed by it; give q_len on the host")
+            raise BadBatch(
+                "token ids on the device cannot be packed while q_len is on the device; give q_len on the host"
+            )
         places = {"kv_len": seqs, "token_ids": tokens}
         chosen = {
             name: tensor[torch.from_numpy(places[name]).to(tensor.device)] for name, tensor in self._given().items()
@@ -180,8 +182,7 @@ class DeviceInputs:
         """See `HostInputs.cut`. Raises BadBatch if the number of new tokens is on the device."""
         if self.q_len is not ON_HOST:
             raise BadBatch(
-                "a step whose q_len is on the device cannot be split, because its tokens are packed by it; "
-                "run it whole, or give q_len on the host"
+                "a step whose q_len is on the device cannot be split; run it whole, or give q_len on the host"
             )
         places = (("kv_len", self.kv_len, num_seqs), ("token_ids", self.token_ids, num_tokens))
         given = [(name, tensor, at) for name, tensor, at in places if tensor is not ON_HOST]

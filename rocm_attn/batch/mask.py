@@ -73,7 +73,8 @@ class StepMask:
             )
         if not 0 <= self.keys_before <= ALL_KEYS:
             raise BadBatch(
-                f"keys_before of a mask is {self.keys_before}; it is a number of keys, from 0 to {ALL_KEYS} for all"
+                f"keys_before of a mask is {self.keys_before}; it must be a number of keys from 0 to {ALL_KEYS}, "
+                "which means all"
             )
 
     @property
@@ -90,15 +91,17 @@ class StepMask:
         num_bytes, num_tokens = bytes_of_cells(self.num_cells(kv_len, q_len)), int(q_len.sum())
         if num_bytes > _MOST_BYTES:
             raise BadBatch(
-                f"the mask of the step takes {num_bytes} bytes, at most {_MOST_BYTES} serve; split the batch"
+                f"the mask of the step takes {num_bytes} bytes and may take at most {_MOST_BYTES}; split the batch"
             )
         if len(self.bits) < num_bytes:
             keys = "kv_len" if self.keys_before == ALL_KEYS else f"(q_len + up to {self.keys_before} keys before)"
             raise BadBatch(
-                f"the mask has {len(self.bits)} bytes; the sum of q_len * {keys} bits of this step takes {num_bytes}"
+                f"the mask has {len(self.bits)} bytes; the sum of q_len * {keys} bits over this step takes {num_bytes}"
             )
         if len(self.positions) != num_tokens:
-            raise BadBatch(f"the mask has {len(self.positions)} positions for {num_tokens} new tokens; give one each")
+            raise BadBatch(
+                f"the mask has {len(self.positions)} positions for {num_tokens} new tokens; give one per token"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +141,7 @@ class TreeMask:
         """Refuses parents that are too few for a step of these lengths. Raises BadBatch."""
         most = int(q_len.max(initial=0))
         if most > _MOST_NODES:
-            raise BadBatch(f"a sequence has {most} new tokens in trees; at most {_MOST_NODES} serve")
+            raise BadBatch(f"a sequence has {most} new tokens in trees; at most {_MOST_NODES} are allowed")
         num_seqs, width = self.parents.shape
         if num_seqs != len(q_len) or width < most:
             raise BadBatch(

@@ -298,7 +298,7 @@ def token_places(batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
 def require_pad_to(pad_to: object) -> None:
     """Raises BadBatch for a value that is no PadTo, such as a number alone."""
     if not isinstance(pad_to, PadTo):
-        raise BadBatch(f"pad_to is {pad_to!r}; give PadTo(seqs), or PadTo(seqs, tokens) where a rank does not decode")
+        raise BadBatch(f"pad_to is {pad_to!r}; give PadTo(seqs), or PadTo(seqs, tokens) if a rank does not decode")
 
 
 def _check(batch: StepBatch, pad_to: PadTo, num_children: int) -> None:
@@ -307,14 +307,17 @@ def _check(batch: StepBatch, pad_to: PadTo, num_children: int) -> None:
     if pad_to.seqs < wanted:
         raise NeverFits(f"{batch.num_seqs} sequences cannot be padded to {pad_to.seqs}; pad to at least {wanted}")
     if pad_to.tokens and batch.drafts is not NO_DRAFTS:
-        raise BadBatch(f"a round of drafts has as many tokens as its sequences say; pad to PadTo({pad_to.seqs}) alone")
+        raise BadBatch(
+            "a round of drafts cannot be padded to a number of tokens, because its sequences determine it; use "
+            f"PadTo({pad_to.seqs})"
+        )
     for count, what in ((pad_to.seqs, "sequences"), (pad_to.tokens, "tokens")):
         if count % num_children:
-            raise NeverFits(f"{count} {what} cannot be split into halves of one size; pad to an even number")
+            raise NeverFits(f"{count} {what} cannot be split into two equal halves; pad to an even number")
     if pad_to.tokens and batch.prefixes is not NO_PREFIXES:
         raise BadBatch(
-            f"a step that shares prefixes decodes, and cannot be padded to {pad_to.tokens} tokens; "
-            "leave its prefixes out while another rank does not decode"
+            f"a step with shared prefixes cannot be padded to {pad_to.tokens} tokens, because it only decodes; leave "
+            "the prefixes out while another rank does not decode"
         )
 
 

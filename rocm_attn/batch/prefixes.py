@@ -67,10 +67,10 @@ class SharedPrefixes:
     def __post_init__(self) -> None:
         counts = [group.num_seqs for group in self.groups]
         if min(counts, default=1) < 1:
-            raise BadBatch(f"groups have {_listed(counts)} sequences; give every group one or more")
+            raise BadBatch(f"groups have {_listed(counts)} sequences; each group needs at least one")
         lengths = [group.prefix_len for group in self.groups]
         if min(lengths, default=0) < 0:
-            raise BadBatch(f"a group has a prefix of {min(lengths)} tokens; give it 0 or more")
+            raise BadBatch(f"a group has a prefix of {min(lengths)} tokens; it must be 0 or more")
         ends = np.cumsum(counts, dtype=np.int32)
         object.__setattr__(self, "groups", tuple(self.groups))
         for name, of_group in (
@@ -89,19 +89,19 @@ class SharedPrefixes:
         decodes: True if every sequence of the step has one new token
         """
         if not decodes:
-            raise BadBatch("prefixes are shared in decode steps alone; leave them out of a step with other new tokens")
+            raise BadBatch("only decode steps can share prefixes; leave them out of a step with other new tokens")
         if len(self.group_end) != len(kv_len):
             counts = [group.num_seqs for group in self.groups]
             raise BadBatch(
-                f"groups of {_listed(counts)} sequences for {len(kv_len)}; "
-                "every sequence is in one group, in the order of the step"
+                f"groups have {_listed(counts)} sequences and the step has {len(kv_len)}; put every sequence into "
+                "one group, in the order of the step"
             )
         wrong = self.prefix_len >= kv_len
         if wrong.any():
             seq = int(wrong.argmax())
             raise BadBatch(
-                f"sequence {seq} has {kv_len[seq]} tokens and a prefix of {self.prefix_len[seq]}; "
-                "every sequence goes on after its prefix"
+                f"sequence {seq} has {kv_len[seq]} tokens and a prefix of {self.prefix_len[seq]}; a sequence must be "
+                "longer than its prefix"
             )
 
     def check_pages(self, entries: _Int32Array, rows: _Int32Array, page_size: int) -> None:
@@ -114,7 +114,7 @@ class SharedPrefixes:
         if torn.any():
             raise BadBatch(
                 f"sequence {int(torn.argmax())} has a prefix of {self.prefix_len[torn][0]} tokens in pages of "
-                f"{page_size}; a prefix has whole pages"
+                f"{page_size}; a prefix must fill whole pages"
             )
         # Compares all pages: rows over kept pages may have one of them in common, and not those before it.
         begin, ends = self.group_begin, self.prefix_len // page_size
@@ -124,7 +124,7 @@ class SharedPrefixes:
         if strangers.any():
             seq = int(strangers.argmax())
             raise BadBatch(
-                f"sequence {seq} does not share the {self.prefix_len[seq]} tokens of sequence {begin[seq]}; "
+                f"sequence {seq} does not share the first {self.prefix_len[seq]} tokens with sequence {begin[seq]}; "
                 "fork its row from that one's, admit both over the same kept pages, or put it into another group"
             )
 

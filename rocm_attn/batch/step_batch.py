@@ -96,7 +96,8 @@ class StepBatch:
         num_seqs = len(rows)
         if not (num_seqs == len(kv_len) == len(q_len)):
             raise BadBatch(
-                f"{num_seqs} rows, {len(kv_len)} kv_len and {len(q_len)} q_len: each sequence has one of each"
+                f"the batch has {num_seqs} rows, {len(kv_len)} kv_len and {len(q_len)} q_len; give one of each per "
+                "sequence"
             )
         row_bytes, kv_len_bytes, q_len_bytes = rows.tobytes(), kv_len.tobytes(), q_len.tobytes()
         # The bytes that are checked are the ones that are published, even if the caller changes the arrays.
@@ -113,7 +114,9 @@ class StepBatch:
         if isinstance(drafts, Drafts):
             fed = _fed_at_once(drafts, (fewest, most), num_seqs, (inputs, mask, prefixes))
         if len(token_ids) not in (0, fed):
-            raise BadBatch(f"{len(token_ids)} token ids for {fed} new tokens; pass one each, or NO_TOKEN_IDS")
+            raise BadBatch(
+                f"the batch has {len(token_ids)} token ids for {fed} new tokens; give one per token, or NO_TOKEN_IDS"
+            )
         if inputs is not HOST_INPUTS:  # in most steps there is nothing to check
             fewest = inputs.min_q_len(num_seqs, fed, fewest)
         if not isinstance(mask, NoMask):
@@ -171,21 +174,24 @@ def _fed_at_once(
     if num_seqs and extremes != (drafts.tokens, drafts.tokens):
         raise BadBatch(
             f"sequences have {extremes[0]} to {extremes[1]} new tokens; with {drafts.branches} branches and "
-            f"{drafts.steps} steps of drafts each has {drafts.tokens}"
+            f"{drafts.steps} steps of drafts each must have {drafts.tokens}"
         )
     if mask is not NO_MASK or prefixes is not NO_PREFIXES:
-        raise BadBatch("drafts have masks of their own, and share no prefixes with others; leave mask and prefixes out")
+        raise BadBatch("drafts have masks of their own and cannot share prefixes; leave mask and prefixes out")
     if isinstance(inputs, DeviceInputs) and inputs.q_len is not ON_HOST:
-        raise BadBatch("each sequence of a round has as many drafts; leave q_len out of its device inputs")
+        raise BadBatch(
+            "q_len cannot come from the device in a round of drafts, because all sequences have the same "
+            "number; leave it out"
+        )
     return num_seqs * drafts.branches
 
 
 def _check_beside_prefixes(inputs: Inputs, mask: Mask) -> None:
     """Refuses inputs and masks that cannot be combined with shared prefixes. Raises BadBatch."""
     if not inputs.lengths_on_host:
-        raise BadBatch("prefixes are shared where the host knows the lengths; give kv_len and q_len on the host")
+        raise BadBatch("shared prefixes need the lengths on the host; give kv_len and q_len on the host")
     if mask is not NO_MASK:
-        raise BadBatch("a step has a mask or shared prefixes, not both; leave one of them out")
+        raise BadBatch("a step cannot have both a mask and shared prefixes; leave one of them out")
 
 
 def _total(lengths: Int32Array) -> int:
@@ -195,8 +201,8 @@ def _total(lengths: Int32Array) -> int:
 def _refuse_lengths(kv_len: Int32Array, q_len: Int32Array) -> None:
     seq = int(np.argmax((kv_len < q_len) | (q_len < 0)))
     raise BadBatch(
-        f"sequence {seq} has q_len {q_len[seq]} and kv_len {kv_len[seq]}: "
-        "new tokens are counted in kv_len, so 0 <= q_len <= kv_len"
+        f"sequence {seq} has q_len {q_len[seq]} and kv_len {kv_len[seq]}; kv_len counts the new tokens, so 0 <= "
+        "q_len <= kv_len"
     )
 
 
@@ -242,5 +248,5 @@ def as_int32(name: str, values: object) -> Int32Array:
     if array.dtype.kind not in "iu":
         raise BadBatch(f"{name} holds {array.dtype}; it must hold integers")
     if int(array.min()) < -INT32_MAX or int(array.max()) > INT32_MAX:
-        raise BadBatch(f"{name} holds values beyond int32")
+        raise BadBatch(f"{name} holds values outside of int32")
     return np.ascontiguousarray(array, dtype=np.int32)

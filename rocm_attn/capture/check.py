@@ -165,8 +165,8 @@ class _Trial(Generic[Outputs]):
         self._longest = max(self._longest, batch.max_kv_len)
         if made != now:
             difference = (
-                f"forward returned {made} when the graph of {shape_name(self._plan.shape)} was made, and {now} when it "
-                "ran eagerly; it must return one tree in all steps of a padded shape"
+                f"forward returned {made} when the graph of {shape_name(self._plan.shape)} was made, and {now} when "
+                "it ran eagerly; it must return the same structure in all steps of a padded shape"
             )
         elif all(bitwise_equal(replayed[path], rows) for path, rows in wanted.items()):
             return
@@ -188,22 +188,23 @@ class _Trial(Generic[Outputs]):
             if wrong:
                 return (
                     f"the graph of {shape_name(self._plan.shape)} differs from the eager run in rows "
-                    f"{', '.join(map(str, wrong[:8]))}{' ...' if len(wrong) > 8 else ''} of {len(wanted_rows)}"
-                    f"{f' of {path}' if path else ''} (KV lengths {int(batch.kv_len.min())} to {batch.max_kv_len}); "
-                    "look for a host value, an address or a missing refill that the graph has frozen"
+                    f"{', '.join(map(str, wrong[:8]))}{' ...' if len(wrong) > 8 else ''} of "
+                    f"{len(wanted_rows)}{f' of {path}' if path else ''} (KV lengths {int(batch.kv_len.min())} to "
+                    f"{batch.max_kv_len}); look for a host value, an address or a buffer that is not refilled, "
+                    "frozen in the graph"
                 )
         return ""
 
     def _verdict(self, graph: Graph[Outputs], seconds: float, of: str) -> Verdict[Outputs]:
         how = "within bounds" if self._wrong else "bitwise"
         summary = (
-            f"equal to eager {how} in {self._num_compared} draws of up to {self._most_seqs} sequences "
-            f"and {self._longest} tokens{of}"
+            f"equal to the eager run {how} in {self._num_compared} random batches of up to {self._most_seqs} "
+            f"sequences and {self._longest} tokens{of}"
         )
         if not self._had_sequences:
             summary = "not compared: the step has no sequences here, and no others could be admitted"
         elif not self._num_compared:
-            why = "could not be compared with the eager run: forward gives no finite number"
+            why = "cannot be compared with the eager run: forward returns only NaN or infinity"
             self._wrong["failure"] = f"the graph of {shape_name(self._plan.shape)} {why}"
         return Verdict(graph, summary, seconds, self._wrong)
 

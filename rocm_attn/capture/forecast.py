@@ -122,7 +122,7 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
     of_prefixes = {name: of_need[need] for name, field in FIELDS.items() for need in field.needs if need in of_need}
     # Deterministic decode has a slot for each segment of the longest sequence.
     lengths = f", {_row_width(runtime)}" if runtime.options.deterministic else ""
-    chosen = dict.fromkeys((SELECTION_UNITS, SELECTION_COUNTS), f"{of_unit[Unit.TOKEN]}, what an indexer chooses")
+    chosen = dict.fromkeys((SELECTION_UNITS, SELECTION_COUNTS), f"{of_unit[Unit.TOKEN]}, keys chosen by an indexer")
     others = {"mask_positions": tokens, WORKSPACE: of_unit[Unit.WORD] + lengths}
     return {**of_buffer, **of_prefixes, **chosen, **others}
 
@@ -137,7 +137,7 @@ def _request_parts(runtime: AttentionRuntime, problems: Sequence[Problem]) -> It
     for table in spaces:
         pool, pages = runtime.pool.in_space(table.space), table.pages
         of_space = [p for layer, p in enumerate(problems) if runtime.pool.space_of_layer(layer) is table.space]
-        assert pool.num_bytes == pool.num_pages * page_bytes(of_space), "the pool holds pages and nothing else"
+        assert pool.num_bytes == pool.num_pages * page_bytes(of_space), "the pool holds its pages and no other buffer"
         knob = f"{pages.knob} {pages.num_pages} of {page_bytes(of_space)} bytes"
         yield Part(f"{_prefix(table.space)}KV pool", pool.num_bytes, knob)
 

@@ -75,7 +75,7 @@ class PrewarmReport:
         ]
         compiled, cached = sum(self.compiled.values()), sum(self.cached.values())
         where = f"; cache {self.cache}" if self.cache else ""
-        return [*lines, f"{compiled} compiled, {cached} there already, {self.seconds:.1f} s{where}"]
+        return [*lines, f"{compiled} compiled, {cached} found in the cache, {self.seconds:.1f} s{where}"]
 
 
 def prewarm(
@@ -137,7 +137,7 @@ def _runtime(
     provider, guards = options.provider, guards_from_settings()
     if target.is_gpu and device.type == "cpu":
         if provider == "aiter":
-            raise BadSetting(f"AITER compiles its kernels on the GPU that runs them; prewarm it on a {target.arch}")
+            raise BadSetting(f"AITER compiles its kernels on the GPU that runs them; run prewarm on a {target.arch}")
         provider = "triton"
         guards = guards.without("echo_check")  # kernels that are only compiled write no echo
     small = replace(options, num_pages=num_pages, provider=provider)

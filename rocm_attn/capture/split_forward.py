@@ -42,7 +42,9 @@ def in_batch_order(step: Step, outputs: tuple[Outputs, Outputs]) -> Outputs:
     """
     first, second = (structure_of(half) for half in outputs)
     if first != second:
-        raise BadTensor(f"forward returned {first} for one half and {second} for the other; both have one tree")
+        raise BadTensor(
+            f"forward returned {first} for one half and {second} for the other; both must have the same structure"
+        )
     return cast(Outputs, _joined(step, *outputs))
 
 

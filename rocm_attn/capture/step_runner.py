@@ -52,8 +52,8 @@ _WATCHDOG = Watchdog(CAPTURE_SECONDS)
 
 # Eager steps of a plan before its graph is tried again, after forward raised in a trial or a rank had no room for it.
 _STEPS_BEFORE_ANOTHER_TRY = 64
-_TOO_FEW_PAGES = "too few pages are free to check it on"
-_RAISED = "its forward has raised while it was recorded"
+_TOO_FEW_PAGES = "too few free pages to check it"
+_RAISED = "its forward raised while it was recorded"
 # Errors after which a graph does not serve, and is not made again.
 _REFUSALS = (RecordingRefused, StaleRecording, torch.OutOfMemoryError, DeviceFault)
 
@@ -177,7 +177,7 @@ class StepRunner(Generic[Outputs]):
         last = gate.may_go_again
         graph = self._graph_again(last)
         if graph is None or last is None or last.batch is not batch:
-            assert joined is None, "what is joined begins with the graph of the step that runs again"
+            assert joined is None, "joined graphs must begin with the graph of the step that runs again"
             return self._run(batch, lambda batch: AGAIN)
         try:
             if graph.epoch != self._pinned.epoch:
@@ -313,8 +313,8 @@ class StepRunner(Generic[Outputs]):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise NotCopied(
-            "a StepRunner cannot be copied or pickled: its graphs refer to a device's memory by address; "
-            "build another one over a runtime of its own"
+            "a StepRunner cannot be copied or pickled, because its graphs hold device addresses; build another one "
+            "over a runtime of its own"
         )
 
     def _follow_seal(self) -> None:
@@ -331,8 +331,8 @@ class StepRunner(Generic[Outputs]):
         if self._graphs_off or self._recorder is None or self._runtime.seals.number:
             return self._graphs_off
         return (
-            "the addresses that graphs read are not sealed: unseal() gave them up, or a reopen() was interrupted; "
-            "reopen() makes graphs possible again"
+            "the addresses that graphs read are not sealed, after unseal() or an interrupted reopen(); call "
+            "reopen() to make graphs possible again"
         )
 
     def _drop_graphs(self, recorder: Recorder) -> None:
@@ -352,7 +352,9 @@ class StepRunner(Generic[Outputs]):
                 "forward does not read step.token_ids"
             )
         if batch.drafts is not NO_DRAFTS and self._draft is None:
-            raise BadBatch("the batch is a round of drafts; give StepRunner a forward of rounds: draft=...")
+            raise BadBatch(
+                "the batch is a round of drafts and the StepRunner has no forward for drafts; build it with draft=..."
+            )
 
     def _run_half(self, half: Series) -> Outputs:
         """A forward's outputs of a whole step or round, or of a half of one."""
@@ -409,14 +411,14 @@ class StepRunner(Generic[Outputs]):
         if self._recorder is None:
             return "graphs are off"
         if not plan.replayable:
-            return "steps of its kind or size have none"
+            return "no graph is made for steps of this kind or size"
         if batch.num_seqs == 0 and not self._agrees:  # no input may be there to compare; capture_all() makes it
             return "it has no sequences"
         if not self._may_capture(self._runtime.seals.number):
             return "the addresses are not sealed"
         # The comparison writes to the pages of new tokens.
         if self._runtime.gate.stores.refusal and not self._agrees:
-            return "it may not store"
+            return "it may not store KV"
         if self._eager_steps[plan] < self._capture_after:
             self._eager_steps[plan] += 1
             return "eager steps come first"
@@ -444,8 +446,8 @@ class StepRunner(Generic[Outputs]):
 
     def _stale(self, graph: Graph[Outputs]) -> StaleRecording:
         return StaleRecording(
-            f"the graph of {shape_name(graph.plan.shape)} is of epoch {graph.epoch}, and the tensors that it reads are "
-            f"of epoch {self._pinned.epoch}: they have moved; call reopen(), after which graphs are made again"
+            f"the graph of {shape_name(graph.plan.shape)} is of epoch {graph.epoch} and its tensors are of epoch "
+            f"{self._pinned.epoch}, so they have moved; call reopen() to make the graphs again"
         )
 
     def _capture_shape(self, shape: PaddedShape) -> str:
@@ -454,7 +456,9 @@ class StepRunner(Generic[Outputs]):
         q_len = typical_new_tokens(runtime, shape)
         if q_len is None:
             short = runtime.table.num_free_rows == 0
-            return self._capture(None, "no request row is free" if short else "no free rows hold a step of this shape")
+            return self._capture(
+                None, "no request row is free" if short else "no free rows can hold a step of this shape"
+            )
         try:
             candidate = Candidate.of(runtime, shape, q_len)
         except Unsupported as refusal:
@@ -505,7 +509,7 @@ class StepRunner(Generic[Outputs]):
         wrong, is_given = verdict.wrong, self._split_forward is not None and candidate.plan.num_halves > 1
         if not is_given or not wrong or "over" in wrong:
             return verdict
-        reason = wrong.get("failure") or wrong.get("raised") or "the given split_forward is not bitwise the same"
+        reason = wrong.get("failure") or wrong.get("raised") or "the given split_forward is not bitwise equal to it"
         verdict = self._try(None, candidate)
         return replace(verdict, summary=f"{verdict.summary}; one half after the other, because {reason}")
 
@@ -539,7 +543,7 @@ class StepRunner(Generic[Outputs]):
             verdict = Verdict(None, "", 0.0, refused or {"failure": _in_words(refusal)})
         except BaseException as error:
             if self._agrees:  # other ranks wait for the verdict; they make no more graphs either
-                reason = f"the check was broken off by {type(error).__name__}: {error}"
+                reason = f"the check stopped with {type(error).__name__}: {error}"
                 self._agreed({"failure": reason, "over": reason}, num_left)
                 self._switch_off(reason)
             raise
@@ -572,7 +576,7 @@ class StepRunner(Generic[Outputs]):
 
     def _keep(self, graph: Graph[Outputs], verdict: Verdict[Outputs]) -> None:
         plan = graph.plan
-        assert all(kept.key != plan.key for kept in self._graph_of_plan), "plans of one key are one plan"
+        assert all(kept.key != plan.key for kept in self._graph_of_plan), "plans with equal keys must be one plan"
         self._graph_of_plan[plan] = graph
         if graph.takes_inputs:
             self._takers.add(plan)
@@ -583,7 +587,7 @@ class StepRunner(Generic[Outputs]):
     def _switch_off(self, reason: str) -> None:
         """Drops all graphs, and the sealed addresses too unless graphs of another runner read them."""
         assert self._recorder is not None
-        _LOG.warning("graphs are switched off, until reopen(): %s", reason)
+        _LOG.warning("graphs are switched off until reopen(): %s", reason)
         recorder, self._recorder, self._graphs_off = self._recorder, None, reason
         self._drop_graphs(recorder)
         self._runtime.seals.users.discard(self)

@@ -23,7 +23,7 @@ _REMEDIES = {
     **dict.fromkeys(("jinja2", "rocm_serve", "safetensors", "tokenizers"), installing("rocm_serve")),
     **dict.fromkeys(("fastapi", "pydantic", "starlette", "uvicorn"), installing("rocm_serve", "server")),
     **dict.fromkeys(("httpx", "matplotlib"), installing("rocm_lab", "bench")),
-    "triton": "it compiles kernels, and torch for a GPU brings its own; beside torch for CPUs run: pip install triton",
+    "triton": "it compiles kernels; torch for a GPU brings its own, and next to torch for CPUs run: pip install triton",
 }
 
 
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return INTERRUPTED
         if stdout.escaped:
             say(
-                f"rocm-attn: stdout is {sys.stdout.encoding}, and what that cannot write came out as escapes such as "
-                "\\xe9; set PYTHONIOENCODING=utf-8"
+                f"rocm-attn: stdout is {sys.stdout.encoding}; characters that it cannot write came out as escapes "
+                "such as \\xe9; set PYTHONIOENCODING=utf-8"
             )
     return DONE
 

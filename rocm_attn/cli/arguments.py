@@ -29,7 +29,9 @@ def device_named(name: str | None) -> torch.device:
     except RuntimeError as error:
         raise BadSetting(f"device {name!r} is not known; use 'cpu', 'cuda' or 'cuda:1'") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadSetting(f"device {str(device)!r} is not there: torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
+        raise BadSetting(
+            f"device {str(device)!r} does not exist: torch sees {torch.cuda.device_count()} GPUs; use 'cpu'"
+        )
     return device
 
 
@@ -73,7 +75,7 @@ def kv_encodings(names: Sequence[str]) -> Iterator[tuple[KVEncoding, Scales]]:
         code, _, scales = name.partition("/")
         if code not in _ENCODINGS or (scales and scales not in _SCALES) or (scales and code == "as-q"):
             codes, kinds = ", ".join(_ENCODINGS), ", ".join(_SCALES)
-            raise BadSetting(f"{name!r} is no encoding; write all, or one of {codes}, with /{kinds} after it")
+            raise BadSetting(f"encoding {name!r} is not known; give all, or one of {codes}, with /{kinds} after it")
         encoding = _ENCODINGS[code]
         yield encoding, Scales.NONE if encoding is KVEncoding.LIKE_Q else _SCALES[scales or "layer"]
 
@@ -135,7 +137,7 @@ def target_asked(options: argparse.Namespace) -> Target:
     given = {name: Release.of(text) for name, text in asked.items() if text is not None}
     for name, release in given.items():
         if release == UNKNOWN:
-            raise BadSetting(f"--{name}-release is {asked[name]!r}; give its numbers, for instance 0.1.14 or 7.2")
+            raise BadSetting(f"--{name}-release is {asked[name]!r}; give a release number, for instance 0.1.14 or 7.2")
         if not target.is_amd and name != "triton":
-            raise BadSetting(f"--{name}-release goes with an arch of AMD's, and --arch is {target.arch}")
+            raise BadSetting(f"--{name}-release needs an AMD arch, and --arch is {target.arch}")
     return replace(target, releases=replace(target.releases, **given))

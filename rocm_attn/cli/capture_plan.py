@@ -17,7 +17,7 @@ from rocm_attn.providers.select import select
 from rocm_attn.selection.kv_formats import KVFormat
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-_NOT_PREDICTED = "graphs also take memory for activations, which depends on the model; it is measured as they are made"
+_NOT_PREDICTED = "graphs also take memory for activations; it depends on the model and is measured when they are made"
 
 
 def run(options: argparse.Namespace) -> None:
@@ -56,12 +56,12 @@ def _lines(plan: CapturePlan) -> list[str]:
         used = f"buffers {_size(bucket.step_bytes)}, workspace {_size(bucket.workspace_bytes)}"
         lines.append(f"  {shape_name(bucket.shape):44} {used}")
     if plan.lengths:
-        lines.append("  and more of each as longer lengths are met: a kernel bakes the length bucket")
+        lines.append("  and more of each for longer sequences: a kernel compiles the length bucket in")
     lines += ["", "memory:"]
     lines += [f"  {part.name:20} {_size(part.num_bytes):>12}   {part.knob}" for part in plan.parts]
-    lines.append(f"  {'all of it':20} {_size(plan.num_bytes):>12}")
+    lines.append(f"  {'total':20} {_size(plan.num_bytes):>12}")
     if any(bucket.shape.drafts is not NO_DRAFTS for bucket in plan.buckets):
-        lines.append(f"  {'of it for drafts':20} {_size(plan.draft_bytes):>12}")
+        lines.append(f"  {'total for drafts':20} {_size(plan.draft_bytes):>12}")
     return [*lines, "", _NOT_PREDICTED]
 
 

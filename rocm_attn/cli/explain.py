@@ -60,7 +60,7 @@ class Explained:
         """Raises Unsupported if a kind of layer has no kernel."""
         not_served = [kind.outcome for kind in self.kinds if isinstance(kind.outcome, Unsupported)]
         if not_served:
-            remedy = "" if page_size == AUTO else "; --page-size auto looks for pages of another size"
+            remedy = "" if page_size == AUTO else "; --page-size auto searches other page sizes"
             raise Unsupported(
                 f"{len(not_served)} of {len(self.kinds)} kinds of layer have no kernel on {self.target.arch}{remedy}"
             )
@@ -110,8 +110,8 @@ def run(options: argparse.Namespace) -> None:
             print("\n  ".join([f"{pages.describe()} were chosen:", *pages.lines]))
         if target.is_amd and options.provider in ("auto", "aiter"):
             of = target.releases
-            print(f"for AITER {of.aiter} and ROCm {of.rocm}; a runtime asks which are there, leaves out what they lack")
-            print("or get wrong, tries the others and says so")
+            print(f"for AITER {of.aiter} and ROCm {of.rocm}; at start a runtime drops kernels that are missing")
+            print("or fail its probe, and logs the reason")
         for kind in model.kinds:
             print("\n".join(["", *lines_of(kind)]))
         print("\n".join(_row_lines(model.kinds, model.about_rows)))
@@ -130,7 +130,7 @@ def _with_measured_rows(target: Target, named: str | None) -> tuple[Target, str]
         try:
             return with_rows_of(target, place)
         except BadSetting as refused:
-            return target, f"{refused}; the tables' own tiles serve"
+            return target, f"{refused}; the built-in tiles are used"
     place = place_of(named)
     return (target, "") if place is None else with_rows_of(target, place)
 
@@ -223,8 +223,8 @@ def _geometry(problem: Problem) -> str:
     if not isinstance(problem.indexer, AllKeys):
         indexing = problem.indexer.indexing
         what = "tokens" if indexing.unit_tokens == 1 else f"blocks of {indexing.unit_tokens} tokens"
-        whose = "its own" if isinstance(problem.indexer, Indexer) else "an earlier layer's"
-        parts.append(f"attends to {indexing.top} {what} of {whose} choice")
+        whose = "its own" if isinstance(problem.indexer, Indexer) else "an earlier layer"
+        parts.append(f"attends to {indexing.top} {what} chosen by {whose}")
     if problem.kv_encoding is not KVEncoding.LIKE_Q:
         parts.append(f"K and V in {problem.kv_encoding.value} with {problem.kv_scales.value}")
     if problem.pool is not PoolKind.SPLIT:

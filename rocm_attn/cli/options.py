@@ -48,7 +48,7 @@ def at_least(least: int, text: str) -> int:
     """Parses a whole number that an int32 holds. Raises ArgumentTypeError, ValueError."""
     number = int(text)
     if number < least:
-        raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
+        raise argparse.ArgumentTypeError(f"{text} is below {least}, the smallest allowed value")
     if number > _LARGEST:
         raise argparse.ArgumentTypeError(f"{text} is above {_LARGEST}")
     return number
@@ -76,7 +76,7 @@ def drafts(text: str) -> tuple[Drafts, ...]:
     for word in text.split(","):
         branches, x, steps = word.partition("x")
         if not x:
-            raise argparse.ArgumentTypeError(f"{word!r} is not branches and steps, as 8x4")
+            raise argparse.ArgumentTypeError(f"{word!r} is not branches and steps, as in 8x4")
         rounds.append(Drafts(positive(branches), positive(steps)))
     return tuple(rounds)
 
@@ -128,76 +128,78 @@ CONFIG = option(
     "config", metavar="CONFIG.json", help="a model's config.json, the directory that holds it, or a .gguf file"
 )
 ARCH = option("--arch", help="gfx942 (MI300X), gfx950 (MI355X), sm_90, sm_80 or cpu")
-DEVICE = option("--device", help="cpu, cuda or cuda:1; HIP devices are cuda (a GPU if there is one, else cpu)")
+DEVICE = option("--device", help="cpu, cuda or cuda:1; HIP devices are called cuda (a GPU if there is one, else cpu)")
 DTYPE = option(
     "--dtype",
     choices=DTYPES,
     default="bfloat16",
-    help="of q, k and v, and of the KV cache where --kv-dtype is auto (bfloat16)",
+    help="dtype of q, k and v, and of the KV cache if --kv-dtype is auto (bfloat16)",
 )
 CAPTURE_SIZES = option(
-    "--capture-sizes", type=sizes, metavar="N,N,...", help="sequence counts (a ladder up to --max-batch-size)"
+    "--capture-sizes",
+    type=sizes,
+    metavar="N,N,...",
+    help="numbers of sequences to capture (a ladder up to --max-batch-size)",
 )
 CAPTURE_TOKENS = option(
     "--capture-tokens",
     type=sizes,
     default=(1,),
     metavar="N,N,...",
-    help="token counts of extend and mixed steps (none)",
+    help="numbers of tokens of extend and mixed steps to capture (none)",
 )
-SPLIT_STEPS = switch("--split-steps", "steps that run as two halves, too")
+SPLIT_STEPS = switch("--split-steps", "also plan steps that run as two halves")
 DRAFTS = option(
     "--drafts",
     type=drafts,
     default=(),
     metavar="KxS,...",
-    help="rounds of drafts with K branches and S steps, too, as 8x4 (none)",
+    help="also plan rounds of drafts with K branches and S steps, as in 8x4 (none)",
 )
 VERIFY_TOKENS = option(
     "--verify-tokens",
     type=positive,
     default=0,
     metavar="TOKENS",
-    help="steps that verify drafts, of up to so many new tokens a sequence, too: 1 + --draft-tokens (none)",
+    help="also plan steps that verify drafts, with up to this many new tokens per sequence: 1 + --draft-tokens (none)",
 )
-SHARED_PREFIXES = switch("--shared-prefixes", "decode steps that share prefixes, too")
+SHARED_PREFIXES = switch("--shared-prefixes", "also plan decode steps that share prefixes")
 RANKS = option("--tp", type=positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
-AITER_RELEASE = option(
-    "--aiter-release", metavar="RELEASE", help="of AITER, for instance 0.1.14 (what the image brings)"
-)
-ROCM_RELEASE = option("--rocm-release", metavar="RELEASE", help="of ROCm, for instance 7.0 (what the image brings)")
+AITER_RELEASE = option("--aiter-release", metavar="RELEASE", help="AITER release, for instance 0.1.14 (the image's)")
+ROCM_RELEASE = option("--rocm-release", metavar="RELEASE", help="ROCm release, for instance 7.0 (the image's)")
 
 PROVIDERS = option(
     "--providers",
     type=providers,
     default=(AUTO,),
     metavar="NAME,...",
-    help="whose kernels are tried, one after the other: auto, aiter, triton, torch (auto)",
+    help="providers to try in turn: auto, aiter, triton, torch (auto)",
 )
 KV_ENCODINGS = option(
     "--kv-encodings",
     type=names,
     default=("as-q",),
     metavar="CODE[/SCALES],...",
-    help="how K and V are kept, one after the other: as-q, e4m3fn, e4m3fnuz, e5m2, with /layer, /head or /token; or "
-    "all (as-q)",
+    help="KV encodings to try in turn: as-q, e4m3fn, e4m3fnuz, e5m2, with /layer, /head or /token; or all (as-q)",
 )
 LENGTHS = option(
-    "--lengths", type=sizes, metavar="N,N,...", help="tokens of the sequences (2048 to 86016; on a CPU 200 to 1000)"
+    "--lengths", type=sizes, metavar="N,N,...", help="sequence lengths in tokens (2048 to 86016; on a CPU 200 to 1000)"
 )
 CHUNK = option("--chunk", type=positive, metavar="TOKENS", help="tokens of a prompt's chunks (9216; on a CPU 300)")
 POOL_GIB = option(
     "--pool-gib",
     type=not_negative,
     metavar="GIB",
-    help="of the largest layer's K pages, and of its V pages, at least (5; on a CPU as much as is needed)",
+    help="least size of the largest layer's K pages, and of its V pages (5; on a CPU no more than is needed)",
 )
 EAGER = switch("--eager", "run every step without a graph")
 
-SEED = option("--seed", type=natural, default=0, metavar="S", help="of everything random (0)")
+SEED = option("--seed", type=natural, default=0, metavar="S", help="seed of all random values (0)")
 TUNING_FILE = option(
-    "--tuning", metavar="FILE", help="a file of measured tiles, or off (what ROCM_ATTN_TUNING names, or the cache's)"
+    "--tuning", metavar="FILE", help="file of measured tiles, or off (ROCM_ATTN_TUNING, or the file in the cache)"
 )
-TRITON_RELEASE = option("--triton-release", metavar="RELEASE", help="of Triton, for instance 3.6.0 (what is installed)")
+TRITON_RELEASE = option(
+    "--triton-release", metavar="RELEASE", help="Triton release, for instance 3.6.0 (the installed one)"
+)
 RELEASES = (AITER_RELEASE, ROCM_RELEASE, TRITON_RELEASE)
-AT_BUILD = switch("--at-build", "leave out what only the host that will serve can show")
+AT_BUILD = switch("--at-build", "skip the checks that only the serving host can make")

@@ -16,12 +16,12 @@ STRANGER = "aiter"
 _MOVED_RELEASE = (0, 1, 12)
 
 _INSTALL = (
-    "install amd-aiter from AMD's index for your ROCm release with pip's --extra-index-url "
-    "(--index-url would hide PyPI, and its dependencies with it), or build it from source"
+    "install amd-aiter from AMD's index for your ROCm release with pip's --extra-index-url (--index-url would hide "
+    "PyPI, which has its dependencies), or build it from source"
 )
-_REBUILD = "remove these files and build AITER again against this torch"
+_REBUILD = "remove these files and build AITER again with this torch"
 _AMD_ONLY = "no AMD GPU and no torch for ROCm"
-_NO_AITER = "AITER is not installed; Triton's kernels serve"
+_NO_AITER = "AITER is not installed; Triton's kernels are used"
 
 
 def _package(machine: Machine) -> Verdict:
@@ -35,7 +35,7 @@ def _package(machine: Machine) -> Verdict:
         )
     if stranger and machine.versions_of(DISTRIBUTION):
         return problem(
-            f"PyPI's unrelated aiter {stranger[0]} is installed beside amd-aiter, in the same folder",
+            f"PyPI's unrelated aiter {stranger[0]} is installed next to amd-aiter, in the same folder",
             f"pip uninstall aiter amd-aiter; {_INSTALL}",
         )
     if copy is None:
@@ -61,8 +61,8 @@ def _release(machine: Machine) -> Verdict:
         return skipped("amd-aiter is not installed as a distribution")
     if release_of(versions[0])[:3] == _MOVED_RELEASE:
         return warning(
-            f"amd-aiter {versions[0]}: the tag v0.1.12 was moved after its release, and installations from it gave "
-            "wrong answers without an error",
+            f"amd-aiter {versions[0]}: the tag v0.1.12 was moved after its release, and its installations gave wrong "
+            "answers without an error",
             "install another release",
         )
     built = re.search(r"rocm(\d+(?:\.\d+)*)", versions[0])
@@ -94,10 +94,10 @@ def _requirements(machine: Machine) -> Verdict:
     missing = [name for name in aiter.requires if name not in installed]
     if missing:
         return problem(
-            f"amd-aiter needs {', '.join(missing)}, which are not installed; an index without PyPI leaves them out",
+            f"amd-aiter needs {', '.join(missing)}, which are not installed; an index without PyPI does not have them",
             f"pip install {' '.join(missing)}",
         )
-    return ok("what amd-aiter needs is installed")
+    return ok("all dependencies of amd-aiter are installed")
 
 
 def _modules_load(machine: Machine) -> Verdict:
@@ -109,7 +109,7 @@ def _modules_load(machine: Machine) -> Verdict:
         torch = machine.torch.version if isinstance(machine.torch, TorchBuild) else "this torch"
         more = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
         return problem(
-            f"{broken[0].path} cannot be loaded{more}: {broken[0].error}; it was built against another torch, ROCm or "
+            f"{broken[0].path} cannot be loaded{more}: {broken[0].error}; it was built for another torch, ROCm or "
             f"C++ library than torch {torch} here",
             _REBUILD,
         )
@@ -122,8 +122,8 @@ def _entry_points(machine: Machine) -> Verdict:
         return skipped(_NO_AITER)
     if copy.missing:
         return problem(
-            f"AITER in {copy.path} does not define {', '.join(copy.missing)}; importing it says nothing of that",
-            "install a newer amd-aiter, or serve with --provider triton",
+            f"AITER in {copy.path} does not define {', '.join(copy.missing)}; importing it gives no error",
+            "install a newer amd-aiter, or use --provider triton",
         )
     return ok("every attention function that may be called is defined")
 
@@ -141,11 +141,11 @@ def _archs(machine: Machine) -> Verdict:
     others = [m for m in _all_modules(machine) if m.archs and not set(machine.amd_gpus) <= set(m.archs)]
     if others:
         return warning(
-            f"{len(others)} modules of AITER hold no code for {machine.amd_gpus[0]}, such as {others[0].path} "
-            f"({', '.join(others[0].archs)}): each is compiled again at its first use",
+            f"{len(others)} modules of AITER have no code for {machine.amd_gpus[0]}, such as {others[0].path} "
+            f"({', '.join(others[0].archs)}): each is compiled again when it is first used",
             f"build AITER with GPU_ARCHS={machine.amd_gpus[0]}, or run: rocm-attn prewarm CONFIG.json",
         )
-    return ok("AITER compiles for the GPU that is here")
+    return ok("AITER compiles for this machine's GPU")
 
 
 def _stale(machine: Machine) -> Verdict:
@@ -155,7 +155,7 @@ def _stale(machine: Machine) -> Verdict:
     old = [module.path for module in machine.aiter_jit if module.built < copy.installed]
     if old:
         return warning(
-            f"{len(old)} modules in AITER's cache are older than the AITER that would load them, such as {old[0]}",
+            f"{len(old)} modules in AITER's cache are older than the installed AITER, such as {old[0]}",
             _REBUILD,
         )
     return ok(f"the {len(machine.aiter_jit)} modules in AITER's cache are newer than AITER")
@@ -167,8 +167,8 @@ def _prebuilt(machine: Machine) -> Verdict:
     modules = _all_modules(machine)
     if not modules:
         return warning(
-            "no module of AITER is compiled yet: the first request of each kind waits minutes for a compiler",
-            "compile as the serving user, before serving: rocm-attn prewarm CONFIG.json",
+            "no module of AITER is compiled yet: the first request of each kind waits minutes for the compiler",
+            "compile before serving, as the user that serves: rocm-attn prewarm CONFIG.json",
         )
     return ok(f"{len(modules)} modules of AITER are compiled")
 
@@ -181,16 +181,16 @@ def _jit_dir(machine: Machine) -> Verdict:
         return ok("AITER compiles into its package")
     if not chosen:
         return problem(
-            f"user {machine.user.uid} cannot write to {copy.path}/jit, and what AITER compiles into "
-            f"{machine.aiter_jit_dir} instead it cannot import",
+            f"user {machine.user.uid} cannot write to {copy.path}/jit, and AITER cannot import the modules that it "
+            f"compiles into {machine.aiter_jit_dir} instead",
             f"link {copy.path}/jit/*.so into a folder of this user's and set AITER_JIT_DIR to it",
         )
     there = {*machine.aiter_linked, *(Path(module.path).name for module in machine.aiter_jit)}
     hidden = [name for module in copy.modules if (name := Path(module.path).name) not in there]
     if hidden:
         return warning(
-            f"AITER_JIT_DIR={chosen} hides {len(hidden)} modules that AITER brings compiled, such as {hidden[0]}: it "
-            "looks nowhere else and compiles them again",
+            f"AITER_JIT_DIR={chosen} hides {len(hidden)} modules that were installed compiled, such as {hidden[0]}: "
+            "AITER searches no other folder and compiles them again",
             f"link {copy.path}/jit/*.so into {chosen}",
         )
     return ok(f"AITER's modules are in {chosen}")
@@ -202,16 +202,16 @@ def _compiler(machine: Machine) -> Verdict:
     if machine.hipcc:
         return ok(f"hipcc is {machine.hipcc}")
     return warning(
-        "there is no hipcc: AITER cannot compile a module that is missing, and says so in the middle of a request",
+        "hipcc is not installed: AITER fails in the middle of a request when a module has to be compiled",
         "use an image with ROCm's compiler, or build AITER with PREBUILD_KERNELS=1",
     )
 
 
 def _locks(machine: Machine) -> Verdict:
     if not machine.leftover_locks:
-        return ok("no build lock was left behind")
+        return ok("no build lock was left over")
     return problem(
-        f"builds of AITER were killed and left locks that the next one waits for: {', '.join(machine.leftover_locks)}",
+        f"killed builds of AITER left locks that the next build waits for: {', '.join(machine.leftover_locks)}",
         "remove these files while nothing is building",
     )
 
@@ -227,8 +227,8 @@ def _all_modules(machine: Machine) -> tuple[AiterModule, ...]:
 
 
 CHECKS = (
-    Check("aiter-package", "whether aiter is AMD's", "Hyperloom#1508", True, _package),
-    Check("aiter-copies", "whether there is one AITER", "aiter#4437", True, _copies),
+    Check("aiter-package", "is the package aiter AMD's?", "Hyperloom#1508", True, _package),
+    Check("aiter-copies", "is AITER installed once?", "aiter#4437", True, _copies),
     Check(
         "aiter-release",
         "AITER's release, and the ROCm release that it is built for",
@@ -236,21 +236,21 @@ CHECKS = (
         True,
         _release,
     ),
-    Check("aiter-requirements", "what AITER needs", "ATOM#13, flashinfer-amd#277", True, _requirements),
+    Check("aiter-requirements", "AITER's dependencies", "ATOM#13, flashinfer-amd#277", True, _requirements),
     Check(
         "aiter-modules",
-        "whether AITER's compiled modules can be loaded",
+        "can AITER's compiled modules be loaded?",
         "aiter#2864, aiter#2870, aiter#5312",
         True,
         _modules_load,
     ),
     Check(
-        "aiter-entry-points", "whether AITER's attention functions exist", "aiter#3049, aiter#3219", True, _entry_points
+        "aiter-entry-points", "does AITER have its attention functions?", "aiter#3049, aiter#3219", True, _entry_points
     ),
     Check("aiter-archs", "the GPUs that AITER is built for", "aiter#1436, aiter#4525", False, _archs),
-    Check("aiter-stale", "modules from before AITER was upgraded", "aiter#4437", True, _stale),
-    Check("aiter-prebuilt", "whether AITER's modules are compiled", "sglang#34586, aiter#3706", False, _prebuilt),
-    Check("aiter-jit-dir", "whether AITER can load what it compiles and what it brings", "aiter#887", True, _jit_dir),
-    Check("aiter-compiler", "whether AITER can compile", "aiter#5264", True, _compiler),
-    Check("aiter-locks", "locks of builds that were killed", "aiter#3635, aiter#5264, flashinfer#993", True, _locks),
+    Check("aiter-stale", "modules older than the installed AITER", "aiter#4437", True, _stale),
+    Check("aiter-prebuilt", "are AITER's modules compiled?", "sglang#34586, aiter#3706", False, _prebuilt),
+    Check("aiter-jit-dir", "can AITER load its compiled modules?", "aiter#887", True, _jit_dir),
+    Check("aiter-compiler", "can AITER compile?", "aiter#5264", True, _compiler),
+    Check("aiter-locks", "locks of killed builds", "aiter#3635, aiter#5264, flashinfer#993", True, _locks),
 )

@@ -21,17 +21,17 @@ def _nodes(machine: Machine) -> Verdict:
     if KFD not in paths or len(paths) < 2:
         lacking = KFD if KFD not in paths else "the render nodes in /dev/dri"
         return problem(
-            f"{len(machine.amd_gpus)} AMD GPUs are on this host and {lacking} cannot be seen from here",
+            f"this host has {len(machine.amd_gpus)} AMD GPUs and {lacking} cannot be seen from here",
             "give the container the devices: docker run --device=/dev/kfd --device=/dev/dri",
         )
     closed = [node for node in machine.nodes if not node.usable]
     if closed:
         gids = sorted({node.gid for node in closed})
         return problem(
-            f"user {machine.user.uid} may not use {', '.join(node.path for node in closed)} (groups "
+            f"user {machine.user.uid} has no access to {', '.join(node.path for node in closed)} (groups "
             f"{', '.join(map(str, gids))})",
-            "add the user to these groups; for a container by number, because its names differ from the host's: "
-            f"docker run {' '.join(f'--group-add {gid}' for gid in gids)}",
+            "add the user to these groups; for a container give their numbers, because its names differ from the "
+            f"host's: docker run {' '.join(f'--group-add {gid}' for gid in gids)}",
         )
     return ok(f"{KFD} and {len(paths) - 1} render nodes can be used")
 
@@ -50,13 +50,13 @@ def _visible(machine: Machine) -> Verdict:
         return problem(f"{said}: every GPU is hidden", f"unset {' '.join(hiding)}, or list the GPUs to use")
     if _HIP in given and _CUDA in given and given[_HIP] != given[_CUDA]:
         return problem(
-            f"{said}: libraries disagree about which of the two counts on ROCm",
+            f"{said}: on ROCm, libraries disagree about which of the two counts",
             f"set {_HIP} alone, or both to the same value",
         )
     beyond = _beyond_rocr(given)
     if beyond:
         return problem(
-            f"{said}: {beyond} counts among the GPUs that {_ROCR} leaves, and asks for more than there are",
+            f"{said}: {beyond} counts among the GPUs that {_ROCR} leaves visible, and asks for more than those",
             f"use {_ROCR} or {_HIP}, not both",
         )
     return ok(said or "no variable hides a GPU")
@@ -78,7 +78,7 @@ def _counted(machine: Machine) -> Verdict:
     if not isinstance(machine.torch, TorchBuild) or not machine.has_gpu:
         return skipped("there is no GPU, or no torch to count them")
     if any(name in machine.environment for name in (_HIP, _CUDA, _ROCR)):
-        return skipped("a variable chooses GPUs")
+        return skipped("a variable selects GPUs")
     listed, counted = len(machine.amd_gpus or machine.nvidia_gpus), machine.torch.num_gpus
     if counted == listed:
         return ok(f"torch counts the {listed} GPUs that the kernel lists")
@@ -87,8 +87,8 @@ def _counted(machine: Machine) -> Verdict:
         return ok(f"torch counts {counted} of the {listed} GPUs of this host")
     return problem(
         f"the kernel lists {listed} GPUs and torch counts none",
-        "look at the findings on device files and on torch's build; a driver older than torch's libraries, or a second "
-        "copy of libamd_smi beside the one that torch loads, hides GPUs",
+        "look at the findings on device files and on torch's build; a driver older than torch's libraries, or a "
+        "second copy of libamd_smi next to the one that torch loads, hides GPUs",
     )
 
 
@@ -108,15 +108,15 @@ def _arch(machine: Machine) -> Verdict:
         )
     if machine.amd_gpus[0] not in _SERVED_ARCHS:
         return warning(
-            f"{machine.amd_gpus[0]} is not served by tuned kernels; those are for {', '.join(_SERVED_ARCHS)}",
-            "ask which kernels would run: rocm-attn explain CONFIG.json --arch " + machine.amd_gpus[0],
+            f"{machine.amd_gpus[0]} has no tuned kernels; they exist for {', '.join(_SERVED_ARCHS)}",
+            "list the kernels that would run: rocm-attn explain CONFIG.json --arch " + machine.amd_gpus[0],
         )
     return ok(f"{len(machine.amd_gpus)} x {machine.amd_gpus[0]}")
 
 
 CHECKS = (
-    Check("gpu-nodes", "whether the device files of AMD GPUs can be used", "sglang#9603, aiter#4800", False, _nodes),
-    Check("visible-devices", "variables that choose GPUs", "vllm's refusal of clashing values", False, _visible),
-    Check("gpu-count", "whether torch sees the GPUs", "legacy-rocm-build#5656", False, _counted),
-    Check("gpu-arch", "what the GPUs are", "TheRock#8151, aiter#1436, vllm#22795", False, _arch),
+    Check("gpu-nodes", "access to the device files of AMD GPUs", "sglang#9603, aiter#4800", False, _nodes),
+    Check("visible-devices", "variables that select GPUs", "vllm's refusal of clashing values", False, _visible),
+    Check("gpu-count", "does torch see the GPUs?", "legacy-rocm-build#5656", False, _counted),
+    Check("gpu-arch", "the GPUs' archs", "TheRock#8151, aiter#1436, vllm#22795", False, _arch),
 )

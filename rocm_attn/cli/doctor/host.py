@@ -35,10 +35,10 @@ def _caches(machine: Machine) -> Verdict:
         return problem(
             f"user {machine.user.uid} cannot write to {folder.purpose}, {folder.path} (owner {folder.owner}, mode "
             f"{folder.mode:04o})" + (f", nor to {len(closed) - 1} more" if len(closed) > 1 else ""),
-            "compile as the serving user, or give that user the folder: chown -R USER; "
-            "TRITON_CACHE_DIR and AITER_JIT_DIR choose other ones",
+            "compile as the serving user, or give that user the folder: chown -R USER; or choose other folders with "
+            "TRITON_CACHE_DIR and AITER_JIT_DIR",
         )
-    return ok(f"{_named(machine.folders)} can be written to")
+    return ok(f"{_named(machine.folders)} are writable")
 
 
 def _cache_filesystem(machine: Machine) -> Verdict:
@@ -56,10 +56,10 @@ def _cache_space(machine: Machine) -> Verdict:
     full = [folder for folder in machine.folders if folder.free_bytes < _MIN_FREE_BYTES]
     if full:
         return warning(
-            f"{full[0].free_bytes >> 20} MiB are free for {full[0].purpose}, {full[0].path}",
+            f"{full[0].purpose}, {full[0].path}, has {full[0].free_bytes >> 20} MiB free",
             f"make {_MIN_FREE_BYTES >> 30} GiB free, or choose another disk with TRITON_CACHE_DIR and AITER_JIT_DIR",
         )
-    return ok(f"at least {_MIN_FREE_BYTES >> 30} GiB are free for the caches")
+    return ok(f"the caches have at least {_MIN_FREE_BYTES >> 30} GiB free")
 
 
 def _allocator(machine: Machine) -> Verdict:
@@ -69,11 +69,11 @@ def _allocator(machine: Machine) -> Verdict:
         options = machine.environment.get(name, "").lower().replace(" ", "")
         if "expandable_segments:true" in options:
             return problem(
-                f"{name} has expandable_segments:True: graphs have failed to capture, and replayed into memory that "
-                "had been given back",
-                f"take expandable_segments out of {name}",
+                f"{name} has expandable_segments:True: with it graphs have failed to capture, and have replayed into "
+                "freed memory",
+                f"remove expandable_segments from {name}",
             )
-    return ok("the allocator uses no expandable segments")
+    return ok("the allocator does not use expandable segments")
 
 
 def _numa_balancing(machine: Machine) -> Verdict:
@@ -82,8 +82,8 @@ def _numa_balancing(machine: Machine) -> Verdict:
     if machine.numa_balancing in ("", "0"):
         return ok("NUMA balancing is off" if machine.numa_balancing else "the kernel has no NUMA balancing")
     return warning(
-        f"NUMA balancing is on ({machine.numa_balancing}): the kernel moves pages that GPUs read, which costs time and "
-        "has caused errors",
+        f"NUMA balancing is on ({machine.numa_balancing}): the kernel moves pages that GPUs read, which costs time "
+        "and has caused errors",
         "on the host: sudo sysctl kernel.numa_balancing=0",
     )
 
@@ -94,7 +94,7 @@ def _shared_memory(machine: Machine) -> Verdict:
     if machine.shm_bytes >= _MIN_SHM_BYTES:
         return ok(f"/dev/shm has {machine.shm_bytes >> 30} GiB")
     return warning(
-        f"/dev/shm has {machine.shm_bytes >> 20} MiB: RCCL and engines with several processes run out of it",
+        f"/dev/shm has {machine.shm_bytes >> 20} MiB: RCCL and engines with several processes need more",
         "docker run --ipc=host, or --shm-size=16g",
     )
 
@@ -104,15 +104,15 @@ def _debug_switches(machine: Machine) -> Verdict:
     on = [f"{name}={environment[name]}" for name, off in _DEBUG.items() if environment.get(name, off) not in ("", off)]
     if on:
         names = " ".join(switch.partition("=")[0] for switch in on)
-        return warning(f"switches for debugging are on: {', '.join(on)}", f"unset {names} before serving")
-    return ok("no switch for debugging is on")
+        return warning(f"debugging variables are set: {', '.join(on)}", f"unset {names} before serving")
+    return ok("no debugging variable is set")
 
 
 def _settings(machine: Machine) -> Verdict:
     try:
         settings = read_settings(machine.environment)
     except BadSetting as error:
-        return problem(str(error), "set the variable to what is allowed, or unset it")
+        return problem(str(error), "set the variable to an allowed value, or unset it")
     if settings.disable_guards:
         return warning(
             f"{DISABLE_GUARDS} switches safeguards off: {', '.join(settings.disable_guards)}", f"unset {DISABLE_GUARDS}"
@@ -131,10 +131,10 @@ def _engine_switches(machine: Machine) -> Verdict:
     ]
     if off:
         return warning(
-            f"{', '.join(engine for engine, _ in off)} leaves AITER unused unless it is switched on",
+            f"{', '.join((engine for engine, _ in off))} does not use AITER by default",
             f"export {' '.join(f'{switch}=1' for _, switch in off)}",
         )
-    return ok("no engine leaves AITER unused")
+    return ok("no engine has AITER switched off")
 
 
 def _named(folders: tuple[Folder, ...]) -> str:
@@ -142,13 +142,13 @@ def _named(folders: tuple[Folder, ...]) -> str:
 
 
 CHECKS = (
-    Check("caches", "whether compiled code can be kept", "aiter#4800", True, _caches),
-    Check("cache-filesystem", "whether caches are on a network", "flashinfer#993", False, _cache_filesystem),
-    Check("cache-space", "room for compiled code", "aiter#2843", False, _cache_space),
+    Check("caches", "are the caches of compiled code writable?", "aiter#4800", True, _caches),
+    Check("cache-filesystem", "are caches on a network file system?", "flashinfer#993", False, _cache_filesystem),
+    Check("cache-space", "free space for compiled code", "aiter#2843", False, _cache_space),
     Check("allocator", "torch's allocator", "pytorch#179930, aiter#4621", True, _allocator),
     Check("numa-balancing", "the kernel's NUMA balancing", "vllm#32902", False, _numa_balancing),
     Check("shared-memory", "the size of /dev/shm", "ROCm's run flags", False, _shared_memory),
     Check("debug-switches", "variables that slow everything down", "aiter#5264", True, _debug_switches),
     Check("safeguards", "this project's own variables", "docs/guards.md", True, _settings),
-    Check("engine-switches", "whether engines use AITER", "vllm#56945, vllm#46596", True, _engine_switches),
+    Check("engine-switches", "do engines use AITER?", "vllm#56945, vllm#46596", True, _engine_switches),
 )

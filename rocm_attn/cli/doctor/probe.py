@@ -38,11 +38,11 @@ def probe(*arguments: str) -> dict[str, Any] | ImportFailure:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return ImportFailure(f"it had not come back after {_TIMEOUT_S} s")
+        return ImportFailure(f"it did not finish within {_TIMEOUT_S} s")
     if done.returncode < 0:
         return ImportFailure(f"the process was ended by signal {-done.returncode}")
     if done.returncode:
-        return ImportFailure((done.stderr.strip().splitlines() or ["it failed without a word"])[-1])
+        return ImportFailure((done.stderr.strip().splitlines() or ["it failed without output"])[-1])
     # The library may have printed text of its own before.
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return facts

@@ -18,7 +18,7 @@ from rocm_attn.cli.doctor.machine import (
 
 _HIP = "libamdhip64"
 _ONE_RELEASE = (
-    "unset LD_LIBRARY_PATH and LD_PRELOAD, which come before the folders of torch's wheel; else install a torch that "
+    "unset LD_LIBRARY_PATH and LD_PRELOAD, which come before the folders of torch's wheel; or install a torch that "
     "is built for the release of these libraries"
 )
 
@@ -29,14 +29,14 @@ def _loaded_release(machine: Machine) -> Verdict:
         return skipped("torch is not built for ROCm, or cannot be imported")
     if isinstance(machine.loaded, ImportFailure):
         return problem(
-            f"the ROCm libraries of torch could not be asked for their versions: {machine.loaded.error}",
-            "install torch and its ROCm libraries again, from one release; gdb shows in which of them it ends",
+            f"the versions of torch's ROCm libraries cannot be read: {machine.loaded.error}",
+            "install torch and its ROCm libraries again, from one release; gdb shows which of them fails",
         )
     if not machine.loaded:
-        return skipped(f"torch {torch.version} has loaded no ROCm library that is known here")
+        return skipped(f"torch {torch.version} has loaded no ROCm library that rocm-attn knows")
     twice = _loaded_twice(machine.loaded)
     if twice:
-        return problem(f"two files of one library are loaded: {twice}; each has a state of its own", _ONE_RELEASE)
+        return problem(f"one library is loaded from two files: {twice}; each copy has its own state", _ONE_RELEASE)
     strange = [each for each in machine.loaded if _release(each) and _release(each) != machine.torch_rocm[:2]]
     if any(each.name == _HIP for each in strange):
         return problem(
@@ -44,7 +44,8 @@ def _loaded_release(machine: Machine) -> Verdict:
         )
     if strange:
         return warning(
-            f"beside ROCm {release_name(machine.torch_rocm)}, which torch is built for, it has loaded {_list(strange)}",
+            f"in addition to ROCm {release_name(machine.torch_rocm)}, which torch is built for, it has loaded "
+            f"{_list(strange)}",
             _ONE_RELEASE,
         )
     driver = f"; amdgpu driver {machine.driver}" if machine.driver else ""
@@ -54,7 +55,7 @@ def _loaded_release(machine: Machine) -> Verdict:
 def _one_installation(machine: Machine) -> Verdict:
     loaded = () if isinstance(machine.loaded, ImportFailure) else machine.loaded
     if not loaded:
-        return skipped("torch has loaded no ROCm library that is known here")
+        return skipped("torch has loaded no ROCm library that rocm-attn knows")
     of_each: dict[str, list[str]] = {}
     for each in loaded:
         of_each.setdefault(installation_of(each.path), []).append(each.name)
@@ -68,16 +69,16 @@ def _one_installation(machine: Machine) -> Verdict:
     said = "; ".join(f"{', '.join(names)}: {_place(place)}" for place, names in of_each.items())
     return warning(
         f"the ROCm libraries of torch come from {len(of_each)} installations: {said}",
-        "unset LD_LIBRARY_PATH and LD_PRELOAD, so that torch finds those that it was built with",
+        "unset LD_LIBRARY_PATH and LD_PRELOAD, so that torch finds the libraries that it was built with",
     )
 
 
 def _triton_hip(machine: Machine) -> Verdict:
     named = machine.environment.get("TRITON_LIBHIP_PATH", "")
     if not named:
-        return skipped("TRITON_LIBHIP_PATH is not set; Triton takes the HIP runtime that torch has loaded")
+        return skipped("TRITON_LIBHIP_PATH is not set; Triton uses the HIP runtime that torch has loaded")
     if not machine.named_hip:
-        return problem(f"TRITON_LIBHIP_PATH is {named}, and there is no such file", "unset TRITON_LIBHIP_PATH")
+        return problem(f"TRITON_LIBHIP_PATH is {named}, which does not exist", "unset TRITON_LIBHIP_PATH")
     loaded = () if isinstance(machine.loaded, ImportFailure) else machine.loaded
     hip = next((each for each in loaded if each.name == _HIP), None)
     if hip is None:
@@ -86,8 +87,8 @@ def _triton_hip(machine: Machine) -> Verdict:
         return ok("TRITON_LIBHIP_PATH names the HIP runtime that torch has loaded")
     return problem(
         f"TRITON_LIBHIP_PATH is {named} and torch has loaded {hip.path}: kernels would be launched in another HIP "
-        "runtime than the one that has torch's memory and streams",
-        "unset TRITON_LIBHIP_PATH: Triton takes what torch has loaded",
+        "runtime than the one with torch's memory and streams",
+        "unset TRITON_LIBHIP_PATH: Triton then uses the runtime that torch has loaded",
     )
 
 
@@ -127,10 +128,10 @@ CHECKS = (
     ),
     Check(
         "rocm-places",
-        "whether these libraries are of one installation",
+        "are torch's ROCm libraries from one installation?",
         "ROCm/pytorch#1340, rocm-aic#149",
         True,
         _one_installation,
     ),
-    Check("triton-hip", "whether Triton takes torch's HIP runtime", "triton#3403, triton#11492", True, _triton_hip),
+    Check("triton-hip", "does Triton use torch's HIP runtime?", "triton#3403, triton#11492", True, _triton_hip),
 )

@@ -23,7 +23,7 @@ def _torch_imports(machine: Machine) -> Verdict:
             return problem(
                 f"torch cannot be imported: {error}",
                 "install torch and its ROCm or CUDA libraries again, from one release; an undefined symbol or a "
-                "missing library means that they are of different ones",
+                "missing library means that their releases differ",
             )
         case TorchBuild(version, hip, cuda):
             built = f"ROCm {release_name(machine.torch_rocm)}" if hip else f"CUDA {cuda}" if cuda else "CPUs"
@@ -36,19 +36,19 @@ def _torch_fits_gpus(machine: Machine) -> Verdict:
         return skipped("torch cannot be imported")
     if machine.amd_gpus and not torch.hip:
         return problem(
-            f"there are {len(machine.amd_gpus)} AMD GPUs ({_distinct(machine.amd_gpus)}) and torch {torch.version} is "
-            f"built for {'CUDA' if torch.cuda else 'CPUs'}",
-            "install torch for ROCm; name it in PIP_CONSTRAINT, so that no other package brings PyPI's in its place",
+            f"this machine has {len(machine.amd_gpus)} AMD GPUs ({_distinct(machine.amd_gpus)}), and torch "
+            f"{torch.version} is built for {'CUDA' if torch.cuda else 'CPUs'}",
+            "install torch for ROCm; name it in PIP_CONSTRAINT, so that no other package replaces it with PyPI's",
         )
     if machine.nvidia_gpus and not machine.amd_gpus and not torch.cuda:
         return problem(
-            f"there are {len(machine.nvidia_gpus)} NVIDIA GPUs ({_distinct(machine.nvidia_gpus)}) and torch "
+            f"this machine has {len(machine.nvidia_gpus)} NVIDIA GPUs ({_distinct(machine.nvidia_gpus)}), and torch "
             f"{torch.version} is built for {'ROCm' if torch.hip else 'CPUs'}",
             "install torch for CUDA",
         )
     if not machine.has_gpu:
         return skipped("the kernel lists no AMD and no NVIDIA GPU; the torch provider serves CPUs, slowly")
-    return ok(f"torch is built for the GPUs that are here: {_distinct(machine.amd_gpus or machine.nvidia_gpus)}")
+    return ok(f"torch is built for this machine's GPUs: {_distinct(machine.amd_gpus or machine.nvidia_gpus)}")
 
 
 def _cuda_leftovers(machine: Machine) -> Verdict:
@@ -57,32 +57,33 @@ def _cuda_leftovers(machine: Machine) -> Verdict:
     found = sorted({d.name for d in machine.distributions if d.name.startswith("nvidia-") and "cu1" in d.name})
     if found:
         return warning(
-            f"libraries for CUDA are installed beside torch for ROCm: {', '.join(found)}",
-            "a package has brought PyPI's torch for a while; uninstall them, and name torch in PIP_CONSTRAINT",
+            f"CUDA libraries are installed next to torch for ROCm: {', '.join(found)}",
+            "a package has installed PyPI's torch at some time; uninstall these libraries, and name torch in "
+            "PIP_CONSTRAINT",
         )
-    return ok("no CUDA libraries beside torch for ROCm")
+    return ok("no CUDA libraries next to torch for ROCm")
 
 
 def _rocm_release(machine: Machine) -> Verdict:
     release = _full_release(machine)
     if not release:
-        return skipped("there is neither a ROCm release nor torch for one")
+        return skipped("neither a ROCm release nor a torch for ROCm is installed")
     name, said = release_name(release), []
     severity = Severity.OK
     if len(release) < 3 and release[:2] == _CAPTURE_ABORTS_BEFORE[:2]:
         return warning(
-            f"ROCm {name} of an unknown patch: {name}.0 aborts captures (sglang#24011), and graphs were reported to "
-            f"corrupt data up to {name}.3 (clr#279)",
+            f"ROCm {name} of an unknown patch release: {name}.0 aborts captures (sglang#24011), and graphs were "
+            f"reported to corrupt data up to {name}.3 (clr#279)",
             f"make sure that it is {_GOOD_RELEASE} or later; the system's release is in /opt/rocm/.info/version",
         )
     if release < _CAPTURE_ABORTS_BEFORE:
         severity = Severity.PROBLEM
-        said.append("events that are queried while a graph is captured abort the capture (sglang#24011)")
+        said.append("querying an event during a graph capture aborts it (sglang#24011)")
     if _CORRUPT_REPLAYS[0] <= release <= _CORRUPT_REPLAYS[1]:
         severity = severity if severity is Severity.PROBLEM else Severity.WARNING
         said.append("replayed graphs were reported to corrupt data (clr#279, one report)")
     if release < _REPORTS_CAPTURE_ERRORS:
-        said.append("what is illegal while capturing goes unreported, so fresh graphs are compared with eager runs")
+        said.append("illegal calls during a capture give no error, so new graphs are compared with eager runs")
     found = f"ROCm {name}" + (f": {'; '.join(said)}" if said else "")
     fix = f"use ROCm {_GOOD_RELEASE} or later, or serve without graphs"
     return Verdict(severity, found, "" if severity is Severity.OK else fix)
@@ -101,11 +102,11 @@ def _rocm_releases_match(machine: Machine) -> Verdict:
     if not torch or not system:
         return skipped("torch is not built for ROCm, or the system has no ROCm of its own")
     if torch[:2] == system[:2]:
-        return ok(f"torch and the system are both of ROCm {release_name(system[:2])}")
+        return ok(f"torch and the system have the same ROCm release, {release_name(system[:2])}")
     return problem(
-        f"torch is built for ROCm {release_name(torch)} and the system has {release_name(system)}: AITER compiles with "
-        "the system's and is loaded into torch's",
-        "use a torch that is built for the system's release, or an image in which both are of one release",
+        f"torch is built for ROCm {release_name(torch)} and the system has {release_name(system)}: AITER compiles "
+        "with the system's release and is loaded into torch's",
+        "use a torch that is built for the system's release, or an image in which both have the same release",
     )
 
 
@@ -114,13 +115,13 @@ def _distinct(names: tuple[str, ...]) -> str:
 
 
 CHECKS = (
-    Check("torch-import", "whether torch can be imported", "vllm#39485, sglang#30562", True, _torch_imports),
-    Check("torch-gpus", "whether torch is built for the GPUs that are here", "sglang#9603", False, _torch_fits_gpus),
-    Check("cuda-leftovers", "CUDA libraries beside torch for ROCm", "sglang#26345", True, _cuda_leftovers),
+    Check("torch-import", "can torch be imported?", "vllm#39485, sglang#30562", True, _torch_imports),
+    Check("torch-gpus", "is torch built for this machine's GPUs?", "sglang#9603", False, _torch_fits_gpus),
+    Check("cuda-leftovers", "CUDA libraries next to torch for ROCm", "sglang#26345", True, _cuda_leftovers),
     Check("rocm-release", "known defects of the ROCm release", "sglang#24011, clr#279", True, _rocm_release),
     Check(
         "rocm-match",
-        "whether torch and the system are of one ROCm release",
+        "do torch and the system have the same ROCm release?",
         "flashinfer-amd#268",
         True,
         _rocm_releases_match,

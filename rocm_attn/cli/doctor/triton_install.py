@@ -7,7 +7,7 @@ from rocm_attn.cli.doctor.machine import ImportFailure, Machine, NotInstalled, T
 from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
 
 _OLDEST = (3, 6)
-_COMES_WITH_TORCH = "install the Triton that your torch asks for; torch for ROCm brings its own"
+_COMES_WITH_TORCH = "install the Triton that your torch requires; torch for ROCm brings its own"
 
 
 def _imports(machine: Machine) -> Verdict:
@@ -21,7 +21,8 @@ def _imports(machine: Machine) -> Verdict:
                 )
             if release_of(version)[:2] < _OLDEST:
                 return warning(
-                    f"triton {version} is older than 3.6, the oldest that is tested", "use a torch with a newer Triton"
+                    f"triton {version} is older than 3.6, the oldest release that is tested",
+                    "use a torch with a newer Triton",
                 )
             return ok(f"triton {version} compiles for {', '.join(backends)}")
         case ImportFailure(error):
@@ -29,7 +30,7 @@ def _imports(machine: Machine) -> Verdict:
         case NotInstalled():
             if machine.has_gpu or machine.torch_rocm:
                 return problem("triton is not installed; no kernel can be compiled", _COMES_WITH_TORCH)
-            return skipped("triton is not installed; CPUs are served without it")
+            return skipped("triton is not installed; CPUs work without it")
 
 
 def _copies(machine: Machine) -> Verdict:
@@ -48,7 +49,7 @@ def _interpreter(machine: Machine) -> Verdict:
     if value in ("", "0"):
         return ok("Triton compiles its kernels")
     if not machine.has_gpu:
-        return skipped(f"TRITON_INTERPRET={value}: kernels are interpreted, as tests on a CPU want it")
+        return skipped(f"TRITON_INTERPRET={value}: kernels are interpreted, as the tests on a CPU need")
     return problem(
         f"TRITON_INTERPRET={value}: kernels run on the CPU, thousands of times slower, and bf16 arithmetic is wrong",
         "unset TRITON_INTERPRET",
@@ -74,12 +75,12 @@ def _c_compiler(machine: Machine) -> Verdict:
 CHECKS = (
     Check(
         "triton-import",
-        "whether Triton is there and compiles for the GPU",
+        "is Triton installed, and does it compile for the GPU?",
         "sglang#34741, triton#10654",
         True,
         _imports,
     ),
-    Check("triton-copies", "whether there is one Triton", "mamba#595, ROCm/triton#626", True, _copies),
-    Check("triton-interpreter", "whether kernels are compiled", "this project's tests", True, _interpreter),
-    Check("c-compiler", "what Triton needs to start", "sglang#9603", True, _c_compiler),
+    Check("triton-copies", "is Triton installed once?", "mamba#595, ROCm/triton#626", True, _copies),
+    Check("triton-interpreter", "are kernels compiled?", "this project's tests", True, _interpreter),
+    Check("c-compiler", "the compiler and headers that Triton needs", "sglang#9603", True, _c_compiler),
 )

@@ -76,7 +76,7 @@ class Bounds:
         for name in ("num_seqs", "num_tokens", "kv_len", "num_pages"):
             value = whole_number(name, getattr(self, name))
             if not 1 <= value <= INT32_MAX:
-                raise BadSetting(f"{name} is {value}; it is at least 1 and at most {INT32_MAX}")
+                raise BadSetting(f"{name} is {value}; it must be from 1 to {INT32_MAX}")
             object.__setattr__(self, name, value)
 
 
@@ -270,10 +270,10 @@ class ExternalAttention:
         bounds, gate = self.bounds if bounds is None else bounds, self.gate
         gate.change("seal()")
         if gate.is_sealed:
-            raise WrongState("addresses are sealed already; build anew for other sizes")
+            raise WrongState("addresses are sealed already; build another ExternalAttention for other sizes")
         if bounds.num_seqs > self.bounds.num_seqs:
             raise NeverFits(
-                f"{bounds.num_seqs} sequences are to be captured, built for {self.bounds.num_seqs}; raise num_seqs"
+                f"{bounds.num_seqs} sequences are to be captured and the most is {self.bounds.num_seqs}; raise num_seqs"
             )
         if not self.options.binds_calls:
             self.pages.require_bound()
@@ -353,14 +353,14 @@ class ExternalAttention:
         """
         run = self.gate.begun()
         if not run.plan.replayable or isinstance(self.gate.mask, BoolCells):
-            raise WrongState("only the fill of a captured step without a mask can be recorded; begin one")
+            raise WrongState("only a captured step without a mask can have its fill recorded; begin one first")
         recording, _ = recorder.record(lambda: self.fill(slots))
         return RecordedFill(run, recording)
 
     def replay_fill(self, fill: RecordedFill) -> None:
         """Does what fill() does, by a graph of record_fill(). Raises WrongState for one of steps of another shape."""
         if fill.run is not self.gate.begun():
-            raise WrongState("this graph fills steps of another shape than the one that has begun; call fill()")
+            raise WrongState("this graph fills steps of another shape than the running one; call fill()")
         with on_device(self.device):
             fill.recording.replay()
         self.gate.is_filled = True
@@ -400,13 +400,15 @@ class ExternalAttention:
 def _check_layers(problems: Sequence[Problem], spaces: Sequence[Space], tables: Mapping[Space, Source]) -> None:
     """Layers must have one page size, every space of a layer a table, and every table a layer. Raises BadProblem."""
     if not problems:
-        raise BadProblem("no layers: pass one LayerSource for each attention layer of the model")
+        raise BadProblem("there are no layers; give one LayerSource for each attention layer of the model")
     sizes = sorted({problem.page_size for problem in problems})
     if len(sizes) > 1:
         raise BadProblem(f"layers disagree on the page size ({sizes}); build an ExternalAttention for each")
     if set(spaces) != set(tables):
         of_layers, of_tables = (sorted(space.name for space in each) for each in (set(spaces), tables))
-        raise BadProblem(f"layers live in the spaces {of_layers} and there are tables of {of_tables}; give one of each")
+        raise BadProblem(
+            f"layers live in the spaces {of_layers} and tables are given for {of_tables}; give one table for each space"
+        )
 
 
 def _window(problems: Sequence[Problem]) -> int:

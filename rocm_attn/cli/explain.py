@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -198,8 +199,12 @@ def _shared(kind: LayerKind) -> list[str]:
 
 
 def count_of(layers: tuple[int, ...]) -> str:
-    """The number of layers, and their indices: consecutive ones as a range."""
-    numbers = f"{layers[0]}-{layers[-1]}" if layers[-1] - layers[0] == len(layers) - 1 else ", ".join(map(str, layers))
+    """The number of layers, and their indices: those at equal distances as a range."""
+    steps = {after - layer for layer, after in pairwise(layers)}
+    numbers = ", ".join(map(str, layers))
+    if len(steps) == 1 and (len(layers) > 2 or steps == {1}):
+        every = f", every {steps.pop()} layers" if steps != {1} else ""
+        numbers = f"{layers[0]}-{layers[-1]}{every}"
     return f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers ({numbers})"
 
 

@@ -115,8 +115,9 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "explain",
-        help="say which kernels would run a model, and why no others; needs no GPU",
-        description="Name the kernel of every kind of layer and step of a model on an arch, and every kernel refused.",
+        help="list the kernels that would serve a model, and why others are refused; needs no GPU",
+        description="Name the kernel for every kind of layer and step of a model on an arch, and list every refused "
+        "kernel with the reason.",
         examples=_EXPLAIN_EXAMPLES,
     )
     add_options(parser, EXPLAINED)
@@ -126,12 +127,12 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "capture-plan",
-        help="say which graphs a model would get and what its buffers would take; needs no GPU",
-        description="List the graphs that would be made, largest first, and every buffer with its bytes and with the "
-        "setting that decides its size. Nothing is captured or allocated.",
+        help="list the graphs of a model and the sizes of its buffers; needs no GPU",
+        description="List the graphs that would be made, largest first, and every buffer with its bytes and the "
+        "setting that determines its size. Nothing is captured or allocated.",
         examples=_CAPTURE_PLAN_EXAMPLES,
     )
-    swa_pages = o.SWA_PAGES.but(default=0, help="pages of a pool for layers with a window (none)")
+    swa_pages = o.SWA_PAGES.but(default=0, help="pages of a separate pool for layers with a window (none)")
     max_batch_size = o.MAX_BATCH_SIZE.but(required=True)
     options = (o.CONFIG, o.ARCH.but(required=True), max_batch_size, o.MAX_KV_LEN, o.NUM_PAGES, swa_pages, *o.PAGES)
     captured = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.SPLIT_STEPS, o.SHARED_PREFIXES, o.DRAFTS)
@@ -142,9 +143,10 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "prewarm",
-        help="compile what a model will need, as the user who will serve it",
-        description="Run a model's attention steps once, at the sizes that will be served, so that every kernel is in "
-        "the cache. With --arch nothing runs, and no GPU is needed: what is compiled is what that GPU will find.",
+        help="compile a model's kernels, as the user that serves it",
+        description="Run a model's attention steps once, at the sizes that will be served, so that every kernel is "
+        "in the cache. With --arch the kernels are compiled for that GPU without running, and no GPU is "
+        "needed.",
         examples=_PREWARM_EXAMPLES,
     )
     arch = o.ARCH.but(help="gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (this machine's GPU)")
@@ -157,10 +159,10 @@ def _add_truth(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "truth",
-        help="plant needles in long contexts, and see that every one is found",
-        description="Serve long sequences of a model's layers, in chunks and decode steps that are captured and "
-        "replayed, in which every query asks for one key, and see that its value comes back, and that what is hidden "
-        "does not. Pages lie on both sides of 2 and 4 GiB. Exit code 1 if a needle was missed.",
+        help="place needles in long contexts, and check that every one is found",
+        description="Serve long sequences through a model's layers, in chunks and in captured decode steps. Every "
+        "query asks for one key: the check fails if its value is not returned, or if a hidden one is. "
+        "Pages lie on both sides of 2 and 4 GiB. Exit code 1 if a needle was missed.",
         examples=_TRUTH_EXAMPLES,
     )
     config = o.CONFIG.but(
@@ -168,7 +170,7 @@ def _add_truth(commands: Commands[argparse.ArgumentParser]) -> None:
         help="a model's config.json, the directory that holds it, a .gguf file, or dense, latent, tokens, pools or "
         "blocks: layers of well-known models",
     )
-    seed = o.SEED.but(help="of keys, values and what is asked for (0)")
+    seed = o.SEED.but(help="seed of keys, values and queries (0)")
     served = (o.DEVICE, o.PROVIDERS, o.DTYPE, o.KV_ENCODINGS, *o.PAGES, o.RANKS, o.DETERMINISTIC)
     add_options(parser, (config, *served, o.LENGTHS, o.CHUNK, o.POOL_GIB, o.EAGER, seed, o.JSON))
 
@@ -177,8 +179,8 @@ def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "doctor",
-        help="look for what is known to go wrong with installations and machines, with the fix of each",
-        description="Look at packages, ROCm, GPUs, caches and variables for everything that has gone wrong for others. "
-        "Works where torch or AITER cannot be imported; touches no GPU memory. Exit code 1 if there is a problem.",
+        help="look for known faults of installations and machines, and name the fix",
+        description="Check packages, ROCm, GPUs, caches and variables for faults that others have met. Works even "
+        "if torch or AITER cannot be imported; uses no GPU memory. Exit code 1 if there is a problem.",
     )
     add_options(parser, (o.AT_BUILD, o.JSON.but(help="print a list of JSON objects")))

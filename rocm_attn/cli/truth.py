@@ -75,9 +75,9 @@ def run(options: argparse.Namespace) -> None:
             print(f"not run: {way}: {refusal}")
     failed = [str(way) for way, _, report in results if not report.passed]
     if failed:
-        raise NeedlesMissed(f"needles were missed, or seen where they are hidden: {'; '.join(failed)}")
+        raise NeedlesMissed(f"needles were missed, or hidden ones were seen: {'; '.join(failed)}")
     if not results:
-        raise NeedlesMissed("nothing could be run; choose other providers or encodings, or another page size")
+        raise NeedlesMissed("nothing could be run; choose other providers, encodings or page sizes")
 
 
 def _ways(providers: Sequence[str], encodings: Sequence[str]) -> Iterator[Way]:
@@ -141,7 +141,10 @@ def _side_bytes(problem: Problem) -> int:
 
 
 def _lines(way: Way, pages: PageChoice, report: TruthReport) -> list[str]:
-    lines = ["", f"{way}, {pages.describe()}, {report.pool_bytes / (1 << 30):.2f} GiB a side of a layer"]
+    lines = [
+        "",
+        f"{way}, {pages.describe()}, {report.pool_bytes / (1 << 30):.2f} GiB for K and as much for V of a layer",
+    ]
     for problem, kernels, of_layer in zip(report.problems, report.kernels, report.tallies, strict=True):
         lines += ["", f"  {_geometry(problem)}", f"  {'; '.join(kernels)}"]
         lines.append(f"  {'tokens':>8} {'asked for':>12} {'missed':>9} {'hidden':>12} {'seen':>9} {'furthest':>9}")

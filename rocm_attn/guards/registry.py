@@ -120,7 +120,7 @@ def _wrong_twins() -> Mapping[str, Any]:
         twins: Mapping[str, Any] = entry_point.load()
         return twins
     raise BadSetting(
-        f"safeguards can be switched off where rocm-lab is installed alone, and it is not; {installing('rocm_lab')}"
+        f"safeguards can only be switched off if rocm-lab is installed, and it is not; {installing('rocm_lab')}"
     )
 
 
@@ -141,7 +141,7 @@ GUARDS: tuple[Guard, ...] = (
     _guard(
         "pads",
         "step.launches.pads",
-        "a padded sequence reads the row and the KV of a request that sat in its place in an earlier step",
+        "a padded sequence reads the row and the KV of a request that was at its place in an earlier step",
         "seed 001, H19, H21, G3",
         "test_pads.py::test_padded_sequences_are_rewritten_every_step",
     ),
@@ -155,7 +155,8 @@ GUARDS: tuple[Guard, ...] = (
     _guard(
         "finite_kv",
         "step.launches.finite_kv",
-        "an infinite V reaches tokens that do not see it, in their chunk or beside them in a tree: 0 * inf is NaN",
+        "an infinite V reaches tokens that do not see it, in their chunk or in another branch of a tree: 0 * inf is "
+        "NaN",
         "G4, G14",
         "test_pads.py::test_a_v_that_is_no_number_stays_with_the_tokens_that_see_it",
     ),
@@ -169,7 +170,7 @@ GUARDS: tuple[Guard, ...] = (
     _guard(
         "table_tails",
         "step.launches.table_tails",
-        "a kernel that reads ahead of a sequence's last page meets a page of another request",
+        "a kernel that reads past a sequence's last page meets a page of another request",
         "H20, G3",
         "test_pads.py::test_nothing_of_an_earlier_step_stays_after_the_last_page",
     ),
@@ -197,56 +198,59 @@ GUARDS: tuple[Guard, ...] = (
     _guard(
         "child_ranges",
         "step.memory.first_of_child",
-        "the halves of a split step use one set of lengths and schedules: the first half runs with the second one's",
+        "the halves of a split step share one set of lengths and schedules: the first half runs with those of the "
+        "second",
         "H26, G9",
         "test_halves.py::test_each_half_of_a_step_has_memory_of_its_own",
     ),
     _guard(
         "mask_room",
         "step.memory.mask_room",
-        "the mask of drafts is written past the end of its memory, which has room for the keys before them alone",
+        "the mask of drafts is written past the end of its buffer, which has room only for the keys before them",
         "H16, G1, G12",
         "test_drafts.py::test_the_mask_of_drafts_has_room_for_the_drafts",
     ),
     _guard(
         "sealed_growth",
         "step.memory.sealed_growth",
-        "buffers move while graphs go on reading the memory that was given up: a replay repeats an old step",
+        "buffers move while graphs still read the freed memory: a replay repeats an old step",
         "H25, G2",
         "test_capacity.py::test_sealed_buffers_do_not_move_under_a_graph",
     ),
     _guard(
         "head_weights",
         "step.layers.new_head_weights",
-        "a graph goes on with sinks or ALiBi slopes that were replaced, and eager steps use the new ones",
+        "a graph keeps the sinks or ALiBi slopes that were replaced, and eager steps use the new ones",
         "G2",
         "test_capacity.py::test_head_weights_are_not_replaced_under_a_graph",
     ),
     _guard(
         "kv_scales",
         "step.layers.new_kv_scales",
-        "a graph reads eight-bit K and V by factors that were replaced, and the store of eager steps uses the new ones",
+        "a graph reads eight-bit K and V with scales that were replaced, and the store of eager steps uses the new "
+        "ones",
         "G2, G11",
         "test_formats.py::test_factors_are_not_replaced_under_a_graph",
     ),
     _guard(
         "fresh_selection",
         "step.layers.selection_of",
-        "a layer attends to keys that another layer's indexer has chosen, or an earlier step's",
+        "a layer attends to keys that were selected for another layer or in an earlier step",
         "vllm#52109, G3",
         "test_selections.py::test_a_layer_attends_to_no_other_selection_than_its_own",
     ),
     _guard(
         "selection_place",
         "step.memory.selection_place",
-        "what is chosen on the device is counted where a step's boundaries lie, which later layers and plans read",
+        "units selected on the device are counted in the memory of a step's boundaries, which later layers and "
+        "plans read",
         "seed 000, G2",
         "test_selections.py::test_boundaries_stay_monotone_whatever_is_selected",
     ),
     _guard(
         "row_width",
         "table.row_width",
-        "pages that a row has no room for land in the row of another request",
+        "pages beyond a row's width land in the row of another request",
         "seed 002, H4, G1",
         "test_rows.py::test_a_row_filled_past_its_width_stays_out_of_the_next_row",
     ),
@@ -267,7 +271,7 @@ GUARDS: tuple[Guard, ...] = (
     _guard(
         "path_pages",
         "step.launches.path_pages",
-        "an accepted path that leads past its row's pages moves what page 0 holds over a token of the row",
+        "an accepted path that leads past its row's pages overwrites a token of the row with page 0",
         "G4, G12",
         "test_drafts.py::test_a_path_past_the_rows_pages_moves_nothing",
     ),
@@ -283,19 +287,19 @@ GUARDS: tuple[Guard, ...] = (
         "table.new_tokens",
         "a row that goes back and stores again overwrites tokens that another row shares with it",
         "prefix sharing, G4",
-        "test_shared_rows.py::test_a_row_that_goes_back_leaves_its_forks_alone",
+        "a row that goes back and stores again overwrites tokens that another row shares with it",
     ),
     _guard(
         "kept_ids",
         "table.is_kept",
-        "an id of kept pages that were dropped leads to another request's pages, to be begun over or dropped",
+        "an id of dropped kept pages leads to another request's pages, which are reused or dropped",
         "prefix sharing, G1",
         "test_shared_rows.py::test_dropped_pages_are_not_begun_over",
     ),
     _guard(
         "stored_tokens",
         "batch.stored",
-        "a step attends to tokens that were never stored, and what an earlier request left there is taken for theirs",
+        "a step attends to tokens that were never stored, and reads the KV that an earlier request left there",
         "G1",
         "test_shared_rows.py::test_tokens_that_were_never_stored_are_not_read",
     ),
@@ -309,14 +313,14 @@ GUARDS: tuple[Guard, ...] = (
     _guard(
         "batch_check",
         "batch.check",
-        "tokens without a reserved page are dropped, and rows that no request holds are read, without an error",
+        "tokens without a reserved page are dropped, and rows of no request are read, without an error",
         "H17, H18, G1",
         "test_rows.py::test_a_step_beyond_what_was_reserved_is_refused",
     ),
     _guard(
         "same_rows",
         "batch.changed",
-        "a step that runs again, or moves what was accepted, writes to rows that other requests hold by now",
+        "a step that runs again, or moves accepted tokens, writes to rows that now belong to other requests",
         "G1, G4",
         "test_same_rows.py::test_a_step_runs_again_while_its_rows_are_its_own",
     ),
@@ -330,7 +334,7 @@ GUARDS: tuple[Guard, ...] = (
     _guard(
         "layer_space",
         "step.layers.read_by",
-        "a layer with a window writes to its own pool and reads by ids of the full one: others' KV, or none",
+        "a layer with a window writes to its own pool and reads with page ids of the full one: KV of others, or none",
         "seed 003, G5",
         "test_spaces.py::test_a_layer_reads_in_the_space_that_it_writes_in",
     ),
@@ -358,28 +362,28 @@ GUARDS: tuple[Guard, ...] = (
     _guard(
         "full_refresh",
         "step.launches.full_refresh",
-        "positions, slots and indptr of an earlier step serve a later one",
+        "positions, slots and indptr of an earlier step are used in a later one",
         "H7, H20, G3",
         "test_plans.py::test_derived_tensors_are_filled_by_every_step",
     ),
     _guard(
         "graph_epoch",
         "capture.new_pins",
-        "a graph of memory that was given up is replayed",
+        "a graph whose memory was freed is replayed",
         "H25, G2",
         "test_plans.py::test_a_graph_of_memory_that_moved_is_refused",
     ),
     _guard(
         "sealed_capture",
         "capture.may_capture",
-        "after a reopen that was broken off, graphs are made of memory that may move, and replay old steps",
+        "after an interrupted reopen, graphs are made of memory that may move, and replay old steps",
         "H25, G2",
         "test_reopening.py::test_no_graph_is_made_of_memory_that_may_move",
     ),
     _guard(
         "table_first",
         "step.launches.table_first",
-        "a step runs before the device knows the pages that its tokens go to",
+        "a step runs before the device knows the pages of its tokens",
         "hip#3902, G9",
         "test_publication.py::test_pages_reach_the_device_before_the_step_that_uses_them",
     ),
@@ -393,21 +397,21 @@ GUARDS: tuple[Guard, ...] = (
     _guard(
         "ring_wait",
         "publishing.ring_wait",
-        "the host writes a later step's inputs over those that the device has yet to read",
+        "the host overwrites inputs that the device has yet to read with those of a later step",
         "H26, G9",
         "test_publication.py::test_a_late_device_still_reads_its_own_steps_inputs",
     ),
     _guard(
         "echo_check",
         "publishing.new_echo_check",
-        "a step that went wrong on the device, or whose inputs never got there, is taken for a right one",
+        "a step that went wrong on the device, or whose inputs never arrived, is taken as correct",
         "H17, G9",
         "test_publication.py::test_a_fault_on_the_device_is_reported_once_and_later_steps_are_right",
     ),
     _guard(
         "last_steps",
         "publishing.of_last_step",
-        "a fault in the last steps before serving ends is never reported: no later step echoes them",
+        "a fault in the last steps before serving ends is never reported, because no later step echoes them",
         "H17, G9",
         "test_last_steps.py::test_a_fault_of_the_last_step_is_reported_when_serving_ends",
     ),
@@ -421,14 +425,14 @@ GUARDS: tuple[Guard, ...] = (
     _guard(
         "slots_in_table",
         "step.launches.slots_in_table",
-        "a slot that an engine gives, and its own table does not, takes a token's K and V to another request's page",
+        "a slot given by an engine that differs from its table puts a token's K and V into another request's page",
         "engine storage, G4",
         "test_adopted.py::test_a_slot_that_the_table_does_not_give_is_not_written",
     ),
     _guard(
         "null_page",
         "adopted.terms",
-        "page 0 of an engine for which it is a page like others is taken for no one's: what is stored there is lost",
+        "page 0 of an engine that uses it like any other page is treated as reserved: tokens stored there are lost",
         "engine storage, G1",
         "test_adopted.py::test_what_an_engine_keeps_in_page_0_is_stored",
     ),
@@ -442,7 +446,7 @@ GUARDS: tuple[Guard, ...] = (
     _guard(
         "table_moved",
         "adopted.moved",
-        "a graph goes on with a table or pages that the engine has replaced, and eager steps use the new ones",
+        "a graph keeps a table or pages that the engine has replaced, and eager steps use the new ones",
         "engine storage, G2",
         "test_adopted.py::test_a_table_is_not_replaced_under_a_graph",
     ),

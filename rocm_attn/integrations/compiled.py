@@ -93,7 +93,7 @@ def _of(number: int) -> _Called:
     called = _called.get(number)
     if called is None:
         raise WrongState(
-            f"runtime {number} is none of this process, or has ended; call compiled_layers() with the one that runs, "
+            f"runtime {number} is not of this process, or has ended; call compiled_layers() with the running one, "
             "and compile again"
         )
     return called
@@ -245,7 +245,9 @@ def _fill(state: Tensor, written: Sequence[Tensor], slots: Tensor | None, number
     elif slots is None:
         owner.gate.fill()
     else:
-        raise BadTensor("slots are given to fill() of a runtime, which has its own; only an engine's steps bring them")
+        raise BadTensor(
+            "slots were given to fill() of a runtime that has its own; give slots only to an engine's steps"
+        )
 
 
 def _store(state: Tensor, k: Tensor, v: Tensor | None, number: int, part: int, layer: int) -> None:

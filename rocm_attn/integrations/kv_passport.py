@@ -35,7 +35,7 @@ class Role(enum.Enum):
     K_FACTORS = "factors of K"
     V_FACTORS = "factors of V"
     INDEX = "index keys"
-    INDEX_FACTORS = "factors of index keys"
+    INDEX_FACTORS = "scales of index keys"
 
     @property
     def is_index(self) -> bool:
@@ -122,16 +122,16 @@ class KVPassport:
                 return cls(tuple(_from_json(layer) for layer in fields["layers"]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadSetting(
-                f"this is no passport of a KV pool ({error}); give what KVPassport.to_json() wrote"
+                f"this is not the passport of a KV pool ({error}); give the text that KVPassport.to_json() wrote"
             ) from error
         raise BadSetting(
-            f"the passport has version {version!r}, and this release reads {VERSION}; use one release on both"
+            f"the passport has version {version!r}, and this release reads {VERSION}; use one release on both sides"
         )
 
     def refusals(self, source: KVPassport) -> list[str]:
         """Returns why tokens of a source cannot be stored here, one sentence per layer; empty if they can."""
         if len(source.layers) != len(self.layers):
-            return [f"the source has {len(source.layers)} layers, and there are {len(self.layers)} here"]
+            return [f"the source has {len(source.layers)} layers, and this side has {len(self.layers)}"]
         reasons = []
         for number, (there, here) in enumerate(zip(source.layers, self.layers, strict=True)):
             if why := _why_not(there, here):
@@ -182,8 +182,10 @@ def stretches(passport: KVPassport, extent: KVExtent, layers: Sequence[int]) -> 
         first = extent.first.get(layer.space, -1)
         if not 0 <= first <= extent.kv_len:
             raise BadTensor(
-                f"the extent has {dict(extent.first)} of {extent.kv_len} tokens, and layer {number} lives in "
-                f"{layer.space!r}; send the extent that the exporter gave"
+
+                    f"the extent has {dict(extent.first)} of {extent.kv_len} tokens, and layer {number} lives in "
+                    f"{layer.space!r}; send the extent that the exporter gave"
+
             )
         for role, row_bytes in layer.row_bytes.items():
             unit = layer.key_tokens if role.is_index else 1
@@ -224,13 +226,13 @@ def _why_not(there: LayerPassport, here: LayerPassport) -> str:
         if source is None or own is None:
             continue
         if why := _why_no_form(source, own):
-            return f"{name} there hold {source}, here {own}: {why}"
+            return f"{name} of the source hold {source}, and here {own}: {why}"
     if there.key_tokens != here.key_tokens:
-        return f"an index key stands for {there.key_tokens} tokens there, for {here.key_tokens} here"
+        return f"an index key stands for {there.key_tokens} tokens at the source, and for {here.key_tokens} here"
     if there.window_left != here.window_left:
-        return f"its window is {there.window_left} there, {here.window_left} here"
+        return f"its window is {there.window_left} at the source, and {here.window_left} here"
     if here.space == Space.FULL.value and there.space != here.space:
-        return f"it lives in {there.space!r} there, which has given tokens back that {here.space!r} keeps here"
+        return f"it lives in {there.space!r} at the source, which has released tokens that {here.space!r} keeps here"
     return ""
 
 
@@ -240,9 +242,9 @@ def _why_no_form(source: PageFormat, own: PageFormat) -> str:
     if (source.kind is PoolKind.LATENT) != (own.kind is PoolKind.LATENT):
         return "latent rows stay latent"
     if source.encoding != own.encoding and not (source.encoding.is_fp8 and own.encoding.is_fp8):
-        return "encodings of eight bits alone are converted"
+        return "only eight-bit encodings are converted"
     if source.scales != own.scales:
-        return "the kind of factor must be equal"
+        return "the kind of scale must be equal"
     return ""
 
 
@@ -280,7 +282,7 @@ def _form_from_json(fields: dict[str, Any]) -> PageFormat:
 def _require_count(name: str, value: object, least: int) -> None:
     """Raises ValueError unless the value is an int and at least `least`."""
     if type(value) is not int or value < least:
-        raise ValueError(f"{name} is {value!r}; it is a whole number from {least} on")
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
 
 
 def _require_factors(name: str, form: PageFormat | None, factors: tuple[float, ...]) -> None:
@@ -288,7 +290,7 @@ def _require_factors(name: str, form: PageFormat | None, factors: tuple[float, .
     scales = Scales.NONE if form is None else form.scales
     count = math.prod(form.scale_shape) if form is not None and scales in (Scales.LAYER, Scales.HEAD) else 0
     if len(factors) != count or not all(0 < factor < math.inf for factor in factors):
-        raise ValueError(f"factors of {name} are {factors}; {count} positive numbers are expected for {scales.value}")
+        raise ValueError(f"scales of {name} are {factors}; {count} positive numbers are expected for {scales.value}")
 
 
 def _as_json(layer: LayerPassport) -> dict[str, Any]:
@@ -309,9 +311,9 @@ def _from_json(fields: dict[str, Any]) -> LayerPassport:
     _require_count("key_tokens", fields["key_tokens"], 1)
     _require_count("window_left", fields["window_left"], UNLIMITED_WINDOW)
     if not isinstance(fields["space"], str) or not fields["space"]:
-        raise ValueError(f"the space is {fields['space']!r}; it is a name")
+        raise ValueError(f"the space is {fields['space']!r}; it must be a name")
     if index is not None and index.page_size * fields["key_tokens"] != form.page_size:
-        raise ValueError(f"index pages of {index.page_size} keys of {fields['key_tokens']} tokens for {form}")
+        raise ValueError(f"index pages have {index.page_size} keys of {fields['key_tokens']} tokens for {form}")
     for name, its, factors in (("K", form, k), ("V", form, v), ("index keys", index, of_index)):
         _require_factors(name, its, factors)
     return LayerPassport(form, index, fields["key_tokens"], fields["space"], fields["window_left"], (k, v, of_index))

@@ -99,7 +99,7 @@ class _Mover:
     @property
     def _runtime(self) -> AttentionRuntime:
         if not isinstance(self._owner, AttentionRuntime):
-            raise WrongState("an engine's rows are not known here; give the pages of a request, space by space")
+            raise WrongState("the rows of an engine are not known here; give a request's pages for each space")
         return self._owner
 
     def _put_together(self, layers: Sequence[int]) -> tuple[_Alike, ...]:
@@ -131,8 +131,8 @@ class _Mover:
             gone, most = self._gone[space], self._num_pages[space]
             if len(listed) != count or not listed or listed[-1] == gone:
                 raise BadBatch(
-                    f"{len(listed)} pages are given in the space {space.value!r}; {kv_len} tokens lie in {count} pages "
-                    f"of {self._page_size}, the last of which is not {gone}, which means none"
+                    f"{len(listed)} pages are given in the space {space.value!r}; {kv_len} tokens need {count} "
+                    f"pages of {self._page_size}, and the last must not be {gone}, which means none"
                 )
             if not min(gone, 0) <= min(listed) <= max(listed) < most:
                 raise BadBatch(f"pages from {min(listed)} to {max(listed)} are given; there are {most}")
@@ -156,7 +156,8 @@ class _Mover:
             self._bound[part] = pages
         if not _Factors(pages).is_like(self._versions[part]):
             raise WrongState(
-                f"layer {layer} has got other factors since this was made; make another one, and send its passport anew"
+                f"the scales of layer {layer} have changed since this was made; make another one, and send its "
+                "passport again"
             )
 
     def _buffer(self, buffer: Tensor, num_bytes: int) -> Tensor:
@@ -173,8 +174,8 @@ class _Mover:
             )
         if len(buffer) < num_bytes or buffer.data_ptr() % ALIGNMENT:
             raise BadTensor(
-                f"the buffer has {len(buffer)} bytes, {buffer.data_ptr() % ALIGNMENT} after a multiple of {ALIGNMENT}; "
-                f"{num_bytes} bytes are needed, at a multiple"
+                f"the buffer has {len(buffer)} bytes and begins {buffer.data_ptr() % ALIGNMENT} after a multiple "
+                f"of {ALIGNMENT}; give {num_bytes} bytes that begin at a multiple"
             )
         return buffer[:num_bytes]
 
@@ -276,9 +277,7 @@ class KVExporter(_Mover):
         parts = stretches(self.passport, extent, layers)
         for space in {self._spaces[layer] for layer in layers}:
             if self._gone[space] in pages[space][extent.first[space.value] // self._page_size :]:
-                raise BadBatch(
-                    f"pages of the space {space.value!r} were given back that the extent names; make it anew"
-                )
+                raise BadBatch(f"pages of the space {space.value!r} that the extent names were released; make it again")
         used = self._buffer(buffer, _num_bytes(parts))
 
         def first_of(space: Space, unit: int) -> int:
@@ -395,7 +394,7 @@ class KVImporter(_Mover):
         listed, gone = pages[space], self._gone[space]
         first = next(at for at, page in enumerate(listed) if page != gone)
         if gone in listed[first:] or len(set(listed[first:])) < len(listed) - first:
-            raise BadBatch(f"page {gone}, or a page twice, is among those of the space {space.value!r}")
+            raise BadBatch(f"page {gone} or a repeated page is among those of the space {space.value!r}")
         return first * self._page_size
 
     def _must_see(self, part: Stretch, extent: KVExtent, begin: int) -> None:
@@ -405,8 +404,8 @@ class KVImporter(_Mover):
         sent = extent.first[self.source.layers[part.layer].space]
         if max(sent, begin) > needed:
             raise BadBatch(
-                f"layer {part.layer} sees tokens from {needed} on; the sender has those from {sent} on, the pages here "
-                f"those from {begin} on"
+                f"layer {part.layer} sees tokens from {needed} on; the sender has tokens from {sent} on, and the "
+                f"pages here from {begin} on"
             )
 
     def _must_go_back(self, table: RequestTable, layers: Sequence[int], extent: KVExtent) -> None:
@@ -417,8 +416,8 @@ class KVImporter(_Mover):
             sent = extent.first.get(self.source.layers[layer].space, 0)
             if space != Space.FULL and sent > kept_from[space]:
                 raise BadBatch(
-                    f"rows keep tokens from {kept_from[space]} on in the {space.name} space, and the sender has those "
-                    f"from {sent} on; set swa_kept alike on both sides"
+                    f"rows keep tokens from {kept_from[space]} on in the {space.name} space, and the sender has "
+                    f"those from {sent} on; use the same swa_kept on both sides"
                 )
 
     def _learn(self, number: int, role: Role, there: LayerPassport, here: LayerPassport) -> None:
@@ -481,16 +480,18 @@ def _must_be_own(table: RequestTable, pages: Pages, spaces: Collection[Space]) -
     """Raises BadBatch unless these are a row's pages, which no other row shares, and nothing is stored in it."""
     row = _row_of(table, pages, spaces)
     if row is None:
-        raise BadBatch("no row has these pages; import into those of one of admit()")
+        raise BadBatch("no row has these pages; import into the pages of a row from admit()")
     for each in map(table.space, spaces):
         held = np.array([page for page in pages[each.space] if page != RESERVED_PAGE], np.int32)
         # Neither page of a pending copy may change.
         copied = {*each.pending.copies, *each.pending.copies.values()}
         if (each.num_holders(held) > 1).any() or not copied.isdisjoint(held.tolist()):
-            raise BadBatch(f"row {row} shares pages with others, which must not be written; import into one of admit()")
+            raise BadBatch(
+                f"row {row} shares pages with others, which must not be written; import into a row from admit()"
+            )
     stored = int(table.tokens.stored_len[row])
     if stored:
-        raise BadBatch(f"row {row} has {stored} stored tokens already; import into one of admit()")
+        raise BadBatch(f"row {row} has {stored} stored tokens already; import into a row from admit()")
 
 
 def _num_bytes(parts: Sequence[Stretch]) -> int:

@@ -87,8 +87,8 @@ class Plugin:
             return ""
         found = f"{self.engine} {version}" if version else f"{self.engine} without a version"
         return (
-            f"rocm_attn does not serve {found}: it was tested with {self.served}; install such a release, or choose "
-            f"another attention backend"
+            f"rocm_attn does not serve {found}: it was tested with {self.served}; install such a release, or "
+            "choose another attention backend"
         )
 
     def require_served(self) -> None:

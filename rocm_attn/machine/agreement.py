@@ -186,8 +186,8 @@ class _GroupMeetings:
             for rank, (_, digest) in enumerate(heard):
                 if digest != heard[0][1]:
                     raise RanksDiverged(
-                        f"rank {rank} ran another step than rank 0 after step {number - 1}; ranks of one model must be "
-                        "given the same requests in the same order"
+                        f"rank {rank} ran another step than rank 0 after step {number - 1}; give all ranks of a "
+                        "model the same requests in the same order"
                     )
             if any(num_faults for num_faults, _ in heard):
                 faults = self.all_faults(number, found)

@@ -56,7 +56,7 @@ def sorted_for(target: Target, rows: Sequence[MeasuredRow]) -> Sorted:
     if not of_arch:
         return Sorted(serving, "")
     why = "; ".join(dict.fromkeys(difference for row in of_arch for difference in _differences(row, target)))
-    return Sorted(serving, f"{len(of_arch)} of {len(rows)} measured rows are passed over: {why}")
+    return Sorted(serving, f"{len(of_arch)} of {len(rows)} measured rows are not used: {why}")
 
 
 def _differences(row: MeasuredRow, target: Target) -> list[str]:
@@ -65,9 +65,9 @@ def _differences(row: MeasuredRow, target: Target) -> list[str]:
     if of.arch != target.arch:
         found.append(f"measured on {of.arch}, and this is {target.arch}")
     if triton == UNKNOWN or Release.of(of.triton) != triton:
-        found.append(f"measured with Triton {of.triton}, and here it is {triton}")
+        found.append(f"measured with Triton {of.triton}, and the installed one is {triton}")
     if of.compute_units != target.compute_units:
-        found.append(f"measured on {of.compute_units} compute units, and here are {target.compute_units}")
+        found.append(f"measured on {of.compute_units} compute units, and this GPU has {target.compute_units}")
     return found
 
 
@@ -87,7 +87,7 @@ def with_measured_rows(target: Target) -> Target:
     try:
         served, about = with_rows_of(target, place)
     except BadSetting as refused:
-        served, about = target, f"{refused}; the tables' own tiles serve"
+        served, about = target, f"{refused}; the built-in tiles are used"
     if about:
         _warn_once(about)
     return served

@@ -87,32 +87,33 @@ def option_texts(options: type) -> dict[str, tuple[Any, OptionText]]:
 class AttentionOptions:
     """Options of a model's attention: those that explain, capture-plan and prewarm share with an engine."""
 
-    provider: str = option(AUTO, "whose attention kernels run", choices=PROVIDERS, default_is="auto: the fastest")
+    provider: str = option(AUTO, "provider of attention kernels", choices=PROVIDERS, default_is="auto: the fastest")
     page_size: int | Literal["auto"] = option(
         16,
-        "tokens in a page of the KV cache; auto takes the size with the best kernels for the model's layers",
+        "tokens per page of the KV cache; auto takes the size with the best kernels for the model's layers",
         unit="TOKENS",
         least=1,
         choices=(AUTO,),
     )
     pool: str = option(
         "linear",
-        "how K and V lie in pages, for layers that are not latent; auto takes the layout with the best kernels, and "
-        "linear where both are equally good",
+        "layout of K and V in pages, for layers that are not latent; auto takes the layout with the best kernels, "
+        "and linear if both are equally good",
         choices=POOLS,
     )
     kv_dtype: str = option(
         AUTO,
-        "how K and V are kept: as they are computed, or in eight bits; fp8 is e4m3fnuz on gfx942 and e4m3fn elsewhere",
+        "dtype of K and V in the cache: the computed one, or eight bits; fp8 is e4m3fnuz on gfx942 and e4m3fn "
+        "elsewhere",
         choices=KV_DTYPES,
-        default_is="auto: as they are computed",
+        default_is="auto: the computed one",
     )
     kv_scales: str = option(
         AUTO,
-        "what shares a factor of eight-bit K and V: a layer's, a KV head's or a token's; those of tokens follow from "
-        "what is stored, the others are the model's, or 1",
+        "sharing of a scale of eight-bit K and V: per layer, per KV head or per token; per-token scales are "
+        "computed at the store, the others come from the model or are 1",
         choices=KV_SCALES,
-        default_is="auto: token, or layer where the model brings factors",
+        default_is="auto: token, or layer if the model has scales",
     )
     max_batch_size: int = option(64, "sequences that run at a time", unit="SEQS", least=1)
     max_kv_len: int | None = option(
@@ -126,7 +127,7 @@ class AttentionOptions:
     )
     num_pages: int | None = option(
         None,
-        "pages of the KV cache, the reserved page 0 included",
+        "pages of the KV cache, including the reserved page 0",
         kind=int,
         unit="PAGES",
         least=2,
@@ -134,12 +135,12 @@ class AttentionOptions:
     )
     swa_pages: int | None = option(
         None,
-        "likewise, of a pool for layers with a window; 0: they share the other layers' pool",
+        "pages of a separate pool for layers with a window; 0: they share the other layers' pool",
         kind=int,
         unit="PAGES",
         least=0,
-        default_is="what the windows and a chunk need",
+        default_is="enough for the windows and a chunk",
     )
     deterministic: bool = option(
-        False, "a prompt's tokens are the same bit by bit whatever is served beside it, at some cost in speed"
+        False, "make a prompt's tokens bitwise independent of other prompts in the batch, at some cost in speed"
     )

@@ -46,8 +46,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.disable_guards and not self.debug:
             raise BadSetting(
-                f"{DISABLE_GUARDS}={','.join(self.disable_guards)} switches safeguards against silent corruption off, "
-                f"which is for debugging only; set {DEBUG}=1 too, or unset {DISABLE_GUARDS}"
+                f"{DISABLE_GUARDS}={','.join(self.disable_guards)} switches off safeguards against silent "
+                f"corruption, which is for debugging only; set {DEBUG}=1 too, or unset {DISABLE_GUARDS}"
             )
 
 

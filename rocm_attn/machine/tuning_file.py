@@ -22,7 +22,7 @@ from rocm_attn.kernels.tuning.measured import MeasuredLayer, MeasuredRow, Proven
 
 # The version of the format; files of other versions are refused.
 VERSION = 2
-_REMEDY = "run `rocm-attn tune` anew into another file, or take this one away"
+_REMEDY = "run `rocm-attn tune` again into another file, or remove this one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class TuningFile:
             part.write_text(json.dumps(content, indent=1) + "\n")
             os.replace(part, place)
         except OSError as error:
-            raise BadSetting(f"the tuning file {place} cannot be written ({error}); name another one") from error
+            raise BadSetting(f"the tuning file {place} cannot be written ({error}); choose another one") from error
 
 
 def as_json(row: MeasuredRow) -> dict[str, Any]:
@@ -85,12 +85,12 @@ def _digest(said: Mapping[str, Any]) -> str:
 def _rows(content: object) -> tuple[MeasuredRow, ...]:
     """The rows of a parsed file. Raises ValueError that says what is wrong."""
     if not isinstance(content, dict) or "version" not in content:
-        raise ValueError("it is no JSON object with a version")
+        raise ValueError("it is not a JSON object with a version")
     if content["version"] != VERSION or isinstance(content["version"], bool):
         raise ValueError(f"its version is {content['version']!r}, and this release reads {VERSION}")
     given = _fields(content, ("version", "rows"), "the file")
     if not isinstance(given["rows"], list):
-        raise ValueError("rows is no list")
+        raise ValueError("rows is not a list")
     return tuple(_row(row, f"row {number}") for number, row in enumerate(given["rows"]))
 
 
@@ -105,21 +105,21 @@ def _row(content: object, where: str) -> MeasuredRow:
     measured = _value(Provenance, given["measured"], f"{where}, measured")
     max_rows = _value(int, given["max_rows"], f"{where}, max_rows")
     if min(layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, max_rows) < 1:
-        raise ValueError(f"{where}: heads, dims and rows are at least 1")
+        raise ValueError(f"{where}: heads, dims and rows must be at least 1")
     if layer.num_q_heads % layer.num_kv_heads:
-        raise ValueError(f"{where}: query heads are no multiple of KV heads")
+        raise ValueError(f"{where}: query heads must be a multiple of KV heads")
     reason = refusal(table, tiles, layer)
     if reason:
         raise ValueError(f"{where}: no kernel takes its tiles: {reason}")
     if given["digest"] != _digest({name: value for name, value in given.items() if name != "digest"}):
-        raise ValueError(f"{where} was changed after it was measured: its digest is another")
+        raise ValueError(f"{where} was changed after it was measured: its digest differs")
     return MeasuredRow(table, layer, max_rows, tiles, measured)
 
 
 def _fields(content: object, names: Sequence[str], where: str) -> dict[str, Any]:
     """An object with exactly these fields."""
     if not isinstance(content, dict):
-        raise ValueError(f"{where} is no JSON object")
+        raise ValueError(f"{where} is not a JSON object")
     unknown, missing = sorted(content.keys() - set(names)), sorted(set(names) - content.keys())
     if unknown or missing:
         said = [f"unknown fields {', '.join(unknown)}"] * bool(unknown)
@@ -137,7 +137,7 @@ def _value(kind: Any, content: object, where: str) -> Any:
         return make(**{name: _value(hint, given[name], f"{where}.{name}") for name, hint in hints.items()})
     if typing.get_origin(kind) is tuple:
         if not isinstance(content, list):
-            raise ValueError(f"{where} is no list")
+            raise ValueError(f"{where} is not a list")
         return tuple(_value(typing.get_args(kind)[0], each, where) for each in content)
     if kind is float and type(content) in (int, float):
         number = float(typing.cast(float, content))

@@ -39,7 +39,7 @@ class Watchdog:
             timer.cancel()
 
     def _report(self, what: str) -> None:
-        sentence = f"rocm-attn: {what} has not ended after {self._seconds:g} s"
+        sentence = f"rocm-attn: {what} has not finished after {self._seconds:g} s"
         stream = self._stream if self._stream is not None else sys.__stderr__
         if stream is not None:
             print(sentence, file=stream, flush=True)

@@ -135,13 +135,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for layer in self.layers:
             if layer.rope.head_dim % 2:
-                raise BadModel(f"head_dim {layer.rope.head_dim} is odd; rotary embedding turns pairs")
+                raise BadModel(f"head_dim {layer.rope.head_dim} is odd; rotary embedding needs pairs")
             if isinstance(layer.rope.scaling, DivisorScaling):
                 divisors, pairs = len(layer.rope.scaling.divisors), layer.rope.head_dim // 2
                 if divisors != pairs:
                     raise BadModel(
-                        f"{divisors} factors of the rotary embedding for {pairs} pairs of elements that turn; "
-                        "each pair needs one"
+                        f"the rotary embedding has {divisors} factors for {pairs} rotated pairs; give one per pair"
                     )
         for token in self.eos_token_ids:
             if token >= self.vocab_size:

@@ -15,9 +15,7 @@ def cost_of_heads(geometry: AttentionGeometry, num_ranks: int) -> tuple[str, ...
         q_heads, kv_heads = part.num_q_heads * num_ranks, part.num_kv_heads * num_ranks
         what = f"{layer.num_q_heads} query heads over {layer.num_kv_heads} KV heads"
         if q_heads > layer.num_q_heads:
-            sentences.append(
-                f"{what} take the place of {q_heads} over {kv_heads}, {_zeros(layer.num_q_heads, q_heads)}"
-            )
+            sentences.append(f"{what} are padded to {q_heads} over {kv_heads}, {_zeros(layer.num_q_heads, q_heads)}")
         elif kv_heads > layer.num_kv_heads:
             sentences.append(f"{what}: each KV head is held by {kv_heads // layer.num_kv_heads} ranks")
     return tuple(dict.fromkeys(sentences))
@@ -30,7 +28,7 @@ def cost_of_cut(config: ModelConfig, num_ranks: int) -> tuple[str, ...]:
     for what, size in (*sizes, ("the output matrix of {} tokens", config.vocab_size)):
         padded = Shard(0, num_ranks).span(size).size * num_ranks
         if padded > size:
-            sentences.append(f"{what.format(size)} takes the place of {padded}, {_zeros(size, padded)}")
+            sentences.append(f"{what.format(size)} is padded to {padded}, {_zeros(size, padded)}")
     return tuple(dict.fromkeys(sentences))
 
 

@@ -123,7 +123,7 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
         refuse_latent_attention(config)
     fields = text_fields(config)
     if fields.values.get("use_bidirectional_attention") is True:
-        raise Unsupported(f"{architecture} with use_bidirectional_attention: only causal attention is served")
+        raise Unsupported(f"{architecture} with use_bidirectional_attention is not served: only causal attention is")
     return FAMILIES[architecture].attention.geometry(fields)
 
 
@@ -146,7 +146,7 @@ def architecture_of(config: Mapping[str, object]) -> str:
     """The class name in a config.json. Raises BadModel."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str) or len(names[0]) > _LONGEST_NAME:
-        raise BadModel(f"config.json: architectures is {shown(names)}; it must name the model's class in a list")
+        raise BadModel(f"config.json: architectures is {shown(names)}; it must be a list that names the model's class")
     return names[0]
 
 

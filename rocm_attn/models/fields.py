@@ -139,7 +139,9 @@ def read_text(path: Path) -> str:
     """A file's text, UTF-8. Raises BadModel."""
     try:
         if path.stat().st_size > _MAX_TEXT_BYTES:
-            raise BadModel(f"{path} has {path.stat().st_size} bytes; the text of a model has up to {_MAX_TEXT_BYTES}")
+            raise BadModel(
+                f"{path} has {path.stat().st_size} bytes; a model's text file may have up to {_MAX_TEXT_BYTES}"
+            )
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadModel(f"{path} cannot be read ({error})") from error

@@ -31,8 +31,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     kind = general.text("general.architecture")
     if kind not in _ARCHITECTURES:
         raise BadModel(
-            f"{file.name}: the runner does not know the architecture {shown(kind)}; "
-            f"it knows {', '.join(_ARCHITECTURES)}"
+            f"{file.name}: architecture {shown(kind)} is not served; the runner serves {', '.join(_ARCHITECTURES)}"
         )
     prefix = f"{kind}."
     fields = Fields(
@@ -40,7 +39,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         f"{file.name}: {kind}",
     )
     if fields.has("expert_count"):
-        raise BadModel(f"{file.name} is a mixture of experts, which the runner does not know")
+        raise BadModel(f"{file.name} is a mixture of experts, which the runner does not read from GGUF")
     attention, shapes = _attention(fields), file.shapes()
     layer = LayerConfig(
         attention=attention,
@@ -77,9 +76,7 @@ def _attention(fields: Fields) -> AttentionLayer:
     head_dim = fields.count("attention.key_length", hidden_size // num_q_heads)
     for name in ("attention.value_length", "rope.dimension_count"):
         if fields.count(name, head_dim) != head_dim:
-            raise BadModel(
-                f"{fields.source}: {name} is {fields.count(name)}; the runner wants it equal to head_dim {head_dim}"
-            )
+            raise BadModel(f"{fields.source}: {name} is {fields.count(name)}; it must be equal to head_dim {head_dim}")
     window = (
         window_left(fields.count("attention.sliding_window"))
         if fields.has("attention.sliding_window")
@@ -118,9 +115,7 @@ def _scaling(fields: Fields) -> Scaling:
             original_context_len=fields.count("rope.scaling.original_context_length", fields.count("context_length")),
             attention_factor=yarn_attention_factor(factor) * fields.positive("rope.scaling.attn_factor", 1.0),
         )
-    raise BadModel(
-        f"{fields.source}: rope.scaling.type {shown(kind)} is not known; the runner knows none, linear, yarn"
-    )
+    raise BadModel(f"{fields.source}: rope.scaling.type {shown(kind)} is not known; it must be none, linear or yarn")
 
 
 def _end_tokens(fields: Fields) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ def _window_where(fields: Fields, num_layers: int, slides: Callable[[int], bool]
     for layer_type in types:
         if layer_type not in meaning:
             raise Unsupported(
-                f"a layer of type {shown(layer_type)} is not served; layer_types may hold {', '.join(meaning)}"
+                f"layer type {shown(layer_type)} is not served; layer_types may hold {', '.join(meaning)}"
             )
     return tuple(meaning[str(layer_type)] for layer_type in types)
 
@@ -98,15 +98,15 @@ def of_the_last_like_it(fields: Fields, windows: Sequence[int]) -> tuple[int, ..
     num_storing = len(windows) - num_shared
     if not 0 < num_storing <= len(windows):
         raise BadModel(
-            f"config.json: num_kv_shared_layers is {num_shared} of num_hidden_layers {len(windows)}; "
-            "it must be 0 or more, and fewer than all"
+            f"config.json: num_kv_shared_layers is {num_shared} and num_hidden_layers {len(windows)}; it must be 0 "
+            "or more, and fewer than all layers"
         )
     last = {window: layer for layer, window in enumerate(windows[:num_storing])}
     for layer, window in enumerate(windows):
         if window not in last:
             raise BadModel(
                 f"config.json: layer {layer} reads K and V of an earlier layer of its type, but none of the first "
-                f"{num_storing} layers, which keep K and V, is of that type"
+                f"{num_storing} layers, which store K and V, has that type"
             )
     return (*range(num_storing), *(last[window] for window in windows[num_storing:]))
 

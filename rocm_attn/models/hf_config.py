@@ -21,7 +21,7 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
     architecture = architecture_of(config)
     if architecture not in DECODERS:
         refuse_latent_attention(config)
-        raise BadModel(f"the runner does not know {architecture}; it runs {', '.join(DECODERS)}")
+        raise BadModel(f"the runner does not serve {architecture}; it serves {', '.join(DECODERS)}")
     decoder, whole, fields = DECODERS[architecture], Fields(config, "config.json"), text_fields(config)
     _refuse_quantised(whole)
     attention = attention_geometry(config)
@@ -56,4 +56,4 @@ def _refuse_quantised(fields: Fields) -> None:
     remedy = "use the unquantised model or a GGUF file"
     if method == "mxfp4":
         remedy = "let transformers load it with Mxfp4Config(dequantize=True) and save it in bfloat16"
-    raise BadModel(f"config.json: weights quantised with {shown(method)} are not read; {remedy}")
+    raise BadModel(f"config.json: weights quantised with {shown(method)} are not supported; {remedy}")

@@ -31,7 +31,7 @@ class Gemma4Attention:
     def geometry(self, fields: Fields) -> AttentionGeometry:
         """Like AttentionOfFamily.geometry."""
         if fields.has("use_bidirectional_attention") and fields.text("use_bidirectional_attention") == "all":
-            raise Unsupported("use_bidirectional_attention is 'all': only causal attention of text is served")
+            raise Unsupported("use_bidirectional_attention is 'all': only causal attention over text is served")
         windows = gemma4_windows(fields)
         num_q_heads = fields.count("num_attention_heads")
         own = fields.inner("per_layer_config")
@@ -96,8 +96,7 @@ def own_inputs(fields: Fields) -> OwnInputs:
     given, vocab_size = fields.count("vocab_size_per_layer_input"), fields.count("vocab_size")
     if given < vocab_size:
         raise BadModel(
-            f"config.json: vocab_size_per_layer_input is {given} and vocab_size {vocab_size}; "
-            "every token needs inputs of its own"
+            f"config.json: vocab_size_per_layer_input is {given} and vocab_size {vocab_size}; both must be equal"
         )
     return OwnInputs(fields.count("hidden_size_per_layer_input"), given)
 

@@ -50,7 +50,7 @@ class IndexedLatentAttention:
         heads, dim = fields.count("index_n_heads"), fields.count("index_head_dim")
         rope_dim = dense.layers[0].rope_dim
         if dim < rope_dim:
-            raise BadModel(f"config.json: index_head_dim is {dim}; {rope_dim} of its elements are to turn")
+            raise BadModel(f"config.json: index_head_dim is {dim}; it must hold the {rope_dim} rotated elements")
         indexing = Indexing(scale=dim**-0.5, top=fields.count("index_topk"))
         own, earlier = Indexer(heads, dim, indexing), EarlierSelection(indexing)
         return AttentionGeometry.of(

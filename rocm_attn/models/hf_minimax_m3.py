@@ -75,10 +75,10 @@ def _indexer(fields: Fields, layer: AttentionLayer) -> Indexer:
     heads, local, top = (index.count(f"index_{name}") for name in ("n_heads", "local_blocks", "topk_blocks"))
     if heads != layer.num_kv_heads:
         raise BadModel(
-            f"config.json: {heads} index heads for num_key_value_heads {layer.num_kv_heads}; each KV head has its own"
+            f"config.json: {heads} index heads for num_key_value_heads {layer.num_kv_heads}; each KV head needs its own"
         )
     if local > top:
-        raise BadModel(f"config.json: {local} local blocks of {top} that are chosen; it must be at most all of them")
+        raise BadModel(f"config.json: {local} local blocks of {top} selected blocks; it must be at most all of them")
     indexing = Indexing(
         scale=1.0, top=top, sets=heads, rectified=False, unit_keys=index.count("index_block_size"), last=local
     )

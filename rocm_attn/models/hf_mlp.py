@@ -11,7 +11,7 @@ from rocm_attn.models.routing import ExpertScores, Routing
 
 def _activation(fields: Fields, name: str, known: str) -> None:
     if fields.text(name, known) != known:
-        raise BadModel(f"config.json: {name} is {shown(fields.text(name))}; the runner knows {known!r}")
+        raise BadModel(f"config.json: {name} is {shown(fields.text(name))}; it must be {known!r}")
 
 
 def swiglu(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
@@ -59,12 +59,10 @@ def gpt_oss_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
 def deepseek_v2_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
     """[layers] Experts with a shared dense MLP in every layer after the first first_k_dense_replace."""
     if fields.flag("norm_topk_prob", False):
-        raise BadModel("config.json: norm_topk_prob is true; in DeepSeek-V2 the shares of experts are not normalised")
+        raise BadModel("config.json: norm_topk_prob is true; in DeepSeek-V2 the weights of experts are not normalised")
     method = fields.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise BadModel(
-            f"config.json: topk_method is {shown(method)}; the runner knows 'greedy' and 'group_limited_greedy'"
-        )
+        raise BadModel(f"config.json: topk_method is {shown(method)}; it must be 'greedy' or 'group_limited_greedy'")
     is_grouped = method == "group_limited_greedy"
     routing = Routing(
         num_experts=fields.count("n_routed_experts"),

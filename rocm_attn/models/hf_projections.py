@@ -42,7 +42,7 @@ def rows_with_indexers(index_interleaved: bool) -> Callable[[Fields, int], tuple
         (rows,) = set(interleaved_rows(fields, num_layers))
         assert isinstance(rows, LatentProjections), "latent rows"
         if not rows.q_rank:
-            raise BadModel("config.json does not say q_lora_rank; queries of an indexer are made of a row of that rank")
+            raise BadModel("config.json has no q_lora_rank, and an indexer's queries need it")
         own = replace(rows, indexer=True, index_interleaved=index_interleaved)
         return tuple(own if is_own else rows for is_own in own_indexers(fields, num_layers))
 

@@ -49,8 +49,8 @@ def rope_of_first_elements(fields: Fields, attention: AttentionGeometry) -> tupl
     share, kind = given.positive("partial_rotary_factor", 1.0), given.text("rope_type", "default")
     if share > 1.0 or kind != "default":
         raise BadModel(
-            f"{given.source}: rope type {kind!r} with partial_rotary_factor {share}; the runner knows 'default' here, "
-            "with at most 1"
+            f"{given.source}: rope type {kind!r} with partial_rotary_factor {share}; the type must be 'default' "
+            "and the factor at most 1"
         )
     theta = given.positive("rope_theta", 5e6)
     return tuple(Rope(theta, int(layer.head_dim * share)) for layer in attention.layers)
@@ -87,7 +87,7 @@ def _both_kinds(parameters: Fields) -> tuple[Fields, Fields]:
 def _refuse_partial(fields: Fields) -> None:
     is_proportional = fields.values.get("rope_type") == "proportional"
     if not is_proportional and fields.positive("partial_rotary_factor", 1.0) != 1.0:
-        raise BadModel(f"{fields.source}: partial_rotary_factor is not 1; the runner turns whole heads")
+        raise BadModel(f"{fields.source}: partial_rotary_factor is not 1; the runner rotates whole heads")
 
 
 def _scaling(fields: Fields, context_len: int) -> Scaling:
@@ -115,8 +115,8 @@ def _scaling(fields: Fields, context_len: int) -> Scaling:
     if kind == "longrope":
         return _longrope(fields, context_len, original_context_len)
     raise BadModel(
-        f"{fields.source}: rope type {kind!r} is not known; the runner knows "
-        "default, linear, proportional, llama3, yarn, longrope"
+        f"{fields.source}: rope type {kind!r} is not known; it must be default, linear, proportional, llama3, yarn "
+        "or longrope"
     )
 
 
@@ -149,9 +149,10 @@ def _longrope(fields: Fields, context_len: int, original_context_len: int) -> Di
     attention_factor = fields.positive("attention_factor", attention_factor)
     if short != long and context_len > original_context_len:
         raise BadModel(
-            f"{fields.source}: long_factor differs from short_factor and takes its place in a step with a text of more "
-            f"than {original_context_len} tokens, so keys would depend on when they were stored; to serve texts up to "
-            f"there, set max_position_embeddings to {original_context_len} and attention_factor to {attention_factor!r}"
+            f"{fields.source}: long_factor differs from short_factor and replaces it in a step with a text of more "
+            f"than {original_context_len} tokens, so keys would depend on when they were stored; to serve shorter "
+            f"texts, set max_position_embeddings to {original_context_len} and attention_factor to "
+            f"{attention_factor!r}"
         )
     return DivisorScaling(short, attention_factor)
 

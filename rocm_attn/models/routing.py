@@ -47,17 +47,17 @@ class Routing:
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_chosen <= self.num_experts:
-            raise BadModel(f"{self.num_chosen} experts a token of {self.num_experts} experts; it must be 1 to all")
+            raise BadModel(f"{self.num_chosen} of {self.num_experts} experts are chosen per token; it must be 1 to all")
         if self.num_experts % self.num_groups or not 1 <= self.num_groups_chosen <= self.num_groups:
             raise BadModel(
-                f"{self.num_groups_chosen} of {self.num_groups} groups of {self.num_experts} experts; the groups must "
-                "divide the experts, and 1 to all of them be chosen"
+                f"{self.num_groups_chosen} of {self.num_groups} groups of {self.num_experts} experts are chosen; "
+                "the groups must divide the experts, and 1 to all of them must be chosen"
             )
         of_group = self.num_experts // self.num_groups
         if self.best_of_group > of_group or self.num_chosen > self.num_groups_chosen * of_group:
             raise BadModel(
-                f"{self.num_chosen} experts a token out of {self.num_groups_chosen} groups of {of_group}; "
-                f"those must hold as many, and each at least {self.best_of_group}"
+                f"{self.num_chosen} experts per token out of {self.num_groups_chosen} groups of {of_group}; the "
+                f"groups must hold as many, and each group at least {self.best_of_group}"
             )
 
     def choose(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -96,6 +96,6 @@ class TensorReader:
         if not torch.isfinite(tensor).all():
             names = " or ".join(piece.name for piece in pieces)
             raise BadModel(
-                f"{self.source.name}: {names} holds NaN or infinity as {tensor.dtype}; "
-                "the file is damaged, or the dtype too narrow for it"
+                f"{self.source.name}: {names} holds NaN or infinity as {tensor.dtype}; the file is damaged, or the "
+                "dtype has too small a range for it"
             )

@@ -44,8 +44,9 @@ class Left:
     seconds: Range | None = None
 
     def line(self) -> str:
-        """The finding in one line."""
-        return "; ".join(filter(None, (self.what, self.gate and f"gate: {self.gate}", self.how_much, self.how)))
+        """The finding, the change that gives it, the obstacle and the gain: a line each."""
+        details = (f"how: {self.how}", self.gate and f"obstacle: {self.gate}", f"gain: {self.how_much}")
+        return "\n      ".join(filter(None, (self.what, *details)))
 
     def as_json(self) -> dict[str, Any]:
         """The finding for --json."""

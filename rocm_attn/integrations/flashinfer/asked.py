@@ -18,11 +18,11 @@ _EIGHT_BITS = {torch.float8_e4m3fn: KVEncoding.E4M3FN, torch.float8_e5m2: KVEnco
 
 # Arguments that FlashInfer takes and no kernel here supports -> the reason.
 _REFUSED = {
-    "window_right": "windows reach back from a query, not ahead of it",
-    "jit_args": "they are CUDA source, which is compiled into FlashInfer's own kernels",
-    "jit_kwargs": "they are CUDA source, which is compiled into FlashInfer's own kernels",
-    "variant_owns_mask": "it is about CUDA source that is compiled into FlashInfer's own kernels",
-    "*args": "they are arguments of CUDA source that is compiled into FlashInfer's own kernels",
+    "window_right": "a window covers keys before a query only",
+    "jit_args": "it is CUDA source for FlashInfer's own kernels",
+    "jit_kwargs": "it is CUDA source for FlashInfer's own kernels",
+    "variant_owns_mask": "it concerns CUDA source for FlashInfer's own kernels",
+    "*args": "these are arguments of CUDA source for FlashInfer's own kernels",
     "kv_cache_sf": "no kernel here reads NVFP4 pages; keep K and V in 16 bits or in FP8",
     "skip_softmax_threshold_scale_factor": "every key counts here; leave it None",
     "uses_spcompress": "no kernel here has a compressed softmax; leave it None",
@@ -31,19 +31,19 @@ _REFUSED = {
     "max_item_len_ptr": "there is no multi-item scoring; pass its mask as custom_mask",
     "v_indptr": "K and V of a token lie at the same place of their tensors; leave it None",
     "o_indptr": "a token's output lies where its query lies; leave it None",
-    "scale_q": "queries in eight bits have no kernel here; pass them in 16 bits",
-    "scale_k": "factors of heads belong to queries in eight bits, which have no kernel here",
-    "scale_v": "factors of heads belong to queries in eight bits, which have no kernel here",
-    "o_scale": "outputs in eight bits are not written; scale the output",
+    "scale_q": "no kernel here reads eight-bit queries; pass them in 16 bits",
+    "scale_k": "per-head scales belong to eight-bit queries, which no kernel here reads",
+    "scale_v": "per-head scales belong to eight-bit queries, which no kernel here reads",
+    "o_scale": "no kernel here writes eight-bit outputs; scale the output",
     "skip_softmax": "every key counts here; leave it False",
-    "ckv_scale": "latent pages in eight bits with a factor at each call are not read; keep them in 16 bits",
-    "ckv_scale_arr": "latent pages in eight bits with a factor at each call are not read; keep them in 16 bits",
-    "kpe_scale": "latent pages in eight bits with a factor at each call are not read; keep them in 16 bits",
-    "output_scale": "outputs in eight bits are not written; scale the output",
-    "scale_mode": "latent pages in eight bits with a factor at each call are not read; keep them in 16 bits",
-    "bmm1_scale": "the scale of a plan holds; give sm_scale to plan()",
+    "ckv_scale": "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits",
+    "ckv_scale_arr": "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits",
+    "kpe_scale": "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits",
+    "output_scale": "no kernel here writes eight-bit outputs; scale the output",
+    "scale_mode": "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits",
+    "bmm1_scale": "the scale is fixed by the plan; give sm_scale to plan()",
     "bmm2_scale": "scale the output",
-    "profiler_buffer": "FlashInfer's kernels write it, and they do not run here",
+    "profiler_buffer": "only FlashInfer's kernels write it, and they do not run here",
 }
 
 
@@ -58,7 +58,7 @@ def refuse(**asked: bool) -> None:
 def check_layout(kv_layout: str) -> str:
     """Returns the layout. Raises BadSetting for one that FlashInfer does not know."""
     if kv_layout not in LAYOUTS:
-        raise BadSetting(f"kv_layout is {kv_layout!r}; it is NHD or HND")
+        raise BadSetting(f"kv_layout is {kv_layout!r}; it must be NHD or HND")
     return kv_layout
 
 
@@ -66,11 +66,11 @@ def check_positions(pos_encoding_mode: str) -> bool:
     """True if scores get ALiBi's bias. Raises Unsupported, BadSetting."""
     if pos_encoding_mode == ROPE:
         raise Unsupported(
-            "pos_encoding_mode ROPE_LLAMA is not served: kernels here read keys as they are stored; rotate queries and "
-            "keys before they are stored, and ask for NONE"
+            "pos_encoding_mode ROPE_LLAMA is not served: kernels here read keys without rotating them; rotate "
+            "queries and keys before the store, and give NONE"
         )
     if pos_encoding_mode not in (NO_POSITIONS, ALIBI):
-        raise BadSetting(f"pos_encoding_mode is {pos_encoding_mode!r}; it is NONE, ROPE_LLAMA or ALIBI")
+        raise BadSetting(f"pos_encoding_mode is {pos_encoding_mode!r}; it must be NONE, ROPE_LLAMA or ALIBI")
     return pos_encoding_mode == ALIBI
 
 
@@ -88,7 +88,7 @@ _chosen = ["auto"]
 def use_provider(provider: str) -> None:
     """Sets the provider for later calls that name no kernels: "auto", "torch", "triton" or "aiter"."""
     if provider not in PROVIDERS:
-        raise BadSetting(f"provider is {provider!r}; it is one of {', '.join(PROVIDERS)}")
+        raise BadSetting(f"provider is {provider!r}; it must be one of {', '.join(PROVIDERS)}")
     _chosen[0] = provider
 
 
@@ -134,14 +134,14 @@ class Geometry:
             raise Unsupported(f"K and V in torch.uint8 are not served: {_REFUSED['kv_cache_sf']}")
         if self.kv_dtype != self.dtype and self.kv_dtype not in _EIGHT_BITS:
             raise Unsupported(
-                f"K and V in {self.kv_dtype} beside queries in {self.dtype} are not served; give both one dtype, or "
-                "K and V torch.float8_e4m3fn or torch.float8_e5m2"
+                f"K and V in {self.kv_dtype} with queries in {self.dtype} are not served; give both one dtype, or K "
+                "and V torch.float8_e4m3fn or torch.float8_e5m2"
             )
         if self.alibi and self.soft_cap:
             raise Unsupported("ALIBI with a logits_soft_cap is not served: the bias is added after the cap here")
         if not 1 <= self.num_kv_heads <= self.num_q_heads:
             raise BadProblem(
-                f"{self.num_q_heads} query heads over {self.num_kv_heads} KV heads; give at least 1 of each"
+                f"{self.num_q_heads} query heads over {self.num_kv_heads} KV heads; each must be at least 1"
             )
 
     @property

@@ -36,9 +36,9 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.lse_base not in ("log2", "ln"):
-            raise BadSetting(f"lse_base is {self.lse_base!r}; it is log2 or ln")
+            raise BadSetting(f"lse_base is {self.lse_base!r}; it must be log2 or ln")
         if self.lse_layout not in ("NH", "HN"):
-            raise BadSetting(f"lse_layout is {self.lse_layout!r}; it is NH or HN")
+            raise BadSetting(f"lse_layout is {self.lse_layout!r}; it must be NH or HN")
 
 
 def pages_of(paged_kv_cache: PagedKV, kv_layout: str) -> tuple[Tensor, Tensor]:
@@ -49,8 +49,9 @@ def pages_of(paged_kv_cache: PagedKV, kv_layout: str) -> tuple[Tensor, Tensor]:
     if isinstance(paged_kv_cache, Tensor):
         if paged_kv_cache.dim() not in (4, 5) or paged_kv_cache.shape[1] != 2:
             raise BadTensor(
-                f"the KV cache is {list(paged_kv_cache.shape)}; it is [pages, 2, ...] or a tuple of K and V, each "
-                "[pages, page_size, kv_heads, head_dim] in NHD and [pages, kv_heads, page_size, head_dim] in HND"
+                f"the KV cache is {list(paged_kv_cache.shape)}; it must be [pages, 2, ...] or a tuple of K and V, "
+                "each [pages, page_size, kv_heads, head_dim] in NHD and [pages, kv_heads, page_size, head_dim] in "
+                "HND"
             )
         k, v = paged_kv_cache.unbind(1)
     else:
@@ -63,7 +64,7 @@ def _as_nhd(side: Tensor, kv_layout: str) -> Tensor:
         return side.unsqueeze(1)
     if side.dim() != 4:
         raise BadTensor(
-            f"a side of the KV cache is {list(side.shape)}; it has 4 dimensions, or 3 with pages of 1 token"
+            f"a side of the KV cache is {list(side.shape)}; it must have 4 dimensions, or 3 with pages of 1 token"
         )
     return side if kv_layout == "NHD" else side.transpose(1, 2)
 
@@ -136,7 +137,7 @@ def _factor(scale: Scale, device: torch.device) -> Tensor:
     if isinstance(scale, Tensor) and scale.numel() == 1:
         return scale.to(device, torch.float32).reshape(1)
     if isinstance(scale, Tensor):
-        raise BadTensor(f"a scale of shape {list(scale.shape)} is not served; K and V have one factor each")
+        raise BadTensor(f"a scale of shape {list(scale.shape)} is not served; K and V have one scale each")
     if scale is not None and not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         raise BadTensor(f"a scale of K or V is {scale}; it must be a positive number from 2**-100 to 2**100")
     return torch.full((1,), 1.0 if scale is None else scale, dtype=torch.float32, device=device)

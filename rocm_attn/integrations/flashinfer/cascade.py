@@ -123,5 +123,5 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
 def _check_levels(num_levels: int, *lists: list[Tensor] | list[None]) -> None:
     if num_levels < 1 or any(len(each) != num_levels for each in lists):
         raise BadBatch(
-            f"{[len(each) for each in lists]} tensors for {num_levels} levels; give one of each kind a level"
+            f"{[len(each) for each in lists]} tensors for {num_levels} levels; give one of each kind per level"
         )

@@ -74,8 +74,8 @@ def _unpacked(lengths: Lengths, packed: Tensor) -> Tensor:
     num_bytes = -(-cells // 8)
     if packed.dtype != torch.uint8 or packed.dim() != 1 or len(packed) != num_bytes.sum():
         raise BadTensor(
-            f"packed_custom_mask is {packed.dtype} {list(packed.shape)}; it is uint8 [{num_bytes.sum()}]: the cells of "
-            "each sequence from a byte of its own on"
+            f"packed_custom_mask is {packed.dtype} {list(packed.shape)}; it must be uint8 [{num_bytes.sum()}], each "
+            "sequence beginning at a byte of its own"
         )
     bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
     # cell -> bit: the cells of a sequence are shifted by the unused bits of the bytes before it.

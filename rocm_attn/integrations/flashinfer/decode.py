@@ -195,7 +195,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         """Does the work of plan(). fixed_split_size, disable_split_kv: results are the same in any batch."""
         refuse(window_right=window_right != 0)
         if q_len_per_req < 1:
-            raise BadBatch(f"q_len_per_req is {q_len_per_req}; it is at least 1")
+            raise BadBatch(f"q_len_per_req is {q_len_per_req}; it must be at least 1")
         if is_causal is not None and is_causal != (q_len_per_req > 1):
             raise Unsupported(f"is_causal={is_causal} with q_len_per_req={q_len_per_req} is not served; leave it None")
         q_dtype = as_dtype(data_type if q_data_type is None and data_type is not None else q_data_type or "float16")
@@ -220,7 +220,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             fixed = Room(num_seqs, num_seqs * q_len, num_entries, num_entries)
             self._planned = PlannedAttention(self.device, self._provider, fixed=fixed, each_one=q_len == 1)
         elif self._use_cuda_graph and q_len != self._q_len_per_req:
-            raise BadBatch(f"q_len_per_req is {q_len} after {self._q_len_per_req}; make a wrapper for each")
+            raise BadBatch(f"q_len_per_req is {q_len} after {self._q_len_per_req}; make a wrapper for each value")
         self._planned.plan(batch, geometry)
         if self._use_cuda_graph:
             keep("paged_kv_indptr_buffer", self._paged_kv_indptr_buf, lists.indptr)
@@ -259,15 +259,17 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         )
         planned, geometry = self._ready()
         if window_left is not None and window_left != geometry.window_left:
-            raise BadSetting(f"window_left is {window_left}, planned as {geometry.window_left}; plan again")
+            raise BadSetting(f"window_left is {window_left}, planned with {geometry.window_left}; call plan() again")
         if q_len_per_req is not None:
-            warnings.warn("q_len_per_req belongs to plan()", DeprecationWarning, stacklevel=2)
+            warnings.warn("q_len_per_req was given to run(); give it to plan()", DeprecationWarning, stacklevel=2)
             if q_len_per_req != self._q_len_per_req:
-                raise BadBatch(f"q_len_per_req is {q_len_per_req}, planned as {self._q_len_per_req}; plan again")
+                raise BadBatch(
+                    f"q_len_per_req is {q_len_per_req}, planned with {self._q_len_per_req}; call plan() again"
+                )
         if len(q) != planned.batch.lengths.num_tokens:
             raise BadTensor(
-                f"q has {len(q)} rows; {planned.batch.lengths.num_seqs} sequences were planned with q_len_per_req "
-                f"{self._q_len_per_req}, plan again"
+                f"q has {len(q)} rows; the plan has {planned.batch.lengths.num_seqs} sequences with q_len_per_req "
+                f"{self._q_len_per_req}; call plan() again"
             )
         call = Call(out, lse, return_lse, "log2", "NH", q_scale, k_scale, v_scale, sinks)
         return attend(planned, geometry, self._out_dtype, q, pages_of(paged_kv_cache, self._kv_layout), call)

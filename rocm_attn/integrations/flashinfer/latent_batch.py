@@ -80,7 +80,9 @@ def batch_of(metadata: MLAPlanMetadata, page_size: int) -> Batch:
     table = given(metadata.block_tables)
     q_indptr, kv_len = on_host(given(metadata.cum_seq_lens_q), given(metadata.seq_lens))
     if table.dim() != 2 or len(table) != len(kv_len):
-        raise BadTensor(f"block_tables are {list(table.shape)}; they have a row for each of {len(kv_len)} sequences")
+        raise BadTensor(
+            f"block_tables are {list(table.shape)}; they must have a row for each of {len(kv_len)} sequences"
+        )
     pages = -(-kv_len // page_size)
     if pages.max(initial=0) > table.shape[1]:
         raise BadBatch(f"a sequence has {pages.max()} pages, and block_tables have room for {table.shape[1]}")
@@ -99,6 +101,6 @@ def _batch_of_lists(page_size: int, qo_indptr: Tensor, kv_indptr: Tensor, kv_ind
 def _check_pages(indptr: Int64Array, kv_len: Int64Array, page_size: int) -> None:
     if len(indptr) != len(kv_len) + 1 or indptr[0] != 0 or (np.diff(indptr) < -(-kv_len // page_size)).any():
         raise BadBatch(
-            f"kv_indptr {indptr[:9].tolist()}... has not the pages of {page_size} tokens that kv_len_arr "
+            f"kv_indptr {indptr[:9].tolist()}... does not give the pages of {page_size} tokens that kv_len_arr "
             f"{kv_len[:9].tolist()}... needs"
         )

@@ -21,8 +21,8 @@ Int64Array = npt.NDArray[np.int64]
 class Sight(enum.Enum):
     """The keys that a batch's tokens see."""
 
-    CAUSAL = "what comes before"
-    ALL = "everything"
+    CAUSAL = "causal attention"
+    ALL = "attention to all keys"
     CELLS = "a mask"
 
 
@@ -44,8 +44,8 @@ class Lengths:
         _check_indptr("qo_indptr", self.q_indptr)
         if not len(self.q_indptr) - 1 == len(self.first_page) == len(self.kv_len):
             raise BadBatch(
-                f"qo_indptr names {len(self.q_indptr) - 1} sequences and the KV's lengths {len(self.kv_len)}; "
-                "give one entry more of indptr than sequences"
+                f"qo_indptr names {len(self.q_indptr) - 1} sequences and the KV's lengths {len(self.kv_len)}; indptr "
+                "must have one entry more than there are sequences"
             )
         if self.q_indptr[-1] > INT32_MAX or (self.kv_len > INT32_MAX).any() or (self.kv_len < 0).any():
             raise BadBatch(f"lengths must be 0 to {INT32_MAX}")
@@ -96,7 +96,8 @@ def on_host(*tensors: Tensor) -> list[Int64Array]:
     for tensor in tensors:
         if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex():
             raise BadTensor(
-                f"lengths and boundaries are integers of one dimension, not {tensor.dtype} {list(tensor.shape)}"
+                f"lengths and boundaries are {tensor.dtype} {list(tensor.shape)}; they must be integers of one "
+                "dimension"
             )
     away = [tensor for tensor in tensors if tensor.device.type != "cpu"]
     copied: Iterator[Tensor] = iter(())
@@ -111,12 +112,13 @@ def paged_kv_len(indptr: Int64Array, last_page_len: Int64Array, page_size: int) 
     _check_indptr("indptr", indptr)
     pages = np.diff(indptr)
     if len(pages) != len(last_page_len):
-        raise BadBatch(f"indptr names {len(pages)} sequences, last_page_len {len(last_page_len)}; give one for each")
+        raise BadBatch(f"indptr names {len(pages)} sequences and last_page_len {len(last_page_len)}; give one for each")
     wrong = (pages > 0) & ((last_page_len < 1) | (last_page_len > page_size))
     if wrong.any():
         seq = int(wrong.argmax())
         raise BadBatch(
-            f"last_page_len of sequence {seq} is {last_page_len[seq]}; with pages it is 1 to page_size, {page_size}"
+            f"last_page_len of sequence {seq} is {last_page_len[seq]}; with pages it must be 1 to page_size, "
+            f"{page_size}"
         )
     kv_len: Int64Array = np.where(pages > 0, (pages - 1) * page_size + last_page_len, 0)
     return kv_len
@@ -124,7 +126,7 @@ def paged_kv_len(indptr: Int64Array, last_page_len: Int64Array, page_size: int) 
 
 def _check_indptr(name: str, indptr: Int64Array) -> None:
     if len(indptr) < 1 or indptr[0] != 0 or (np.diff(indptr) < 0).any():
-        raise BadBatch(f"{name} is {indptr[:9].tolist()}...; boundaries begin at 0 and never fall")
+        raise BadBatch(f"{name} is {indptr[:9].tolist()}...; it must begin at 0 and never fall")
 
 
 def uniform_indptr(num_seqs: int, q_len: int) -> Int64Array:

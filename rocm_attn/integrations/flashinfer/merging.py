@@ -41,7 +41,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
     other = s_other.to(torch.float32) * _LN_2
     if mask is not None:
         if mask.shape != s.shape[:1]:
-            raise BadTensor(f"mask is {list(mask.shape)}; it has one entry for each of {s.shape[0]} tokens")
+            raise BadTensor(f"mask is {list(mask.shape)}; it must have one entry for each of {s.shape[0]} tokens")
         other = other.masked_fill((mask == 0)[:, None], float("-inf"))
     merged = s * _LN_2
     _merge((v, merged), (v_other, other), (v, merged))
@@ -57,7 +57,8 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """
     if v.dim() != 4 or s.shape != v.shape[:3] or v.shape[1] == 0:
         raise BadTensor(
-            f"v is {list(v.shape)} and s {list(s.shape)}; they are [tokens, sides, heads, dim] and without dim"
+            f"v is {list(v.shape)} and s {list(s.shape)}; they must be [tokens, sides, heads, dim] and [tokens, "
+            "sides, heads]"
         )
     natural = s.to(torch.float32) * _LN_2
     lse = natural[:, 0].clone()
@@ -71,7 +72,9 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor]) -> None:
     if a[0].shape != b[0].shape or a[1].shape != b[1].shape:
-        raise BadTensor(f"the sides are {list(a[0].shape)} and {list(b[0].shape)}; they have the same tokens and heads")
+        raise BadTensor(
+            f"the sides are {list(a[0].shape)} and {list(b[0].shape)}; they must have the same tokens and heads"
+        )
     device = with_index(a[0].device)
     with on_device(device):
         step_ops(device).merge_states(*a, *b, *into)
@@ -80,5 +83,5 @@ def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], into: tuple[Tenso
 def _check(v: Tensor, s: Tensor) -> None:
     if v.dim() != 3 or s.shape != v.shape[:2]:
         raise BadTensor(
-            f"v is {list(v.shape)} and s {list(s.shape)}; they are [tokens, heads, dim] and [tokens, heads]"
+            f"v is {list(v.shape)} and s {list(s.shape)}; they must be [tokens, heads, dim] and [tokens, heads]"
         )

@@ -103,7 +103,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         refuse(skip_softmax=skip_softmax, output_scale=output_scale != "none", scale_mode=scale_mode.startswith("bmm"))
         flat = qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
         if metadata is not None and any(each is not None for each in flat):
-            raise BadBatch("the plan has metadata and tensors of its own; give one of them")
+            raise BadBatch("plan() was given both metadata and tensors; give one of them")
         sizes = num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type
         geometry = _geometry(*sizes)
         self._use(metadata or MLAPlanMetadata(*flat), geometry)
@@ -117,7 +117,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             self._plan(batch, is_copied)
         if self._use_cuda_graph:
             if metadata.kv_indptr is None:
-                raise Unsupported("tables of pages are not served where run() is captured; give lists of pages")
+                raise Unsupported("tables of pages are not served if run() is captured; give lists of pages")
             count = {"kv_indptr": batch.lengths.num_seqs + 1, "kv_indices": batch.num_entries}
             lists = metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr
             for (name, buffer), values in zip(self._buffers.items(), map(given, lists), strict=True):
@@ -239,7 +239,7 @@ def _geometry(
         )
     q_dtype, kv_dtype = as_dtype(q_data_type), as_dtype(kv_data_type)
     if kv_dtype != q_dtype:
-        raise Unsupported(f"latent pages in {kv_dtype} beside queries in {q_dtype} are not served; give both one dtype")
+        raise Unsupported(f"latent pages in {kv_dtype} with queries in {q_dtype} are not served; give both one dtype")
     sizes = num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, page_size, q_dtype, kv_dtype
     return Geometry(*sizes, scale=sm_scale, causal=causal, pool=PoolKind.LATENT)
 
@@ -254,7 +254,7 @@ def _one_of(name: str, whole: Any, parts: tuple[Tensor | None, Tensor | None]) -
     if whole is None and first is not None and second is not None:
         return first, second
     if first is not None or second is not None or whole is None:
-        raise BadTensor(f"give {name}, or its two parts, and not both")
+        raise BadTensor(f"{name} was given together with its parts; give one of them")
     found: Parts = whole if isinstance(whole, Tensor) else (whole[0], whole[1])
     return found
 
@@ -269,7 +269,7 @@ def _whole(parts: Parts, geometry: Geometry) -> Tensor | None:
     sides = [parts] if isinstance(parts, Tensor) else list(parts)
     for side, dim in zip(sides, [geometry.head_dim] if len(sides) == 1 else dims, strict=True):
         if side.dim() != 3:
-            raise BadTensor(f"a latent cache is {list(side.shape)}; it is [pages, page_size, dim]")
+            raise BadTensor(f"a latent cache is {list(side.shape)}; it must be [pages, page_size, dim]")
         check_rows("a latent cache", side, (side.shape[0], geometry.page_size, dim), geometry.kv_dtype, sides[0].device)
     if isinstance(parts, Tensor):
         return parts

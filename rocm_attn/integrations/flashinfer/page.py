@@ -145,12 +145,12 @@ def _append(rows: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], slots: Te
     if pages[0].shape[:3] != pages[1].shape[:3]:
         raise BadTensor(f"the sides of the KV cache are {list(pages[0].shape)} and {list(pages[1].shape)}")
     if pages[0].shape[0] * pages[0].shape[1] > torch.iinfo(torch.int32).max:
-        raise BadTensor(f"the KV cache is {list(pages[0].shape)}; it may have 2^31 - 1 tokens")
+        raise BadTensor(f"the KV cache is {list(pages[0].shape)}; it must have at most 2^31 - 1 tokens")
     for name, side, its in zip(("the first", "the second"), rows, pages, strict=True):
         check_rows(f"{name} side of new tokens", side, (len(slots), *its.shape[2:]), its.dtype, device)
     if pages[0].dtype not in DTYPES:
         raise Unsupported(
-            f"pages in {pages[0].dtype} are not appended to; write their codes, or keep K and V in "
+            f"pages in {pages[0].dtype} cannot be appended to; write their codes, or keep K and V in "
             f"{', '.join(map(str, DTYPES))}"
         )
     if not len(slots):

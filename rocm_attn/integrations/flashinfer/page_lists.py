@@ -34,11 +34,11 @@ class PageLists:
         """Writes the first count pages to the list. Raises BadTensor, NeverFits."""
         if pages.dim() != 1 or pages.dtype not in (torch.int32, torch.int64) or len(pages) < count:
             raise BadTensor(
-                f"page indices are {pages.dtype} {list(pages.shape)}; they are int32 or int64 in one dimension, with "
-                f"the {count} entries that indptr ends with"
+                f"page indices are {pages.dtype} {list(pages.shape)}; they must be int32 or int64 in one dimension, "
+                f"with the {count} entries that indptr ends with"
             )
         if count > self.num_entries:
-            raise NeverFits(f"{count} page indices do not fit the {self.num_entries} that the wrapper has room for")
+            raise NeverFits(f"{count} page indices were given, and the wrapper has room for {self.num_entries}")
         self._entries[:count].copy_(pages[:count], non_blocking=True)
         if count < self._num_written:
             self._entries[count : self._num_written].zero_()

@@ -85,9 +85,7 @@ class PlannedAttention:
         self._refuse_capture()
         self._batch = None
         if self._fixed is not None and self._each_one and (batch.lengths.q_len != 1).any():
-            raise BadBatch(
-                "the wrapper was first planned with one new token in each sequence, and others are planned now"
-            )
+            raise BadBatch("the wrapper was first planned with one new token per sequence, and now with others")
         self._make_room(batch, geometry.page_size)
         assert self._lists is not None
         self._lists.write(batch.pages, batch.num_entries)
@@ -108,7 +106,7 @@ class PlannedAttention:
         batch = self.batch
         if inputs.q.shape[0] != batch.lengths.num_tokens:
             raise BadTensor(
-                f"q has {inputs.q.shape[0]} rows; {batch.lengths.num_tokens} were planned, call plan() again"
+                f"q has {inputs.q.shape[0]} rows and the plan has {batch.lengths.num_tokens}; call plan() again"
             )
         if not batch.lengths.num_tokens:
             return
@@ -151,7 +149,9 @@ class PlannedAttention:
     def _raise_lse(self, lengths: Lengths, geometry: Geometry, lse: Tensor) -> None:
         """Converts the LSE to FlashInfer's bias, which is 0 at key i for new token i; ours is 0 at its own key."""
         if self._fixed is not None:
-            raise Unsupported("the log-sum-exp of ALIBI is not served where run() is captured; its lengths are frozen")
+            raise Unsupported(
+                "the log-sum-exp of ALIBI is not served if run() is captured, because its lengths are frozen"
+            )
         rise = np.repeat(lengths.kv_len - lengths.q_len, lengths.q_len).astype(np.float32)
         slopes = alibi_slopes(geometry.num_q_heads).to(self.device)
         lse.add_(_sent(rise, self.device)[:, None] * slopes)
@@ -188,9 +188,9 @@ class PlannedAttention:
             self._sight = self._sight or sight
             if sight is not self._sight:
                 raise BadBatch(
-                    f"what new tokens see was first planned as {self._sight.value}, and now as {sight.value}, which "
-                    "captured kernels do not read; plan with and without masks in two wrappers, and put "
-                    "sequences without KV last"
+                    f"the wrapper was first planned for {self._sight.value}, and now for "
+                    f"{sight.value}; use two wrappers for plans with and without masks, and put sequences without KV "
+                    "last"
                 )
         return sight
 
@@ -255,11 +255,14 @@ class PlannedAttention:
         if self._fixed is not None:
             if not self._fixed.holds(needs) or needs.num_seqs != self._fixed.num_seqs:
                 raise NeverFits(
-                    f"the batch has {needs}, and a wrapper whose run() is captured keeps {self._fixed}; a batch has as "
-                    "many sequences, and of the others no more. Make a wrapper with larger buffers"
+                    f"the batch has {needs}, and a wrapper whose run() is captured keeps {self._fixed}; keep the "
+                    "number of sequences and stay within the other sizes, or make a wrapper with larger buffers"
                 )
             if self._page_size not in (0, page_size):
-                raise BadBatch(f"pages of {page_size} tokens after {self._page_size}; make a wrapper for each")
+                raise BadBatch(
+                    f"pages of {page_size} tokens were given after pages of {self._page_size}; make a wrapper "
+                    "for each page size"
+                )
         if self._lists is not None and self._room.holds(needs) and self._page_size == page_size:
             return
         self._room = self._fixed or self._room.grown(needs)

@@ -261,7 +261,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         )
         planned, geometry = self._ready()
         if window_left is not None and window_left != geometry.window_left:
-            raise BadSetting(f"window_left is {window_left}, planned as {geometry.window_left}; plan again")
+            raise BadSetting(f"window_left is {window_left}, planned with {geometry.window_left}; call plan() again")
         call = Call(out, lse, return_lse, lse_base, lse_layout, q_scale, k_scale, v_scale, sinks)
         return attend(planned, geometry, self._out_dtype, q, pages_of(paged_kv_cache, self._kv_layout), call)
 

@@ -54,7 +54,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         refuse(jit_args=jit_args is not None, jit_kwargs=bool(jit_kwargs), variant_owns_mask=variant_owns_mask)
         if use_cuda_graph:
             raise Unsupported(
-                "use_cuda_graph is not served by the ragged wrapper: no buffer bounds K and V; capture the paged one"
+                "the ragged wrapper does not serve use_cuda_graph, because no buffer bounds K and V; capture the "
+                "paged one"
             )
         super().__init__(float_workspace_buffer)
         self._kv_layout = check_layout(kv_layout)
@@ -160,7 +161,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
         if k.dim() != 3 or v.dim() != 3:
-            raise BadTensor(f"k is {list(k.shape)} and v {list(v.shape)}; each has 3 dimensions")
+            raise BadTensor(f"k is {list(k.shape)} and v {list(v.shape)}; each must have 3 dimensions")
         call = Call(out, lse, return_lse, lse_base, lse_layout, q_scale, k_scale, v_scale)
         return attend(self._planned, geometry, self._out_dtype, q, (k.unsqueeze(1), v.unsqueeze(1)), call)
 

@@ -59,8 +59,8 @@ def attend_alone(
     k, v = kv
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2]:
         raise BadTensor(
-            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} as NHD; each has 3 dimensions, and k and v "
-            "the same tokens and heads"
+            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} as NHD; each must have 3 dimensions, and "
+            "k and v the same tokens and heads"
         )
     device = with_index(q.device)
     sizes = q.shape[1], k.shape[1], q.shape[2], v.shape[2], 1, q.dtype, k.dtype

@@ -66,8 +66,8 @@ def listed_batch(lengths: Lengths, indices: Tensor, indptr: Int64Array) -> Batch
 def _batch(lengths: Lengths, indices: Tensor, count: int, masks: tuple[Tensor | None, Tensor | None]) -> Batch:
     if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64) or len(indices) < count:
         raise BadTensor(
-            f"page indices are {indices.dtype} {list(indices.shape)}; they are int32 or int64 in one dimension, with "
-            f"the {count} entries that indptr ends with"
+            f"page indices are {indices.dtype} {list(indices.shape)}; they must be int32 or int64 in one dimension, "
+            f"with the {count} entries that indptr ends with"
         )
     low, high = on_host(page_bounds(indices, count))[0].tolist()
     return Batch(lengths, indices, count, (low, high), given_cells(lengths, *masks, indices.device))
@@ -76,7 +76,7 @@ def _batch(lengths: Lengths, indices: Tensor, count: int, masks: tuple[Tensor | 
 def keep(name: str, buffer: Tensor | None, values: Tensor) -> None:
     """Copies values to the beginning of a buffer of the caller's. Raises NeverFits, BadTensor."""
     if buffer is None:
-        raise BadTensor(f"with use_cuda_graph the wrapper needs {name}; give it when the wrapper is made")
+        raise BadTensor(f"with use_cuda_graph the wrapper needs {name}; give it to the constructor")
     if len(values) > len(buffer):
         raise NeverFits(f"{len(values)} entries do not fit {name}, which has {len(buffer)}; make it larger")
     buffer[: len(values)].copy_(values, non_blocking=True)

@@ -69,7 +69,7 @@ def serving_of(runner: Any) -> Serving:
     if parallel.attn_dcp_size > 1:
         raise Unsupported("decode context parallelism is not served in SGLang; use --dcp-size 1")
     if runner.kv_index_translator.is_translating:
-        raise Unsupported("a unified KV pool keeps virtual slots in its table, which is not served")
+        raise Unsupported("a unified KV pool is not served, because its table holds virtual slots")
     if hasattr(runner.token_to_kv_pool, "get_index_k_with_scale_buffer"):
         _check_sparse(runner)
     is_alone, spec = parallel.attn_tp_size == 1, get_spec()
@@ -89,18 +89,18 @@ def _check_sparse(runner: Any) -> None:
     """Raises Unsupported if others would read or write index keys, or if selections would be kept between steps."""
     if not set(attention_backends()) <= {*ours()}:
         raise Unsupported(
-            f"index keys are scaled as one backend says, and prompts and decode have two: {attention_backends()}; "
-            "use one --attention-backend"
+            f"the backends for prompts and decode, {attention_backends()}, differ, and index keys are scaled by "
+            "one; use one --attention-backend"
         )
     if get_memory().enable_hisparse:
         raise Unsupported("index keys that move to the host are not served; leave --enable-hisparse out")
     if get_disagg().disaggregation_mode != "null":
         raise Unsupported(
-            "index keys of another server may be scaled otherwise; serve models with indexers without "
+            "index keys of another server may be scaled differently; serve models with indexers without "
             "--disaggregation-mode"
         )
     if runner.is_draft_worker and getattr(runner.model_config.hf_config, "index_share_for_mtp_iteration", False):
         raise Unsupported(
-            "the draft model attends to keys that were chosen in an earlier step, and what is chosen here is kept for "
-            "one step; override index_share_for_mtp_iteration to false (--json-model-override-args)"
+            "the draft model attends to keys that were selected in an earlier step, and a selection is kept for "
+            "one step; set index_share_for_mtp_iteration to false (--json-model-override-args)"
         )

@@ -67,8 +67,8 @@ class ModelLayers:
         found = [each for each in _found(runner.model, layer_type) if _has_pages(each.layer, runner)]
         if not found:
             raise Unsupported(
-                f"{type(runner.model).__name__} has no attention layer that could be found before it serves; its "
-                "geometry must be known then: choose another attention backend"
+                f"{type(runner.model).__name__} has no attention layer that can be found before it serves, so its "
+                "geometry is not known; choose another attention backend"
             )
         refused = [f"layer {each.layer.layer_id}: {why}" for each in found for why in _refusals(each.layer, runner)]
         modules = [each.indexer for each in found if each.indexer is not None]
@@ -102,9 +102,10 @@ class ModelLayers:
             place = self._places.get(_signature(layer))
             if place is None:
                 raise WrongState(
-                    f"layer {layer.layer_id} is like none that the model had when its backend was made, so no kernel "
-                    f"was chosen for it: {layer.tp_q_head_num} query heads over {layer.tp_k_head_num} KV heads, "
-                    f"head_dim {layer.qk_head_dim}, v_head_dim {layer.v_head_dim}, window {layer.sliding_window_size}"
+                    f"layer {layer.layer_id} differs from every layer that the model had when its backend was "
+                    f"made, so no kernel was chosen for it: {layer.tp_q_head_num} query heads over "
+                    f"{layer.tp_k_head_num} KV heads, head_dim {layer.qk_head_dim}, v_head_dim {layer.v_head_dim}, "
+                    f"window {layer.sliding_window_size}"
                 )
             kept = self._looked_up[id(layer)] = layer, place
         return kept[1]
@@ -203,8 +204,8 @@ class ModelLayers:
                 choices.append(ALL_KEYS)
             elif earlier is None:
                 raise Unsupported(
-                    f"layer {each.layer.layer_id} attends to keys that an earlier layer has chosen, and this rank has "
-                    "none before it; use --pp-size 1"
+                    f"layer {each.layer.layer_id} attends to keys that an earlier layer selects, and this rank has "
+                    "no such layer; use --pp-size 1"
                 )
             else:
                 choices.append(EarlierSelection(earlier))
@@ -268,7 +269,7 @@ def _refusals(layer: Layer, runner: Runner) -> list[str]:
     """Returns the reasons why a layer is not served."""
     kind = getattr(layer.attn_type, "value", layer.attn_type)
     asked = (
-        (layer.is_cross_attention, "cross attention, whose keys are an encoder's"),
+        (layer.is_cross_attention, "cross attention over an encoder's keys"),
         (kind != "decoder", f"attention of the kind {kind!r}; only a decoder's is served"),
         (layer.pos_encoding_mode != "NONE", f"positions encoded in the kernel ({layer.pos_encoding_mode})"),
         (layer.logit_cap and layer.logit_capping_method != "tanh", f"a soft cap by {layer.logit_capping_method}"),

@@ -108,7 +108,7 @@ class AttentionHooks:
         spaces = dict.fromkeys(source.space for source in self._layers.sources)
         mapped = self._map = slot_map(self.token_to_kv_pool)
         if Space.SWA in spaces and mapped is None:
-            raise Unsupported("the pool of layers with a window has no map from slots yet, when backends are made")
+            raise Unsupported("the pool of layers with a window has no map from slots when backends are made")
         with_map = TableSource(self._table(), TableUnit.SLOT, mapped)
         return {space: with_map if space == Space.SWA else slots for space in spaces}
 
@@ -194,8 +194,8 @@ class AttentionHooks:
             bounds = self._attention.bounds
             if max_bs > bounds.num_seqs or max_num_tokens > self._sealed_tokens:
                 raise NeverFits(
-                    f"graphs of {max_bs} sequences and {max_num_tokens} tokens are to be captured, and those before "
-                    f"had {bounds.num_seqs} and {self._sealed_tokens}; begin with the largest"
+                    f"graphs of {max_bs} sequences and {max_num_tokens} tokens are to be captured after graphs of "
+                    f"{bounds.num_seqs} and {self._sealed_tokens}; capture the largest first"
                 )
             return
         if max_bs > self._attention.bounds.num_seqs:
@@ -270,7 +270,7 @@ class AttentionHooks:
             return NO_CELLS
         if not in_capture:
             if not has_tree(batch):
-                raise WrongState("drafts to be verified came without their tree, and their graph reads one")
+                raise WrongState("draft tokens came without their tree, and the graph that verifies them reads one")
             cells = batch.spec_info.custom_mask
             if cells.data_ptr() != self._cells.data_ptr():  # n-grams, and halves of a batch, have masks of their own
                 if cells.numel() > self._cells.numel():
@@ -309,8 +309,8 @@ class AttentionHooks:
         tokens = self._tokens
         if projected.q.shape[0] < tokens:
             raise BadTensor(
-                f"the indexer of layer {layer_id} was called with {projected.q.shape[0]} tokens in a step of {tokens}; "
-                "its metadata is that of another batch"
+                f"the indexer of layer {layer_id} was called with {projected.q.shape[0]} tokens in a step of "
+                f"{tokens}; its metadata belongs to another batch"
             )
         self._attention.layers.store_index(place, projected.k[:tokens])
         self._attention.layers.select(place, projected.q[:tokens], projected.gates[:tokens])
@@ -335,8 +335,8 @@ class AttentionHooks:
         tokens = self._tokens
         if q.shape[0] < tokens:
             raise BadTensor(
-                f"layer {layer.layer_id} was called with {q.shape[0]} tokens in a step of {tokens}; its metadata is "
-                "that of another batch"
+                f"layer {layer.layer_id} was called with {q.shape[0]} tokens in a step of {tokens}; its metadata "
+                "belongs to another batch"
             )
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         if q.shape[0] > tokens:  # rows of a rank that keeps up with others
@@ -369,8 +369,8 @@ class AttentionHooks:
             layer_id = self._layers.layers[place].layer_id
             found = "had" if source.problem.has_sinks else "had none"
             raise Unsupported(
-                f"layer {layer_id} was called {'with' if sinks is not None else 'without'} sinks, and {found} when its "
-                "kernels were chosen; choose another attention backend for this model"
+                f"layer {layer_id} was called {'with' if sinks is not None else 'without'} sinks, and {found} when "
+                "its kernels were chosen; choose another attention backend for this model"
             )
 
     def _check_choice(self, layer: Layer, chosen: Tensor | None, *, is_sparse: bool) -> None:
@@ -378,9 +378,9 @@ class AttentionHooks:
         if is_sparse:
             if chosen is None or chosen is not self._chosen:
                 raise WrongState(
-                    f"layer {layer.layer_id} attends to keys that are chosen, and was called "
-                    + ("without a choice" if chosen is None else "with a choice that was not made in this step")
-                    + "; its indexer, or an earlier layer's, chooses in each step"
+                    f"layer {layer.layer_id} attends to selected keys, and was called "
+                    + ("without a selection" if chosen is None else "with a selection of another step")
+                    + "; its indexer, or an earlier layer's, selects in each step"
                 )
         elif chosen is not None:
             raise Unsupported(
@@ -416,7 +416,7 @@ def _check_pool(pool: Pool) -> None:
     """Raises Unsupported for a pool whose rows are not plain K and V."""
     asked: Sequence[tuple[object, str]] = (
         (getattr(pool, "is_quantized_kv_cache", False), "keeps K and V in four bits"),
-        (getattr(pool, "dsa_kv_cache_store_fp8", False), "packs latent rows, their factors and their rotated part"),
+        (getattr(pool, "dsa_kv_cache_store_fp8", False), "packs latent rows, their scales and their rotated part"),
     )
     for is_so, what in asked:
         if is_so:

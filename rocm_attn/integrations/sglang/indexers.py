@@ -119,25 +119,25 @@ def refusals(pool: Pool, modules: list[IndexerModule], page_size: int, *, with_m
         (getattr(pool, "index_kpool", 1) > 1, "index keys that stand for several tokens each are not served"),
         (
             hasattr(pool, "get_broadcastable_index_k_with_scale_buffer"),
-            "index keys that ranks share out among them are not served; leave --enable-dsa-cache-layer-split out",
+            "index keys that ranks share out are not served; leave --enable-dsa-cache-layer-split out",
         ),
         (
             hasattr(pool, "shard_spec"),
-            "index keys that ranks share out among them are not served; leave KV sharding out",
+            "index keys that ranks share out are not served; leave KV sharding out",
         ),
         (
             not hasattr(pool, "get_index_k_with_scale_buffer"),
-            f"the model chooses keys, and the pool {type(pool).__name__} has no index pages",
+            f"the model selects keys, and the pool {type(pool).__name__} has no index pages",
         ),
         (
             getattr(pool, "index_page_size", page_size) != page_size,
-            f"index pages have {getattr(pool, 'index_page_size', page_size)} keys, and tables are read at page size "
+            f"index pages have {getattr(pool, 'index_page_size', page_size)} keys, and tables have page size "
             f"{page_size}, which drafts of several branches need; use --speculative-eagle-topk 1",
         ),
-        (with_masks, "trees of drafts are not served where keys are chosen; use --speculative-eagle-topk 1"),
+        (with_masks, "trees of drafts are not served by models that select keys; use --speculative-eagle-topk 1"),
         (
             any(not hasattr(each, "k_norm") or not hasattr(each, "wq_b") for each in found),
-            "an indexer without the projections of DeepSeek-V3.2's is not served",
+            "only indexers with the projections of DeepSeek-V3.2's are served",
         ),
     )
     return [why for is_asked, why in asked if is_asked]
@@ -148,7 +148,7 @@ def _plain(x: Tensor | tuple[Tensor, ...]) -> Tensor:
         return x
     if len(x) < 3:
         raise Unsupported(
-            "an indexer was given a layer's input in eight bits alone, and needs it as it was too; set "
+            "an indexer was given a layer's input only in eight bits, and needs it in 16 bits too; set "
             "SGLANG_USE_AITER=0"
         )
     return x[2]

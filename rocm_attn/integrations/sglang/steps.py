@@ -28,7 +28,9 @@ class KvLengths:
         """
         count, most = batch.batch_size, len(self._lengths)
         if count * copies > most:
-            raise NeverFits(f"a step has {count * copies} sequences, built for {most}; raise --max-running-requests")
+            raise NeverFits(
+                f"a step has {count * copies} sequences and the most is {most}; raise --max-running-requests"
+            )
         lengths = self._lengths[: count * copies].view(count, copies)
         torch.add(batch.seq_lens[:count, None].expand(-1, copies), more, out=lengths)
         if hides_pads:
@@ -79,7 +81,7 @@ class StepMaker:
             return self._drafts(batch, num_seqs, cells, captured=True, hides_pads=real is None)
         if mode.is_decode() or mode.is_idle():
             return self._decode(batch, num_seqs, captured=True, hides_pads=real is None)
-        raise BadBatch(f"{mode} cannot be captured; only decode, verified drafts and extended drafts can")
+        raise BadBatch(f"{mode} steps cannot be captured; only decode, verified drafts and extended drafts can")
 
     def branches(self, batch: Batch, number: int, branches: int, *, captured: bool) -> ExternalStep:
         """Returns the number-th step of drafts after a batch's tokens: one new token per branch of a sequence.

@@ -264,7 +264,7 @@ def _require_own_kv(name: str, terms: LayerTerms) -> None:
     """Raises Unsupported for a layer that reads another's KV, also of new tokens."""
     if not terms.stores:
         raise Unsupported(
-            f"{name} reads the KV of {terms.kv_sharing_target_layer_name}, and is not served where ranks share "
+            f"{name} reads the KV of {terms.kv_sharing_target_layer_name}, which is not served if ranks share "
             f"contexts; set {DECODES_SHARED} to 1"
         )
 

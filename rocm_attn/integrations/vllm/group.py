@@ -299,8 +299,8 @@ class KVGroup:
         """Returns a layer's index, with these pages bound. Raises WrongState if the step is over or pages moved."""
         if step.number != self.attention.step_number:
             raise WrongState(
-                f"{name} asks for attention in step {step.number}, and step {self.attention.step_number} has begun; a "
-                "builder of vLLM runs one step at a time"
+                f"{name} asks for attention in step {step.number}, and step {self.attention.step_number} has "
+                "begun; a builder of vLLM runs one step at a time"
             )
         if self._bound.get(name) != kv_cache.data_ptr():
             self._use_pages(self.attention, name, kv_cache)

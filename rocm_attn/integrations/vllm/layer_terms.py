@@ -79,8 +79,8 @@ class LayerTerms:
             )
         if self.kv_cache_dtype not in (*PLAIN_DTYPES, *FP8_DTYPES):
             raise Unsupported(
-                f"the KV cache is of dtype {self.kv_cache_dtype}; rocm_attn serves {', '.join(KV_CACHE_DTYPES)}, so "
-                "give --kv-cache-dtype one of these"
+                f"the KV cache is of dtype {self.kv_cache_dtype}; rocm_attn serves {', '.join(KV_CACHE_DTYPES)}, "
+                "so set --kv-cache-dtype to one of these"
             )
 
     @property

@@ -218,11 +218,11 @@ def _require_plain(name: str, problem: Problem) -> None:
     asked = {"a window": problem.window_left != UNLIMITED_WINDOW, "ALiBi slopes": problem.has_alibi_slopes}
     if found := [what for what, is_asked in asked.items() if is_asked]:
         raise Unsupported(
-            f"{name} has {' and '.join(found)}, and where ranks share a context a rank does not know how far its keys "
+            f"{name} has {' and '.join(found)}, and a rank that shares a context does not know how far its keys "
             "are; set decode_context_parallel_size to 1"
         )
     if problem.num_kv_heads != 1:  # ranks that share contexts have copies of one KV head, and gather their query heads
         raise Unsupported(
-            f"{name} has {problem.num_kv_heads} KV heads on a rank, and ranks share the contexts of one; set "
-            "tensor_parallel_size to at least num_key_value_heads x decode_context_parallel_size"
+            f"{name} has {problem.num_kv_heads} KV heads on a rank, and ranks can share the contexts of one only; "
+            "set tensor_parallel_size to at least num_key_value_heads x decode_context_parallel_size"
         )

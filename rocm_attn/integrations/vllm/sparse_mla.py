@@ -159,7 +159,7 @@ class RocmAttnSparseMLAImpl(StoresLatentRows, SparseMLACommonImpl[Any]):
         """Returns the attention of the step's tokens over the latent rows that vLLM's indexer has selected for each."""
         chosen = self.topk_indices_buffer
         if chosen is None or chosen.shape[-1] != attn_metadata.topk_tokens:
-            found = "no buffer of chosen keys" if chosen is None else f"{chosen.shape[-1]} keys chosen for a token"
+            found = "no buffer of selected keys" if chosen is None else f"{chosen.shape[-1]} keys selected per token"
             raise Unsupported(
                 f"{layer.layer_name} has {found}; rocm_attn attends to index_topk of them, "
                 f"{attn_metadata.topk_tokens}, so choose another attention backend for this model"

@@ -104,8 +104,8 @@ def require_causal(common: CommonMetadata) -> None:
     """Raises Unsupported for a step that is not causal."""
     if common.causal is not True:
         raise Unsupported(
-            "a step is not causal, and rocm_attn serves causal steps in vLLM; choose another attention backend for "
-            "this model"
+            "the step is not causal, and rocm_attn serves only causal steps in vLLM; choose another attention "
+            "backend for this model"
         )
 
 

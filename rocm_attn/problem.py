@@ -99,12 +99,12 @@ class Indexer:
                 raise BadProblem(f"{name} of an indexer is {getattr(self, name)}; it must be at least 1")
         if self.num_heads % self.indexing.sets:
             raise BadProblem(
-                f"{self.num_heads} index heads choose {self.indexing.sets} sets of units: each set must have as many "
-                "heads as the others"
+                f"{self.num_heads} index heads select {self.indexing.sets} sets of units; the heads must be a "
+                "multiple of the sets"
             )
         _check_scales("index keys", self.key_encoding, self.key_scales)
         if self.key_scales is Scales.HEAD:
-            raise BadProblem("index keys have one head; key_scales is LAYER or TOKEN")
+            raise BadProblem("index keys have one head; key_scales must be LAYER or TOKEN")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ def _number(name: str, value: object) -> float:
 def _check_scales(of: str, encoding: KVEncoding, scales: Scales) -> None:
     if (encoding is KVEncoding.LIKE_Q) != (scales is Scales.NONE):
         raise BadProblem(
-            f"{of} in {encoding.name} with scales {scales.name}: eight-bit ones have a factor (LAYER, HEAD or TOKEN), "
-            "others have none (NONE)"
+            f"{of} in {encoding.name} with scales {scales.name}: eight-bit encodings need LAYER, HEAD or TOKEN, "
+            "and others NONE"
         )
 
 
@@ -227,12 +227,11 @@ class Problem:
             )
         if not UNLIMITED_WINDOW <= self.window_left <= _LARGEST_WINDOW:
             raise BadProblem(
-                f"window_left is {self.window_left}; it is a number of previous keys below 2**31 - 1, or -1 for all"
+                f"window_left is {self.window_left}; it must be a number of previous keys below 2**31 - 1, or -1 "
+                "for all"
             )
         if not self.causal and self.window_left != UNLIMITED_WINDOW:
-            raise BadProblem(
-                f"window_left is {self.window_left} and causal is False; a window is counted back from a causal query"
-            )
+            raise BadProblem(f"window_left is {self.window_left} and causal is False; a window needs causal attention")
         if self.logits_soft_cap != 0 and not SMALLEST_SCALE <= self.logits_soft_cap <= LARGEST_SCALE:
             raise BadProblem(
                 f"logits_soft_cap is {self.logits_soft_cap}; it must be a positive number from 2**-100 to 2**100, or 0 "
@@ -241,8 +240,8 @@ class Problem:
         if self.pool is PoolKind.LATENT and (self.num_kv_heads != 1 or self.v_head_dim > self.head_dim):
             raise BadProblem(
                 f"a latent pool with {self.num_kv_heads} KV heads, head_dim {self.head_dim} and v_head_dim "
-                f"{self.v_head_dim}: its one row a token holds V within K, so it has 1 KV head and v_head_dim "
-                "is at most head_dim"
+                f"{self.v_head_dim}: its rows hold V within K, so num_kv_heads must be 1 and v_head_dim at most "
+                "head_dim"
             )
         _check_scales("K and V", self.kv_encoding, self.kv_scales)
         self._check_indexer()
@@ -255,23 +254,27 @@ class Problem:
         indexing = self.indexer.indexing
         if indexing.sets not in (1, self.num_kv_heads):
             raise BadProblem(
-                f"an indexer chooses {indexing.sets} sets of units for {self.num_kv_heads} KV heads; they share "
-                "one, or have one each"
+                f"an indexer selects {indexing.sets} sets of units for {self.num_kv_heads} KV heads; give one set, "
+                "or one per KV head"
             )
         if self.page_size % indexing.key_tokens:
             raise BadProblem(
-                f"index keys of {indexing.key_tokens} tokens in pages of {self.page_size}: a page must hold whole ones"
+                f"index keys of {indexing.key_tokens} tokens in pages of {self.page_size}; the page size must be a "
+                "multiple"
             )
         if not self.causal or self.window_left != UNLIMITED_WINDOW:
-            raise BadProblem("a layer with an indexer is causal and has no window: its indexer says what is seen")
+            raise BadProblem(
+                "a layer with an indexer must be causal and without a window: its indexer determines the keys "
+                "that it sees"
+            )
 
     def _check_vectors(self) -> None:
         for name in ("head_dim", "v_head_dim", "page_size"):
             if getattr(self, name) % self.vector_elements:
                 raise BadProblem(
-                    f"{name} is {getattr(self, name)} in a vectorised pool; its vectors of {VECTOR_BYTES} bytes hold "
-                    f"{self.vector_elements} elements of {self.page_format.encoding.value}, so take a multiple of "
-                    f"that or a pool of {PoolKind.SPLIT.value}"
+                    f"{name} is {getattr(self, name)} in a vectorised pool; its vectors of {VECTOR_BYTES} bytes "
+                    f"hold {self.vector_elements} elements of {self.page_format.encoding.value}, so use a multiple "
+                    f"of that or a pool of {PoolKind.SPLIT.value}"
                 )
 
     @property

@@ -124,8 +124,8 @@ class AttentionRuntime:
             k, v = scales.of(layer, self.core.layers.problem(layer))
             if not self.table.is_empty:
                 raise WrongState(
-                    "scales of K and V cannot change while requests are admitted or pages are kept, whose codes would "
-                    "mean other values; free them first"
+                    "scales of K and V cannot change while requests are admitted or pages are kept, because their "
+                    "codes would change in value; free them first"
                 )
             self.pool.take(layer, written_pages(self.pool.layer(layer), k, v, self.core.guards.layers.new_kv_scales))
 
@@ -216,6 +216,6 @@ class AttentionRuntime:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise NotCopied(
-            "a runtime cannot be copied or pickled: it owns a device's memory, which graphs and requests refer to by "
-            "address; build another one with the same arguments"
+            "a runtime cannot be copied or pickled, because graphs and requests hold addresses of its device "
+            "memory; build another one with the same arguments"
         )

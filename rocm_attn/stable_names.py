@@ -29,7 +29,7 @@ class StableNames:
     def get(self, name: str) -> Any:
         """Imports a name. Raises AttributeError."""
         if name not in self._module_of:
-            raise AttributeError(f"module {self._package!r} has no attribute {name!r}; docs/names.md lists what it has")
+            raise AttributeError(f"module {self._package!r} has no attribute {name!r}; docs/names.md lists its names")
         value = self._namespace[name] = getattr(importlib.import_module(self._module_of[name]), name)
         return value
 

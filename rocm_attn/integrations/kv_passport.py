@@ -182,10 +182,8 @@ def stretches(passport: KVPassport, extent: KVExtent, layers: Sequence[int]) -> 
         first = extent.first.get(layer.space, -1)
         if not 0 <= first <= extent.kv_len:
             raise BadTensor(
-
-                    f"the extent has {dict(extent.first)} of {extent.kv_len} tokens, and layer {number} lives in "
-                    f"{layer.space!r}; send the extent that the exporter gave"
-
+                f"the extent has {dict(extent.first)} of {extent.kv_len} tokens, and layer {number} lives in "
+                f"{layer.space!r}; send the extent that the exporter gave"
             )
         for role, row_bytes in layer.row_bytes.items():
             unit = layer.key_tokens if role.is_index else 1

@@ -97,8 +97,8 @@ Source = TableSource | CsrSource
 def _check_integers(name: str, tensor: Tensor, dims: int) -> None:
     if tensor.dim() != dims or tensor.dtype not in _INTEGERS or 0 in tensor.shape:
         raise BadTensor(
-            f"{name} is {tensor.dtype} {list(tensor.shape)}; "
-            f"it must be int32 or int64 with {dims} dimensions, and not empty"
+            f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be int32 or int64 with {dims} dimensions, and "
+            "not empty"
         )
 
 
@@ -111,7 +111,7 @@ def refuse_other_formats(pages: str, declared: PageFormat, wanted: PageFormat) -
     """Refuses another format, because kernels would read finite but wrong numbers. Raises BadTensor."""
     if declared != wanted:
         raise BadTensor(
-            f"the {pages} hold {declared}; its kernels read and write {wanted}. Build the layer with a Problem of the "
+            f"the {pages} hold {declared}; their kernels need {wanted}. Build the layer with a Problem of the "
             "engine's format, or convert the pages (convert_pages)"
         )
 
@@ -215,7 +215,8 @@ class AdoptedTables:
         """
         if not self.gathered_in_begin:
             raise WrongState(
-                "no table is copied, so each is read until its step's last layer; build with TableSource(copied=True)"
+                "no table is copied, so each is read until the last layer of its step; build with "
+                "TableSource(copied=True)"
             )
         return self._copied
 
@@ -261,15 +262,15 @@ class AdoptedTables:
         old = table.source
         if isinstance(source, Tensor):
             if isinstance(old, CsrSource):
-                raise BadTensor(f"{named} is lists of pages; give a CsrSource")
+                raise BadTensor(f"{named} is a list of pages; give a CsrSource")
             source = replace(old, entries=source)
         gather = source.gather
         self._check_device(space, gather)
         if type(source) is not type(old) or (source.null_page, source.copied) != (old.null_page, old.copied):
-            raise BadTensor(f"{named} is another kind of table than before; build anew")
+            raise BadTensor(f"{named} is of another kind than the table before; build anew")
         if not self.gathered and not _lies_right(source, self.page_size):
             raise BadTensor(
-                f"{named} was read where it lies, which takes int32 pages in rows without gaps; this one is "
+                f"{named} is read in place, which needs int32 pages in rows without gaps; it is "
                 f"{gather.entries.dtype} with strides {gather.entries.stride()}"
             )
         room, num_rows = _row_tokens(gather, self.page_size), _num_rows(gather)
@@ -277,12 +278,12 @@ class AdoptedTables:
             raise NeverFits(f"a row of {named} has room for {room} tokens; sequences may have {self.max_kv_len}")
         if num_rows > self.most_rows:
             raise NeverFits(
-                f"{named} has {num_rows} rows, and those of {self.most_rows} are watched; build with the largest table"
+                f"{named} has {num_rows} rows, and {self.most_rows} are watched; build with the largest table"
             )
         if self._gate.is_sealed and _places(gather) != _places(table.gather):
             self._gate.guards.moved(
-                f"{named} has moved, and graphs read the old one; write into the table that there was, or build anew "
-                "and capture again"
+                f"{named} has moved, and graphs read the old one; write into the old table, or build anew and "
+                "capture again"
             )
         table.source, table.gather = source, gather
         if not self.gathered:

@@ -24,15 +24,14 @@ def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[tuple[Tensor,
     wanted = {*_AXES, "layer"} if isinstance(kv, Tensor) else {*_AXES}
     if len(named) != len(wanted) or set(named) != wanted:
         raise BadTensor(
-            f"the axes are {axes!r}; name each of {', '.join(_AXES)} once, and layer too where one tensor has all "
-            "layers"
+            f"the axes are {axes!r}; name each of {', '.join(_AXES)} once, and layer too if one tensor holds all layers"
         )
     tensors = [kv] if isinstance(kv, Tensor) else kv
     for tensor in tensors:
         if tensor.dim() != len(named) or tensor.shape[named.index("kv")] != 2:
             raise BadTensor(
-                f"a KV cache of shape {list(tensor.shape)} has not the axes {axes!r}: that is {len(named)} dimensions, "
-                "and kv has 2 entries"
+                f"a KV cache of shape {list(tensor.shape)} does not have the axes {axes!r}: they name {len(named)} "
+                "dimensions, and kv must have 2 entries"
             )
     if isinstance(kv, Tensor):
         tensors = kv.unbind(named.index("layer"))
@@ -106,10 +105,10 @@ class AdoptedPages:
         """
         layers, count = layer_pages(kv, axes), len(self._problems)
         if len(layers) != count:
-            raise BadTensor(f"the KV cache has {len(layers)} layers, the model {count}")
+            raise BadTensor(f"the KV cache has {len(layers)} layers and the model {count}; give one per layer")
         coded = [None] * count if coded is None else coded
         if len(coded) != count:
-            raise BadTensor(f"coded has {len(coded)} entries, the model {count} layers")
+            raise BadTensor(f"coded has {len(coded)} entries and the model {count} layers; give one per layer")
         for layer, (k, v) in enumerate(layers):
             self.bind(layer, k, v, coded[layer])
 
@@ -149,7 +148,7 @@ class AdoptedPages:
         self._gate.change("pages.bind_index()")
         form = self._problem(layer).index_format
         if form is None:
-            raise BadTensor(f"layer {layer} has no indexer, and so no index pages; leave them out")
+            raise BadTensor(f"layer {layer} has no indexer, so it has no index pages; leave them out")
         if keys.dim() != 3:
             raise BadTensor(f"the index pages of layer {layer} are {list(keys.shape)}; give [pages, keys, elements]")
         rows = keys.unsqueeze(2)
@@ -192,7 +191,7 @@ class AdoptedPages:
         bound, are_fixed = of_layers[layer], self._gate.is_sealed and not self._binds_calls
         if bound is not None and are_fixed and _place(bound) != _place(pages):
             self._gate.guards.moved(
-                f"the {name} of layer {layer} have moved, and graphs read the old ones; keep them where they are, or "
+                f"the {name} of layer {layer} have moved, and graphs read the old ones; keep them in place, or "
                 "build anew and capture again"
             )
             return
@@ -226,8 +225,8 @@ class AdoptedPages:
                 k, v = k.view(encoding.dtype), v.view(encoding.dtype)
         elif encoding.is_fp8:
             raise BadTensor(
-                f"the {name} are in {encoding.value}; say what they hold and where their scales are: bind() and "
-                "bind_all() take coded, EnginePages(k_scale, v_scale, format), and bind_index() takes scale and format"
+                f"the {name} are in {encoding.value}; give their format and scales: bind() and bind_all() take "
+                "coded, EnginePages(k_scale, v_scale, format), and bind_index() takes scale and format"
             )
         for tensor in (k, v, *scales):
             if tensor is not None and tensor.device != self.device:
@@ -235,7 +234,7 @@ class AdoptedPages:
         for side in (k, v):
             if len(side) > self._num_pages:
                 raise NeverFits(
-                    f"the {name} are {len(side)}, kernels were chosen for {self._num_pages}; raise num_pages"
+                    f"the {name} are {len(side)}, and kernels were chosen for {self._num_pages}; raise num_pages"
                 )
             if side.stride(-1) != 1:
                 raise BadTensor(f"the {name} have stride {side.stride(-1)} within a row; it must be 1")
@@ -259,8 +258,8 @@ class AdoptedPages:
                 )
         if pages.format.kind is PoolKind.LATENT and not torch.equal(k_scale, v_scale):
             raise BadTensor(
-                f"layer {layer} is latent, and its scales are {k_scale.tolist()} for k and {v_scale.tolist()} for v: "
-                "its V is a part of its K, so give both the same"
+                f"layer {layer} is latent, and its scales are {k_scale.tolist()} for k and {v_scale.tolist()} for "
+                "v: its V is a part of its K, so give the same for both"
             )
 
     def _check_rows(self, layer: int, pages: LayerPages) -> None:
@@ -268,23 +267,23 @@ class AdoptedPages:
         k, v, problem = pages.k, pages.v, self._problems[layer]
         is_latent = problem.pool is PoolKind.LATENT
         if is_latent and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
-            raise BadTensor(f"layer {layer} is latent: its v is k[..., :{problem.v_head_dim}]")
+            raise BadTensor(f"layer {layer} is latent: its v must be k[..., :{problem.v_head_dim}]")
         for side in (k,) if is_latent else (k, v):
             if not self._page_strides and not side.is_contiguous():
                 raise BadTensor(
-                    f"the pages of layer {layer} have strides {side.stride()}, and kernels were chosen that may take "
-                    "pages for contiguous; build with page_strides=True"
+                    f"the pages of layer {layer} have strides {side.stride()}, and kernels were chosen for "
+                    "contiguous pages; build with page_strides=True"
                 )
         if layer in self.aligned_sides and not pages.has_aligned_sides:
-            reads = f"{self.aligned_sides[layer]} reads those that begin at multiples of 16 bytes"
+            reads = f"{self.aligned_sides[layer]} reads sides that begin at multiples of 16 bytes"
         elif layer in self.aligned_rows and not pages.has_aligned_rows:
             rows = f"rows that begin at multiples of 16 elements, less than {NEAR} apart in a page"
             reads = f"{self.aligned_rows[layer]} reads {rows}"
         else:
             return
         raise BadTensor(
-            f"layer {layer}: k and v have strides {k.stride()} and {v.stride()} from addresses {k.data_ptr():#x} and "
-            f"{v.data_ptr():#x}; {reads}; lay them so, or build with unaligned_rows=True"
+            f"layer {layer}: k and v have strides {k.stride()} and {v.stride()} from addresses {k.data_ptr():#x} "
+            f"and {v.data_ptr():#x}; {reads}; align them, or build with unaligned_rows=True"
         )
 
 

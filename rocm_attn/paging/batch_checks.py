@@ -72,9 +72,9 @@ class BatchChecks:
             start, layers = self._rows.tokens.left_out.get(int(row), (0, ""))
             left_out = f" (its last step did not store in {layers})" if layers and start == stored[seq] else ""
             raise BadBatch(
-                f"sequence {seq} attends to the first {needed[seq]} tokens of row {row}, of which {stored[seq]} are "
-                f"stored in every layer{left_out}; store the others first, or call mark_stored([{row}], "
-                f"[{needed[seq]}]) if their K and V came into the pages by other means"
+                f"sequence {seq} attends to the first {needed[seq]} tokens of row {row}, of which {stored[seq]} "
+                f"are stored in every layer{left_out}; store the others first, or call mark_stored([{row}], "
+                f"[{needed[seq]}]) if their K and V were written in another way"
             )
 
     def why_no_store(self, batch: StepBatch) -> str:
@@ -92,9 +92,9 @@ class BatchChecks:
         seq = int(below.argmax())
         row, token = batch.rows[seq], start[seq]
         return (
-            f"sequence {seq} would store token {token} of row {row} in a page that another row, or keep(), "
-            f"holds too; call truncate({row}, {token}) and reserve({row}, {batch.kv_len[seq]}) first, or share "
-            "and keep fewer tokens"
+            f"sequence {seq} would store token {token} of row {row} in a page that another row or keep() also "
+            f"holds; call truncate({row}, {token}) and reserve({row}, {batch.kv_len[seq]}) first, or share and "
+            "keep fewer tokens"
         )
 
     def changed_since(self, change: int, batch: StepBatch, num_staying: int) -> list[int]:
@@ -147,15 +147,17 @@ class BatchChecks:
         if np.maximum.reduce(rows.view(np.uint32)) >= len(self._rows.capacity):
             self._refuse_rows(rows)
         if len(rows) > self._max_num_seqs:
-            raise NeverFits(f"{len(rows)} sequences in one step; raise max_num_seqs = {self._max_num_seqs} or split it")
+            raise NeverFits(
+                f"the step has {len(rows)} sequences; raise max_num_seqs = {self._max_num_seqs}, or split it"
+            )
         self._rows.must_be_distinct(rows)
 
     def _refuse_rows(self, rows: Int32Array) -> None:
         outside = (rows <= RESERVED_ROW) | (rows >= len(self._rows.capacity))
         if outside.any():
             raise BadBatch(
-                f"row {rows[outside][0]} is not a request's row; rows run from 1 to {len(self._rows.capacity) - 1}, "
-                "row 0 is reserved"
+                f"row {rows[outside][0]} is not a request's row; rows run from 1 to "
+                f"{len(self._rows.capacity) - 1}, and row 0 is reserved"
             )
 
     def _refuse(self, batch: StepBatch, seq: int) -> NoReturn:

@@ -100,8 +100,8 @@ def _check(source: LayerPages, target: LayerPages, source_pages: Tensor, target_
     alike = replace(target.format, encoding=source.format.encoding)
     if source.format != alike or not source.format.encoding.is_fp8 or not target.format.encoding.is_fp8:
         raise BadTensor(
-            f"pages that hold {source.format} cannot be converted to {target.format}; both must be in eight bits, and "
-            "differ in the encoding alone"
+            f"pages in {source.format} cannot be converted to {target.format}; both must be in eight bits and "
+            "differ only in the encoding"
         )
     if source.k.device != target.k.device:
         raise BadTensor(f"the source is on {source.k.device}, the target on {target.k.device}; copy it there first")
@@ -111,14 +111,14 @@ def _check(source: LayerPages, target: LayerPages, source_pages: Tensor, target_
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(pages.k):
             raise BadTensor(f"{name} are from {int(ids.min())} to {int(ids.max())}; there are {len(pages.k)} pages")
     if len(source_pages) != len(target_pages):
-        raise BadTensor(f"{len(source_pages)} pages cannot become {len(target_pages)}; give as many of both")
+        raise BadTensor(f"{len(source_pages)} pages cannot be converted to {len(target_pages)}; give as many of both")
     if bool((target_pages == RESERVED_PAGE).any()) or len(set(target_pages.tolist())) != len(target_pages):
-        raise BadTensor("target_pages name page 0, which stays zero, or a page twice")
+        raise BadTensor("target_pages names page 0, which stays zero, or a page twice")
     if source.raw_k.untyped_storage().data_ptr() == target.raw_k.untyped_storage().data_ptr():
         moved = source_pages != target_pages
         clash = target_pages[moved & torch.isin(target_pages, source_pages)]
         if len(clash):
             raise BadTensor(
-                f"page {int(clash[0])} is read and written, and both pools are one; convert to pages that are not "
-                "read, or to a pool of their own"
+                f"page {int(clash[0])} is both read and written in one pool; convert to pages that are not read, "
+                "or to a pool of their own"
             )

@@ -55,7 +55,10 @@ class KeptPages:
         """
         self._rows.must_be_admitted(row)
         if not 0 <= first_page_no <= end_page_no:
-            raise BadBatch(f"pages [{first_page_no}, {end_page_no}) were to be kept; the range is not one of pages")
+            raise BadBatch(
+                f"the range of pages [{first_page_no}, {end_page_no}) cannot be kept; it must begin at 0 or "
+                "later and end at its beginning or later"
+            )
         page_no = np.arange(first_page_no, end_page_no, dtype=np.int32)
         return self.keep_all(np.full(len(page_no), row, np.int32), page_no, spaces)
 
@@ -84,7 +87,7 @@ class KeptPages:
                 at = int(pages[space].argmin())
                 raise BadBatch(
                     f"page_no {page_no[at]} of row {rows[at]} has left the window of the {table.space.name} space; "
-                    "keep it before a step gives it back, or in the other space alone"
+                    "keep it before a step releases it, or in the other space alone"
                 )
         self._rows.generations.share(rows)
         self._rows.tokens.raise_floor(rows, kv_len)
@@ -107,16 +110,16 @@ class KeptPages:
         end, page_size = len(places), self._rows.page_size
         if kv_len < 0 or num_pages(kv_len, page_size) != end:
             raise BadBatch(
-                f"{kv_len} tokens lie in {num_pages(max(0, kv_len), page_size)} pages of {page_size}, and "
-                f"{end} kept pages are given; give as many as the tokens need"
+                f"{end} kept pages are given and {kv_len} tokens lie in {num_pages(max(0, kv_len), page_size)} "
+                f"pages of {page_size}; give as many pages as the tokens need"
             )
         self._rows.must_fit(kv_len)
         strange = self._page_no[places] != np.arange(end)
         if strange.any():
             at = int(strange.argmax())
             raise BadBatch(
-                f"kept page {at} was page_no {self._page_no[places[at]]} of its sequence; a row begins with "
-                "page_no 0, and goes on page by page"
+                f"kept page {at} was page_no {self._page_no[places[at]]} of its sequence; give a row's kept pages "
+                "in order, beginning with page_no 0"
             )
         return self._rows.begin(list(self._pages[:, places]), kv_len, kv_len)
 
@@ -132,8 +135,8 @@ class KeptPages:
         elsewhere = pages.any(axis=0) & ~pages[named].any(axis=0)
         if elsewhere.any():
             raise WrongState(
-                f"{np.asarray(ids)[elsewhere][0]} is kept, but not in {' or '.join(s.name for s in spaces)}: it was "
-                "dropped there already, or never kept"
+                f"{np.asarray(ids)[elsewhere][0]} is kept, but not in {' or '.join(s.name for s in spaces)}: it "
+                "was dropped there, or never kept"
             )
         for space in named:
             self._pages[space, places] = RESERVED_PAGE
@@ -201,7 +204,7 @@ class KeptPages:
         kept[inside] = self._is_kept(ids[inside], self._ids[places[inside]])
         if not kept.all():
             raise WrongState(
-                f"{ids[~kept][0]} is not the id of a page that is kept: it was dropped already, or keep() never gave it"
+                f"{ids[~kept][0]} is not the id of a kept page: it was dropped already, or keep() never returned it"
             )
         if len(np.unique(places)) < len(places):
             raise WrongState("a kept page is named twice; name each id once")
@@ -225,7 +228,7 @@ class KeptPages:
         old = len(self._ids)
         new = max(1024, 2 * old, old + num_more)
         if new > _GENERATION:
-            raise FitsLater(f"{old} ids of kept pages are in use, at most {_GENERATION} can be; drop some")
+            raise FitsLater(f"{old} ids of kept pages are in use, and at most {_GENERATION} can be; drop some")
         ids = np.append(self._ids, -_GENERATION - np.arange(old, new))
         page_no = np.append(self._page_no, np.zeros(new - old, np.int32))
         pages = np.append(self._pages, np.zeros((len(self._pages), new - old), np.int32), axis=1)

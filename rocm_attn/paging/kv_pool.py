@@ -118,15 +118,15 @@ class HybridKVPool:
         device: torch.device,
     ) -> None:
         if not problems:
-            raise BadProblem("no layers: pass one Problem for each attention layer of the model")
+            raise BadProblem("there are no layers; give one Problem for each attention layer of the model")
         sizes = sorted({problem.page_size for problem in problems})
         if len(sizes) != 1:
-            raise BadProblem(f"layers disagree on the page size ({sizes}); one pool has one page size")
+            raise BadProblem(f"layers disagree on the page size ({sizes}); give all layers of a pool the same")
         self.page_size = sizes[0]
         self.device = device
         self._space_of_layer = tuple(spaces)
         if Space.SWA in num_pages and Space.SWA not in spaces:
-            raise BadProblem("no layer has a window, so nothing would lie in the SWA space; leave swa_pages out")
+            raise BadProblem("no layer has a window, so the SWA space would be empty; leave swa_pages out")
         self._pools = {
             space: KVPool(
                 [problem for problem, its in zip(problems, spaces, strict=True) if its is space],

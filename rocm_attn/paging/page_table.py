@@ -167,7 +167,7 @@ class PageTable:
         free, of = len(self._free), self.pages.of
         if needed <= free:
             return
-        instead = "" if self.window_left == ALL_KEYS else ", or go on by fewer tokens at a time, with evict() before"
+        instead = "" if self.window_left == ALL_KEYS else ", or continue by fewer tokens at a time, with evict() before"
         for row, length in zip(rows.tolist(), kv_len.tolist(), strict=True):
             most = self.num_held(row, num_pages(length, self._page_size))
             if most > self.num_usable_pages:
@@ -226,8 +226,8 @@ class PageTable:
         if kv_len < fewest:
             more = "" if self.window_left == ALL_KEYS else f" at least {fewest} tokens or"
             raise BadBatch(
-                f"page_no {first - 1} has left the window of the {self.space.name} space, or is not kept there any "
-                f"more, and steps after {kv_len} tokens look at it; share{more} fewer pages, or compute them again"
+                f"page_no {first - 1} has left the window of the {self.space.name} space, or is no longer kept "
+                f"there, and steps after {kv_len} tokens read it; share{more} fewer pages, or compute them again"
             )
         return first
 
@@ -295,8 +295,9 @@ class PageTable:
         if early.any():
             seq = int(np.argmax(early))
             raise BadBatch(
-                f"sequence {seq} has its first new token at {start[seq]}, but row {rows[seq]} holds the keys of "
-                f"windows from {self._earliest_start[rows[seq]]} on; raise swa_kept to the tokens it goes back"
+                f"sequence {seq} has its first new token at {start[seq]}, but row {rows[seq]} holds keys of "
+                f"windows only from {self._earliest_start[rows[seq]]} on; raise swa_kept to the number of tokens "
+                "that it goes back"
             )
 
     def pending_updates(self) -> Int32Array:

@@ -59,8 +59,8 @@ class RequestTable:
             raise NeverFits(f"max_num_seqs is {max_num_seqs} and max_kv_len is {max_kv_len}; both must be at least 1")
         if num_rows <= max_num_seqs:
             raise NeverFits(
-                f"max_num_rows is {max_num_rows} and a step may have max_num_seqs = {max_num_seqs} sequences, each of "
-                "which needs a row; raise max_num_rows"
+                f"max_num_rows is {max_num_rows} and max_num_seqs is {max_num_seqs}; each sequence of a step needs "
+                "a row, so raise max_num_rows"
             )
         self.page_size, self.max_num_seqs, self.max_kv_len = page_size, max_num_seqs, max_kv_len
         self.width = width = -(-max_kv_len // page_size)
@@ -123,7 +123,7 @@ class RequestTable:
         """
         length = whole_number("kv_len", kv_len)
         if length < 0:
-            raise BadSetting(f"kv_len is {length}; a row has 0 tokens or more")
+            raise BadSetting(f"kv_len is {length}; it must be 0 or more")
         rows = self._rows
         rows.must_be_admitted(row)
         rows.must_fit(length)
@@ -314,5 +314,7 @@ def _each(name: str, rows: Integers, values: Integers) -> tuple[Int32Array, Int3
     """Returns rows, and a non-negative number for each. Raises BadBatch."""
     of_rows, of_each = as_int32("rows", rows), as_int32(name, values)
     if len(of_rows) != len(of_each) or int(of_each.min()) < 0:
-        raise BadBatch(f"{len(of_rows)} rows were given, and as {name} {of_each.tolist()}; give each row 0 or more")
+        raise BadBatch(
+            f"{len(of_rows)} rows and {name} {of_each.tolist()} were given; give one number of at least 0 per row"
+        )
     return of_rows, of_each

@@ -98,7 +98,7 @@ class Rows:
     def next_row(self) -> int:
         """The row that comes next. Raises OutOfRows if every row is taken."""
         if not self.free:
-            raise OutOfRows(f"all {len(self.capacity) - 1} rows are taken; free a request or raise max_num_rows")
+            raise OutOfRows(f"all {len(self.capacity) - 1} rows are in use; free a request or raise max_num_rows")
         return self.free[-1]
 
     def begin(self, pages: Sequence[Int32Array], kv_len: int, stored_len: int) -> int:
@@ -145,7 +145,7 @@ class Rows:
         self._seen[rows] = order
         if (self._seen[rows] != order).any():
             seq = int(np.argmax(self._seen[rows] != order))
-            raise BadBatch(f"row {rows[seq]} occurs twice in one step; a row belongs to one sequence")
+            raise BadBatch(f"row {rows[seq]} occurs twice in one step; give each sequence its own row")
 
     def must_have_room(self, row: int, kv_len: int, refused: str) -> None:
         """Raises WrongState unless a row is admitted, and BadBatch with `refused` unless it has room."""

@@ -19,8 +19,8 @@ def require_state_slots(table: RequestTable, **states: Tensor) -> None:
         found = state.shape[0] if state.dim() else 0
         if found < len(entries):
             raise BadTensor(
-                f"{name} has {found} entries; sequences have rows 0 to {len(entries) - 1}, and padded ones row 0: give "
-                f"it {len(entries)}"
+                f"{name} has {found} entries; it must have {len(entries)}, one per row: sequences have rows 0 to "
+                f"{len(entries) - 1}, and padded ones row 0"
             )
         if state.device != entries.device:
             raise BadTensor(f"{name} is on {state.device}; the request table is on {entries.device}")

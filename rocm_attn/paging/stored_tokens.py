@@ -141,8 +141,8 @@ class StepStores:
         if shared.any():
             seq = int(shared.argmax())
             self.refusal = (
-                f"row {batch.rows[seq]} was forked or kept while its step runs, which would store token {begin[seq]} "
-                "again that others read by now; end the step, truncate() the row and begin again"
+                f"row {batch.rows[seq]} was forked or kept while its step runs, and the step would store token "
+                f"{begin[seq]} again, which others now read; end the step, truncate() the row and begin again"
             )
 
     def _was_cut(self, row: int, kv_len: int) -> None:
@@ -150,8 +150,8 @@ class StepStores:
         batch = self._batch
         if batch is not None and not self.refusal and ((batch.rows == row) & (batch.kv_len > kv_len)).any():
             self.refusal = (
-                f"row {row} was freed, or cut to {kv_len} tokens, while its step runs, which would store in pages that "
-                "may be another row's by now; end the step and begin again"
+                f"row {row} was freed, or cut to {kv_len} tokens, while its step runs, and the step would store in "
+                "pages that may belong to another row; end the step and begin again"
             )
 
     def before_store(self, child: int, layer: int) -> None:
@@ -164,7 +164,7 @@ class StepStores:
         if self._in_turn > 1 and child % self._in_turn and not self._done[child - 1] >> layer & 1:
             step = child % self._in_turn
             raise WrongState(
-                f"draft step {step} stores in layer {layer} before draft step {step - 1} has; run the draft steps of a "
+                f"draft step {step} stores in layer {layer} before draft step {step - 1}; run the draft steps of a "
                 "round in order, each with all its layers"
             )
         self._wrote = True

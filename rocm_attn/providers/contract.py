@@ -270,10 +270,10 @@ class Limits:
         if not any(arch_matches(target.arch, pattern) for pattern in self.archs):
             return (f"arch {target.arch} is not one of {', '.join(self.archs)}",)
         if problem.pool not in self.pools:
-            return (f"it reads {_either(kind.value for kind in self.pools)}, and this layer has {problem.pool.value}",)
+            return (f"it reads {_either(kind.value for kind in self.pools)}, not {problem.pool.value}",)
         reasons = []
         if self.tritons and target.releases.triton not in self.tritons:
-            reasons.append(f"it runs with Triton {_either(self.tritons)}, and here it is {target.releases.triton}")
+            reasons.append(f"it needs Triton {_either(self.tritons)}, and {target.releases.triton} is installed")
         if problem.dtype not in self.dtypes:
             reasons.append(f"dtype {dtype_name(problem.dtype)} is not one of {', '.join(map(dtype_name, self.dtypes))}")
         reasons += self._encoding_refusals(problem)
@@ -283,13 +283,13 @@ class Limits:
                 reasons.append(f"{field} {value} is outside {low}..{high}")
         reasons += self._exact_refusals(problem)
         if problem.gqa_ratio > self.max_gqa_ratio:
-            reasons.append(f"{problem.gqa_ratio} query heads share a KV head, at most {self.max_gqa_ratio} may")
+            reasons.append(f"{problem.gqa_ratio} query heads share a KV head; at most {self.max_gqa_ratio} may")
         if problem.gqa_ratio < self.least_gqa_ratio:
-            reasons.append(f"{problem.gqa_ratio} query heads share a KV head, at least {self.least_gqa_ratio} must")
+            reasons.append(f"{problem.gqa_ratio} query heads share a KV head; at least {self.least_gqa_ratio} must")
         if problem.window_left != UNLIMITED_WINDOW and not self.window:
             reasons.append(f"it has no sliding window (window_left {problem.window_left})")
         if UNLIMITED_WINDOW != problem.window_left < self.least_window - 1:
-            reasons.append(f"a window of {problem.window_left + 1} keys is shorter than its {self.least_window}")
+            reasons.append(f"a window of {problem.window_left + 1} keys is shorter than its least, {self.least_window}")
         if problem.logits_soft_cap and not self.soft_cap:
             reasons.append(f"it has no logits soft cap ({problem.logits_soft_cap:g})")
         if problem.has_sinks and not self.sinks:
@@ -297,20 +297,20 @@ class Limits:
         if problem.has_alibi_slopes and not self.alibi:
             reasons.append("it has no ALiBi slopes")
         if not problem.causal and not self.non_causal:
-            reasons.append("it is causal, and this layer is not")
+            reasons.append("it is causal only")
         if problem.wants_lse and not self.gives_lse(problem):
-            reasons.append("it gives no log-sum-exp" + " of logits with ALiBi slopes" * self.lse)
+            reasons.append("it returns no log-sum-exp" + " for layers with ALiBi slopes" * self.lse)
         num_bytes = side_bytes(problem, pool)
         if self.max_side_bytes and num_bytes > self.max_side_bytes:
-            reasons.append(f"K or V of a layer takes {num_bytes} bytes, its offsets reach {self.max_side_bytes}")
+            reasons.append(f"K or V of a layer takes {num_bytes} bytes, and its offsets reach {self.max_side_bytes}")
         if pool.terms.page_strides and not self.page_strides:
-            reasons.append("it takes pages for contiguous, and these have strides of their own")
+            reasons.append("it needs contiguous pages, and these may have other strides")
         if self.aligned_sides and pool.terms.unaligned_rows:
-            reasons.append("it reads K and V that begin at multiples of 16 bytes, and these may begin anywhere")
+            reasons.append("it needs K and V at multiples of 16 bytes, and these may begin anywhere")
         if self.aligned_rows and pool.terms.unaligned_rows:
-            reasons.append("it reads rows that begin at multiples of 16 elements, and these may begin anywhere")
+            reasons.append("it needs rows at multiples of 16 elements, and these may begin anywhere")
         if pool.terms.short_kv and not problem.causal and not self.short_kv:
-            reasons.append("it cannot serve sequences with fewer tokens in their KV than new ones")
+            reasons.append("it cannot serve sequences with more new tokens than keys")
         return tuple(reasons)
 
     def gives_lse(self, problem: Problem) -> bool:
@@ -327,19 +327,19 @@ class Limits:
     def _encoding_refusals(self, problem: Problem) -> list[str]:
         if problem.kv_encoding not in self.encodings:
             allowed = _either(encoding.value for encoding in self.encodings)
-            return [f"it reads K and V {allowed}, and these pages are {problem.kv_encoding.value}"]
+            return [f"it reads K and V {allowed}, not {problem.kv_encoding.value}"]
         if problem.kv_scales not in self.scales:
             allowed = _either(scales.value for scales in self.scales)
-            return [f"it reads {allowed}, and these pages have {problem.kv_scales.value}"]
+            return [f"it reads {allowed}, not {problem.kv_scales.value}"]
         if problem.kv_encoding is KVEncoding.LIKE_Q:
             return []
         reasons = []
         if self.coded_dims and problem.head_dim not in self.coded_dims:
             allowed = _either(self.coded_dims)
-            reasons.append(f"it reads eight-bit pages of head dims {allowed}, and these are of {problem.head_dim}")
+            reasons.append(f"it reads eight-bit pages of head dims {allowed}, not {problem.head_dim}")
         if self.coded_page_sizes and problem.page_size not in self.coded_page_sizes:
             allowed = _either(self.coded_page_sizes)
-            reasons.append(f"it reads eight-bit pages of {allowed} tokens, and these have {problem.page_size}")
+            reasons.append(f"it reads eight-bit pages of {allowed} tokens, not {problem.page_size}")
         return reasons
 
     def _exact_refusals(self, problem: Problem) -> list[str]:
@@ -455,7 +455,7 @@ class KernelRow:
         if self.not_bound:
             return refused[:1] or (f"not bound: {self.not_bound}",)
         if pool.terms.keeps_tails and not self.masks_v:
-            refused += ("what follows a sequence in its last page must be zeroed for it, and these pages are kept",)
+            refused += ("the tail of a sequence's last page must be zeroed for it, and these pages are left unchanged",)
         met = (fault.refusal(problem, target, pool) for fault in self.faults)
         return refused or tuple(filter(None, met))
 

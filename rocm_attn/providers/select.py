@@ -213,7 +213,7 @@ def _sparse_kernels(
         except NoSparseKernel as missing:
             reasons += [f"{name}: {reason}" for reason in missing.reasons]
     raise Unsupported(
-        f"no {'deterministic ' if deterministic else ''}kernels of {_and(names)} select keys and attend over them for "
+        f"no {'deterministic ' if deterministic else ''}kernels of {_and(names)} select keys and attend to them for "
         f"{_describe(problem)} on {target.arch}",
         reasons,
     )

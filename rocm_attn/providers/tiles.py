@@ -78,7 +78,7 @@ def cdna_tiles_of(problem: Problem, target: Target) -> CdnaTiles:
     assert isinstance(row.tiles, CdnaTiles), "a row's tiles are those of its table"
     if row.tiles.key_block != static.key_block:
         raise NoTiles(
-            f"its measured tiles have blocks of {row.tiles.key_block} keys, and {target.arch} takes {static.key_block}"
+            f"its measured tiles have blocks of {row.tiles.key_block} keys, and {target.arch} needs {static.key_block}"
         )
     return row.tiles
 

@@ -81,8 +81,8 @@ def bind_decode(problem: Problem, target: Target) -> CdnaDecode:
     """Binds decode for a problem within LIMITS. Raises NoTiles, also if the layer has measured paged-decode tiles."""
     if measured_row(Table.DECODE, problem, target) is not None:
         raise NoTiles(
-            "tiles of triton.decode were measured for this layer on such a GPU; those of triton.cdna_decode were not, "
-            "or they were slower"
+            "tiles of triton.decode were measured for this layer on such a GPU; those of triton.cdna_decode were "
+            "not measured, or were slower"
         )
     tiles = cdna_tiles_of(problem, target)
     cut = decode_cut_of(problem, target, tiles)

@@ -89,7 +89,7 @@ def choose_pages(
                 counted = Counter(_over(problem, page_size, pool) for problem in problems)
                 layers = [(choose(problem), count) for problem, count in counted.items()]
             except BadProblem as impossible:
-                lines.append(f"{pages}: some layers cannot have them")
+                lines.append(f"{pages}: not possible for some layers")
                 reasons.append(f"{pages}: {impossible}")
                 continue
             except Unsupported as unsupported:

@@ -16,37 +16,37 @@ from rocm_attn.providers.sparse import IndexLimits
 _INTRODUCTION = """\
 # Kernels
 
-Every kernel that is known, and its limits. `rocm-attn kernels` prints this page; a test holds that it is current.
-`rocm-attn explain CONFIG.json --arch gfx942` says which of them would serve a model and why the others would not.
+The known kernels and their limits. `rocm-attn kernels` prints this page; a test checks that it is current.
+`rocm-attn explain CONFIG.json --arch gfx942` lists the kernels that would serve a model, and why the others would not.
 
-Within a kind of step the first one that serves is taken, AITER's before Triton's with the provider `auto`. A prefill
-step is an extend step in which no sequence has a token in the cache; without a kernel of its own it is served as an
-extend step. A masked step brings a mask of its own; layers whose problem has no `custom_mask` serve it as a mixed one.
-A shared step decodes sequences that share prefixes; layers that cannot share them serve it as a decode step.
-Sliding windows, soft caps, sinks, ALiBi slopes and attention that is not causal have a table of their own, and so has
-what K and V may be encoded in.
+The first kernel that serves a kind of step is used; with the provider `auto`, AITER's come before Triton's. A prefill
+step is an extend step in which no sequence has a token in the cache; without a kernel of its own it runs as an extend
+step. A masked step has its own mask; layers whose problem has no `custom_mask` run it as a mixed step.
+A shared step decodes sequences that share prefixes; layers that cannot share them run it as a decode step.
+One table has sliding windows, soft caps, sinks, ALiBi slopes and attention that is not causal; another has the
+encodings of K and V.
 
-Vectorised pages hold the same as K and V pages in another order, which some of AITER's kernels read, and torch as the
-reference; a function that reads both has two rows. Layout and page size are chosen before a pool is made, by
-`--pool auto --page-size auto`.
+Vectorised pages hold K and V in another order, which some of AITER's kernels read, and torch's reference; a function
+that reads both orders has two rows. `--pool auto --page-size auto` chooses layout and page size before a pool is made.
 """
 
 _MEANING = """\
-- **reads ahead**: what a kernel reads past a sequence's last page; buffers are that much longer and hold page 0 there.
-- **masks V**: where it says no, V past a sequence's end is multiplied by a probability of 0, and 0 * NaN is NaN; the
-  store zeroes the rest of the last page for it.
-- **clears pads**: where it says no, a launch after the kernel zeroes the padded tokens of its output.
-- **LSE**: "without ALiBi" gives it to layers without ALiBi slopes; with them it would be of other logits.
-- AITER's kernels serve some scores only alone: soft caps and ALiBi slopes, or sinks and either, are refused together
-  where they would be wrong; `explain` says so.
-- **K and V**: how pages may be encoded; of two eight-bit encodings AITER's kernels read one on each arch, see below.
-- **a factor of each**: what shares one of the numbers that eight-bit codes are multiplied with.
-- **multiplies**: in eight bits, q or what values are weighted with is rounded to three bits after the first one.
-- **releases**: a release that is not known is taken for one of them.
+- **reads ahead**: entries that a kernel reads past a sequence's last page; buffers are longer by as many, which hold
+  page 0.
+- **masks V**: if no, V past a sequence's end is multiplied by a probability of 0, and 0 * NaN is NaN; the store then
+  zeroes the rest of the last page.
+- **clears pads**: if no, a launch after the kernel zeroes the padded tokens of its output.
+- **LSE**: "without ALiBi" means that only layers without ALiBi slopes get it.
+- AITER's kernels refuse combinations of scores that would be wrong: soft caps with ALiBi slopes, or sinks with either;
+  `explain` lists them.
+- **K and V**: encodings of pages; AITER's kernels read one of the two eight-bit encodings on each arch, see below.
+- **a scale per**: the elements that share one scale of eight-bit codes.
+- **multiplies**: in eight bits, q or the probabilities of values are rounded to four significant bits.
+- **releases**: a release that is not known is treated as one of them.
 - **freezes**: host values that are part of a graph's key.
 - **pool limit**: bytes of one layer's K pages, and of its V pages.
-- **any batch**: whether a sequence's result is bitwise the same in any batch; deterministic mode takes no others.
-- **Triton**: the only releases that it runs with; one that is not known is none of them.
+- **any batch**: yes if a sequence's result is bitwise the same in any batch; deterministic mode needs it.
+- **Triton**: the only releases that it runs with; a release that is not known is treated as none of them.
 - A padded sequence has the least KV length.
 """
 
@@ -65,7 +65,7 @@ def markdown() -> str:
         parts.append(_table(_DEMANDS, bound))
         sparse = _sparse(provider)
         if sparse:
-            parts.append("Of layers with an indexer, in every kind of step, beside those above:\n")
+            parts.append("Layers with an indexer, in every kind of step, in addition to the kernels above:\n")
             parts.append(sparse)
         faulty = _faults(bound)
         if faulty:
@@ -76,11 +76,11 @@ def markdown() -> str:
             for note in row.notes:
                 odd.setdefault(note, []).append(f"`{row.name}` ({kinds})")
         if odd:
-            parts.append("Odd, and serving nevertheless:\n")
+            parts.append("Oddities of kernels that are used nevertheless:\n")
             parts.append("".join(f"- {', '.join(named)}: {note}\n" for note, named in odd.items()))
         unbound = _merged([row for row in rows if row.not_bound])
         if unbound:
-            parts.append("Known and not bound:\n")
+            parts.append("Known, but not bound:\n")
             parts.append("".join(f"- `{row.name}` ({kinds}): {row.not_bound}\n" for row, kinds in unbound))
     return "\n".join([*parts, _MEANING])
 
@@ -250,7 +250,7 @@ _CODED: dict[str, Callable[[_Line], str]] = {
     **_NAME,
     "steps": lambda line: line[1],
     "K and V": lambda line: ", ".join(encoding.value for encoding in line[0].limits.encodings),
-    "a factor of each": _factors,
+    "a scale per": _factors,
     "multiplies": lambda line: "in eight bits" if line[0].rounds_products else "in q's dtype",
 }
 

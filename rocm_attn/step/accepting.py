@@ -43,9 +43,11 @@ def verified(step: Part, parents: Tensor) -> Verified:
             "it must be torch.int32 of shape [num_seqs, nodes] with contiguous rows"
         )
     if not 1 <= parents.shape[1] <= MOST_NODES:
-        raise BadTensor(f"trees have up to {parents.shape[1]} nodes; at least 1 and at most {MOST_NODES} serve")
+        raise BadTensor(f"trees have up to {parents.shape[1]} nodes; 1 to {MOST_NODES} are allowed")
     if parents.device != step.kv_len.device:
-        raise BadTensor(f"parents is on {parents.device} and the step on {step.kv_len.device}; give it there")
+        raise BadTensor(
+            f"parents is on {parents.device} and the step on {step.kv_len.device}; move it to the step's device"
+        )
     return Verified(step.token_ids, step.q_indptr, step.kv_len, parents)
 
 
@@ -180,8 +182,8 @@ class AcceptedMoves:
             index = self._pool.index(layer)
             if index.format.page_size != pages.format.page_size:
                 raise Unsupported(
-                    f"an index key of layer {layer} stands for several tokens, so it does not follow one that moves; "
-                    "verify chains, whose tokens stay where they are",
+                    f"an index key of layer {layer} stands for several tokens, so it cannot follow one that moves; "
+                    "verify chains, whose tokens do not move",
                     [],
                 )
             sides = [*sides, *_sides(index, is_index=True)]

@@ -161,7 +161,7 @@ class Capacity:
     def view(self, name: str, tensor: Tensor, first: int, elements: int) -> Tensor:
         """A view of elements of a buffer. Raises NeverFits past its end, where a slice would truncate silently."""
         if first + elements > tensor.numel():
-            raise NeverFits(f"{first + elements} elements of {name} were asked for, it holds {tensor.numel()}")
+            raise NeverFits(f"{first + elements} elements of {name} were requested, and it holds {tensor.numel()}")
         return tensor[first : first + elements]
 
 
@@ -238,8 +238,8 @@ class StepBuffers:
             spec, needed = short[0]
             self._guards.sealed_growth(
                 f"{shape.num_seqs} sequences with {shape.num_tokens} tokens need {needed} elements of {spec.name} "
-                f"({spec.unit.value}) and captured graphs hold {self._tensors[spec.name].numel()}; "
-                "raise the largest of capture_sizes before the first capture"
+                f"({spec.unit.value}) and captured graphs hold {self._tensors[spec.name].numel()}; raise the "
+                "largest of capture_sizes before the first capture"
             )
         with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
             grown = {spec.name: self._new_buffer(spec, needed) for spec, needed in short}

@@ -33,35 +33,39 @@ from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, STEP, STEP
 STEPS_UNTIL_ECHO = 3
 
 _WHAT = {
-    TOKEN_WITHOUT_PAGE: "a new token had no page of its own, its row led to page 0 or to no page, and its K and V were "
-    "dropped; look for what changed the request table on the device",
-    WINDOW_WITHOUT_PAGE: "the first key that a new token sees lay in a page that its row does not hold any more, and "
-    "was read as zero; evict by lengths that are no more than the device's, or look for what changed the table there",
-    LENGTH_BEYOND_BOUND: "a length on the device lay outside of 0 <= q_len <= kv_len <= its bound and was cut; "
-    "give the batch larger bounds, or look for what wrote the lengths",
-    NOT_FINITE: "K or V of a new token was infinite or no number and was stored as zero, as it would have spread to "
-    "tokens that do not see it; look for an overflow in the model, or compute in a dtype of a wider range",
-    SHARED_TOKEN: "lengths on the device let a step begin within the tokens that its row shares with another; it was "
-    "moved to the first one after them; call truncate() and reserve() before a row goes back",
-    SLOT_NOT_IN_TABLE: "a slot that was given for a new token is not the one that the table gives, so its K and V "
-    "would never be read there and were dropped; give the slots of the rows that the step names, in whole pages",
-    BAD_SELECTION: "the units that a token was given are not each once, in ascending order and within what it sees; "
-    "those outside gave no key, and those that were listed twice counted twice; look for what selected them",
-    PAGE_TAKEN: "a page that a row still names was written by way of another entry of the table, so the row reads what "
-    "another sequence has stored; look for a page or slot that was given back, or given twice, before its row let go",
-    ROW_NOT_IN_TABLE: "a row that was given lies outside of the table, and its sequence was taken for a pad; look for "
-    "what wrote the rows",
+    TOKEN_WITHOUT_PAGE: "a new token had no page of its own, because its row led to page 0 or to no page, and its K "
+    "and V were dropped; look for code that changed the request table on the device",
+    WINDOW_WITHOUT_PAGE: "the first key that a new token sees was in a page that its row no longer holds, and was "
+    "read as zero; evict only up to the device's lengths, or look for code that changed the "
+    "table there",
+    LENGTH_BEYOND_BOUND: "a length on the device was outside of 0 <= q_len <= kv_len <= its bound and was clamped; "
+    "give the batch larger bounds, or look for code that wrote the lengths",
+    NOT_FINITE: "K or V of a new token was infinite or NaN and was stored as zero, because it would have spread to "
+    "tokens that do not see it; look for an overflow in the model, or compute in a dtype with a wider "
+    "range",
+    SHARED_TOKEN: "lengths on the device let a step begin within the tokens that its row shares with another; it "
+    "was moved to the first token after them; call truncate() and reserve() before a row goes back",
+    SLOT_NOT_IN_TABLE: "a slot given for a new token differs from the table's, so its K and V would never be read "
+    "there and were dropped; give the slots of the step's rows, in whole pages",
+    BAD_SELECTION: "the selected units of a token are not in ascending order, each once, within the keys that it "
+    "sees; units outside gave no key, and units listed twice counted twice; look for the code that "
+    "selected them",
+    PAGE_TAKEN: "a page that a row still names was written through another entry of the table, so the row reads KV "
+    "that another sequence has stored; look for a page or slot that was freed, or given twice, while a "
+    "row named it",
+    ROW_NOT_IN_TABLE: "a row that was given lies outside of the table, and its sequence was treated as padding; "
+    "look for code that wrote the rows",
     TOO_FEW_GIVEN: "fewer slots, positions or mask cells were given than the step has; tokens without a slot were "
-    "dropped, and cells that were not given hide their keys; give as many as kv_len and q_len ask for",
-    PAGE_NOT_IN_POOL: "a page that the table gives for a sequence's KV is negative or past the pages that were bound, "
-    "and the sequence was taken for a pad; look for what wrote the table, or bind all pages that it names",
+    "dropped, and missing cells hide their keys; give as many as kv_len and q_len require",
+    PAGE_NOT_IN_POOL: "a page in the table of a sequence's KV is negative or past the bound pages, and the sequence "
+    "was treated as padding; look for code that wrote the table, or bind all pages that it names",
     ROW_TWICE: "two sequences with new tokens have the same row of the table, and may have stored over each other; "
-    "give each sequence of a step a row of its own",
-    BAD_PARENT: "the parent of a new draft is not an earlier node of its tree, and of a round of drafts none of the "
-    "branches one step before; the draft was taken for one without a parent; look for what chose the parents",
-    UNSTORED_TOKEN: "lengths on the device let a step begin after the tokens that its row has stored; it was moved to "
-    "the first one after them; look for what wrote the lengths, or call mark_stored() for tokens that came by other "
-    "means",
+    "give each sequence of a step its own row",
+    BAD_PARENT: "the parent of a new draft is not an earlier node of its tree, or in a round of drafts not a branch of "
+    "the step before; the draft was treated as one without a parent; look for the code that chose the parents",
+    UNSTORED_TOKEN: "lengths on the device let a step begin after the tokens that its row has stored; it was moved "
+    "to the first token after them; look for code that wrote the lengths, or call mark_stored() for "
+    "tokens that were stored in another way",
 }
 
 
@@ -73,8 +77,8 @@ def fault_of_counts(counts: Sequence[int], number: int) -> DeviceFault | None:
     """
     if counts[STEP] != number:
         return DeviceFault(
-            f"the device has the counts of step {counts[STEP]} where step {number} was published last; "
-            "look for what wrote to the step's counts, or for a kernel launch that was lost",
+            f"the device has the counts of step {counts[STEP]} and step {number} was published last; look for code "
+            "that wrote to the step's counts, or for a lost kernel launch",
             number,
         )
     return fault_of(number, counts[ERROR_WORD]) if counts[ERROR_WORD] else None
@@ -101,13 +105,14 @@ class EchoCheck:
             self._lost_step = int(words[STEP])
             raise DeviceFault(
                 f"the inputs of step {self._lost_step} never reached the device, which went on with those of an "
-                "earlier step; look for a kernel launch that was lost",
+                "earlier step; look for a lost kernel launch",
                 self._lost_step,
             )
         if echo == WRONG_STEP:
             if before == self._lost_step:  # reported already
                 return
             raise DeviceFault(
-                f"the device took step {before} for step {echoed}; look for what wrote to the step's counts", before
+                f"the device took step {before} for step {echoed}; look for code that wrote to the step's counts",
+                before,
             )
         raise fault_of(before, echo)

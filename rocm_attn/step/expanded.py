@@ -66,9 +66,9 @@ class ExpandedPrefill:
     def __post_init__(self) -> None:
         problem = self.problem
         if problem.pool is not PoolKind.LATENT:
-            raise BadProblem(f"only latents are expanded, and this layer has {problem.pool.value}")
+            raise BadProblem(f"only latent layers can be expanded, and this layer has {problem.pool.value}")
         if not problem.causal or scores_of(problem).windowed:
-            raise BadProblem("expanded attention is causal and has no window; attend to this layer absorbed")
+            raise BadProblem("expanded attention must be causal and without a window; attend to this layer absorbed")
 
     def attend(
         self, q: Tensor, latents: Tensor, expand: Expand, *, chunk_tokens: int = 1 << 15
@@ -87,21 +87,21 @@ class ExpandedPrefill:
         batch = self.running_batch()
         if not batch.inputs.lengths_on_host or batch.mask is not NO_MASK or batch.drafts is not NO_DRAFTS:
             raise BadBatch(
-                "expanded attention takes a step whose lengths the host knows, without a mask and drafts; attend to "
-                "this layer absorbed in this step"
+                "expanded attention needs the lengths on the host, and no mask and no drafts; attend to this "
+                "layer absorbed in this step"
             )
         num_tokens = int(batch.q_len.sum())
         dims = {"q": (q, 3), "latents": (latents, 2)}
         for name, (tensor, dim) in dims.items():
             if tensor.dim() != dim or tensor.shape[0] != num_tokens:
                 raise BadTensor(
-                    f"{name} has shape {list(tensor.shape)}; its {dim} dimensions begin with the step's "
-                    f"{num_tokens} tokens, padded ones left out"
+                    f"{name} has shape {list(tensor.shape)}; its {dim} dimensions must begin with the step's "
+                    f"{num_tokens} tokens, without padded ones"
                 )
         if latents.shape[1] != self.problem.head_dim or chunk_tokens < 1:
             raise BadTensor(
-                f"latents have {latents.shape[1]} elements and chunks {chunk_tokens} tokens; this layer's latents have "
-                f"{self.problem.head_dim}, and a chunk has at least 1 token"
+                f"latents have {latents.shape[1]} elements and chunks {chunk_tokens} tokens; this layer's latents "
+                f"have {self.problem.head_dim}, and a chunk must have at least 1 token"
             )
         with on_device(q.device):
             k, v = self._expanded(expand, latents, q)
@@ -118,11 +118,11 @@ class ExpandedPrefill:
         tokens, heads = latents.shape[0], q.shape[1]
         if k.shape != (tokens, heads, q.shape[2]) or v.shape[:2] != (tokens, heads) or v.dim() != 3:
             raise BadTensor(
-                f"expand gave keys of shape {list(k.shape)} and values of shape {list(v.shape)} for {tokens} latents; "
-                f"they must be {[tokens, heads, q.shape[2]]} and {[tokens, heads, 'v_dim']}"
+                f"expand returned keys of shape {list(k.shape)} and values of shape {list(v.shape)} for {tokens} "
+                f"latents; they must be {[tokens, heads, q.shape[2]]} and {[tokens, heads, 'v_dim']}"
             )
         if not k.dtype == v.dtype == q.dtype:
-            raise BadTensor(f"expand gave {k.dtype} and {v.dtype}; q is {q.dtype}")
+            raise BadTensor(f"expand returned {k.dtype} and {v.dtype}; both must be q's, {q.dtype}")
         return k.contiguous(), v.contiguous()
 
     def _read(self, rows: np.ndarray, first: int, lengths: np.ndarray) -> Tensor:
@@ -322,7 +322,7 @@ def _agree(kernel: PackedVarlen, theirs: _Side, ours: _Side, size: Tensor, dtype
     if apart <= 1 and apart_lse <= _LSE_APART:
         return True
     _say(
-        kernel, f"out is {apart:.3g} times as far from our kernel's as it may be, its log-sum-exp {apart_lse:.3g} away"
+        kernel, f"out differs from our kernel's by {apart:.3g} times the tolerance, its log-sum-exp by {apart_lse:.3g}"
     )
     return False
 

@@ -15,9 +15,7 @@ from rocm_attn.step.gate import StepHolder
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.selections import StepSelections
 
-_ANOTHERS = (
-    "the step that has begun is another thread's; call begin() in this one, or take_over() where that one is done"
-)
+_ANOTHERS = "the running step belongs to another thread; call begin() in this one, or take_over() once that one is done"
 
 
 class ExternalGate:
@@ -72,7 +70,7 @@ class ExternalGate:
         """The run of the step that the current thread has begun and filled. Raises WrongState."""
         run = self.run
         if run is None or not self.is_filled:
-            raise WrongState("store and attend need a step that was begun and filled; call begin() and fill() first")
+            raise WrongState("store and attend need a running step; call begin() and fill() first")
         if self.thread != get_ident():
             raise WrongState(_ANOTHERS)
         return run

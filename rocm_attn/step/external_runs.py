@@ -77,7 +77,7 @@ class ExternalRuns:
         if core is None:
             named = ", ".join(each.name for each in self._cores)
             raise WrongState(
-                f"no kernels were chosen for steps that say {causality.name}; build with causalities=..., which has "
+                f"no kernels were chosen for steps with {causality.name}; add it to causalities=..., which has "
                 f"{named} now"
             )
         return core
@@ -145,8 +145,8 @@ class ExternalRuns:
             (views,) = core.memory.new_device_steps(plan)
         except NeverFits as error:  # only for captured steps; other steps get more memory
             raise NeverFits(
-                f"a captured step of {plan.shape.num_seqs} sequences and {plan.shape.num_tokens} tokens is larger than "
-                "seal() has made room for; give it larger bounds"
+                f"a captured step of {plan.shape.num_seqs} sequences and {plan.shape.num_tokens} tokens is larger "
+                "than the bounds given to seal(); give larger bounds"
             ) from error
         finally:
             if core.memory.epochs != epochs:
@@ -161,13 +161,13 @@ class ExternalRuns:
         ):
             if found > most:
                 raise NeverFits(
-                    f"the step is padded to {found} {things}, built for {most}; raise {bound} of the bounds"
+                    f"the step is padded to {found} {things}, and the most is {most}; raise {bound} of the bounds"
                 )
         if step.captured and not self._is_sealed:
             raise WrongState("graphs would read memory that may move; call seal() before the first captured step")
         core = self.core(step.causality)
         if not isinstance(step.mask, NoCells) and not any(p.custom_mask for p in core.kinds.problems):
-            raise WrongState("the step has a mask and no layer looks at it; build with problems of custom_mask")
+            raise WrongState("the step has a mask and no layer uses one; build with problems of custom_mask")
         if step.lengths.kv_len.device != self._tables.device:
             raise BadTensor(f"kv_len is on {step.lengths.kv_len.device}, not on {self._tables.device}")
 
@@ -176,10 +176,10 @@ def _check_plan(plan: StepPlan, *, captured: bool) -> None:
     """Refuses kernels that cannot run such steps."""
     if captured and not plan.replayable:
         names = sorted({kernel.row.name for kernel in plan.kernels if not kernel.row.graph_safe})
-        raise WrongState(f"{', '.join(names)} cannot be captured; run such steps eagerly, or choose a provider")
+        raise WrongState(f"{', '.join(names)} cannot be captured; run such steps eagerly, or choose another provider")
     needy = sorted({kernel.row.name for kernel in plan.kernels if kernel.row.needs_host_lengths})
     if needy:
-        raise Unsupported(f"{', '.join(needy)} must know the lengths on the host, and an engine's are on the device")
+        raise Unsupported(f"{', '.join(needy)} need the lengths on the host, and an engine's are on the device")
 
 
 class EnginePublisher:

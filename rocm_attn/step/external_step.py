@@ -83,8 +83,8 @@ class BoolCells:
             )
         if self.cells.numel() > MOST_MASK_CELLS:
             raise BadTensor(
-                f"a mask has {self.cells.numel()} cells, and at most {MOST_MASK_CELLS} can be packed; give steps fewer "
-                "tokens, or shorter sequences"
+                f"a mask has {self.cells.numel()} cells, and at most {MOST_MASK_CELLS} can be packed; give steps "
+                "fewer tokens, or shorter sequences"
             )
         _check("positions", self.positions, 0)
 
@@ -163,12 +163,12 @@ class ExternalStep:
     def __post_init__(self) -> None:
         if not 0 <= self.num_seqs <= self.padded_seqs or self.padded_seqs < 1 or self.padded_tokens < 1:
             raise BadBatch(
-                f"{self.num_seqs} sequences padded to {self.padded_seqs}, with {self.padded_tokens} padded tokens; "
-                "a step is padded to at least as many sequences as it has, and to at least 1 sequence and 1 token"
+                f"{self.num_seqs} sequences are padded to {self.padded_seqs}, with {self.padded_tokens} padded "
+                "tokens; pad to at least as many sequences as the step has, and to at least 1 sequence and 1 token"
             )
         if not 0 <= self.min_q_len <= self.max_q_len or self.max_q_len < 1:
             raise BadBatch(
-                f"min_q_len {self.min_q_len} and max_q_len {self.max_q_len}; give 0 <= min_q_len <= max_q_len, "
+                f"min_q_len is {self.min_q_len} and max_q_len {self.max_q_len}; give 0 <= min_q_len <= max_q_len, "
                 "and max_q_len of at least 1"
             )
         if isinstance(self.mask, BoolCells):
@@ -179,8 +179,8 @@ class ExternalStep:
             kind = StepKind.EXTEND if self.min_q_len > 1 else StepKind.MIXED
         if kind is StepKind.DECODE and self.padded_tokens != self.padded_seqs:
             raise BadBatch(
-                f"{self.padded_seqs} padded sequences with one new token each have {self.padded_tokens} padded tokens; "
-                "give as many tokens as sequences"
+                f"{self.padded_seqs} padded sequences with one new token each have {self.padded_tokens} padded "
+                "tokens; give as many tokens as sequences"
             )
         _check("kv_len", self.kv_len, self.num_seqs)
         if self.rows is not None:

@@ -72,11 +72,11 @@ class FaultReports:
 
     def _find(self, then: Callable[[], _Result]) -> _Result:
         """Waits for the device, finds faults, and calls `then` before another thread may begin a step."""
-        with self._holder.alone("the device cannot be asked"):
+        with self._holder.alone("the device's faults cannot be read"):
             if self._publisher.launching is not None and self._holder.state is not IDLE:
                 # Reading the slot of a graph that is about to be launched would treat its step as abandoned.
                 raise WrongState(
-                    "the device cannot be asked, because a step was staged; ask when its graph was launched"
+                    "the device's faults cannot be read while a staged step waits for its launch; read them after it"
                 )
             wait_for_device(self._publisher.device)
             self._publisher.find_faults()

@@ -102,7 +102,7 @@ class Effects(NamedTuple):
 # The progress of a step, in the words of errors that refuse a call meanwhile.
 StepState = NewType("StepState", str)
 IDLE = StepState("no step was begun")
-STAGED = StepState("a step was staged and its metadata is not filled yet")
+STAGED = StepState("a step is staged and its metadata is not filled yet")
 RUNNING = StepState("a step is running")
 _STEP = "step"
 
@@ -211,9 +211,7 @@ class StepGate:
             if plan is AGAIN:
                 last = self._begin_again()
                 if last.batch is not batch:
-                    raise WrongState(
-                        "AGAIN was given with another batch than the step that was staged last; give that one"
-                    )
+                    raise WrongState("AGAIN was given with another batch than the last staged step; give that batch")
                 return self._begun(last, (batch,), "")
             self._check_batch(batch)
             refusal = ""
@@ -313,7 +311,7 @@ class StepGate:
         """Returns the step that was staged last, if it may run now. Raises WrongState."""
         last = self.last
         if last is None:
-            raise WrongState("no whole step was staged last that could run again; stage one first")
+            raise WrongState("no whole step that can run again was staged last; stage one first")
         self._require_rows(last, "the step cannot run again", last.batch.rows)
         self.holder.state = STAGED
         with on_device(self.device):
@@ -361,7 +359,7 @@ class StepGate:
         """
         last = self._ran()
         if last is None:
-            raise WrongState("no step was staged whose rows could go on; stage one first")
+            raise WrongState("no step whose rows can continue was staged; stage one first")
         self._moves_on = True
         self._require_rows(last, "the step cannot run again", last.batch.rows)
         self._staged = ran = step._replace(batch=last.batch, change=last.change)
@@ -375,7 +373,8 @@ class StepGate:
         changed = [row for row in self._changed_rows(step, staying) if row in rows]
         if changed:
             raise WrongState(
-                f"{refused}: row {changed[0]} was freed, cut, forked or kept since it was staged; stage a step anew"
+                f"{refused}: row {changed[0]} was freed, truncated, forked or kept since it was staged; stage a "
+                "new step"
             )
 
     def before_paths(self, num_paths: int, seqs: Integers | None) -> Tensor:
@@ -393,7 +392,9 @@ class StepGate:
         if len(places) != num_paths:
             raise BadBatch(f"{num_paths} accepted paths for {len(places)} sequences; give one each")
         if len(np.unique(places)) < num_paths or (num_paths and not 0 <= places.min() <= places.max() < batch.num_seqs):
-            raise BadBatch(f"seqs must be sequences of the step, each once: 0 to {batch.num_seqs - 1}; got {places}")
+            raise BadBatch(
+                f"seqs is {places}; it must name sequences of the step, 0 to {batch.num_seqs - 1}, each once"
+            )
         rows = batch.rows[places]
         self._allow_move(step, rows)
         return torch.from_numpy(rows).to(self.device)
@@ -408,7 +409,7 @@ class StepGate:
         step = self._ran()
         if step is None or not self._may_move or step.batch.mask is NO_MASK:
             raise WrongState(
-                "the last step has stored no trees of drafts, or they were moved already; move once a step"
+                "the last step has stored no trees of drafts, or they were moved already; move once per step"
             )
         return step
 
@@ -459,7 +460,7 @@ class StepGate:
         if step is None:
             raise self._not_running("store and attend need")
         if number >= len(step.parts):
-            raise WrongState(f"the step that runs has {len(step.parts)} parts, and there is no part {number}")
+            raise WrongState(f"the running step has {len(step.parts)} parts, and there is no part {number}")
         return step.parts[number].layers
 
     def running_batch(self) -> StepBatch:
@@ -512,5 +513,5 @@ class StepGate:
         if self.holder.state is not RUNNING:
             raise self._not_running("store and attend need")
         if self._step is None or children is not self._step.children:
-            raise WrongState("the step of these layers is over; call the layers of the step that runs")
+            raise WrongState("the step of these layers has ended; call the layers of the running step")
         self._streams.join()

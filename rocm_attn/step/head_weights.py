@@ -91,7 +91,7 @@ class LayerHeadWeights:
         for name, tensor in (("sinks", weights.sinks), ("alibi_slopes", weights.alibi_slopes)):
             is_wanted = name in self._wanted[layer]
             if is_wanted and tensor is None:
-                raise BadTensor(f"layer {layer} has {name} and none were given; give them in its HeadWeights")
+                raise BadTensor(f"layer {layer} has {name} and got none; give them in its HeadWeights")
             if tensor is not None and not is_wanted:
                 raise BadTensor(f"{name} were given to layer {layer}, whose problem has none; leave them out")
             if tensor is not None:
@@ -113,12 +113,12 @@ class LayerHeadWeights:
     def _check(self, name: str, tensor: Tensor, problem: Problem) -> None:
         if tensor.shape != (problem.num_q_heads,):
             raise BadTensor(
-                f"{name} has shape {list(tensor.shape)}; the layer needs [{problem.num_q_heads}], one a query head"
+                f"{name} has shape {list(tensor.shape)}; the layer needs [{problem.num_q_heads}], one per query head"
             )
         if not tensor.is_floating_point():
             raise BadTensor(f"{name} is {tensor.dtype}; it must be floating point")
         if tensor.is_meta:
-            raise BadTensor(f"{name} is on meta, where tensors have no values; load it first")
+            raise BadTensor(f"{name} is on the meta device, whose tensors have no values; load it first")
 
     def _owned(self, owned: Tensor | None, given: Tensor | None) -> Tensor | None:
         """Copies the values into memory of the runtime: the existing tensor, if there is one."""

@@ -33,21 +33,21 @@ class KVScales:
         """float32 scales of a layer in the form of its pages. Raises BadTensor; waits for tensors on a device."""
         if problem.kv_scales not in (Scales.LAYER, Scales.HEAD):
             raise BadTensor(
-                f"layer {layer} has {problem.kv_scales.value}; only factors of a layer or of KV heads are given, by "
-                "problems with kv_scales LAYER or HEAD"
+                f"layer {layer} has {problem.kv_scales.value}; scales can be set only by problems with kv_scales "
+                "LAYER or HEAD"
             )
         encodings = problem.kv_encoding if self.made_for is KVEncoding.LIKE_Q else self.made_for, problem.kv_encoding
         if encodings[0] is not encodings[1] and encodings not in _DOUBLED:
             raise BadTensor(
-                f"the factors of layer {layer} were found for {encodings[0].value}, and it keeps K and V in "
-                f"{encodings[1].value}; only those of the two E4M3 follow from each other"
+                f"the scales of layer {layer} were computed for {encodings[0].value}, and it keeps K and V in "
+                f"{encodings[1].value}; only scales of the two E4M3 encodings can be converted"
             )
         count = problem.num_kv_heads if problem.kv_scales is Scales.HEAD else 1
         k, v = (_checked(f"{name} of layer {layer}", given, count) for name, given in (("k", self.k), ("v", self.v)))
         if problem.pool is PoolKind.LATENT and not torch.equal(k, v):
             raise BadTensor(
-                f"layer {layer} is latent, and was given {k.tolist()} for k and {v.tolist()} for v: its V is a part of "
-                "its K, so give both the same"
+                f"layer {layer} is latent, and got {k.tolist()} for k and {v.tolist()} for v: its V is a part of "
+                "its K, so give the same for both"
             )
         by = _DOUBLED.get(encodings, 1.0)
         return k * by, v * by
@@ -67,12 +67,12 @@ def _checked(name: str, given: Tensor | float, count: int) -> Tensor:
     factors = torch.as_tensor(given, dtype=torch.float32 if isinstance(given, float) else None).detach()
     if not factors.is_floating_point() or factors.numel() != count or factors.dim() > 1:
         raise BadTensor(
-            f"the factors of {name} are {factors.dtype} {list(factors.shape)}; they must be floating point, {count} of "
-            "them"
+            f"the scales of {name} are {factors.dtype} {list(factors.shape)}; they must be floating point, {count} "
+            "of them"
         )
     factors = factors.to("cpu", torch.float32).reshape(count)
     if not bool(((factors >= SMALLEST_SCALE) & (factors <= LARGEST_SCALE)).all()):
         raise BadTensor(
-            f"the factors of {name} are {factors.tolist()}; each must be a positive number from 2**-100 to 2**100"
+            f"the scales of {name} are {factors.tolist()}; each must be a positive number from 2**-100 to 2**100"
         )
     return factors

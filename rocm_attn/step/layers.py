@@ -74,7 +74,7 @@ class Layers:
         for layer, problem in enumerate(kinds.problems):
             if pool.format(layer) != problem.page_format:
                 raise BadTensor(
-                    f"the pages of layer {layer} hold {pool.format(layer)}; its kernels are for {problem.page_format}"
+                    f"the pages of layer {layer} hold {pool.format(layer)}; its kernels need {problem.page_format}"
                 )
         self._work_of_layer: dict[int, QkvWork] = {}
         # On a CPU there are no launches to prepare.
@@ -251,7 +251,7 @@ class Layers:
         row, problem = plan.kernels[kind].row, self._selections[kind].problem
         self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
         if lse is not None and not row.limits.gives_lse(problem):
-            raise BadTensor(f"{row.name} gives no lse; build the runtime of problems with wants_lse=True")
+            raise BadTensor(f"{row.name} returns no lse; build the runtime of problems with wants_lse=True")
         weights = self._head_weights.of(layer)
         # Passed by position, because names cost a tenth of the call.
         own = lse, weights.sinks, weights.alibi_slopes
@@ -314,7 +314,7 @@ class Layers:
         self._check("v", v, (num_tokens, problem.num_kv_heads, problem.v_head_dim), problem.dtype)
         if problem.pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
             raise BadTensor(
-                f"layer {layer} is latent and keeps one row a token: pass k[..., :{problem.v_head_dim}] as v"
+                f"layer {layer} is latent and keeps one row per token: pass k[..., :{problem.v_head_dim}] as v"
             )
 
     def _check_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork, num_tokens: int) -> None:
@@ -380,11 +380,11 @@ def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
         _check_rope("rope", work.rope, problem.head_dim, device)
         if is_latent and not work.rope.at_end:
             raise BadTensor(
-                "rope turns the first elements of a latent layer's rows, which end with those that turn; "
-                "make the table with at_end=True"
+                "rope rotates the first elements of a latent layer's rows, and must rotate the last; make the "
+                "table with at_end=True"
             )
     if is_latent and work.v_norm is not None:
-        raise BadTensor("v_norm was given for a latent layer, whose V is part of K; normalise it by k_norm")
+        raise BadTensor("v_norm was given for a latent layer, whose V is part of K; normalise it with k_norm")
     of_q, of_k, of_v = (
         (work.q_norm, problem.head_dim),
         (work.k_norm, problem.head_dim),
@@ -402,7 +402,7 @@ def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
 def _check_rope(name: str, rope: RopeTable, dim: int, device: torch.device) -> None:
     """Raises BadTensor for a table of more elements than a row has, or on another device."""
     if rope.dim > dim:
-        raise BadTensor(f"{name} turns {rope.dim} elements; rows have {dim}")
+        raise BadTensor(f"{name} rotates {rope.dim} elements; rows have {dim}")
     _check_device(name, rope.cos_sin, device)
 
 

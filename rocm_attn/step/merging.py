@@ -51,13 +51,13 @@ def merge_into(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: 
 
 def _check(sides: Sequence[tuple[Tensor, Tensor]]) -> None:
     if not sides:
-        raise BadTensor("there is no side to merge; give one at least")
+        raise BadTensor("there is no side to merge; give at least one")
     shape, device = sides[0][0].shape, sides[0][0].device
     for place, (out, lse) in enumerate(sides):
         if out.dim() != 3 or out.shape != shape:
             raise BadTensor(
-                f"out of side {place} has shape {list(out.shape)} and that of side 0 {list(shape)}; "
-                "all must be [tokens, heads, dim]"
+                f"out of side {place} has shape {list(out.shape)} and side 0 {list(shape)}; all must be [tokens, "
+                "heads, dim] of equal sizes"
             )
         if not out.is_floating_point() or (out.shape[2] > 1 and out.stride(2) != 1):
             raise BadTensor(

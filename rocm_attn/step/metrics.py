@@ -105,67 +105,69 @@ class Metrics:
     One runner owns it; callers that serve through it (engine, scheduler, sampled check) count in the same object.
     """
 
-    steps: int = _counter("steps that were run", "{} steps")
-    replays: int = _counter("steps that were run as a graph", "{} replayed")
+    steps: int = _counter("steps run", "{} steps")
+    replays: int = _counter("steps run as a graph", "{} replayed")
     fallbacks: dict[str, int] = _reasons(
-        "steps that were run without a graph although steps of their kind and size may have one, by reason",
-        "{} without the graph that their size may have",
+        "steps run without a graph although steps of their kind and size may have one, by reason",
+        "{} without a graph that their size may have",
     )
     captures: int = _counter("graphs made", "{} graphs made")
     capture_seconds: float = _seconds("time spent making and checking graphs", "{:.1f} s making graphs")
-    real_seqs: int = _counter("sequences over all steps", "{} sequences in all steps")
-    padded_seqs: int = _counter("padded sequences that came on top of them", "{} padded sequences beside them")
-    faults: int = _counter("faults that the device has reported", "{} device faults")
-    preemptions: int = _counter("sequences that gave their pages back and were computed again", "{} preemptions")
-    requests: int = _counter("requests that were taken", "{} requests")
+    real_seqs: int = _counter("sequences, summed over all steps", "{} sequences in all steps")
+    padded_seqs: int = _counter("padded sequences, summed over all steps", "{} padded sequences in addition")
+    faults: int = _counter("faults reported by the device", "{} device faults")
+    preemptions: int = _counter("sequences that gave up their pages and were computed again", "{} preemptions")
+    requests: int = _counter("requests accepted", "{} requests")
     requests_ended: dict[str, int] = _reasons(
-        'requests that have ended, by finish reason, or "cancelled" where their reader has left', "{} ended"
+        'requests that have ended, by finish reason, or "cancelled" if their reader has left', "{} ended"
     )
-    aborts: int = _counter("requests that were aborted", "{} aborts")
-    refusals: int = _counter("requests that were refused because too many were there", "{} requests refused")
+    aborts: int = _counter("requests aborted", "{} aborts")
+    refusals: int = _counter("requests refused because too many were waiting", "{} requests refused")
     prefix_lookups: int = _counter(
-        "tokens of sequences that were looked up in the prefix cache when they were admitted",
+        "tokens of admitted sequences looked up in the prefix cache",
         "{} tokens looked up in the prefix cache",
     )
     prefix_hits: int = _counter(
-        "tokens whose K and V were found in the prefix cache and not computed again", "{} tokens found there"
+        "tokens found in the prefix cache, whose K and V were not computed again", "{} tokens found there"
     )
-    verifications: int = _counter("times that drafts of a sequence were verified in a step", "drafts verified {} times")
-    drafts: int = _counter("tokens that were guessed, and verified", "{} drafts")
-    accepted_drafts: int = _counter("of them, those that were right", "{} of them accepted")
-    prompt_tokens: int = _counter("tokens of the prompts of all requests that were taken", "{} prompt tokens")
+    verifications: int = _counter(
+        "sequences whose draft tokens were verified, summed over all steps", "drafts verified {} times"
+    )
+    drafts: int = _counter("draft tokens verified", "{} drafts")
+    accepted_drafts: int = _counter("draft tokens accepted", "{} of them accepted")
+    prompt_tokens: int = _counter("prompt tokens of all accepted requests", "{} prompt tokens")
     new_tokens: int = _counter("tokens generated", "{} new tokens")
-    seconds: float = _seconds("time spent in steps, making graphs included", "{:.1f} s in steps")
+    seconds: float = _seconds("time spent in steps, including making graphs", "{:.1f} s in steps")
     step_seconds: Durations = _durations("wall time of a step, from scheduling it to its tokens", "a step {}")
     host_seconds: Durations = _durations(
-        "time that the host took to schedule and launch a step; a CPU computes it in that time", "of it the host {}"
+        "time of the host for scheduling and launching a step; on a CPU this includes computing it", "of it the host {}"
     )
-    queue_seconds: Durations = _durations("from taking a request to its first step", "in the queue {}")
-    first_token_seconds: Durations = _durations("from taking a request to its first token", "to the first token {}")
-    request_seconds: Durations = _durations("from taking a request to its end, if it has one", "to the end {}")
-    token_gap_seconds: Durations = _durations("from one token of a request to its next", "between tokens {}")
-    samples: int = _counter("steps that the sampled check looked at", "{} steps sampled")
-    rows_differ: int = _counter("sampled steps whose rows differ from the eager run's", "{} DIFFER FROM THE EAGER RUN")
+    queue_seconds: Durations = _durations("time from accepting a request to its first step", "in the queue {}")
+    first_token_seconds: Durations = _durations("time to first token of a request", "to the first token {}")
+    request_seconds: Durations = _durations("time from accepting a request to its end", "to the end {}")
+    token_gap_seconds: Durations = _durations("time between tokens of a request", "between tokens {}")
+    samples: int = _counter("steps that the sampled check compared", "{} steps sampled")
+    rows_differ: int = _counter("sampled steps whose rows differ from the eager run", "{} DIFFER FROM THE EAGER RUN")
     attention_differs: int = _counter(
-        "sampled steps whose attention in the sampled layer differs from the oracle's", "{} DIFFER FROM THE ORACLE"
+        "sampled steps whose attention in the sampled layer differs from the reference", "{} DIFFER FROM THE REFERENCE"
     )
     reserved_written: int = _counter(
         "sampled steps after which row 0 of the table or page 0 of the sampled layer was not zero",
-        "{} FOUND WHAT IS RESERVED WRITTEN",
+        "{} WROTE TO RESERVED MEMORY",
     )
-    finding: str = _state("the last finding of the sampled check", "last finding: {}")
-    running: int = _gauge("requests whose K and V are in the pool", "{} requests running")
+    finding: str = _state("last finding of the sampled check", "last finding: {}")
+    running: int = _gauge("running requests, whose K and V are in the pool", "{} requests running")
     waiting: int = _gauge("requests that wait for room", "{} waiting")
     usable_pages: int = _gauge("pages of the pool, without the reserved one", "{} pages")
-    pages_in_use: int = _gauge("pages that request rows or the prefix cache hold", "{} pages in use")
+    pages_in_use: int = _gauge("pages held by request rows or by the prefix cache", "{} pages in use")
     cached_pages: int = _gauge(
-        "pages in use that only the prefix cache holds, and gives back when pages run out",
+        "pages held only by the prefix cache, which releases them when pages run out",
         "{} of them held by the prefix cache alone",
     )
     swa_pages_in_use: int = _gauge(
-        "pages in use, of the pool of layers with a window", "{} pages for layers with a window in use"
+        "pages in use of the pool of layers with a window", "{} pages for layers with a window in use"
     )
-    graphs_off: str = _state("why graphs are switched off", "graphs off: {}")
+    graphs_off: str = _state("reason why graphs are switched off", "graphs off: {}")
 
     def note_end(self, reason: str, seconds: float) -> None:
         """Notes that a request has ended. seconds: since it was taken"""
@@ -264,7 +266,7 @@ class _Snapshot(Metrics):
         return _Snapshot.of, (self._values(),)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise FrozenInstanceError(f"{name} of a snapshot cannot be set; the runner that it was taken of counts on")
+        raise FrozenInstanceError(f"{name} of a snapshot cannot be set, because its runner keeps counting")
 
 
 def _span(seconds: float) -> str:

@@ -81,26 +81,28 @@ class RuntimeOptions:
                 raise BadSetting(f"{each.name} is {getattr(self, each.name)!r}; it must be True or False")
         if self.max_num_rows and self.max_num_rows < self.max_num_seqs:
             raise BadSetting(
-                f"max_num_rows is {self.max_num_rows} and max_num_seqs is {self.max_num_seqs}; each sequence of a step "
-                "has a row, so give at least as many rows, or 0 for as many"
+                f"max_num_rows is {self.max_num_rows} and max_num_seqs is {self.max_num_seqs}; each sequence of a "
+                "step needs a row, so give at least as many rows, or 0 for the same number"
             )
         if not 0 <= self.mask_keys <= INT32_MAX:
-            raise BadSetting(f"mask_keys is {self.mask_keys}; it is a number of keys, from 0 to {INT32_MAX}")
+            raise BadSetting(f"mask_keys is {self.mask_keys}; it must be a number of keys, from 0 to {INT32_MAX}")
         if self.verify_tokens < 0:
             raise BadSetting(
-                f"verify_tokens is {self.verify_tokens}; it is a number of tokens, drafts and the one before them, or 0"
+                f"verify_tokens is {self.verify_tokens}; it must be a number of tokens, the draft tokens and the "
+                "one before them, or 0"
             )
         if self.swa_kept < 0:
-            raise BadSetting(f"swa_kept is {self.swa_kept}; it is a number of tokens, 0 or more")
+            raise BadSetting(f"swa_kept is {self.swa_kept}; it must be a number of tokens, 0 or more")
         if self.first_swa_page <= RESERVED_PAGE:
             raise BadSetting(
-                f"first_swa_page is {self.first_swa_page}; page {RESERVED_PAGE} is reserved, so it is at least 1"
+                f"first_swa_page is {self.first_swa_page}; it must be at least 1, because page {RESERVED_PAGE} is "
+                "reserved"
             )
         if self.capture_sizes is not None:
             if not self.capture_sizes:
                 raise BadSetting(
-                    "capture_sizes is empty, and steps are padded to one of them; give at least one size. For steps "
-                    "without graphs build the StepRunner with recorder=None"
+                    "capture_sizes is empty, and steps are padded to one of them; give at least one size. For "
+                    "steps without graphs build the StepRunner with recorder=None"
                 )
             object.__setattr__(self, "capture_sizes", _ladder("capture_sizes", self.capture_sizes).sizes)
         object.__setattr__(self, "capture_tokens", _ladder("capture_tokens", self.capture_tokens).sizes)
@@ -158,5 +160,7 @@ def _ladder(name: str, sizes: Sequence[int]) -> SizeLadder:
     except BadLadder as bad:
         raise BadSetting(f"{name}: {bad}") from bad
     if ladder.largest > INT32_MAX:
-        raise BadSetting(f"{name} goes up to {ladder.largest}; counts are int32, so it ends at {INT32_MAX} or before")
+        raise BadSetting(
+            f"{name} goes up to {ladder.largest}; counts are int32, so it must end at {INT32_MAX} or before"
+        )
     return ladder

@@ -92,8 +92,8 @@ def structure_of(outputs: object) -> str:
 
 
 _ALLOWED = (
-    "it returns tensors [S, ...] with a row for each padded sequence of its step, PerToken of tensors [T, ...] with a "
-    "row for each padded token, None, or lists, tuples, dicts and dataclasses of these"
+    "it must return tensors [S, ...] with a row for each padded sequence of its step, PerToken of tensors [T, "
+    "...] with a row for each padded token, None, or lists, tuples, dicts and dataclasses of these"
 )
 
 

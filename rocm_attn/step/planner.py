@@ -147,10 +147,10 @@ class Planner:
     def admit(self, batch: StepBatch, plan: StepPlan) -> StepPlan:
         """The plan, if the batch fits it. Raises NeverFits, WrongState for an old plan, and what plan() raises."""
         if plan.replayable and self._plan_of_key.get(self._graph_key(plan.key)) is not plan:
-            raise WrongState("the plan was made before the sealed addresses were given up; plan the step anew")
+            raise WrongState("the plan was made before the sealed addresses were released; plan the step again")
         _require_fit(batch, plan.shape)
         if plan.shape.kind is StepKind.PREFILL and not is_prefill(batch):
-            raise NeverFits("the plan is for prompts that have nothing stored, and the step has; plan the step anew")
+            raise NeverFits("the plan is for prompts without stored tokens, and the step has some; plan the step again")
         drafts = batch.drafts
         longest = batch.max_q_len if drafts is NO_DRAFTS else min(drafts.branches, batch.max_q_len)
         bounds = plan.bounds
@@ -160,11 +160,11 @@ class Planner:
         )
         if longest > bounds.max_q_len or is_longer:
             raise NeverFits(
-                f"the step has up to {longest} new tokens and {kv_len} tokens in a sequence, its plan was "
-                f"made for {bounds.max_q_len} and {bounds.max_kv_len}; plan the step anew"
+                f"the step has up to {longest} new tokens and {kv_len} tokens in a sequence, and its plan allows "
+                f"{bounds.max_q_len} and {bounds.max_kv_len}; plan the step again"
             )
         if plan.replayable and not self.padding.has_room(batch, plan.shape):
-            raise NeverFits("the step's mask has more cells than its plan's memory; plan the step anew")
+            raise NeverFits("the step's mask has more cells than its plan's memory; plan the step again")
         self._check_inputs(batch, plan)
         return plan
 
@@ -181,8 +181,8 @@ class Planner:
         if pad_to is not None and pad_to.kv_len:
             if pad_to.kv_len < longest:
                 raise NeverFits(
-                    f"a sequence has {longest} tokens and pad_to says that none has more than {pad_to.kv_len}; "
-                    "take the largest number of all ranks, as PadTo.all_of() does"
+                    f"a sequence has {longest} tokens and pad_to allows {pad_to.kv_len}; give the largest number "
+                    "of all ranks, as PadTo.all_of() does"
                 )
             longest = pad_to.kv_len
         last = kv_len_bucket(longest, self._max_kv_len)
@@ -216,9 +216,7 @@ class Planner:
     def _check_inputs(self, batch: StepBatch, plan: StepPlan) -> None:
         """Refuses tensors of another device, masks for no layer, and lengths that the host must know and does not."""
         if batch.mask is not NO_MASK and Extra.MASK not in self.padding.extras:
-            raise BadBatch(
-                "the step has a mask and no layer looks at it; build the runtime of problems with custom_mask"
-            )
+            raise BadBatch("the step has a mask and no layer uses one; build the runtime of problems with custom_mask")
         if isinstance(batch.drafts, Drafts) and batch.drafts.branches > 1:
             without = [f"no custom_mask: {s.problem}" for s in self._selections if not s.problem.custom_mask]
             if without:  # its drafts would see those of other branches
@@ -246,8 +244,8 @@ class Planner:
         needy = [kernel.row.name for kernel in plan.kernels if kernel.row.needs_host_lengths]
         if needy and not batch.inputs.lengths_on_host:
             raise Unsupported(
-                f"{', '.join(needy)} must know the lengths of a step on the host, and they are on {self._device}; "
-                "read them back before the step, or choose another provider"
+                f"{', '.join(needy)} need the lengths of a step on the host, and they are on {self._device}; read "
+                "them back before the step, or choose another provider"
             )
 
 
@@ -255,6 +253,6 @@ def _require_fit(batch: StepBatch, shape: PaddedShape) -> None:
     """Raises NeverFits for a batch that cannot run at a shape."""
     if not fits(batch, shape):
         raise NeverFits(
-            f"{batch.num_seqs} sequences with {batch.num_tokens} new tokens do not fit {shape}; take the shape that "
-            "runtime.padding gives for them"
+            f"{batch.num_seqs} sequences with {batch.num_tokens} new tokens do not fit {shape}; use the shape that "
+            "runtime.padding returns for them"
         )

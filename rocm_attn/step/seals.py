@@ -53,14 +53,14 @@ class Seals:
 
         Raises BadSetting, WrongState, and DeviceFault like check_device(); nothing has changed then.
         """
-        with self._gate.holder.idle("addresses cannot be given up"), on_device(self._core.device):
+        with self._gate.holder.idle("addresses cannot be released"), on_device(self._core.device):
             padding = self._padding_for(capture_sizes, capture_tokens)
             self._check()
             self._change(padding, self._core.memory.new_part())
 
     def give_up(self) -> None:
         """Does the same as `unseal` for the same sizes, without asking the device: later steps report its faults."""
-        with self._gate.holder.idle("addresses cannot be given up"), on_device(self._core.device):
+        with self._gate.holder.idle("addresses cannot be released"), on_device(self._core.device):
             self._change(self._gate.planner.padding, self._core.memory.new_part())
 
     def reseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
@@ -82,8 +82,8 @@ class Seals:
             found = self._agree({})
             if found:
                 raise NeverFits(
-                    f"capture sizes were not changed, because a rank could not: {found['reopen']}; "
-                    "go on with those that there are, or choose smaller ones on all ranks"
+                    f"capture sizes were not changed, because a rank could not: {found['reopen']}; keep the "
+                    "current sizes, or choose smaller ones on all ranks"
                 )
             self._change(padding, part)
             self._seal()

@@ -20,8 +20,8 @@ def refuse_stale(layer: int, wanted: int, found: int) -> None:
     if found != wanted:
         there = "nothing was selected in this step" if found == NOTHING else f"layer {found} has selected since"
         raise WrongState(
-            f"layer {layer} attends to the selection of layer {wanted}, and {there}; call select({wanted}, ...) first, "
-            "and attend_selected() of every layer that shares it before the next select()"
+            f"layer {layer} attends to the selection of layer {wanted}, and {there}; call select({wanted}, ...) "
+            "first, and attend_selected() of every layer that shares it before the next select()"
         )
 
 
@@ -56,8 +56,8 @@ class SelectingLayers:
                 assert isinstance(earlier, Indexer)
                 if earlier.indexing != indexer.indexing:
                     raise BadProblem(
-                        f"layer {layer} attends to the selection of layer {latest}, which selects by "
-                        f"{earlier.indexing}; its own problem says {indexer.indexing}: give both the same"
+                        f"layer {layer} attends to the selection of layer {latest}, which selects with "
+                        f"{earlier.indexing}, and its own problem says {indexer.indexing}; give both the same"
                     )
             source.append(latest if isinstance(indexer, (Indexer, EarlierSelection)) else NOTHING)
         indexed = tuple(layer for layer, problem in enumerate(problems) if isinstance(problem.indexer, Indexer))

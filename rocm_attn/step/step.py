@@ -73,8 +73,8 @@ class RoundTree:
         """int32 [S, branches], the memory of a draft step's parents. Raises WrongState."""
         if not 0 < step < self._steps or (self._branches > 1 and step != self.num_set):
             raise WrongState(
-                f"parents of draft step {step} were given; a round of {self._steps} steps takes those of steps 1 to "
-                f"{self._steps - 1}, in this order and once each"
+                f"parents of draft step {step} were given; a round of {self._steps} steps takes those of steps 1 "
+                f"to {self._steps - 1}, in this order and once each"
             )
         if self._branches == 1:
             return self._views[step].tensors.row_of_seq[:, None]

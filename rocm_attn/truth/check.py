@@ -63,7 +63,9 @@ class TruthPlan:
         for name in ("first_chunk", "chunk", "decode_steps", "num_pages", "seed"):
             value = whole_number(name, getattr(self, name))
             if value < (1 if name.endswith("chunk") else 0):
-                raise BadSetting(f"{name} is {value}; it is a whole number of at least {int(name.endswith('chunk'))}")
+                raise BadSetting(
+                    f"{name} is {value}; it must be a whole number of at least {int(name.endswith('chunk'))}"
+                )
         if not self.lengths or min(self.lengths) < 2:
             raise BadSetting(f"lengths are {self.lengths}; give one or more, each at least 2")
 
@@ -117,11 +119,11 @@ class Miss:
     replayed: bool
 
     def __str__(self) -> str:
-        what = "was not found" if self.visible else "was seen and is hidden"
+        what = "was not found" if self.visible else "was seen although it is hidden"
         how = "a replayed" if self.replayed else "an eager"
         return (
             f"layer {self.layer}, sequence of {self.length}: key {self.key} {what} by head {self.head} of token "
-            f"{self.token} in {how} step (its value is {self.distance:.3g} away; page {self.page}, from byte "
+            f"{self.token} in {how} step (its value is off by {self.distance:.3g}; page {self.page}, from byte "
             f"{self.byte} on)"
         )
 

@@ -81,8 +81,8 @@ def check_indexer(indexer: Indexer, kv_len: int) -> None:
     noise = math.sqrt(directions) * NormalDist().inv_cdf(1 - mean / keys) if keys > mean else 0.0
     if units > indexing.top and noise > _LEAST_POINTING * math.sqrt(indexer.head_dim):
         raise BadProblem(
-            f"index rows of {indexer.head_dim} elements, of which {indexing.top} units are chosen, do not tell "
-            f"{keys} keys apart; test shorter lengths"
+            f"index rows of {indexer.head_dim} elements with {indexing.top} selected units do not tell {keys} keys "
+            "apart; test shorter lengths"
         )
 
 
@@ -91,7 +91,7 @@ def _num_pointed(indexer: Indexer) -> int:
     indexing = indexer.indexing
     room = indexing.top - indexing.first - indexing.last
     if room < 1:
-        raise BadProblem(f"an indexer that chooses by {indexing} chooses nothing but what is forced; raise top")
+        raise BadProblem(f"an indexer that selects by {indexing} selects only the forced units; raise top")
     return min(indexer.num_heads // indexing.sets, _MOST_POINTED, room)
 
 

@@ -194,9 +194,9 @@ class NotedStep:
     def batch(self) -> StepBatch:
         """The step's sequences, without token ids. Raises BadBatch."""
         if self.branches:
-            raise BadBatch(f"step {self.number} was a round of drafts, which is not run again; replay another step")
+            raise BadBatch(f"step {self.number} is a round of drafts, which cannot be replayed; replay another step")
         if StepKind(self.kind).extra is Extra.MASK:
-            raise BadBatch(f"step {self.number} had a mask, which a dump does not hold; replay a step without one")
+            raise BadBatch(f"step {self.number} has a mask, which a dump does not hold; replay a step without one")
         rows, kv_len, q_len = (torch.tensor(values, dtype=torch.int32).numpy() for values in self._arrays())
         return StepBatch(rows, kv_len, q_len, NO_TOKEN_IDS, prefixes=self.prefixes)
 

@@ -163,7 +163,7 @@ class SampledCheck(Generic[Outputs]):
         wrong_seqs = [] if taken is None else self._wrong_seqs(batch, layer, *taken)
         if wrong_seqs:
             self._runner.metrics.attention_differs += 1
-            self._note(f"layer {layer} of sequences {wrong_seqs} of {batch.num_seqs} differs from the oracle")
+            self._note(f"layer {layer} of sequences {wrong_seqs} of {batch.num_seqs} differs from the reference")
 
     def _note(self, finding: str) -> None:
         self._runner.metrics.finding = finding

@@ -36,7 +36,7 @@ def shadow_check(
     run = attention.gate.running()
     problem = run.core.layers.problem(layer)
     if run.plan.shape.kind is StepKind.MASKED:
-        raise WrongState("the step has a mask, which only its engine can compare; look at another step")
+        raise WrongState("the step has a mask, which only its engine can compare; check another step")
     kind = run.core.kinds.of_layer[layer]
     step, kernel = run.step.of_kind[kind], run.plan.kernels[kind]
     q_len, kv_len = step.q_len.tolist(), step.kv_len.tolist()

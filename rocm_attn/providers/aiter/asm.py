@@ -67,7 +67,7 @@ def bind_asm(problem: Problem, target: Target, pool: PoolSize) -> AssembledDecod
         raise LookupError(f"its scale is 1/sqrt(128), {_SCALE:.9g}, and this layer's is {problem.scale:.9g}")
     if problem.gqa_ratio not in _HEADS_ON_ONE:
         raise LookupError(
-            f"it has kernels for {' or '.join(map(str, _HEADS_ON_ONE))} query heads on a KV head, and this layer has "
+            f"it needs {' or '.join(map(str, _HEADS_ON_ONE))} query heads per KV head, and this layer has "
             f"{problem.gqa_ratio}"
         )
     return AssembledDecode(problem)

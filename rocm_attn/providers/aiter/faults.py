@@ -28,7 +28,7 @@ def _between(since: str, before: str) -> Span:
 
 # Its tile in decode is a page, or 64 keys of a larger page, which takes 64 KiB at head_dim 512.
 WIDE_DECODE = Fault(
-    "head_dim 512 on pages of 64 tokens or more takes more than the 64 KiB of LDS that gfx942 has",
+    "head_dim 512 on pages of 64 tokens or more needs more than gfx942's 64 KiB of LDS",
     lambda problem, pool: problem.head_dim == 512 and problem.page_size >= 64,
     (_MI300,),
     aiter=_before("0.1.19.post1"),
@@ -36,7 +36,7 @@ WIDE_DECODE = Fault(
 
 # In extend and mixed steps its tiles are 64 keys on pages of any size.
 WIDE_EXTEND = Fault(
-    "head_dim 512 takes more than the 64 KiB of LDS that gfx942 has",
+    "head_dim 512 needs more than gfx942's 64 KiB of LDS",
     lambda problem, pool: problem.head_dim == 512,
     (_MI300,),
     aiter=_before("0.1.19.post1"),
@@ -44,7 +44,7 @@ WIDE_EXTEND = Fault(
 
 # Two stages of a tile of 128 keys, if a sequence is not split.
 LARGE_PAGE_DECODE = Fault(
-    "head_dim 256 on pages of 128 tokens takes more than the 64 KiB of LDS that gfx942 has",
+    "head_dim 256 on pages of 128 tokens needs more than gfx942's 64 KiB of LDS",
     lambda problem, pool: problem.head_dim == 256 and problem.page_size == 128,
     (_MI300,),
     aiter=_before("0.1.12"),
@@ -52,7 +52,7 @@ LARGE_PAGE_DECODE = Fault(
 
 # An assertion on the way to the kernel that splits sequences; layers with a window are not split.
 FLOAT16_SPLITS = Fault(
-    "float16 is refused where sequences are split",
+    "float16 is refused if sequences are split",
     lambda problem, pool: problem.dtype == torch.float16 and problem.window_left == UNLIMITED_WINDOW,
     _BOTH,
     aiter=_between("0.1.16", "0.1.17"),
@@ -60,7 +60,7 @@ FLOAT16_SPLITS = Fault(
 
 # Pages of more than 256 tokens were cut into parts of 256 keys, of which eight at most were read; the rest was dropped.
 LARGE_PAGES_LOSE_KEYS = Fault(
-    "on pages of 1024 tokens it leaves out keys after the first 2048",
+    "on pages of 1024 tokens it ignores keys after the first 2048",
     lambda problem, pool: problem.page_size == 1024,
     _BOTH,
     aiter=_before("0.1.14"),
@@ -68,7 +68,7 @@ LARGE_PAGES_LOSE_KEYS = Fault(
 
 # Byte offsets of 31 bits: its code objects declare 0x80000000 as the size of K and of V in v0.1.16.
 POOL_OF_2_GIB = Fault(
-    "K or V of a layer takes more than 2 GiB, which its offsets reach",
+    "K or V of a layer takes more than 2 GiB, the limit of its offsets",
     lambda problem, pool: side_bytes(problem, pool) > 2**31 - 1,
     _BOTH,
     aiter=_before("0.1.17"),
@@ -96,7 +96,7 @@ NO_HEAD_DIM_256 = Fault(
 
 # AITER's tests leave it out: off by 0.05 to 1.78 in bfloat16 with two new tokens or more, and right on gfx942.
 SPILLED_SCALARS = Fault(
-    "causal attention without a soft cap is compiled wrong for gfx950",
+    "causal attention without a soft cap is miscompiled for gfx950",
     lambda problem, pool: problem.causal and not problem.logits_soft_cap,
     (_MI355,),
     rocm=_between("7.2", "7.3"),
@@ -104,26 +104,26 @@ SPILLED_SCALARS = Fault(
 
 # It adds the bias before it caps the sum.
 CAPPED_SLOPES = Fault(
-    "it caps logits and their ALiBi slopes together, where the slopes come after the soft cap",
+    "it caps logits with their ALiBi slopes added, and the slopes must be added after the soft cap",
     lambda problem, pool: problem.has_alibi_slopes and problem.logits_soft_cap > 0,
     _BOTH,
 )
 
 # It keeps positions for the bias in 16 bits.
 FAR_SLOPES = Fault(
-    "its ALiBi slopes are for sequences of up to 65536 tokens",
+    "its ALiBi slopes are limited to sequences of up to 65536 tokens",
     lambda problem, pool: problem.has_alibi_slopes and pool.max_kv_len > 1 << 16,
     _BOTH,
 )
 
 # float8_e4m3fnuz is its dtypes.fp8 there, and the format in which the matrix units compute.
 READS_FNUZ = Fault(
-    "it reads eight bits as float8_e4m3fnuz on gfx942, where a code of float8_e4m3fn would be worth half",
+    "it reads eight bits as float8_e4m3fnuz on gfx942, which halves float8_e4m3fn values",
     lambda problem, pool: problem.kv_encoding is KVEncoding.E4M3FN,
     (_MI300,),
 )
 READS_FN = Fault(
-    "it reads eight bits as float8_e4m3fn on gfx950, where a code of float8_e4m3fnuz would be worth twice",
+    "it reads eight bits as float8_e4m3fn on gfx950, which doubles float8_e4m3fnuz values",
     lambda problem, pool: problem.kv_encoding is KVEncoding.E4M3FNUZ,
     (_MI355,),
 )
@@ -131,7 +131,7 @@ EIGHT_BITS = (READS_FNUZ, READS_FN)
 
 # Since that release it finds scales of a page by their stride; before, by the number of KV heads.
 NO_FACTOR_STRIDES = Fault(
-    "its factors lie page by page",
+    "its scales are stored per page",
     lambda problem, pool: True,
     _BOTH,
     aiter=_before("0.1.13"),

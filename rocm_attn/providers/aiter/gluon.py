@@ -104,12 +104,11 @@ def bind_gluon(problem: Problem, target: Target, pool: PoolSize) -> GluonDecode:
     """Binds the kernel, which chooses its own tiles. Raises LookupError for layers that it cannot serve."""
     if problem.gqa_ratio < _FEWEST_HEADS_ON_ONE:
         raise LookupError(
-            f"its tiles are for {_FEWEST_HEADS_ON_ONE} query heads or more on a KV head, and this layer has "
-            f"{problem.gqa_ratio}"
+            f"it needs {_FEWEST_HEADS_ON_ONE} or more query heads per KV head, and this layer has {problem.gqa_ratio}"
         )
     if problem.window_left != UNLIMITED_WINDOW and problem.page_size > _PARTITION_KEYS:
         raise LookupError(
-            f"it reads a window (window_left {problem.window_left}) in pages of up to {_PARTITION_KEYS} tokens, and "
-            f"page_size is {problem.page_size}"
+            f"with a window (window_left {problem.window_left}) it needs pages of up to {_PARTITION_KEYS} tokens, "
+            f"and page_size is {problem.page_size}"
         )
     return GluonDecode(problem, target.compute_units)

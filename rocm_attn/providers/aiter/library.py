@@ -105,7 +105,7 @@ class EntryPoint:
         try:
             function = self.load()
         except ImportError as error:
-            return f"AITER is not installed as it should be ({error}); install the distribution amd-aiter"
+            return f"AITER is not installed correctly ({error}); install the distribution amd-aiter"
         parameters = inspect.signature(function).parameters
         unknown = sorted(self.keywords - set(parameters))
         required = {name for name, value in parameters.items() if value.default is inspect.Parameter.empty}
@@ -114,8 +114,8 @@ class EntryPoint:
             return ""
         found = [f"takes no {name}" for name in unknown] + [f"requires {name}" for name in missing]
         return (
-            f"the installed AITER's {function.__name__} {' and '.join(found)}; this version of rocm_attn was written "
-            "for AITER v0.1.10 to v0.1.20"
+            f"the installed AITER's {function.__name__} {' and '.join(found)}; this version of rocm_attn was "
+            "written for AITER v0.1.10 to v0.1.20"
         )
 
 

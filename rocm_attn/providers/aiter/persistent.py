@@ -152,11 +152,11 @@ def bind_persistent(problem: Problem, target: Target, pool: PoolSize) -> Persist
         raise LookupError(f"its scale is 1/sqrt(128), {_SCALE:.9g}, and this layer's is {problem.scale:.9g}")
     if problem.num_q_heads not in _REDUCED_HEADS:
         raise LookupError(
-            f"its parts are put together for {', '.join(map(str, _REDUCED_HEADS))} query heads, and this layer has "
+            f"its reduction needs {', '.join(map(str, _REDUCED_HEADS))} query heads, and this layer has "
             f"{problem.num_q_heads}"
         )
     if target.compute_units % problem.num_kv_heads:
         raise LookupError(
-            f"{problem.num_kv_heads} KV heads do not share {target.compute_units} compute units evenly, as it demands"
+            f"{problem.num_kv_heads} KV heads do not divide {target.compute_units} compute units evenly, as it requires"
         )
     return PersistentDecode(problem, target.compute_units)

@@ -96,7 +96,7 @@ def bind_ragged(problem: Problem, target: Target, pool: PoolSize) -> RaggedDecod
     num_bytes = kernel.workspace_words(PaddedShape(StepKind.DECODE, num_seqs, num_seqs)) * torch.float32.itemsize
     if num_bytes > WORKSPACE_BUDGET_BYTES:
         raise LookupError(
-            f"its workspace for {num_seqs} sequences of {pool.max_kv_len} tokens takes {num_bytes} bytes, "
-            f"at most {WORKSPACE_BUDGET_BYTES} are given"
+            f"its workspace for {num_seqs} sequences of {pool.max_kv_len} tokens takes {num_bytes} bytes, more "
+            f"than the limit of {WORKSPACE_BUDGET_BYTES}"
         )
     return kernel

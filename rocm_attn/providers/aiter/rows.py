@@ -294,8 +294,8 @@ def _latent_extends(kind: StepKind) -> tuple[KernelRow, ...]:
             "mla_prefill_ps_asm_fwd",
             kind,
             replace(_LATENT, archs=("gfx950",)),
-            "its schedule is made on the host from lengths there, so that a step would wait for the device; "
-            "AITER refuses it on gfx942",
+            "its schedule is made on the host from lengths there, so that a step would wait for the device; AITER "
+            "refuses it on gfx942",
         ),
     )
 
@@ -307,14 +307,14 @@ def _sparse() -> tuple[KernelRow, ...]:
             "mla_decode_fwd[selected]",
             StepKind.DECODE,
             limits,
-            "it reads a selection as a page list of each token, which takes some ten launches a layer to write",
+            "it reads a selection as a page list of each token, which takes some ten launches per layer to write",
         ),
         _unbound(
             "deepgemm_fp8_paged_mqa_logits",
             StepKind.DECODE,
             limits,
-            "a page of its index keys is one row of codes with their factors after them, and it writes the scores of "
-            "all keys to memory, of which releases before 0.1.18 lose rows past 2 GiB",
+            "a page of its index keys is one row of codes followed by their scales, and it writes the scores of "
+            "all keys to memory; releases before 0.1.18 lose rows of them past 2 GiB",
         ),
     )
 
@@ -324,8 +324,8 @@ def _few_tokens_in_eight_bits(kind: StepKind) -> KernelRow:
         "mla_decode_fwd+get_mla_metadata_v1[fp8, 2 to 4 tokens]",
         kind,
         _LATENT_EIGHT_BITS,
-        "AITER's tests give every sequence as many new tokens, 1, 2 or 4; sequences of such a step may differ, padded "
-        "ones have none, and a step may have more",
+        "AITER's tests give every sequence the same number of new tokens, 1, 2 or 4; sequences of such a step may "
+        "differ, padded ones have none, and a step may have more",
     )
 
 
@@ -353,8 +353,8 @@ ROWS: tuple[KernelRow, ...] = (
         "paged_attention_ragged[fp8]",
         StepKind.DECODE,
         replace(_RAGGED, encodings=_EIGHT_BITS, scales=(Scales.LAYER,)),
-        "it rounds shares of 256 keys to eight bits without a factor, so that those below 1/2048 vanish (1/1024 on "
-        "gfx950) and with them up to an eighth (a quarter) of a result",
+        "it rounds probabilities of 256 keys to eight bits without a scale, so that those below 1/2048 vanish "
+        "(1/1024 on gfx950) and with them up to an eighth (a quarter) of a result",
     ),
     # For vectorised pools: parts of a sequence before whole ones, because one long sequence alone fills a device.
     replace(
@@ -411,7 +411,7 @@ ROWS: tuple[KernelRow, ...] = (
             name,
             StepKind.DECODE,
             replace(_LATENT, encodings=_ANY_ENCODING, scales=(*_LAYER_SCALES, Scales.HEAD)),
-            "it writes rows of dropped tokens to page 0, which must stay zero, and what is no number as it is",
+            "it writes rows of dropped tokens to page 0, which must stay zero, and stores NaN unchanged",
         )
         for name in ("concat_and_cache_mla", "fused_qk_rope_concat_and_cache_mla")
     ),

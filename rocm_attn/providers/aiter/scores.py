@@ -26,7 +26,7 @@ def refuse_unified(problem: Problem) -> None:
     """Raises LookupError for scores that unified_attention would compute wrong."""
     # Its bias is slope * (key - cached tokens): off by a constant per query, which a sink does not share.
     if problem.has_alibi_slopes and problem.has_sinks:
-        raise LookupError("its ALiBi slopes go wrong beside attention sinks")
+        raise LookupError("its ALiBi slopes are wrong together with attention sinks")
 
 
 def refuse_composable(problem: Problem) -> None:
@@ -35,9 +35,9 @@ def refuse_composable(problem: Problem) -> None:
         raise LookupError("it has no variant with both a logits soft cap and ALiBi slopes")
     # A sink is divided by the scale to start the running maximum, which is of capped logits if there is a cap.
     if problem.has_sinks and (problem.logits_soft_cap or problem.has_alibi_slopes):
-        raise LookupError("its attention sinks are for plain logits, without a soft cap or ALiBi slopes")
+        raise LookupError("its attention sinks need plain logits, without a soft cap or ALiBi slopes")
     if problem.has_alibi_slopes and not problem.causal:
-        raise LookupError("its ALiBi slopes punish keys after the query too")
+        raise LookupError("its ALiBi slopes also penalise keys after the query")
 
 
 def refuse_assembled(problem: Problem) -> None:
@@ -47,6 +47,6 @@ def refuse_assembled(problem: Problem) -> None:
     """
     is_assembled = (problem.head_dim, problem.v_head_dim) in _ASSEMBLED_DIMS and problem.dtype == torch.bfloat16
     if is_assembled and problem.has_sinks:
-        raise LookupError("its assembly kernels for bfloat16 at this head_dim leave attention sinks out")
+        raise LookupError("its assembly kernels for bfloat16 at this head_dim ignore attention sinks")
     if is_assembled and problem.window_left == 0:
-        raise LookupError("it takes a window of the query's own key alone for no window")
+        raise LookupError("it treats a window of the query's own key alone as no window")

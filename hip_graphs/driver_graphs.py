@@ -46,7 +46,7 @@ def graph_calls(*, is_hip: bool) -> GraphCalls:
         library = CDLL(_loaded(_HIP) if is_hip else _CUDA)
         found = [getattr(library, prefix + name) for name in _ARGUMENTS]
     except (OSError, AttributeError) as error:
-        raise DriverRefused(f"no graphs can be joined: {error}") from error
+        raise DriverRefused(f"graphs cannot be joined: {error}") from error
     for call, arguments in zip(found, _ARGUMENTS.values(), strict=True):
         call.argtypes, call.restype = arguments, c_int
     return GraphCalls(*found)
@@ -96,7 +96,7 @@ class DriverGraph:
             self._make_current()
             code = self._launch(self._ready, stream)
         if code:
-            raise RuntimeError(f"the driver could not launch a graph of several recordings: its error {code}")
+            raise RuntimeError(f"the driver could not launch a graph of several recordings: error {code}")
 
 
 def _require(code: int, name: str) -> None:

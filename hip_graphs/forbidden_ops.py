@@ -22,8 +22,8 @@ aten = torch.ops.aten
 READS_ON_HOST = "reads device values on the host"
 KEEP_ON_DEVICE = "keep the values on the device, or read them before recording"
 SETS_FROM_HOST = "sets elements from a host number by copying it"
-USE_FILL = "use fill_(), index_fill_() or masked_fill_(), which take the number along"
-COPY_INTO_PLACE = "copy it into a tensor that exists already, before the replay"
+USE_FILL = "use fill_(), index_fill_() or masked_fill_(), which take a host number"
+COPY_INTO_PLACE = "copy it before the replay into a tensor that exists already"
 
 _MOVES_A_TENSOR = frozenset({aten.resize_, aten.resize_as_, aten.set_})
 _PUTS = frozenset({aten.index_put, aten.index_put_})
@@ -65,7 +65,7 @@ def refusal(
     if _has_shape_of_values(func, args, kwargs):
         return "has a result whose shape depends on values", "mask instead of selecting (torch.where, masked_fill)"
     if any(tensor.dim() > 0 and tensor.device != tensors[0].device for tensor in tensors):
-        return "mixes tensors of two devices, which copies without being asked to", COPY_INTO_PLACE
+        return "mixes tensors of two devices, which copies implicitly", COPY_INTO_PLACE
     return None
 
 
@@ -85,7 +85,7 @@ def _refuse_lift(tensor: Tensor, device: torch.device) -> tuple[str, str] | None
     """Handles a tensor made of Python values; a single number on the CPU is a launch argument and needs no copy."""
     if tensor.device.type != device.type or (tensor.dim() == 0 and tensor.device.type == "cpu"):
         return None
-    return "makes a tensor of Python values, which copies from pageable host memory", "make it before recording"
+    return "makes a tensor from Python values, which copies from pageable host memory", "make it before recording"
 
 
 def _refuse_cast(source: Tensor, kwargs: Mapping[str, Any], device: torch.device) -> tuple[str, str] | None:

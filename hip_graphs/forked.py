@@ -20,7 +20,7 @@ class ForkedStream:
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
-            raise ValueError(f"streams are forked on devices of type cuda (which ROCm's is too), got {device}")
+            raise ValueError(f"streams can be forked only on devices of type cuda (ROCm devices too), got {device}")
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -74,8 +74,8 @@ class PinnedTensors:
             now = Fingerprint.of(current[name]) if name in current else "gone"
             if now != was:
                 raise StaleRecording(
-                    f"{name} was {was} when it was pinned and is {now} now; "
-                    "what was recorded reads the old memory: drop the recordings, release() the pins and record again"
+                    f"{name} was {was} when it was pinned and is {now} now; the recording reads the old memory: "
+                    "drop the recordings, release() the pins and record again"
                 )
 
     def bump(self) -> int:

@@ -240,7 +240,7 @@ class _Watch:
         def watched(*args: Any, **kwargs: Any) -> Any:
             guard = self.here()
             if guard is not None:
-                guard.refuse(subject, "waits for or asks the device", "do it before or after recording")
+                guard.refuse(subject, "waits for the device, or queries it", "do it before or after recording")
             return original(*args, **kwargs)
 
         return watched

@@ -71,8 +71,8 @@ class GraphRecorder(Recorder, Protocol):
 def refuse_unfinished() -> None:
     """Replaces a replay before the block of a capture has ended. Raises RecordingRefused."""
     raise RecordingRefused(
-        "the block of this capture has not ended, or was refused; replay a recording after its block, and record anew "
-        "after a refusal"
+        "the block of this capture has not ended, or was refused; replay a recording after its block, and record "
+        "again after a refusal"
     )
 
 

@@ -23,9 +23,9 @@ class SizeLadder:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", tuple(self.sizes))
         if not self.sizes:
-            raise BadLadder("a ladder without sizes holds nothing; give at least one size")
+            raise BadLadder("a ladder needs at least one size")
         if not all(type(size) is int for size in self.sizes):
-            raise BadLadder(f"ladder sizes are whole numbers, got {self.sizes}")
+            raise BadLadder(f"ladder sizes must be whole numbers, got {self.sizes}")
         if self.sizes[0] < 1 or any(low >= high for low, high in zip(self.sizes, self.sizes[1:], strict=False)):
             raise BadLadder(f"ladder sizes must be at least 1 and ascend without repeats, got {self.sizes}")
 
@@ -36,12 +36,12 @@ class SizeLadder:
     def fit(self, n: int) -> int:
         """Returns the smallest size >= n; n = 0 takes the smallest size. Raises SizeExceeded above the largest."""
         if n < 0:
-            raise SizeExceeded(f"a size of {n} is impossible; sizes count from 0")
+            raise SizeExceeded(f"size {n} is not possible; give a size of at least 0")
         place = bisect_left(self.sizes, n)
         if place == len(self.sizes):
             raise SizeExceeded(
-                f"{n} is larger than the largest recorded size {self.largest}; "
-                f"record sizes up to {n}, or run this one without a recording"
+                f"{n} is larger than the largest recorded size {self.largest}; record sizes up to {n}, or run this "
+                "one without a recording"
             )
         return self.sizes[place]
 

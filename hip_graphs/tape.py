@@ -114,8 +114,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _require_cpu(tensor)
         if tensor.is_conj() or tensor.is_neg():
             raise RecordingRefused(
-                f"a lazily conjugated or negated tensor at {call_site()} cannot be recorded; "
-                "use resolve_conj() or resolve_neg() before"
+                f"a lazily conjugated or negated tensor at {call_site()} cannot be recorded; call resolve_conj() "
+                "or resolve_neg() before"
             )
         inside = self._pool.alias(tensor)
         if inside is not None:
@@ -129,8 +129,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _require_cpu(tensor: Tensor) -> None:
     if tensor.device.type != "cpu":
         raise RecordingRefused(
-            f"a tensor on {tensor.device} is used at {call_site()}, and the host's recorder replays CPU tensors only; "
-            "use the recorder of that device"
+            f"a tensor on {tensor.device} is used at {call_site()}, and the host's recorder replays only CPU "
+            "tensors; use the recorder of that device"
         )
 
 
@@ -144,6 +144,6 @@ def require_unmoved(storages: dict[int, Callable[[], int]]) -> None:
     for address, now in storages.items():
         if now() != address:
             raise StaleRecording(
-                f"memory at {address:#x} that a recording uses was resized in place and is at {now():#x} now; "
+                f"memory at {address:#x} that a recording uses was resized in place and is now at {now():#x}; "
                 "allocate it at its full size before recording"
             )

@@ -78,7 +78,7 @@ class TorchRecorder:
     def __init__(self, device: torch.device | str) -> None:
         device = torch.device(device)
         if device.type != "cuda":
-            raise ValueError(f"a GPU recorder needs a device of type cuda (which ROCm's is too), got {device}")
+            raise ValueError(f"a GPU recorder needs a device of type cuda (ROCm devices too), got {device}")
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._take_new_pool()

@@ -86,13 +86,13 @@ class AsyncEngine:
         for request in requests:
             self._engine.check(request)
         if self._is_draining:
-            raise EngineEnded("the engine takes no more requests: drain() was called")
+            raise EngineEnded("the engine accepts no more requests: drain() was called")
         if len(self._books.inboxes) + len(requests) > self._max_requests:
             self._books.num_refusals += len(requests)
             asked = "this one" if len(requests) == 1 else f"these {len(requests)}"
             raise TooManyRequests(
-                f"{len(self._books.inboxes)} requests are served or wait, and max_requests allows no more than "
-                f"{self._max_requests}; give {asked} again when some of them are done"
+                f"{len(self._books.inboxes)} requests run or wait, and max_requests allows {self._max_requests}; "
+                f"send {asked} again when some of them are done"
             )
         return [self._begin(request) for request in requests]
 
@@ -205,7 +205,7 @@ class _Books:
 
     def open(self) -> None:
         if self._loop is not None:
-            raise WrongState("an AsyncEngine is started once; build another one over the engine")
+            raise WrongState("an AsyncEngine can be started only once; build another one over the engine")
         self._loop = asyncio.get_running_loop()
         self._why_closed = ""
         self.is_empty.set()
@@ -224,7 +224,7 @@ class _Books:
         if self._why_closed:
             raise self._ending()
         if asyncio.get_running_loop() is not self._loop:
-            raise WrongState("an AsyncEngine is used in the event loop that it was started in; this is another one")
+            raise WrongState("an AsyncEngine must be used in the event loop that started it; this is another one")
 
     def add(self, number: int, inbox: Inbox) -> None:
         self.inboxes[number] = inbox
@@ -277,7 +277,7 @@ class _Books:
 
     def _ending(self) -> EngineEnded:
         """A new exception for each reader: each adds its own traceback."""
-        ending = EngineEnded(f"the engine serves no more requests: {self._why_closed}")
+        ending = EngineEnded(f"the engine accepts no more requests: {self._why_closed}")
         ending.__cause__ = self._cause
         return ending
 

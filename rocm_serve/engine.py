@@ -222,7 +222,7 @@ class Engine:
         """
         if not 0 <= number < self._num_submitted:
             raise BadRequest(
-                f"there is no request {number}; submit() has given the numbers below {self._num_submitted}"
+                f"there is no request {number}; submit() has returned the numbers below {self._num_submitted}"
             )
         self._publish_read()  # an interrupt may have left tokens that were read but not published
         self._enter_rounds()
@@ -309,7 +309,7 @@ class Engine:
         """
         library()
         if self._matching is None:
-            raise BadRequest("the model came without a tokenizer, which constraints need")
+            raise BadRequest("the model has no tokenizer, which constraints need")
         self._matching.prepare()
 
     def step(self) -> Events:
@@ -449,7 +449,7 @@ class Engine:
     def _read_rounds(self, most: int) -> None:
         """Waits for the `most` oldest rounds and publishes their tokens: together, if nothing ends or fails in them."""
         unread = self._unread
-        with self._watch.watch(f"{len(unread)} rounds that were launched ({unread[0].step.num_picks} sequences)"):
+        with self._watch.watch(f"{len(unread)} launched rounds ({unread[0].step.num_picks} sequences)"):
             together = self._rounds.read_together([each.picks for each in unread], most, self._scheduler)
         if together is None:
             self._read_oldest()
@@ -527,7 +527,7 @@ class Engine:
         self._enter_rounds()
         unread = self._unread[0]
         batch = unread.step.batch
-        with self._watch.watch(f"a step that was launched ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
+        with self._watch.watch(f"a launched step ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
             picks = unread.picks.read()
         self._found = FoundPicks(unread, picks, time.perf_counter())
         self._take_found(self._found)

@@ -105,9 +105,7 @@ def runtime_with(loaded: LoadedModel, options: EngineOptions, forms: StepForms) 
     config, weights = loaded.config, loaded.weights
     max_kv_len = config.context_len if options.max_kv_len is None else options.max_kv_len
     if max_kv_len > config.context_len:
-        raise BadSetting(
-            f"max_kv_len is {max_kv_len} and the model's context is {config.context_len}; it cannot be more"
-        )
+        raise BadSetting(f"max_kv_len is {max_kv_len}; it must be at most the model's context, {config.context_len}")
     geometry = config.attention.without_idle_windows(max_kv_len)
     target, has_factors = detect_target(weights.device), all(layer.kv_factors is not None for layer in weights.layers)
     kv = KVFormat.named(options.kv_dtype, options.kv_scales, target, has_factors=has_factors)
@@ -117,8 +115,8 @@ def runtime_with(loaded: LoadedModel, options: EngineOptions, forms: StepForms) 
     problems = _page_choice(over, loaded, options).problems(over)
     if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
         raise BadSetting(
-            f"swa_pages is {options.swa_pages} and no layer of the model has a window that sequences of up to "
-            f"{max_kv_len} tokens outgrow, so nothing would lie there; leave it out"
+            f"swa_pages is {options.swa_pages}, and no layer of the model has a window shorter than max_kv_len, "
+            f"{max_kv_len}; leave it out"
         )
     sizing = _Sizing(loaded, options, problems, max_kv_len, forms)
     kv_bytes, measured = sizing.kv_bytes()

@@ -168,7 +168,7 @@ class EngineThread:
             for number in self._ticket_of:
                 self._engine.cancel(number)
         except Exception as error:  # the exception that ended the engine may have broken its state
-            logging.getLogger(__name__).error("requests could not be given up: %s", error)
+            logging.getLogger(__name__).error("requests could not be aborted: %s", error)
 
     def _serve(self) -> None:
         while not self._is_stopping:
@@ -248,8 +248,8 @@ class EngineThread:
         try:
             if not self._engine.can_prepare(request):
                 raise FitsLater(
-                    f"{MOST_COMPILING} constraints are compiled or wait for it, which is the most; send this one again "
-                    "later"
+                    f"{MOST_COMPILING} constraints are being compiled or wait for it, which is the limit; send "
+                    "this one again later"
                 )
         except RocmAttnError as error:
             self._post(self._owner.refuse, ticket, error)
@@ -266,8 +266,8 @@ class EngineThread:
                     self._number_of[ticket], self._ticket_of[number] = number, ticket
                 elif time.monotonic() - came > MOST_PREPARING_SECONDS:
                     raise BadRequest(
-                        f"the constraint was not compiled after {MOST_PREPARING_SECONDS:g} seconds; simplify it, or "
-                        "send it again when there are fewer others"
+                        f"the constraint was not compiled within {MOST_PREPARING_SECONDS:g} seconds; simplify it, "
+                        "or send it again when there are fewer others"
                     )
                 else:
                     continue

@@ -37,8 +37,8 @@ class RequestLimits:
                 "shorten it, or raise max_kv_len, kv_bytes or num_pages"
             )
         if (request.stop or request.constraint is not None) and not self.has_text:
-            what = "texts that end it" if request.stop else "a constraint"
-            raise BadRequest(f"the request has {what} and the model came without a tokenizer; leave them out")
+            what = "stop texts" if request.stop else "a constraint"
+            raise BadRequest(f"the request has {what} and the model has no tokenizer; leave them out")
         if request.constraint is not None:
             library()
         for token in (*prompt, *request.stop_token_ids, *(token for token, _ in request.sampling.logit_bias)):

@@ -168,8 +168,8 @@ def measure(
         step_bytes, graph_bytes = _run(memory, held, build, largest, vocabulary)
     except torch.OutOfMemoryError as full:
         raise NeverFits(
-            f"a step of {largest.num_tokens} tokens in {largest.num_seqs} sequences does not fit beside the weights; "
-            "lower max_batch_size or chunk, or take a smaller model"
+            f"a step of {largest.num_tokens} tokens in {largest.num_seqs} sequences does not fit in memory next to "
+            "the weights; lower max_batch_size or chunk, or use a smaller model"
         ) from full
     return Measured(memory.total(), free_of(memory), step_bytes, graph_bytes)
 

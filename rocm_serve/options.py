@@ -26,7 +26,7 @@ class EngineOptions(AttentionOptions):
 
     chunk: int | None = option(
         None,
-        "tokens of a step; a longer prompt takes several",
+        "most tokens per step; a longer prompt takes several steps",
         kind=int,
         unit="TOKENS",
         least=1,
@@ -34,16 +34,16 @@ class EngineOptions(AttentionOptions):
     )
     graphs: bool = option(
         True,
-        "record decode steps and replay them at padded sizes; a CPU does so in long runs, where it pays",
+        "record decode steps and replay them at padded sizes; on a CPU this pays off in long runs",
         default_is="on",
     )
     capture_after: int | None = option(
         None,
-        "steps of one shape that run eagerly before a graph is made of it; Engine.capture_all makes graphs at once",
+        "steps of one shape that run eagerly before their graph is made; Engine.capture_all makes graphs at once",
         kind=int,
         unit="STEPS",
         least=0,
-        default_is="0 on a GPU, and on a CPU so many that captures take less than a tenth of a run",
+        default_is="0 on a GPU; on a CPU enough that captures take less than a tenth of a run",
         on_generate=False,
     )
     kv_bytes: int | None = option(
@@ -51,65 +51,61 @@ class EngineOptions(AttentionOptions):
         "most memory for K and V",
         kind=int,
         unit="BYTES",
-        default_is="1 GiB on a CPU; on a GPU what gpu_memory_share leaves",
+        default_is="1 GiB on a CPU; on a GPU the remainder of gpu_memory_share",
         on_generate=False,
     )
     gpu_memory_share: float = option(
         0.9,
-        "share of a GPU's memory that may be in use, above 0 and up to 1: K and V get what weights, the largest step "
-        "and graphs leave of it, as it is measured",
+        "share of a GPU's memory that may be in use, above 0 and up to 1: K and V get the measured remainder "
+        "after weights, the largest step and graphs",
         unit="SHARE",
     )
     prefix_caching: bool = option(
         True,
-        "keep K and V of requests in pages that are not needed otherwise, and begin later requests with them where the "
-        "first tokens are the same",
+        "keep K and V of finished requests in pages that are not needed otherwise, and reuse them for later "
+        "requests with the same first tokens",
         default_is="on",
     )
     speculative: str = option(
         OFF,
-        "how tokens are guessed, several of which a step verifies: by what came after the last ones before (ngram), by "
-        "a small model that shares the tokens (draft:MODEL), or by an EAGLE head (eagle:HEAD, or eagle:seeded)",
+        "source of draft tokens, several of which a step verifies: the text itself (ngram), a small model with "
+        "the same tokens (draft:MODEL), or an EAGLE head (eagle:HEAD, or eagle:seeded)",
         unit="off|ngram|draft:MODEL|eagle:HEAD",
     )
-    draft_tokens: int = option(
-        4, "with speculative: tokens that are guessed for a sequence and step, at most", unit="TOKENS", least=1
-    )
-    topk: int = option(
-        1, "with speculative: branches that the guessed tokens of a sequence may have", unit="BRANCHES", least=1
-    )
+    draft_tokens: int = option(4, "with speculative: most draft tokens per sequence and step", unit="TOKENS", least=1)
+    topk: int = option(1, "with speculative: most branches of a sequence's draft tokens", unit="BRANCHES", least=1)
     sampled_drafts: bool = option(
         False,
-        "with speculative draft or eagle: guesses for requests that sample are drawn, and accepted by rejection "
-        "sampling; tokens have the same distribution, and are others than those without guesses",
+        "with speculative draft or eagle: sample the draft tokens of requests that sample, and accept them by "
+        "rejection sampling; tokens keep their distribution, but differ from those without draft tokens",
     )
     steps_ahead: int | None = option(
         None,
-        "0 or 1: steps that run on the device when the next one is launched, so that it does not wait for the host; "
-        "their tokens are read afterwards, or before it where tokens are guessed, and published afterwards",
+        "0 or 1: steps still running on the device when the next one is launched, so that it does not wait for "
+        "the host; their tokens are read after that launch, or before it with draft tokens",
         kind=int,
         unit="STEPS",
         least=0,
-        default_is="1 on a GPU; 0 on a CPU, where a step has run when it was launched",
+        default_is="1 on a GPU; 0 on a CPU, which has run a step when its launch returns",
     )
     flight_record: Path | None = option(  # noqa: RUF009  # it makes a field
         None,
-        "file that the last steps are written to when one fails; `rocm-attn replay-step` reads it",
+        "file for the last steps, written when one fails; `rocm-attn replay-step` reads it",
         kind=Path,
         unit="FILE",
         default_is="they are not kept",
     )
     check_every: int = option(
         0,
-        "compare one step in so many with the eager run and a few of its sequences with the oracle; the report counts "
-        "what differs",
+        "compare every N-th step with the eager run, and a few of its sequences with the reference; the report "
+        "counts differences",
         unit="STEPS",
         least=0,
         default_is="0: none",
     )
     hang_after: float = option(
         0.0,
-        "say which step has not ended after so long, with the stacks of all threads, and write the flight record",
+        "report a step that has not ended after this time, with the stacks of all threads, and write the flight record",
         unit="SECONDS",
         least=0,
         default_is="0: never",
@@ -132,17 +128,18 @@ class EngineOptions(AttentionOptions):
         require_method(self.speculative)
         if self.topk > self.draft_tokens:
             raise BadSetting(
-                f"topk is {self.topk} and draft_tokens is {self.draft_tokens}; each branch has a token at least, so "
-                "raise draft_tokens or lower topk"
+                f"topk is {self.topk} and draft_tokens is {self.draft_tokens}; each branch needs at least one "
+                "token, so raise draft_tokens or lower topk"
             )
         if self.sampled_drafts and self.speculative in (OFF, NGRAM):
             raise BadSetting(
-                f"sampled_drafts is on and speculative is {self.speculative}; drafts are drawn by a small model or an "
-                "EAGLE head: take draft:MODEL or eagle:HEAD"
+                f"sampled_drafts is on and speculative is {self.speculative}; it needs a small model or an EAGLE "
+                "head: use draft:MODEL or eagle:HEAD"
             )
         if self.steps_ahead not in (None, 0, 1):
             raise BadSetting(
-                f"steps_ahead is {self.steps_ahead}; it must be 0 or 1: a step needs the tokens of the one before it"
+                f"steps_ahead is {self.steps_ahead}; it must be 0 or 1, because a step needs the tokens of the one "
+                "before it"
             )
 
     @property

@@ -39,9 +39,9 @@ class Measured:
         left = self.free - kept - self.step - self.graph - num_tensors * _ALLOCATION_BYTES
         if left <= 0:
             raise NeverFits(
-                f"nothing is left for K and V: of {_gib(self.total)} GiB {_gib(self.free)} are free, a step takes "
-                f"{_gib(self.step)}, graphs take {_gib(self.graph)}, and {_gib(kept)} are to stay free; lower "
-                "max_batch_size or chunk, raise gpu_memory_share, or take a smaller model"
+                f"no memory is left for K and V: of {_gib(self.total)} GiB {_gib(self.free)} are free, a step "
+                f"takes {_gib(self.step)}, graphs take {_gib(self.graph)}, and {_gib(kept)} must stay free; lower "
+                "max_batch_size or chunk, raise gpu_memory_share, or use a smaller model"
             )
         return left
 
@@ -93,8 +93,8 @@ def pool_pages(
     affordable = kv_bytes // (full_bytes + swa_bytes)
     if affordable < 2:
         raise NeverFits(
-            f"{kv_bytes} bytes for K and V hold {affordable} pages of {full_bytes + swa_bytes} bytes, and 2 are "
-            "needed; raise kv_bytes or take smaller pages"
+            f"{kv_bytes} bytes for K and V hold {affordable} pages of {full_bytes + swa_bytes} bytes, and at least "
+            "2 are needed; raise kv_bytes or use smaller pages"
         )
     if not windowed:
         return PoolPages(min(wanted, affordable), 0)

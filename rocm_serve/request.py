@@ -88,7 +88,10 @@ class Request:
             if not 1 <= len(text) <= LONGEST_STOP:
                 raise BadRequest(f"a text of stop has {len(text)} characters; it must have 1 to {LONGEST_STOP}")
         if self.constraint is not None and self.ignore_eos:
-            raise BadRequest("ignore_eos is set and a constraint says where the text ends; leave one of them out")
+            raise BadRequest(
+                "ignore_eos is set together with a constraint, which determines where the text ends; leave "
+                "one of them out"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class Inbox:
     async def wait(self, *, end_only: bool) -> None:
         """Waits until there is something to read, or until the end. Raises WrongState for a second reader."""
         if self._reader is not None:
-            raise WrongState("another task waits for this request; one task at a time may")
+            raise WrongState("another task waits for this request; only one task at a time may")
         self._reader, self._reads_end_only = asyncio.get_running_loop().create_future(), end_only
         try:
             await self._reader

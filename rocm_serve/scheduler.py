@@ -156,9 +156,9 @@ class Scheduler:
             needed = self._most_pages(max_kv_len, chunk, pages)
             if needed > pages.num_usable_pages:
                 raise NeverFits(
-                    f"one sequence of {max_kv_len} tokens, in steps of up to {chunk}, needs {needed} pages"
-                    f"{pages.pages.of} and there are {pages.num_usable_pages}; raise {pages.pages.knob}, or lower "
-                    "max_kv_len or chunk"
+                    f"one sequence of {max_kv_len} tokens, in steps of up to {chunk}, needs {needed} "
+                    f"pages{pages.pages.of} and there are {pages.num_usable_pages}; raise {pages.pages.knob}, or "
+                    "lower max_kv_len or chunk"
                 )
 
     @property

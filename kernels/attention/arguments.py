@@ -168,7 +168,9 @@ class AttendArgs(NamedTuple):
             dtype=q.dtype,
         )
         if form.kind is not PoolKind.SPLIT or not (form.encoding.is_fp8 or form.encoding.dtype == q.dtype):
-            reasons.append(f"with q in {q.dtype} it reads {PoolKind.SPLIT.value} in that or in eight bits, not {form}")
+            reasons.append(
+                f"with q in {q.dtype} it reads {PoolKind.SPLIT.value} in that dtype or in eight bits, not {form}"
+            )
         if reasons:
             raise ValueError(f"{kernel} does not serve this: {'; '.join(reasons)}")
         self.queries.check()

@@ -27,9 +27,9 @@ def refusals(
         reasons.append(f"{num_q_heads // num_kv_heads} query heads share a KV head; at most {MAX_GQA_RATIO} may")
     for name, dim in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
         if not 1 <= dim <= MAX_HEAD_DIM:
-            reasons.append(f"{name} is {dim}; it may be 1 to {MAX_HEAD_DIM}")
+            reasons.append(f"{name} is {dim}; it must be from 1 to {MAX_HEAD_DIM}")
     if not 1 <= page_size <= MAX_PAGE_SIZE:
-        reasons.append(f"page_size is {page_size}; it may be 1 to {MAX_PAGE_SIZE}")
+        reasons.append(f"page_size is {page_size}; it must be from 1 to {MAX_PAGE_SIZE}")
     if dtype not in DTYPES:
-        reasons.append(f"dtype is {dtype}; it may be {', '.join(map(str, DTYPES))}")
+        reasons.append(f"dtype is {dtype}; it must be one of {', '.join(map(str, DTYPES))}")
     return reasons

@@ -168,4 +168,6 @@ def _check(pages: LayerPages) -> None:
         shape = (*by_page, *form.scale_shape)
         if scale is None or scale.dtype != torch.float32 or scale.shape != shape or not scale.is_contiguous():
             given = "missing" if scale is None else f"{scale.dtype} {list(scale.shape)}, strides {scale.stride()}"
-            raise FormatMismatch(f"{name} is {given}; it must be float32 {list(shape)}, contiguous: pages are {form}")
+            raise FormatMismatch(
+                f"{name} is {given}; it must be float32 {list(shape)} and contiguous, because pages are {form}"
+            )

@@ -43,7 +43,7 @@ class RopeTable:
         if table.dim() != 2 or table.shape[1] < 2 or table.shape[1] % 2 or not table.is_contiguous():
             raise ValueError(
                 f"cos_sin has shape {list(table.shape)} and strides {list(table.stride())}; it must be contiguous, "
-                "[positions, elements that turn], an even number of them"
+                "[positions, rotated elements], with an even number of elements"
             )
         if table.dtype not in _FLOATS:
             raise ValueError(f"cos_sin is {table.dtype}; it must be one of {', '.join(map(str, _FLOATS))}")
@@ -97,11 +97,11 @@ class RowNorm:
         weight = self.weight
         if weight.dim() != 1 or weight.dtype not in _FLOATS or not weight.is_contiguous():
             raise ValueError(
-                f"a norm's weight is {weight.dtype} {list(weight.shape)}; it must be contiguous, [elements], "
-                f"and one of {', '.join(map(str, _FLOATS))}"
+                f"a norm's weight is {weight.dtype} {list(weight.shape)}; it must be contiguous, [elements], and "
+                f"one of {', '.join(map(str, _FLOATS))}"
             )
         if not self.eps >= 0:
-            raise ValueError(f"a norm's eps is {self.eps}; it is at least 0")
+            raise ValueError(f"a norm's eps is {self.eps}; it must be at least 0")
 
     @property
     def dim(self) -> int:

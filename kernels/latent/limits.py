@@ -27,17 +27,19 @@ def check_latent(args: AttendArgs, kernel: str) -> None:
     page_size, v_head_dim = form.page_size, form.v_head_dim
     reasons = []
     if form.kind is not PoolKind.LATENT or not (form.encoding.is_fp8 or form.encoding.dtype == q.dtype):
-        reasons.append(f"with q in {q.dtype} it reads {PoolKind.LATENT.value} in that or in eight bits, not {form}")
+        reasons.append(
+            f"with q in {q.dtype} it reads {PoolKind.LATENT.value} in that dtype or in eight bits, not {form}"
+        )
     if num_heads > MAX_HEADS:
-        reasons.append(f"{num_heads} query heads; at most {MAX_HEADS}")
+        reasons.append(f"{num_heads} query heads are too many; at most {MAX_HEADS} are allowed")
     if not 1 <= v_head_dim <= MAX_V_HEAD_DIM:
-        reasons.append(f"v_head_dim is {v_head_dim}; it may be 1 to {MAX_V_HEAD_DIM}")
+        reasons.append(f"v_head_dim is {v_head_dim}; it must be from 1 to {MAX_V_HEAD_DIM}")
     if not 0 <= head_dim - v_head_dim <= MAX_REST_DIM:
-        reasons.append(f"head_dim is {head_dim}; it may be v_head_dim to v_head_dim + {MAX_REST_DIM}")
+        reasons.append(f"head_dim is {head_dim}; it must be from v_head_dim to v_head_dim + {MAX_REST_DIM}")
     if not 1 <= page_size <= MAX_PAGE_SIZE:
-        reasons.append(f"page_size is {page_size}; it may be 1 to {MAX_PAGE_SIZE}")
+        reasons.append(f"page_size is {page_size}; it must be from 1 to {MAX_PAGE_SIZE}")
     if q.dtype not in DTYPES:
-        reasons.append(f"dtype is {q.dtype}; it may be {', '.join(map(str, DTYPES))}")
+        reasons.append(f"dtype is {q.dtype}; it must be one of {', '.join(map(str, DTYPES))}")
     if reasons:
         raise ValueError(f"{kernel} does not serve this: {'; '.join(reasons)}")
     args.queries.check()

@@ -86,13 +86,13 @@ class Indexing:
                 return f"{name} of an indexer is {getattr(self, name)}; it must be at least 1"
         if min(self.first, self.last) < 0 or self.first + self.last > self.top:
             return (
-                f"an indexer forces {self.first} first and {self.last} last units and chooses {self.top}; it cannot "
-                "force more than it chooses, nor fewer than 0"
+                f"an indexer forces {self.first} first and {self.last} last units and selects {self.top}; it "
+                "cannot force more than it selects, nor fewer than 0"
             )
         if self.key_tokens > 1 and self.last_unit is LastUnit.SCORED:
             return (
-                f"an index key of {self.key_tokens} tokens is there when all of them are, so that an incomplete unit "
-                "has no score; say that last_unit is ADDED or LEFT_OUT"
+                f"an index key of {self.key_tokens} tokens exists once all of them are stored, so an incomplete "
+                "unit has no score; set last_unit to ADDED or LEFT_OUT"
             )
         return ""
 

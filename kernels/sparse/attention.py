@@ -324,7 +324,7 @@ def _geometry(args: SelectedArgs, cut: SelectedCut, query_rows: int, key_block: 
     args.check()
     form = args.pages.format
     if form.kind is PoolKind.VECTORIZED:
-        raise ValueError(f"attention over a selection reads linear pages, not {form}")
+        raise ValueError(f"attention over a selection needs linear pages, not {form}")
     num_kv_heads, ratio = args.heads
     head_dim, v_head_dim = args.q.shape[2], args.out.shape[2]
     is_latent = form.kind is PoolKind.LATENT

@@ -36,10 +36,10 @@ def cdna_tiles(arch: str, *, num_kv_heads: int, gqa_ratio: int, head_dim: int) -
     """The tiles of an arch of ARCHS and heads of one of HEAD_DIMS. Raises NoTiles."""
     tiles = _TILES.get((arch, head_dim))
     if tiles is None:
-        raise NoTiles(f"it has no tiles for heads of {head_dim} on {arch} that gain anything")
+        raise NoTiles(f"it has no faster tiles for heads of {head_dim} on {arch}")
     heads = tiles.heads_per_row
     if num_kv_heads % heads:
-        raise NoTiles(f"it reads KV heads of {head_dim} two by two, and there are {num_kv_heads}")
+        raise NoTiles(f"it reads KV heads of {head_dim} in pairs, and there are {num_kv_heads}")
     if gqa_ratio * heads > ROWS:
-        raise NoTiles(f"{gqa_ratio} query heads share a KV head of {head_dim}, at most {ROWS // heads} may")
+        raise NoTiles(f"{gqa_ratio} query heads share a KV head of {head_dim}; at most {ROWS // heads} may")
     return tiles

@@ -64,10 +64,10 @@ class BatchSpec:
 
     def __post_init__(self) -> None:
         if not self.groups:
-            raise BadSetting(f"a batch has no sequences; give some, {_EXAMPLES}")
+            raise BadSetting(f"a batch has no sequences; give at least one, {_EXAMPLES}")
         for group in self.groups:
             if min(group.num_seqs, group.new) < 1 or group.stored < 0:
-                raise BadSetting(f"{group!r}: sequences and new tokens are at least 1, stored tokens at least 0")
+                raise BadSetting(f"{group!r}: sequences and new tokens must be at least 1, stored tokens at least 0")
             if group.kv_len > MOST_TOKENS:
                 raise BadSetting(f"{group} has sequences of {group.kv_len} tokens; at most {MOST_TOKENS} fit")
         if sum(group.num_seqs for group in self.groups) > MOST_SEQS:
@@ -129,21 +129,21 @@ class _Reader:
 
     def _group(self) -> Group:
         begin = self._at
-        num_seqs = self._number("how many sequences")
+        num_seqs = self._number("the number of sequences")
         if num_seqs == 0:
-            raise self._wrong("a number of sequences, which is at least 1", begin)
+            raise self._wrong("a number of sequences, at least 1", begin)
         if self._peek() == "d":
             self._at += 1
             begin = self._at
-            kv_len = self._length("how many tokens a sequence has")
+            kv_len = self._length("the number of tokens of a sequence")
             if kv_len == 0:
-                raise self._wrong("the tokens of a sequence, which has at least its new one", begin)
+                raise self._wrong("the tokens of a sequence, at least 1", begin)
             return Group(num_seqs, 1, kv_len - 1)
-        self._take("x", what="'d' (a decode of so many tokens) or 'x' (so many new tokens)")
+        self._take("x", what="'d' (a decode over these tokens) or 'x' (new tokens)")
         begin = self._at
-        new = self._length("how many new tokens a sequence has")
+        new = self._length("the number of new tokens of a sequence")
         if new == 0:
-            raise self._wrong("a number of new tokens, which is at least 1", begin)
+            raise self._wrong("a number of new tokens, at least 1", begin)
         return Group(num_seqs, new, self._stored())
 
     def _stored(self) -> int:
@@ -151,7 +151,7 @@ class _Reader:
         if re.match(r"\+\d+(?![\ddx])", self._text[self._at :]) is None:
             return 0
         self._at += 1
-        return self._length("how many tokens are stored")
+        return self._length("the number of stored tokens")
 
     def _length(self, what: str) -> int:
         number = self._number(what)
@@ -180,6 +180,6 @@ class _Reader:
     def _wrong(self, wanted: str, at: int) -> BadSetting:
         found = repr(self._text[at]) if at < len(self._text) else "the end"
         return BadSetting(
-            f"batch {self._text!r}: at character {at + 1} there is {found}, and {wanted} should be; {_EXAMPLES}\n"
-            f"  {self._text}\n  {' ' * at}^"
+            f"batch {self._text!r}: character {at + 1} is {found}, and {wanted} is expected; {_EXAMPLES}\n  "
+            f"{self._text}\n  {' ' * at}^"
         )

@@ -85,7 +85,7 @@ def compare(before: Kept, after: Kept, smallest: float, allowed: Allowed) -> lis
         name, keys = next((name, keys) for name, keys in only.items() if keys)
         raise BadSetting(
             f"{len(keys)} rows are only in the run {name}, such as {keys[0][3]} on {keys[0][1]} ({keys[0][2]}); "
-            "measure the same, or compare what both have with --common-cases"
+            "measure the same, or compare the common ones with --common-cases"
         )
     found = []
     for key in (key for key in old if key in new):

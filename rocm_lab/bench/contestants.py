@@ -74,7 +74,7 @@ def contestants(names: tuple[str, ...], fa3_library: str) -> Mapping[str, Contes
             found[name] = _PEERS[name](fa3_library)
         else:
             known = ", ".join((*PROVIDERS, *_PEERS))
-            raise BadSetting(f"provider {name!r} is not known; choose among {known}, own ones with {DETERMINISTIC} too")
+            raise BadSetting(f"provider {name!r} is not known; choose among {known}, ours also with {DETERMINISTIC}")
     return found
 
 

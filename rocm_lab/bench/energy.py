@@ -94,7 +94,7 @@ def _amd(address: str) -> EnergyMeter:
     smi.amdsmi_init()
     handles = {smi.amdsmi_get_gpu_device_bdf(each).lower(): each for each in smi.amdsmi_get_processor_handles()}
     if address not in handles:
-        raise _NoCounter(f"AMD SMI knows {', '.join(handles) or 'no GPU'}, and not {address}")
+        raise _NoCounter(f"AMD SMI lists {', '.join(handles) or 'no GPU'}, and not {address}")
     handle = handles[address]
 
     def joules() -> float:

@@ -84,19 +84,21 @@ class WorkloadRun:
             where = f"workload {workload.uuid}: input {name}"
             if spec.shape is None:
                 if source["type"] != "scalar":
-                    raise BadSetting(f"{where} is a scalar, and comes as {source['type']}")
+                    raise BadSetting(f"{where} is a scalar, and the workload gives it as {source['type']}")
                 found[name] = source["value"]
                 continue
             shape = [sizes[axis] for axis in spec.shape]
             if source["type"] == "random":
                 if spec.dtype not in _FLOATS:
-                    raise BadSetting(f"{where} is {spec.dtype}, and random indices name no pages; give safetensors")
+                    raise BadSetting(
+                        f"{where} is {spec.dtype}, and random indices would name no pages; give safetensors"
+                    )
                 dtype = getattr(torch, spec.dtype)
                 found[name] = torch.randn(shape, device=self.device, dtype=dtype, generator=generator)
             elif source["type"] == "safetensors":
                 found[name] = self._read(source, where, shape, spec.dtype)
             else:
-                raise BadSetting(f"{where} is a tensor, and comes as a scalar")
+                raise BadSetting(f"{where} is a tensor, and the workload gives it as a scalar")
         return found
 
     def _read(self, source: Mapping[str, Any], where: str, shape: list[int], dtype: str) -> Tensor:
@@ -118,7 +120,7 @@ class WorkloadRun:
         run = function_of(definition.reference, f"the reference of {definition.name}")
         status, _ = judged(definition, truth, run(**inputs))
         if status != "PASSED":
-            raise BadSetting(f"the reference of {definition.name} gives {status} by the oracle; its file is wrong")
+            raise BadSetting(f"the reference of {definition.name} gives {status} by our reference; its file is wrong")
         return lambda: run(**inputs)
 
     def _latency_ms(self, run: Callable[[], object]) -> float:
@@ -200,7 +202,7 @@ def _sequences(
     if len(indices) != indptr[-1] or indptr[0] != 0 or len(new) != len(counts):
         raise BadSetting(f"{where}: kv_indptr ends at {indptr[-1]}, and there are {len(indices)} pages")
     if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < num_pages:
-        raise BadSetting(f"{where}: kv_indices name pages that are not below {num_pages}")
+        raise BadSetting(f"{where}: kv_indices must be below {num_pages}")
     kv_len = [(count - 1) * page_size + tail if count > 0 else 0 for count, tail in zip(counts, last, strict=True)]
     for seq, (length, q_len) in enumerate(zip(kv_len, new, strict=True)):
         if length < max(q_len, 1) or q_len < 1:

@@ -71,11 +71,13 @@ class Definition:
         for name, axis in definition.axes.items():
             kind = axis.get("type") if isinstance(axis, Mapping) else None
             if kind not in ("const", "var") or (kind == "const" and not isinstance(axis.get("value"), int)):
-                raise BadSetting(f"definition {definition.name}: axis {name} is {axis!r}; a const has a whole value")
+                raise BadSetting(
+                    f"definition {definition.name}: axis {name} is {axis!r}; a const axis must have a whole value"
+                )
         for name, tensor in (*definition.inputs.items(), *definition.outputs.items()):
             unknown = set(tensor.shape or ()) - definition.axes.keys()
             if unknown:
-                raise BadSetting(f"definition {definition.name}: {name} has the axes {sorted(unknown)}, which it lacks")
+                raise BadSetting(f"definition {definition.name}: {name} has the unknown axes {sorted(unknown)}")
         return definition
 
     @property
@@ -117,12 +119,14 @@ class Workload:
         uuid, axes, inputs = take.text("uuid"), take.mapping("axes"), take.mapping("inputs")
         for name, size in axes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-                raise BadSetting(f"workload {uuid}: axis {name} is {size!r}; it is a whole number of at least 0")
+                raise BadSetting(f"workload {uuid}: axis {name} is {size!r}; it must be a whole number of at least 0")
         needed = {"random": (), "scalar": ("value",), "safetensors": ("path", "tensor_key")}
         for name, source in inputs.items():
             kind = source.get("type") if isinstance(source, Mapping) else None
             if kind not in INPUT_KINDS:
-                raise BadSetting(f"workload {uuid}: input {name} is {source!r}; its type is {', '.join(INPUT_KINDS)}")
+                raise BadSetting(
+                    f"workload {uuid}: input {name} is {source!r}; its type must be {', '.join(INPUT_KINDS)}"
+                )
             missing = [key for key in needed[kind] if key not in source]
             if missing:
                 raise BadSetting(f"workload {uuid}: input {name} of type {kind} lacks {' and '.join(missing)}")
@@ -156,10 +160,10 @@ class Solution:
         spec = take.mapping("spec")
         entry = spec.get("entry_point")
         if not isinstance(entry, str) or "::" not in entry:
-            raise BadSetting(f"solution {name}: entry_point is {entry!r}; it is FILE::FUNCTION")
+            raise BadSetting(f"solution {name}: entry_point is {entry!r}; it must be FILE::FUNCTION")
         sources = found.get("sources")
         if not isinstance(sources, Sequence) or not all(isinstance(each, Mapping) for each in sources):
-            raise BadSetting(f"solution {name}: sources is no list of files")
+            raise BadSetting(f"solution {name}: sources must be a list of files")
         rest = {key: value for key, value in take.rest().items() if key != "sources"}
         return cls(name, definition, author, spec, {each["path"]: each["content"] for each in sources}, rest)
 
@@ -272,16 +276,16 @@ class _Fields:
         value = self._found.get(name)
         if not isinstance(value, kind):
             word = {"str": "text", "dict": "an object"}[kind.__name__]
-            raise BadSetting(f"{self._of} {self._found.get('name', '')}: {name} is {value!r}; it should be {word}")
+            raise BadSetting(f"{self._of} {self._found.get('name', '')}: {name} is {value!r}; it must be {word}")
         return value
 
 
 def _tensor(name: str, spec: Any) -> TensorSpec:
     if not isinstance(spec, Mapping) or not isinstance(spec.get("dtype"), str) or "shape" not in spec:
-        raise BadSetting(f"tensor {name} is {spec!r}; it has a shape and a dtype")
+        raise BadSetting(f"tensor {name} is {spec!r}; it must have a shape and a dtype")
     shape = spec["shape"]
     if shape is not None and not (isinstance(shape, list) and all(isinstance(axis, str) for axis in shape)):
-        raise BadSetting(f"tensor {name} has the shape {shape!r}; it is a list of axes, or null for a scalar")
+        raise BadSetting(f"tensor {name} has the shape {shape!r}; it must be a list of axes, or null for a scalar")
     rest = {key: value for key, value in spec.items() if key not in ("shape", "dtype")}
     return TensorSpec(None if shape is None else tuple(shape), spec["dtype"], rest)
 
@@ -293,4 +297,4 @@ def _as_json(spec: TensorSpec) -> dict[str, Any]:
 def _check_evaluation(evaluation: Any) -> None:
     status = evaluation.get("status") if isinstance(evaluation, Mapping) else None
     if status not in STATUSES:
-        raise BadSetting(f"an evaluation has the status {status!r}; it is one of {', '.join(STATUSES)}")
+        raise BadSetting(f"an evaluation has the status {status!r}; it must be one of {', '.join(STATUSES)}")

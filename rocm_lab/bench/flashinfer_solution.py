@@ -103,8 +103,8 @@ def solution_of(definition: Definition, provider: str) -> Solution:
     source = next((source for inputs, source in _SOURCES if inputs == given), None)
     if source is None:
         raise Unsupported(
-            f"definition {definition.name} takes {', '.join(definition.inputs)}; what is served is gqa_paged and "
-            "mla_paged, prefill and decode"
+            f"definition {definition.name} takes {', '.join(definition.inputs)}; only gqa_paged and mla_paged, "
+            "prefill and decode, are served"
         )
     return Solution(
         name=f"rocm_attn_{provider}_{definition.name}",
@@ -125,12 +125,12 @@ def solution_of(definition: Definition, provider: str) -> Solution:
 def require_runs(solution: Solution, definition: Definition) -> None:
     """Raises BadSetting for a solution of another definition, or one that is not a single Python file."""
     if solution.definition != definition.name:
-        raise BadSetting(f"solution {solution.name} is of {solution.definition}, not of {definition.name}")
+        raise BadSetting(f"solution {solution.name} is for {solution.definition}, not for {definition.name}")
     language, (file, _) = solution.spec.get("language"), _entry(solution)
     if language != "python" or list(solution.sources) != [file]:
         raise BadSetting(
             f"solution {solution.name} is in {language!r}, with the files {', '.join(solution.sources) or 'none'}; "
-            f"what is run is one file in python, that of its entry_point ({file})"
+            f"it must be one file in python, that of its entry_point ({file})"
         )
 
 

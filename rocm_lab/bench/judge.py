@@ -78,7 +78,7 @@ class Truth:
         """Checks a kernel's output. rounds_products: whether it multiplies in eight bits"""
         bound = bounds_of(self.data.problem.dtype, eight_bit_products=rounds_products).out
         if out.shape != self.data.out.shape:
-            return _never(f"its output is {list(out.shape)} and should be {list(self.data.out.shape)}")
+            return _never(f"its output is {list(out.shape)} and must be {list(self.data.out.shape)}")
         return self._compared(
             out, bound, [(sample, sample.wanted, self._size(sample.wanted)) for sample in self.samples]
         )
@@ -103,7 +103,7 @@ class Truth:
             relative = max(relative, float((difference / (right.abs() + _NO_DIVISION_BY_ZERO)).max()))
             compared += len(right)
         error = math.sqrt(squares / wanted_squares) if wanted_squares else math.sqrt(squares)
-        wrong = f"sequence {worst_seq} is {part:.3g} times as far from the oracle as is allowed" if part > 1 else ""
+        wrong = f"sequence {worst_seq} is off by {part:.3g} times the tolerance" if part > 1 else ""
         if bool(found.isnan().any()):
             part, wrong = math.inf, "it left NaN in its output"
         return Verdict(part, error, largest, relative, compared, wrong)

@@ -163,7 +163,9 @@ class Race:
         verdict = self._judged(truth, runner.launch, data, runner.timed.microseconds)
         wrong = "" if verdict.is_right else f"after it was timed, {verdict.wrong}"
         if not wrong and self._is_past_l2(row.work, len(data)) and row.share > _MOST_SHARE:
-            wrong = f"it was {row.share:.2f} times as fast as memory and products allow, so it did not do the work"
+            wrong = (
+                f"it ran at {row.share:.2f} times the speed that memory and products allow, so it did not do the work"
+            )
         return replace(row, status=WRONG, reason=wrong, samples=_NO_SAMPLES) if wrong else row
 
     def _sets(self, work: Work) -> int:

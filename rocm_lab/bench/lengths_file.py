@@ -34,7 +34,9 @@ def read_batch(given: str) -> BatchSpec:
         return read_trace_step(Path(given)) if _is_trace(Path(given)) else read_lengths(Path(given))
     path, count = Path(numbered["path"]), int(numbered["count"])
     if not _is_trace(path):
-        raise BadSetting(f"{path} is no trace of requests, of which {count} could be taken; leave out :{count}")
+        raise BadSetting(
+            f"{path} is not a trace of requests, so a number of them cannot be selected; leave out :{count}"
+        )
     return read_trace_step(path, count)
 
 
@@ -76,7 +78,7 @@ def _from_json(text: str) -> Iterator[tuple[int, int]]:
     except ValueError as error:
         raise BadSetting(f"it is not JSON ({error})") from error
     if not isinstance(found, list):
-        raise BadSetting(f"it holds {type(found).__name__}; a list is read whose entries are {_FORMS}")
+        raise BadSetting(f"it holds {type(found).__name__}; it must be a list with entries that are {_FORMS}")
     for number, entry in enumerate(found):
         yield _lengths(entry, f"entry {number}")
 
@@ -84,15 +86,15 @@ def _from_json(text: str) -> Iterator[tuple[int, int]]:
 def _lengths(entry: Any, where: str) -> tuple[int, int]:
     if _is_number(entry):
         if entry < 1:
-            raise BadSetting(f"{where} is {entry}; a decode has at least its new token")
+            raise BadSetting(f"{where} is {entry}; a decode has at least 1 token")
         return 1, entry - 1
     pair = (entry.get("new"), entry.get("stored", 0)) if isinstance(entry, Mapping) else entry
     if isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_number, pair)):
         new, stored = pair
         if new < 1 or stored < 0:
-            raise BadSetting(f"{where} is {entry!r}; new tokens are at least 1 and stored ones at least 0")
+            raise BadSetting(f"{where} is {entry!r}; new tokens must be at least 1 and stored ones at least 0")
         return new, stored
-    raise BadSetting(f"{where} is {entry!r}; it should be {_FORMS}")
+    raise BadSetting(f"{where} is {entry!r}; it must be {_FORMS}")
 
 
 def _is_number(value: Any) -> bool:
@@ -103,14 +105,14 @@ def _from_csv(text: str) -> Iterator[tuple[int, int]]:
     reader = csv.DictReader(text.splitlines())
     names = [name.strip() for name in reader.fieldnames or ()]
     if names not in (["new", "stored"], ["kv_len"]):
-        raise BadSetting(f"line 1 is {','.join(names)!r}; it should be 'new,stored', or 'kv_len' for decodes")
+        raise BadSetting(f"line 1 is {','.join(names)!r}; it must be 'new,stored', or 'kv_len' for decodes")
     reader.fieldnames = names
     for row in reader:
         where = f"line {reader.line_num}"
         try:
             values = [int(row[name] or "") for name in names]
         except (TypeError, ValueError) as error:
-            raise BadSetting(f"{where} is {dict(row)!r}; it should be a whole number in each column") from error
+            raise BadSetting(f"{where} is {dict(row)!r}; it must be a whole number in each column") from error
         yield _lengths(values[0] if len(values) == 1 else values, where)
 
 

@@ -135,18 +135,18 @@ class ServingResult:
         served = self.requests - self.num_failed
         total = (self.prompt_tokens + self.output_tokens) / self.seconds
         lines = [
-            f"{served} of {self.requests} requests in {self.seconds:.2f} s, {served / self.seconds:.2f} a second",
-            f"tokens a second: {self.output_tokens / self.seconds:.1f} new, {total:.1f} with those of prompts",
-            f"first token (TTFT): {self.first_token}",
-            f"between tokens (ITL): {self.token_gap}",
-            f"a token after the first (TPOT): {self.token_mean}",
+            f"{served} of {self.requests} requests in {self.seconds:.2f} s, {served / self.seconds:.2f} per second",
+            f"tokens per second: {self.output_tokens / self.seconds:.1f} new, {total:.1f} including prompts",
+            f"time to first token (TTFT): {self.first_token}",
+            f"time between tokens (ITL): {self.token_gap}",
+            f"time per token after the first (TPOT): {self.token_mean}",
             f"whole request: {self.whole}",
         ]
         if self.output_tokens != self.asked_tokens:
-            lines.append(f"{self.output_tokens} of {self.asked_tokens} tokens came that were asked for")
+            lines.append(f"{self.output_tokens} of {self.asked_tokens} requested tokens were generated")
         lines += [f"FAILED: {count} requests: {reason}" for reason, count in self.failures.items()]
         if self.joules == self.joules and self.output_tokens:
-            lines.append(f"energy: {self.joules / self.output_tokens:.4g} J a new token")
+            lines.append(f"energy: {self.joules / self.output_tokens:.4g} J per new token")
         return lines
 
 
@@ -164,7 +164,7 @@ async def put_load(target: Target, trace: RequestTrace, options: LoadOptions, me
             try:
                 await target.serve(prompt, request.output_tokens, outcome)
             except asyncio.CancelledError:
-                outcome.failure = outcome.failure or f"not done after {options.max_seconds:g} s"
+                outcome.failure = outcome.failure or f"not done within {options.max_seconds:g} s"
                 raise
             finally:
                 outcome.ended = time.perf_counter()
@@ -179,7 +179,7 @@ async def put_load(target: Target, trace: RequestTrace, options: LoadOptions, me
         task.result()
     never_sent = len(tasks) - len(outcomes)
     for _ in range(never_sent):
-        outcomes.append(Outcome(time.perf_counter(), failure=f"not sent after {options.max_seconds:g} s"))
+        outcomes.append(Outcome(time.perf_counter(), failure=f"not sent within {options.max_seconds:g} s"))
     return _result(trace, outcomes, time.perf_counter() - begin, meter.joules() - joules)
 
 

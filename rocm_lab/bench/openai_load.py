@@ -51,9 +51,9 @@ class OpenAITarget:
                 async for line in response.aiter_lines():
                     ended = _read(line, outcome) or ended
                 if not ended and not outcome.failure:
-                    outcome.failure = "the stream broke off"
+                    outcome.failure = "the stream ended early"
         except _NoEvent as error:
-            outcome.failure = f"no event of OpenAI's: {_first_words(str(error))}"
+            outcome.failure = f"not an event of OpenAI's API: {_first_words(str(error))}"
         except httpx.HTTPError as error:
             outcome.failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
@@ -82,7 +82,7 @@ async def _first_model(client: httpx.AsyncClient, url: str) -> str:
         response.raise_for_status()
         name: str = response.json()["data"][0]["id"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-        raise BadSetting(f"{url}/v1/models names no model ({error}); give the URL of a server, or --model") from error
+        raise BadSetting(f"{url}/v1/models lists no model ({error}); give the URL of a server, or --model") from error
     return name
 
 

@@ -42,7 +42,7 @@ class Picture:
 def pictures_of(kept: Kept) -> list[Picture]:
     """Returns one picture per suite. Raises BadSetting for another kind of file, or one without a result."""
     if kept.kind != KERNELS:
-        raise BadSetting(f"a file of {kept.kind} was given; pictures are made of `rocm-attn bench kernels`")
+        raise BadSetting(f"a file of {kept.kind} was given; give one of `rocm-attn bench kernels`")
     rows = [row for row in kept.rows if row["suite"] != HOST]  # times of the host have no floor
     suites = dict.fromkeys(row["suite"] for row in rows)
     found = [Picture.of(suite, [row for row in rows if row["suite"] == suite]) for suite in suites]
@@ -73,7 +73,7 @@ def draw(kept: Kept, folder: Path, prefix: str) -> list[Path]:
             try:
                 figure.savefig(path, dpi=_DPI, metadata={"Software": None}, facecolor="white")
             except OSError as error:
-                raise BadSetting(f"{path} cannot be written ({error.strerror}); name another --folder") from error
+                raise BadSetting(f"{path} cannot be written ({error.strerror}); choose another --folder") from error
             finally:
                 pyplot.close(figure)
             paths.append(path)

@@ -43,10 +43,10 @@ class TracedRequest:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
-            raise BadSetting(f"it arrives at {self.arrival_s} s; that is a number of at least 0")
+            raise BadSetting(f"it arrives at {self.arrival_s} s; that must be a number of at least 0")
         for name in ("prompt_tokens", "output_tokens"):
             if getattr(self, name) < 1:
-                raise BadSetting(f"{name} is {getattr(self, name)}; it is at least 1")
+                raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     def as_json(self) -> dict[str, Any]:
         """Returns a line of the own schema."""
@@ -66,7 +66,7 @@ class RequestTrace:
 
     def __post_init__(self) -> None:
         if not self.requests:
-            raise BadSetting("a trace without requests; give at least one")
+            raise BadSetting("the trace has no requests; give at least one")
 
     @classmethod
     def of(cls, requests: Iterator[TracedRequest]) -> RequestTrace:
@@ -125,7 +125,7 @@ def _from_json_lines(lines: Sequence[str]) -> Iterator[TracedRequest]:
         reader = next((read for names, read in _JSON_SCHEMAS.items() if set(names) <= found.keys()), None)
         if reader is None:
             forms = ", or ".join(" ".join(names) for names in _JSON_SCHEMAS)
-            raise BadSetting(f"line {number} has {' '.join(found) or 'nothing'}; it should have {forms}")
+            raise BadSetting(f"line {number} has {' '.join(found) or 'nothing'}; it must have {forms}")
         yield _checked(number, reader, found)
 
 
@@ -152,7 +152,9 @@ _JSON_SCHEMAS: Mapping[tuple[str, ...], Callable[[Mapping[str, Any]], TracedRequ
 def _from_csv(lines: Sequence[str]) -> Iterator[TracedRequest]:
     reader = csv.DictReader(lines)
     if not set(AZURE) <= set(reader.fieldnames or ()):
-        raise BadSetting(f"line 1 is {','.join(reader.fieldnames or ())!r}; a CSV trace begins with {','.join(AZURE)}")
+        raise BadSetting(
+            f"line 1 is {','.join(reader.fieldnames or ())!r}; a CSV trace must begin with {','.join(AZURE)}"
+        )
     begin: datetime | None = None
     for row in reader:
         at = _checked_time(reader.line_num, row["TIMESTAMP"])
@@ -176,7 +178,7 @@ def _checked_time(line: int, text: str | None) -> datetime:
     try:
         return datetime.fromisoformat(f"{whole}.{(digits + '000000')[:6]}")
     except ValueError as error:
-        raise BadSetting(f"line {line} has the TIMESTAMP {text!r}; it is a date and time") from error
+        raise BadSetting(f"line {line} has the TIMESTAMP {text!r}; it must be a date and time") from error
 
 
 def _checked(line: int, read: Callable[[Mapping[str, Any]], TracedRequest], found: Mapping[str, Any]) -> TracedRequest:

@@ -147,7 +147,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        raise BadSetting(f"{path} cannot be written ({error.strerror}); name another file") from error
+        raise BadSetting(f"{path} cannot be written ({error.strerror}); choose another file") from error
 
 
 def lines_of(rows: Sequence[Row]) -> list[str]:

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
         print(as_text({"smallest": options.smallest / 100, "rows": rows}))
     else:
         print("\n".join(row.line() for row in found if options.every or row.change is not Change.SAME))
-        print(f"{len(found)} rows: {summary} (what is below {options.smallest:g}% does not count)")
+        print(f"{len(found)} rows: {summary} (differences below {options.smallest:g}% do not count)")
     worse = sum(counts[change] for change in _WORSE)
     if worse:
         raise Slower(f"{worse} of {len(found)} rows are slower than before, or wrong now")

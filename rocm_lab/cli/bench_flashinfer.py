@@ -51,7 +51,7 @@ def _workloads(options: argparse.Namespace, definition: Definition) -> Sequence[
 
 
 def _status(trace: Trace) -> str:
-    assert trace.evaluation is not None, "it was run"
+    assert trace.evaluation is not None, "it ran"
     return str(trace.evaluation["status"])
 
 
@@ -73,4 +73,4 @@ def _write(name: str, text: str) -> None:
     try:
         Path(name).write_text(text)
     except OSError as error:
-        raise BadSetting(f"{name} cannot be written ({error.strerror}); name another file") from error
+        raise BadSetting(f"{name} cannot be written ({error.strerror}); choose another file") from error

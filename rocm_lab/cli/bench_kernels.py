@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     )
     if device.type == "cuda":
         processes = min(_MOST_PROCESSES, os.cpu_count() or 1) if options.processes is None else options.processes
-        say(f"compiling what {len(cases)} cases need in {processes} processes")
+        say(f"compiling the kernels of {len(cases)} cases in {processes} processes")
         compile_ahead(cases, race_of, device, processes)
     meter = meter_of(device)
     if options.energy_seconds and meter.why_not:
@@ -91,9 +91,7 @@ def run(options: argparse.Namespace) -> None:
 def _run_host(options: argparse.Namespace, device: torch.device) -> None:
     """Runs the suite of the host, which times other things than kernels. Raises WrongResults, BadSetting."""
     if options.suite != [HOST] or options.batch or options.layer or options.heads or options.config:
-        raise BadSetting(
-            "--suite host is measured by itself; leave out other suites, --batch, --layer, --heads, --config"
-        )
+        raise BadSetting("--suite host is measured alone; leave out other suites, --batch, --layer, --heads, --config")
     usual = HostOptions() if device.type == "cuda" else HostOptions(num_layers=4, num_seqs=(1, 8))
     host_options = replace(usual, rounds=options.rounds or usual.rounds)
     rows = []
@@ -114,7 +112,7 @@ def _run_host(options: argparse.Namespace, device: torch.device) -> None:
         print(as_text(result))
     bad = [f"{row['provider']}, {row['case']}: {row['reason']}" for row in rows if row["status"] != OK]
     if bad:
-        raise WrongResults(f"{bad[0]}; what is wrong has no time")
+        raise WrongResults(f"{bad[0]}; wrong results have no time")
 
 
 def _begun(cases: Sequence[Case], max_seconds: float) -> Iterator[Case]:
@@ -122,7 +120,7 @@ def _begun(cases: Sequence[Case], max_seconds: float) -> Iterator[Case]:
     begin = time.monotonic()
     for number, case in enumerate(cases):
         if time.monotonic() - begin > max_seconds:
-            say(f"{len(cases) - number} of {len(cases)} cases are not begun after {max_seconds:g} s")
+            say(f"{len(cases) - number} of {len(cases)} cases were not begun within {max_seconds:g} s")
             return
         yield case
 
@@ -131,7 +129,7 @@ def _raise_for_wrong(rows: Sequence[Row]) -> None:
     bad = [f"{row.provider} on {row.case.name}: {row.reason}" for row in rows if row.is_bad]
     if bad:
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise WrongResults(f"{bad[0]}{more}; what is wrong was not timed")
+        raise WrongResults(f"{bad[0]}{more}; wrong results were not timed")
     if not any(row.samples.us for row in rows):
         reasons = "; ".join(dict.fromkeys(f"{row.provider}: {row.reason}" for row in rows))
         raise WrongResults(f"no provider serves any of the cases: {reasons}")
@@ -151,9 +149,7 @@ def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
     """Yields the cases of the options. Raises BadSetting, BadProblem, BadModel."""
     if options.suite:
         if options.batch or options.layer or options.heads or options.config:
-            raise BadSetting(
-                "--suite brings layers and batches of its own; leave out --batch, --layer, --heads, --config"
-            )
+            raise BadSetting("--suite has its own layers and batches; leave out --batch, --layer, --heads, --config")
         for name in options.suite:
             yield from suite(name)
         return

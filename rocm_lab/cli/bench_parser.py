@@ -28,7 +28,7 @@ def heads(text: str) -> tuple[int, int]:
     """Parses query heads and KV heads, such as 32/8. Raises ArgumentTypeError, ValueError."""
     q, slash, kv = text.partition("/")
     if not slash:
-        raise argparse.ArgumentTypeError(f"{text!r} is not query heads and KV heads, as 32/8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not query heads and KV heads, as in 32/8")
     return o.positive(q), o.positive(kv)
 
 
@@ -44,85 +44,107 @@ BATCH = o.option(
     "--batch",
     action="append",
     metavar="BATCH",
-    help="what a step does, repeatable: 64d4k, 1x2048+6144, 63d4k+1x2048, @FILE of lengths or a trace (docs/bench.md)",
+    help="sequences of a step, repeatable: 64d4k, 1x2048+6144, 63d4k+1x2048, @FILE of lengths or a trace "
+    "(docs/bench.md)",
 )
 SUITE = o.option(
     "--suite",
     action="append",
     choices=(*SUITES, ALL_SUITES, HOST),
-    help="layers and steps by name, again and again; host: what the host needs for a step, by itself",
+    help="named layers and steps, repeatable; host: the host time of a step, which is measured alone",
 )
-LAYER = o.option("--layer", action="append", choices=LAYERS, help="of a well-known model, again and again (llama-8b)")
+LAYER = o.option("--layer", action="append", choices=LAYERS, help="layer of a well-known model, repeatable (llama-8b)")
 CONFIG = o.option("--config", metavar="CONFIG.json", help="every kind of layer of a model")
-HEADS = o.option("--heads", type=heads, metavar="Q/KV", help="query heads and KV heads of a layer, as 32/8")
+HEADS = o.option("--heads", type=heads, metavar="Q/KV", help="query heads and KV heads of a layer, as in 32/8")
 HEAD_DIM = o.option("--head-dim", type=o.positive, default=128, metavar="N", help="with --heads (128)")
-V_HEAD_DIM = o.option("--v-head-dim", type=o.positive, metavar="N", help="with --heads (as --head-dim)")
-PAGE_SIZES = o.option(
-    "--page-sizes", type=o.sizes, default=(16,), metavar="N,N,...", help="tokens in a page, one after the other (16)"
+V_HEAD_DIM = o.option(
+    "--v-head-dim", type=o.positive, metavar="N", help="head dim of V, with --heads (that of --head-dim)"
 )
-WINDOW = o.option("--window", type=o.positive, metavar="TOKENS", help="keys that a token sees, its own included (all)")
-SOFT_CAP = o.option("--soft-cap", type=o.not_negative, default=0.0, metavar="CAP", help="of logits (none)")
+PAGE_SIZES = o.option(
+    "--page-sizes", type=o.sizes, default=(16,), metavar="N,N,...", help="tokens per page, several in turn (16)"
+)
+WINDOW = o.option("--window", type=o.positive, metavar="TOKENS", help="keys that a token sees, including its own (all)")
+SOFT_CAP = o.option("--soft-cap", type=o.not_negative, default=0.0, metavar="CAP", help="soft cap of logits (none)")
 SINKS = o.switch("--sinks", "layers with sinks")
 PROVIDERS = o.option(
     "--providers",
     type=o.names,
     metavar="NAME,...",
-    help="who is measured: triton, torch, aiter, auto, with +deterministic; fa3, flashinfer, vllm-triton, sdpa",
+    help="providers to measure: triton, torch, aiter, auto, also with +deterministic; fa3, flashinfer, vllm-triton, "
+    "sdpa",
 )
-FA3 = o.option("--fa3", default="", metavar="LIBRARY", help="FlashAttention-3 as a shared library (of installed vLLM)")
-ROUNDS = o.option("--rounds", type=o.positive, metavar="N", help="samples of each provider, taken in turn (15)")
+FA3 = o.option("--fa3", default="", metavar="LIBRARY", help="shared library of FlashAttention-3 (installed vLLM's)")
+ROUNDS = o.option("--rounds", type=o.positive, metavar="N", help="samples per provider, taken in turn (15)")
 ROUND_US = o.option(
-    "--round-us", type=o.not_negative, metavar="US", help="microseconds that a sample is the mean of (3000; CPU 20000)"
+    "--round-us", type=o.not_negative, metavar="US", help="microseconds of work per sample (3000; CPU 20000)"
 )
 ENERGY = o.option(
-    "--energy-seconds", type=o.not_negative, default=0.0, metavar="S", help="to count joules over, each provider (none)"
+    "--energy-seconds",
+    type=o.not_negative,
+    default=0.0,
+    metavar="S",
+    help="seconds of work per provider for counting joules (none)",
 )
-PROCESSES = o.option("--processes", type=o.natural, metavar="N", help="that compile ahead side by side (one a core)")
+PROCESSES = o.option("--processes", type=o.natural, metavar="N", help="processes that compile ahead (one per core)")
 OUT = o.option("--out", metavar="FILE", help="write everything as JSON, with each sample")
 CSV = o.option("--csv", metavar="FILE", help="write medians as CSV")
 
-BEFORE = o.option("before", metavar="BEFORE.json", help="what `bench kernels --out` wrote")
+BEFORE = o.option("before", metavar="BEFORE.json", help="file that `bench kernels --out` wrote")
 AFTER = o.option("after", metavar="AFTER.json", help="the same cases, measured again")
 SMALLEST = o.option(
-    "--smallest", type=o.not_negative, default=2.0, metavar="PERCENT", help="the smallest effect that counts (2)"
+    "--smallest", type=o.not_negative, default=2.0, metavar="PERCENT", help="smallest difference that counts (2)"
 )
-OTHER_DEVICE = o.switch("--other-device", "compare runs of two devices")
-COMMON_CASES = o.switch("--common-cases", "leave out what only one run has")
-EVERY = o.switch("--every", "print rows that stayed the same, too")
-RESULT = o.option("result", metavar="RUN.json", help="what `bench kernels --out` wrote")
-FOLDER = o.option("--folder", default=".", metavar="FOLDER", help="where pictures go (.)")
-PREFIX = o.option("--prefix", default="bench", metavar="NAME", help="what their names begin with (bench)")
+OTHER_DEVICE = o.switch("--other-device", "allow runs of two devices")
+COMMON_CASES = o.switch("--common-cases", "ignore rows that only one run has")
+EVERY = o.switch("--every", "also print rows that stayed the same")
+RESULT = o.option("result", metavar="RUN.json", help="file that `bench kernels --out` wrote")
+FOLDER = o.option("--folder", default=".", metavar="FOLDER", help="folder for pictures (.)")
+PREFIX = o.option("--prefix", default="bench", metavar="NAME", help="beginning of their names (bench)")
 
-TRACE = o.option("--trace", required=True, metavar="FILE", help="requests: own, Mooncake's or Azure's schema")
-REQUESTS = o.option("--requests", type=o.positive, metavar="N", help="only the first so many (all)")
-SPEED = o.option("--speed", type=above_zero, default=1.0, metavar="TIMES", help="how much faster they arrive (1)")
-AT_ONCE = o.switch("--at-once", "they all arrive at the beginning")
-CONCURRENCY = o.option("--concurrency", type=o.positive, default=256, metavar="N", help="most that are out (256)")
+TRACE = o.option("--trace", required=True, metavar="FILE", help="requests in our own, Mooncake's or Azure's format")
+REQUESTS = o.option("--requests", type=o.positive, metavar="N", help="use the first N requests only (all)")
+SPEED = o.option(
+    "--speed", type=above_zero, default=1.0, metavar="TIMES", help="factor by which they arrive faster (1)"
+)
+AT_ONCE = o.switch("--at-once", "let all arrive at the beginning")
+CONCURRENCY = o.option("--concurrency", type=o.positive, default=256, metavar="N", help="most open requests (256)")
 MAX_SECONDS = o.option(
-    "--max-seconds", type=above_zero, default=3600.0, metavar="S", help="after which the rest is given up (3600)"
+    "--max-seconds",
+    type=above_zero,
+    default=3600.0,
+    metavar="S",
+    help="seconds after which the remaining requests are aborted (3600)",
 )
-URL = o.option("--url", required=True, metavar="URL", help="of the server, as http://127.0.0.1:8000")
-SERVED_MODEL = o.option("--model", default="", metavar="NAME", help="of the server's (the first that it names)")
+URL = o.option("--url", required=True, metavar="URL", help="URL of the server, as in http://127.0.0.1:8000")
+SERVED_MODEL = o.option(
+    "--model", default="", metavar="NAME", help="model name at the server (the first that it lists)"
+)
 VOCABULARY = o.option(
-    "--vocabulary", type=o.positive, default=1000, metavar="N", help="prompts have token ids below it (1000)"
+    "--vocabulary", type=o.positive, default=1000, metavar="N", help="bound of the token ids of prompts (1000)"
 )
-RATE = o.option("--rate", type=above_zero, default=4.0, metavar="R", help="requests a second, on average (4)")
-PROMPT = o.option("--prompt", type=o.positive, default=512, metavar="TOKENS", help="median of prompts (512)")
+RATE = o.option("--rate", type=above_zero, default=4.0, metavar="R", help="requests per second, on average (4)")
+PROMPT = o.option("--prompt", type=o.positive, default=512, metavar="TOKENS", help="median tokens of prompts (512)")
 OUTPUT = o.option("--output", type=o.positive, default=128, metavar="TOKENS", help="median of new tokens (128)")
 SPREAD = o.option(
-    "--spread", type=o.not_negative, default=0.5, metavar="S", help="standard deviation of log lengths (0.5)"
+    "--spread",
+    type=o.not_negative,
+    default=0.5,
+    metavar="S",
+    help="standard deviation of the logarithm of lengths (0.5)",
 )
 SHARED = o.option(
-    "--shared-prefix", type=o.natural, default=0, metavar="TOKENS", help="that all prompts begin with (none)"
+    "--shared-prefix", type=o.natural, default=0, metavar="TOKENS", help="tokens that all prompts begin with (none)"
 )
 
-DEFINITION = o.option("definition", metavar="DEFINITION.json", help="what is computed")
-WORKLOADS = o.option("--workloads", required=True, metavar="FILE.jsonl", help="sizes and inputs, one a line")
-ROOT = o.option("--root", metavar="FOLDER", help="that paths of inputs start from (three above the workloads)")
-RUN_REFERENCE = o.switch("--run-reference", "run and time the definition's own source, too: a program of its author's")
-SOLUTION = o.option("--solution", default="", metavar="FILE.json", help="run this source, a program of its author's")
+DEFINITION = o.option("definition", metavar="DEFINITION.json", help="file that defines the computation")
+WORKLOADS = o.option("--workloads", required=True, metavar="FILE.jsonl", help="file of sizes and inputs, one per line")
+ROOT = o.option(
+    "--root", metavar="FOLDER", help="folder that paths of inputs are relative to (three above the workloads)"
+)
+RUN_REFERENCE = o.switch("--run-reference", "also run and time the definition's own source: a program of its author")
+SOLUTION = o.option("--solution", default="", metavar="FILE.json", help="run this source, a program of its author")
 SOLUTION_OUT = o.option("--solution-out", default="", metavar="FILE.json", help="write the solution that is run")
-TRACES_OUT = o.option("--traces-out", default="", metavar="FILE.jsonl", help="write what came of each workload")
+TRACES_OUT = o.option("--traces-out", default="", metavar="FILE.jsonl", help="write the result of each workload")
 
 
 def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -130,7 +152,8 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     bench = commands.add_parser(
         "bench",
         help="measure kernels side by side, compare runs, and measure servers",
-        description="Measure. Results are judged by the float64 reference first; a wrong one gets no time.",
+        description="Measure performance. Results are first compared with the float64 reference; a wrong one gets "
+        "no time.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -140,7 +163,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     layers = (LAYER, CONFIG, o.RANKS, HEADS, HEAD_DIM, V_HEAD_DIM, o.DTYPE, PAGE_SIZES, o.KV_ENCODINGS, WINDOW)
     _add(kernels, (BATCH, SUITE))
     _add(kernels.add_argument_group("layers"), (*layers, SOFT_CAP, SINKS))
-    no_more = MAX_SECONDS.but(default=86400.0, help="of measuring, after which no other case is begun (a day)")
+    no_more = MAX_SECONDS.but(default=86400.0, help="seconds after which no other case is begun (a day)")
     measured = (o.DEVICE, PROVIDERS, FA3, ROUNDS, ROUND_US, ENERGY, PROCESSES, no_more, o.SEED)
     _add(kernels.add_argument_group("measuring"), measured)
     _add(kernels.add_argument_group("results"), (OUT, CSV, o.JSON))
@@ -150,7 +173,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _add(plot, (RESULT, FOLDER, PREFIX))
     _add_serving(what)
     flashinfer = what.add_parser("flashinfer", help="workloads of flashinfer-bench; traces and our solution as files")
-    read = (DEFINITION, WORKLOADS, ROOT, REQUESTS.but(help="only the first so many workloads (all)"))
+    read = (DEFINITION, WORKLOADS, ROOT, REQUESTS.but(help="use the first N workloads only (all)"))
     provider = o.PROVIDER.but(default="auto")
     _add(flashinfer, (*read, o.DEVICE, provider, RUN_REFERENCE, SOLUTION, SOLUTION_OUT, TRACES_OUT, o.JSON))
 
@@ -158,13 +181,13 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_serving(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the subcommands that send requests to a server or to an engine, and the one that makes traces."""
     put = (TRACE, REQUESTS, SPEED, AT_ONCE, CONCURRENCY, MAX_SECONDS, o.SEED.but(help="of prompts (0)"))
-    serve = what.add_parser("serve", help="a trace of requests to any server that speaks OpenAI's API")
+    serve = what.add_parser("serve", help="send a trace of requests to any server with OpenAI's API")
     _add(serve, (URL, SERVED_MODEL, VOCABULARY, *put, OUT, o.JSON))
-    runner = what.add_parser("runner", help="a trace of requests to an engine of this process")
+    runner = what.add_parser("runner", help="send a trace of requests to an engine in this process")
     _add(runner.add_argument_group("model"), (s.MODEL, o.DEVICE, o.DTYPE.but(default=None)))
     _add(runner.add_argument_group("serving"), [s.OF_ENGINE[name] for name in s.ON_GENERATE])
     _add(runner.add_argument_group("load"), (*put, OUT, o.JSON))
-    traffic = what.add_parser("traffic", help="a made-up trace: Poisson arrivals, log-normal lengths")
+    traffic = what.add_parser("traffic", help="write a synthetic trace: Poisson arrivals, log-normal lengths")
     _add(traffic, (REQUESTS.but(default=200, help="requests (200)"), RATE, PROMPT, OUTPUT, SPREAD, SHARED, o.SEED))
 
 

@@ -48,9 +48,9 @@ def _lines(kind: LayerKind, predicted: list[Prediction], faster: list[Left]) -> 
         lines += [f"    {each.line()}" for each in predicted]
     else:
         lines.append(
-            "  no times are predicted: there are static figures of plain layers on gfx942 and gfx950 alone, not in "
+            "  no times are predicted: static figures exist only for plain layers on gfx942 and gfx950, outside "
             "deterministic mode"
         )
     if faster:
-        lines += [f"  left on the table by {count_of(kind.layers)}:", *(f"  - {each.line()}" for each in faster)]
+        lines += [f"  possible gains for {count_of(kind.layers)}:", *(f"  - {each.line()}" for each in faster)]
     return lines

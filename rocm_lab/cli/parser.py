@@ -35,9 +35,9 @@ def _add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "tune",
-        help="search faster tiles for a model's layers on this GPU",
+        help="search for faster tiles for a model's layers on this GPU",
         description="Try other tiles of the project's Triton kernels for a model's layers, compare each with the "
-        "reference and then with the tiles in use, and keep what is faster in a file that runtimes read.",
+        "reference and with the tiles in use, and write faster ones to a file that runtimes read.",
         examples=_TUNE_EXAMPLES,
     )
     parser.set_defaults(module="rocm_lab.tune.command")
@@ -56,7 +56,7 @@ def _add_cost(commands: Commands[argparse.ArgumentParser]) -> None:
         "cost",
         help="predict times of a model's Triton kernels on AMD GPUs, and list faster choices; needs no GPU",
         description="Predict the time of one layer of each kind in Triton on gfx942 or gfx950, as ranges that were "
-        "never measured, and list what AITER, other pages or other settings would make faster.",
+        "never measured, and list gains from AITER, other pages or other settings.",
     )
     parser.set_defaults(module="rocm_lab.cli.cost")
     add_options(parser, EXPLAINED)
@@ -66,13 +66,13 @@ def _add_replay_step(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "replay-step",
-        help="run a step of a flight recorder's dump again and compare",
+        help="replay a step of a flight recorder's dump and compare the results",
         description="Rebuild one step of a dump, with its lengths, rows and sizes and with random K and V; run it "
-        "eagerly, as a graph and by the float64 reference. Exit code 1 if they do not agree.",
+        "eagerly, as a graph and with the float64 reference. Exit code 1 if the results differ.",
     )
     parser.set_defaults(module="rocm_lab.cli.replay_step")
-    provider = a.PROVIDER.but(default=None, help="whose attention kernels run (the dump's)")
-    seed = a.SEED.but(help="of the random K and V (0)")
+    provider = a.PROVIDER.but(default=None, help="provider of attention kernels (the dump's)")
+    seed = a.SEED.but(help="seed of the random K and V (0)")
     add_options(parser, (o.DUMP, o.STEP, seed, a.DEVICE, provider, a.JSON))
 
 
@@ -81,19 +81,18 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "soak",
         help="run random steps of a tiny model and compare every output with the reference",
-        description="Let requests come, grow, share pages, run out of them and go, with graphs on, and compare every "
-        "output of every step with a float64 reference. Stops with exit code 1 at the first difference.",
+        description="Let requests arrive, grow, share pages, run out of them and end, with graphs on, and compare "
+        "every output of every step with a float64 reference. Stops with exit code 1 at the first "
+        "difference.",
         examples=_SOAK_EXAMPLES,
     )
     parser.set_defaults(module="rocm_lab.cli.soak")
-    seed = a.SEED.but(help="of everything random; the same seed, the same steps (0)")
-    dtype = a.DTYPE.but(default=None, help="of q, k, v and the KV cache (bfloat16 on a GPU, float32 on a CPU)")
+    seed = a.SEED.but(help="seed of everything random; the same seed gives the same steps (0)")
+    dtype = a.DTYPE.but(default=None, help="dtype of q, k, v and the KV cache (bfloat16 on a GPU, float32 on a CPU)")
     deterministic = a.DETERMINISTIC.but(
-        help="soak deterministic mode: some sequences must be bitwise what they are alone"
+        help="soak deterministic mode: some sequences are compared bitwise with the same sequences run alone"
     )
-    json = a.JSON.but(help="print one JSON object with what was done, or what was found")
-    speculative = a.switch(
-        "--speculative", "mostly draft and verify: rounds, chains, trees, and what becomes of rejected ones"
-    )
+    json = a.JSON.but(help="print one JSON object with the steps, or with the difference found")
+    speculative = a.switch("--speculative", "mostly draft and verify: rounds, chains, trees, and rejected drafts")
     add_options(parser.add_mutually_exclusive_group(), (o.STEPS, o.ROUNDS))
     add_options(parser, (seed, a.DEVICE, a.PROVIDER, dtype, deterministic, speculative, json))

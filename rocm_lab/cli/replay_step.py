@@ -74,12 +74,12 @@ def run(options: argparse.Namespace) -> None:
     else:
         print("\n".join(_lines(dump, noted, replay, results)))
     if any(DIFFERS in (result.eager, result.graph) or result.bitwise is False for result in results):
-        raise StepsDisagree(f"step {noted.number} does not come out the same in every way")
+        raise StepsDisagree(f"step {noted.number} gives different results")
 
 
 def _lines(dump: FlightDump, noted: NotedStep, replay: _Replay, results: list[LayerResult]) -> list[str]:
     lines = [
-        f"dumped because of: {dump.reason}",
+        f"reason of the dump: {dump.reason}",
         f"step {noted.number}: {noted.kind}, {noted.real_seqs} of {noted.padded_seqs} sequences, "
         f"{noted.real_tokens} of {noted.padded_tokens} tokens{', in two halves' if noted.children > 1 else ''}, "
         f"{'a graph' if noted.replayed else 'no graph'}, "
@@ -93,7 +93,7 @@ def _lines(dump: FlightDump, noted: NotedStep, replay: _Replay, results: list[La
         lines.append(f"dumped with SAFEGUARDS OFF: {', '.join(dump.runtime.guards_off)}")
     for result in results:
         how = {True: ", bitwise equal to eager", False: ", not bitwise equal to eager", None: ""}[result.bitwise]
-        lines.append(f"layer kind {result.kind}: eager {result.eager} with the oracle (worst {result.worst:.2e})")
+        lines.append(f"layer kind {result.kind}: eager {result.eager} with the reference (worst {result.worst:.2e})")
         lines.append(f"layer kind {result.kind}: graph: {result.graph}{how}")
     return lines
 
@@ -167,7 +167,7 @@ class _Replay:
             out.fill_(float("nan"))
         runner.run(self.batch, self.shape)
         no_graph = runner.counters.graphs_off or (
-            "" if self.replayable else "steps of its kind and size are not captured"
+            "" if self.replayable else "steps of this kind and size are not captured"
         )
         return [self._result(kind, eager[kind], no_graph) for kind in range(len(self.outs))]
 

@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> None:
     device = device_named(options.device)
     dtype_name = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     if options.speculative and options.deterministic:
-        raise BadSetting("--deterministic has no kernels for trees of drafts, which --speculative draws; leave one out")
+        raise BadSetting("--deterministic has no kernels for trees of drafts, which --speculative needs; leave one out")
     scenario = Scenario.of_seed(options.seed, LONG_KV_LEN if options.deterministic else SHORT_KV_LEN)
     soak = Soak(
         scenario.speculative() if options.speculative else scenario,

@@ -23,7 +23,7 @@ from rocm_lab.cost.cost import GPUS, Range, Shape, predicted, seen_keys
 
 # Steps with many K and V, for which the saving of eight bits is given.
 _DECODE = Shape(64, 4096)
-_NOT_KNOWN = "not known: both were never timed on this arch"
+_NOT_KNOWN = "unknown: both were never timed on this arch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def _gain(selection: Selection, kernels: dict[StepKind, tuple[str, str]]) -> str
     problem, pair = selection.problem, kernels.get(StepKind.EXTEND)
     times = BESIDE_THE_PLAIN.get(problem.head_dim) if problem.head_dim == problem.v_head_dim else None
     if pair == ("triton.hopper_extend", "triton.extend") and times is not None:
-        return f"{times[0]:g} us where the other takes {times[1]:g}, measured at 1x6144+2048 on one H200, one model"
+        return f"{times[0]:g} us instead of {times[1]:g}, measured at 1x6144+2048 on one H200, one model"
     return _NOT_KNOWN
 
 
@@ -178,10 +178,10 @@ def _eight_bits(selection: Selection, choice: Choice) -> Iterator[Left]:
     now = predicted(problem, choice.target, _DECODE)
     of = "" if now is None else f" of {now.seconds.text(1e-6)}, as {now.kernel} is predicted,"
     yield Left(
-        "K and V in eight bits: half the bytes to keep and to read",
+        "K and V in eight bits: half the bytes to store and to read",
         "",
-        f"at most {saved.text(1e-6, 1)} us{of} less a layer at {_DECODE}, where HBM bounds it",
-        "--kv-dtype fp8, whose results are rounded: see docs/eight_bit_kv.md",
+        f"at most {saved.text(1e-6, 1)} us{of} less per layer at {_DECODE}, if HBM bounds it",
+        "--kv-dtype fp8, which rounds results: see docs/eight_bit_kv.md",
         saved,
     )
 
@@ -200,9 +200,9 @@ def _tiles(selection: Selection) -> Iterator[Left]:
     kinds = [kind.value for kind, kernel in selection.kernels.items() if kernel.row.name in searched]
     if kinds and selection.problem.pool is not PoolKind.VECTORIZED:
         yield Left(
-            f"tiles measured for this layer, in {_and(kinds)} steps",
+            f"measured tiles for this layer, in {_and(kinds)} steps",
             "",
-            "not known before they are searched",
+            "unknown before a search",
             "rocm-attn tune on the GPU",
         )
 

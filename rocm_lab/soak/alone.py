@@ -98,7 +98,7 @@ class ServedAlone:
             ):
                 if not bitwise_equal(got, want):
                     error = float((got.double() - want.double()).abs().max())
-                    what = f"{name} is not bitwise what the same request gets alone; they differ by up to {error:g}"
+                    what = f"{name} differs bitwise from the same request run alone, by up to {error:g}"
                     return Mismatch(what, layer, seq, error)
         return None
 

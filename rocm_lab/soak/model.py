@@ -285,7 +285,7 @@ class Checker:
                 token = int((parts.flatten(1).amax(1) > 1).int().argmax())
                 seq = int(np.searchsorted(np.cumsum(q_lens), token, side="right"))
                 error = _largest_error(got, reference)
-                what = f"{name} differs from the reference by up to {error:g}, {part:g} times what is allowed"
+                what = f"{name} differs from the reference by up to {error:g}, {part:g} times the tolerance"
                 return Mismatch(what, layer, seq, error)
             self.worst = max(self.worst, part)
         for name, pads, value in (

@@ -127,7 +127,11 @@ class SoakReport:
             f"{self.worst_error:.2f} of the allowed, memory {self.host_growth_bytes / 2**20:+.1f} MiB on the host and "
             f"{self.device_growth_bytes / 2**20:+.1f} MiB on the device, {self.seconds:.1f} s, "
             f"{self.steps / self.seconds:.0f} steps/s"
-            + (f"; deterministic: {self.served_alone} sequences bitwise as alone" if self.deterministic else "")
+            + (
+                f"; deterministic: {self.served_alone} sequences bitwise equal to runs alone"
+                if self.deterministic
+                else ""
+            )
             + (f"; SAFEGUARDS OFF: {', '.join(self.guards_off)}" if self.guards_off else "")
         )
 
@@ -252,14 +256,14 @@ class Soak:
         """
         if not any(self._scenario.weights.get(action, 0) > 0 for action in ROUNDS):
             raise BadSetting(
-                f"the scenario draws no step that drafts or verifies, and {rounds} were asked for; give DRAFT, VERIFY "
-                "or TREE a weight, or run a number of steps"
+                f"no step of the scenario drafts or verifies, and {rounds} were requested; give DRAFT, VERIFY or "
+                "TREE a weight, or run a number of steps"
             )
         return self._run(lambda: self._num_rounds >= rounds, on_reopen)
 
     def _run(self, is_over: Callable[[], bool], on_reopen: Callable[[int], None]) -> SoakReport:
         if self._steps:
-            raise WrongState(f"this soak has run already, {self._steps} steps; make another one")
+            raise WrongState(f"this soak has already run {self._steps} steps; make another one")
         started = time.perf_counter()
         try:
             while not is_over():
@@ -344,16 +348,16 @@ class Soak:
         self._runner.check_addresses()
         for layer, pages in enumerate(self._layers):
             if bool(pages.raw_k[RESERVED_PAGE].any()) or bool(pages.raw_v[RESERVED_PAGE].any()):
-                raise self._failure(number, f"after step {number}", f"page 0 of layer {layer} is not zero any more")
+                raise self._failure(number, f"after step {number}", f"page 0 of layer {layer} is no longer zero")
         for table in self._runtime.table.spaces:
             if not table.pending and not np.array_equal(table.entries.cpu().numpy(), table.entries_host):
-                what = f"the device's table of the {table.space.name} space is not the host's"
+                what = f"the device's table of the {table.space.name} space differs from the host's"
                 raise self._failure(number, f"after step {number}", what)
             free = len(self._free_pages(table))
             if free != table.num_free_pages:
                 what = (
-                    f"{free} pages{table.pages.of} are held by no row nor kept, but "
-                    f"{table.num_free_pages} are said to be free"
+                    f"{free} pages{table.pages.of} are held by no row nor kept, but {table.num_free_pages} are "
+                    "reported free"
                 )
                 raise self._failure(number, f"after step {number}", what)
         self._poison_free_pages()

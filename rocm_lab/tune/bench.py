@@ -125,7 +125,7 @@ class LayerBench:
         kernel = kernel_of(job, tiles, data, self._target)
         if str(tiles) not in kernel.describe():
             name = kernel.describe().partition("(")[0]
-            return f"these steps are served by {name}, whose tiles are not searched", 0
+            return f"{name} serves these steps, and its tiles are not searched", 0
         try:
             with note_launches() as notes:
                 args, step = data.runs(kernel)[0]
@@ -157,8 +157,8 @@ class LayerBench:
             torch.ones(8, device=self._device).sum().item()
         except RuntimeError:
             raise SearchEnded(
-                f"the GPU does no work any more after {str(failure).strip().splitlines()[:1]}; what was found is kept. "
-                "Run the same command again: that candidate is passed over then"
+                f"the GPU stopped working after {str(failure).strip().splitlines()[:1]}; the results so far are "
+                "kept. Run the same command again: it skips that candidate"
             ) from failure
 
 

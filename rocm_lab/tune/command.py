@@ -46,13 +46,13 @@ def run(options: argparse.Namespace) -> None:
         _print_candidates(jobs, left_out, target, options.json)
         return
     if options.arch is not None:
-        raise BadSetting("--arch goes with --dry-run: times are those of this machine's GPU")
+        raise BadSetting("--arch needs --dry-run, because times are measured on this machine's GPU")
     device = device_named(options.device)
     target = detect_target(device)
     if not target.is_gpu:
-        raise BadSetting("there is no GPU whose times could be taken; --dry-run lists what would be tried on one")
+        raise BadSetting("there is no GPU to measure on; --dry-run lists the candidates without one")
     if target.releases.triton == UNKNOWN:
-        raise BadSetting("the installed Triton's release is not known, and a row serves one release; install triton")
+        raise BadSetting("the installed Triton's release is not known, and a row is for one release; install triton")
     # Imported here, because it captures graphs of a GPU.
     from rocm_lab.tune.ahead import CompiledAhead
     from rocm_lab.tune.bench import LayerBench, Steps, edges_of
@@ -153,7 +153,7 @@ class _Run:
             f"{len(self._found)} rows written to {self._place}"
         )
         if not was_enough:
-            print("time was up before all were tried; the same command goes on from here")
+            print("time was up before all were tried; run the same command again to continue")
 
 
 def problems_of(options: argparse.Namespace, target: Target) -> tuple[Problem, ...]:
@@ -181,7 +181,7 @@ def output_place(named: str | None) -> Path:
     if named is not None:
         return Path(named).expanduser()
     if settings().tuning.lower() == OFF:
-        raise BadSetting(f"{TUNING} is {OFF}, so no runtime would read what is found; name a file with --output")
+        raise BadSetting(f"{TUNING} is {OFF}, so no runtime would read the rows; name a file with --output")
     return place_of(settings().tuning) or default_place()
 
 
@@ -230,7 +230,7 @@ def _not_served(problems: Sequence[Problem], target: Target, provider: str, jobs
         for kind in dict.fromkeys(job.kind for job in jobs if job.problem == problem):
             if kernels[kind].row.provider != "triton":
                 name = kernels[kind].row.name
-                said.append(f"{kind.value} steps are {name}'s with provider {provider}: rows serve with triton")
+                said.append(f"{kind.value} steps run on {name} with provider {provider}, and rows are for triton")
     return said
 
 

@@ -142,7 +142,7 @@ class StepData:
                 worst = self._worst(seq, head, bounds)
                 if not worst <= 1:
                     lengths = f"{self.lengths.kv_len[seq]} tokens, {self.lengths.q_len[seq]} of them new"
-                    return f"wrong: a sequence of {lengths} is off by {worst:.1f} times what is allowed"
+                    return f"wrong: a sequence of {lengths} is off by {worst:.1f} times the tolerance"
         return ""
 
     def _worst(self, seq: int, head: int, bounds: Bounds) -> float:

@@ -77,7 +77,7 @@ def shapes_named(text: str) -> tuple[Shape, ...]:
     for word in text.split(","):
         match = _SHAPE.fullmatch(word.strip())
         if match is None:
-            raise BadSetting(f"shape {word!r} is not SEQUENCESxCACHED+NEW, as 64x4k or 1x6144+2048")
+            raise BadSetting(f"shape {word!r} is not SEQUENCESxCACHED+NEW, as in 64x4k or 1x6144+2048")
         cached, new = int(match[2]) * (1024 if match[3] else 1), int(match[4] or 1)
         if not int(match[1]) or not new or max(int(match[1]) * new, cached + new) >= 1 << 24:
             raise BadSetting(f"shape {word!r} has no sequences or no new tokens, or more than 16 M tokens")
@@ -91,7 +91,7 @@ def jobs_of(problems: Iterable[Problem], target: Target, shapes: Sequence[Shape]
     left_out = []
     for problem in dict.fromkeys(problems):
         if problem.pool is PoolKind.VECTORIZED or not isinstance(problem.indexer, AllKeys):
-            left_out.append(f"{layer_of(problem)}: only layers that attend to all keys of linear pages are searched")
+            left_out.append(f"{layer_of(problem)}: only layers that attend to all keys of linear pages can be tuned")
             continue
         try:
             found = list(_jobs_of(problem, target, shapes))

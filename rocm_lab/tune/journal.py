@@ -50,7 +50,7 @@ class Journal:
             place.parent.mkdir(parents=True, exist_ok=True)
             self._file = place.open("a")
         except OSError as error:
-            raise BadSetting(f"the list of trials {place} cannot be used ({error}); name another --output") from error
+            raise BadSetting(f"the list of trials {place} cannot be used ({error}); choose another --output") from error
         for line in lines:
             self._take(line)
         # Ends a line that was cut off in the middle.

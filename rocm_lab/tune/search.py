@@ -223,5 +223,5 @@ def what_became(trial: Trial) -> str:
     if trial.outcome == TIMED:
         return f"{trial.ratio:.3f} of the row in use{spills}"
     if trial.outcome == BEGUN:
-        return "passed over: an earlier search did not come back from it"
+        return "skipped: an earlier search did not return from it"
     return f"{trial.outcome}{spills}"

@@ -19,7 +19,7 @@ def asked_of(options: argparse.Namespace) -> Request:
     The seed is the same for each, so a completion does not depend on the other prompts.
     """
     if options.logprobs != NO_LOGPROBS and not options.json:
-        raise BadSetting("--logprobs is given and --json is not, which prints them; add --json")
+        raise BadSetting("--logprobs is printed only with --json; add --json")
     constraint = _constraint(options)
     if constraint is not None:
         constraint.check()
@@ -39,7 +39,7 @@ def asked_of(options: argparse.Namespace) -> Request:
 
 def _constraint(options: argparse.Namespace) -> Constraint | None:
     if options.json_schema is not None and options.regex is not None:
-        raise BadRequest("--json-schema and --regex are given; a text matches one of them, so leave one out")
+        raise BadRequest("--json-schema and --regex are both given; leave one of them out")
     if options.regex is not None:
         return Constraint.regex(options.regex)
     if options.json_schema is None:

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
             raise
         what = (str(error).splitlines() or [type(error).__name__])[0]
         raise NeverFits(
-            f"the memory is full ({what}); lower --max-batch-size, --num-pages or --swa-pages, or take a smaller model"
+            f"out of memory ({what}); lower --max-batch-size, --num-pages or --swa-pages, or use a smaller model"
         ) from error
 
 
@@ -59,7 +59,7 @@ def read_prompts(options: argparse.Namespace, stdin: TextIO | None) -> list[str]
     Raises BadRequest, BadSetting.
     """
     if options.prompts and options.prompts_file is not None:
-        raise BadSetting("prompts are given as arguments and with --prompts-file; give them in one way")
+        raise BadSetting("prompts are given both as arguments and with --prompts-file; give them in one way")
     if options.prompts:
         return [_in_unicode(number, prompt) for number, prompt in enumerate(options.prompts, 1)]
     read: Callable[[], bytes]
@@ -75,7 +75,7 @@ def read_prompts(options: argparse.Namespace, stdin: TextIO | None) -> list[str]
         raise BadSetting(f"the prompts in {place} cannot be read ({error})") from error
     prompts = [line for line in lines_of(data, place) if line.strip()]
     if not prompts:
-        raise BadRequest(f"{place} holds no prompt; it must have one on a line")
+        raise BadRequest(f"{place} holds no prompt; it must have one per line")
     return prompts
 
 
@@ -103,8 +103,8 @@ def _in_unicode(number: int, prompt: str) -> str:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRequest(
-            f"prompt {number} is not {sys.getfilesystemencoding().upper()}: its character {error.start + 1} cannot be "
-            "read; give it with --prompts-file, or in the encoding of the locale"
+            f"prompt {number} is not {sys.getfilesystemencoding().upper()}: its character {error.start + 1} cannot "
+            "be read; give it with --prompts-file, or in the encoding of the locale"
         ) from error
     return prompt
 
@@ -124,9 +124,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
         _serve(options, engine, prompts, requests, device)
         return
     if device.index is not None:
-        raise BadSetting(
-            f"--device is {device} and --tp {options.tp}; ranks take the first GPUs, so give --device cuda"
-        )
+        raise BadSetting(f"--device is {device} and --tp {options.tp}; ranks use the first GPUs, so give --device cuda")
     files = open_model(options.model)
     requests = [_request(options, asked, files, prompt) for prompt in prompts]
     with RankedEngine(
@@ -255,9 +253,9 @@ def _lines(report: Report) -> list[str]:
         *([f"{report.ranks} ranks share the model"] if report.ranks > 1 else []),
         *(f"  {sentence}" for sentence in report.cost_of_ranks),
         report.memory_line(),
-        *(["deterministic: a prompt's tokens do not depend on the prompts beside it"] if report.deterministic else []),
+        *(["deterministic: a prompt's tokens do not depend on other prompts"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
-        *([f"rounds of guessed tokens {report.rounds}"] if report.rounds else []),
+        *([f"rounds of draft tokens {report.rounds}"] if report.rounds else []),
         *([] if report.metrics.graphs_off else [f"graphs {report.graphs}"]),
         *report.metrics.lines(),
     ]

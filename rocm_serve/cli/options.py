@@ -25,7 +25,7 @@ def biases(text: str) -> tuple[tuple[int, float], ...]:
     for word in text.split(","):
         token, equals, bias = word.partition("=")
         if not equals:
-            raise argparse.ArgumentTypeError(f"{word!r} is not a token id and its bias, as 17=-100")
+            raise argparse.ArgumentTypeError(f"{word!r} is not a token id and its bias, as in 17=-100")
         found.append((natural(token), float(bias)))
     return tuple(found)
 
@@ -52,46 +52,54 @@ SERVER = {name: of_field(name, *text) for name, text in option_texts(ServerOptio
 # The flag of each field of Sampling.
 SAMPLING = {name: _of_sampling(name, *text) for name, text in option_texts(Sampling).items()}
 
-RANKS_THAT_SERVE = RANKS.but(help="ranks that share the model by tensor parallelism, on a GPU each or on this CPU (1)")
+RANKS_THAT_SERVE = RANKS.but(
+    help="ranks that share the model by tensor parallelism, each on its own GPU, or all on this CPU (1)"
+)
 DTYPE_OF_MODEL = DTYPE.but(
     default=None,
-    help="of weights and arithmetic, and of the KV cache where --kv-dtype is auto (on a GPU bfloat16, but float16 "
-    "for a .gguf file and smollm2, whose quantised weights bfloat16 blurs; on a CPU float32)",
+    help="dtype of weights and arithmetic, and of the KV cache if --kv-dtype is auto (on a GPU bfloat16, but "
+    "float16 for a .gguf file and smollm2, whose quantised weights need its precision; on a CPU float32)",
 )
 PROMPTS = option("prompts", nargs="*", metavar="PROMPT", help="prompts, served together; without any, stdin is read")
 PROMPTS_FILE = option(
-    "--prompts-file", metavar="FILE", help="a prompt a line, empty lines skipped; stdin is read the same way"
+    "--prompts-file",
+    metavar="FILE",
+    help="file with one prompt per line; empty lines are skipped; stdin is read the same way",
 )
-RAW = switch("--raw", "take the prompt as it stands instead of applying the chat template")
+RAW = switch("--raw", "use the prompt unchanged instead of applying the chat template")
 MODEL = option(
     "--model", default="smollm2", help="a directory with config.json and safetensors, a .gguf file, or smollm2"
 )
 MAX_NEW_TOKENS = option(
-    "--max-new-tokens", type=positive, default=128, metavar="TOKENS", help="most tokens to add to a prompt (128)"
+    "--max-new-tokens", type=positive, default=128, metavar="TOKENS", help="most new tokens per prompt (128)"
 )
 STOP = option(
-    "--stop", action="append", default=[], metavar="TEXT", help="end the text before this one, again and again (none)"
+    "--stop",
+    action="append",
+    default=[],
+    metavar="TEXT",
+    help="end the text before this string; may be repeated (none)",
 )
-INCLUDE_STOP = switch("--include-stop", "end the text after such a text, and not before it")
+INCLUDE_STOP = switch("--include-stop", "include the stop string in the text")
 STOP_TOKEN_IDS = option(
-    "--stop-token-ids", type=token_ids, default=(), metavar="ID,ID,...", help="end the text with these tokens (none)"
+    "--stop-token-ids", type=token_ids, default=(), metavar="ID,ID,...", help="end the text at these tokens (none)"
 )
-IGNORE_EOS = switch("--ignore-eos", "pass over the model's own end tokens")
+IGNORE_EOS = switch("--ignore-eos", "ignore the model's own end tokens")
 MIN_TOKENS = option(
-    "--min-tokens", type=natural, default=0, metavar="TOKENS", help="add so many to a prompt before the text ends (0)"
+    "--min-tokens", type=natural, default=0, metavar="TOKENS", help="new tokens before the text may end (0)"
 )
 LOGPROBS = option(
     "--logprobs",
     type=natural,
     default=NO_LOGPROBS,
     metavar="N",
-    help=f"with --json: each new token's logprob, and those of the N likeliest, up to {MOST_LIKELIEST} (none)",
+    help=f"with --json: the logprob of each new token, and of the N likeliest tokens, up to {MOST_LIKELIEST} (none)",
 )
 JSON_SCHEMA = option(
     "--json-schema",
     metavar="SCHEMA|FILE",
-    help="add JSON that a schema accepts, which is given, or a file's (any text)",
+    help="generate JSON that follows this schema, given as text or as a file (any text)",
 )
-REGEX = option("--regex", metavar="PATTERN", help="add a text that matches from end to end (any text)")
+REGEX = option("--regex", metavar="PATTERN", help="generate a text that matches from beginning to end (any text)")
 # Options of a request, in addition to those of sampling.
 OF_REQUEST = (MAX_NEW_TOKENS, MIN_TOKENS, STOP, INCLUDE_STOP, STOP_TOKEN_IDS, IGNORE_EOS, LOGPROBS, JSON_SCHEMA, REGEX)

@@ -15,7 +15,7 @@ examples:
   rocm-attn generate --model ./Llama-3.1-70B-Instruct --device cuda --tp 8 "Hello"
   rocm-attn generate --json --prompts-file prompts.txt --max-new-tokens 32 > results.json
   echo "Once upon a time" | rocm-attn generate --raw --temperature 0.8 --seed 7
-  rocm-attn generate --temperature 0.8 --top-k 40 --stop "\n\n" --json-schema answer.schema.json "Who was Ada Lovelace?"
+  rocm-attn generate --temperature 0.8 --top-k 40 --stop "###" --json-schema answer.schema.json "Who was Ada Lovelace?"
   rocm-attn generate --check-every 100 --hang-after 60 --flight-record last_steps.json "Hello"
 """
 
@@ -41,7 +41,8 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "generate",
         help="continue prompts with a model",
-        description="Continue prompts with a model. Text goes to stdout as it comes, progress and a report to stderr.",
+        description="Continue prompts with a model. Text goes to stdout as it is generated, progress and a report "
+        "to stderr.",
         examples=_GENERATE_EXAMPLES,
     )
     parser.set_defaults(module="rocm_serve.cli.generate")
@@ -57,10 +58,10 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "serve",
-        help="serve a model by OpenAI's HTTP API",
-        description="Serve a model by OpenAI's HTTP API: /v1/completions, /v1/chat/completions, /v1/models, /health, "
-        "/ready and /metrics. SIGTERM lets the requests end that were taken; a second one ends at once. Exit code 1 "
-        "where the engine has ended by itself.",
+        help="serve a model with OpenAI's HTTP API",
+        description="Serve a model with OpenAI's HTTP API: /v1/completions, /v1/chat/completions, /v1/models, "
+        "/health, /ready and /metrics. After SIGTERM running requests may finish; a second SIGTERM ends "
+        "at once. Exit code 1 if the engine has ended by itself.",
         examples=_SERVE_EXAMPLES,
     )
     parser.set_defaults(module="rocm_serve.cli.serve")

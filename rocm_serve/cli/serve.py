@@ -59,9 +59,7 @@ def _engine(options: argparse.Namespace) -> Iterator[tuple[Engine | RankedEngine
         yield engine, loaded.tokenizer
         return
     if device.index is not None:
-        raise BadSetting(
-            f"--device is {device} and --tp {options.tp}; ranks take the first GPUs, so give --device cuda"
-        )
+        raise BadSetting(f"--device is {device} and --tp {options.tp}; ranks use the first GPUs, so give --device cuda")
     tokenizer = open_model(options.model).tokenizer
     with RankedEngine(
         partial(load_model, options.model, dtype=dtype), engine_options, num_ranks=options.tp, device_type=device.type

@@ -118,7 +118,9 @@ def _check_dtype_and_device(dtype: torch.dtype, device: torch.device) -> None:
     if dtype not in DTYPES:
         raise BadSetting(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadSetting(f"device {str(device)!r} is not there: torch sees {torch.cuda.device_count()} GPUs; use 'cpu'")
+        raise BadSetting(
+            f"device {str(device)!r} does not exist: torch sees {torch.cuda.device_count()} GPUs; use 'cpu'"
+        )
     if device.type not in ("cpu", "cuda"):
         raise BadSetting(f"device {str(device)!r} is not served; use 'cpu' or 'cuda' (HIP devices are 'cuda' in torch)")
 

@@ -37,7 +37,7 @@ class SafetensorsFiles:
             with _opened(path) as file:
                 missing = set(names).difference(file.keys())
                 if missing:
-                    raise BadModel(f"{path} lacks {shown(min(missing))}, which {_INDEX} says is there")
+                    raise BadModel(f"{path} lacks {shown(min(missing))}, which {_INDEX} lists; download it again")
                 self._take(file, path, names)
 
     def shapes(self) -> Mapping[str, Shape]:
@@ -104,7 +104,9 @@ def _within(index: Path, file: object) -> str:
     if not isinstance(file, str):
         raise BadModel(f"{index} is not a safetensors index (weight_map holds {shown(file)})")
     if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
-        raise BadModel(f"{index} names {shown(file)}, which is outside of its folder; only files in it are read")
+        raise BadModel(
+            f"{index} names {shown(file)}, which is outside of its folder; only files in the folder are read"
+        )
     return file
 
 

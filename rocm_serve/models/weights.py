@@ -146,7 +146,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
             shapes[f"model.layers.{number}.{name}"] = shape
             if len(shapes) > _MOST_TENSORS:
                 raise BadModel(
-                    f"the model's config asks for more than {_MOST_TENSORS} tensors; look at its layers and experts"
+                    f"the model's config asks for more than {_MOST_TENSORS} tensors; check its layers and experts"
                 )
     return shapes
 
@@ -211,7 +211,7 @@ def _check_shapes(source: TensorSource, config: ModelConfig) -> None:
     expected, found = expected_shapes(config), source.shapes()
     missing = [name for name in expected if name not in found]
     if missing:
-        raise BadModel(f"{source.name} lacks {_some(missing)}; the file is not complete or not of this model")
+        raise BadModel(f"{source.name} lacks {_some(missing)}; the file is incomplete or belongs to another model")
     unexpected = [name for name in found if name not in expected and not _may_be_ignored(config, name)]
     if unexpected:
         raise BadModel(f"{source.name} has {_some(unexpected)}, which {config.architecture} does not use")

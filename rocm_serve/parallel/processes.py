@@ -222,7 +222,7 @@ class RankProcesses:
         """Raises RankFailed if there are no ranks, or none that can be reached."""
         if self._is_torn and self._ranks:
             self.kill()
-            raise RankFailed("an interrupt cut a message to or from a rank, and all ranks were ended", 0)
+            raise RankFailed("an interrupt cut off a message to or from a rank, and all ranks were ended", 0)
         if not self._ranks:
             raise RankFailed("the ranks of this engine were ended; make another engine", 0)
 
@@ -235,7 +235,7 @@ class RankProcesses:
             how = f"was killed by {signal.Signals(-code).name}"
         awaited, lines = self._awaited, [line for line in rank.last_lines if line.strip()]
         self.kill()
-        last = f"; its last words were: {lines[-1].strip()}" if lines else ""
+        last = f"; its last output was: {lines[-1].strip()}" if lines else ""
         raise RankFailed(f"rank {rank.number} {how} {awaited}, and all ranks were ended{last}", rank.number)
 
     def _fail_of_trouble(self) -> NoReturn:
@@ -245,13 +245,13 @@ class RankProcesses:
         self.kill()
         if isinstance(answer, Raised):
             raise RankFailed(
-                f"rank {number} raised {reason} {awaited}, which not all ranks did, so they are no longer in step and "
-                "were ended",
+                f"rank {number} raised {reason} {awaited} and other ranks did not, so they are out of step; all "
+                "ranks were ended",
                 number,
             ) from answer.error
         raise RankFailed(
-            f"rank {number} could not make a graph {awaited} ({reason}), and the others wait for it elsewhere; all "
-            "ranks were ended",
+            f"rank {number} could not make a graph {awaited} ({reason}), and the others wait for it at another "
+            "place; all ranks were ended",
             number,
         )
 

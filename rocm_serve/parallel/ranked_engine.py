@@ -142,5 +142,5 @@ def _check(num_ranks: int, device_type: str) -> None:
         raise BadSetting(f"device_type {device_type!r} is not served; use 'cpu' or 'cuda' (HIP devices are 'cuda')")
     if device_type == "cuda" and num_ranks > torch.cuda.device_count():
         raise BadSetting(
-            f"{num_ranks} ranks need a GPU each, and torch sees {torch.cuda.device_count()}; ask for fewer ranks"
+            f"{num_ranks} ranks need a GPU each, and torch sees {torch.cuda.device_count()}; use fewer ranks"
         )

@@ -280,8 +280,8 @@ def terms_of(draws: Sequence[Draw]) -> npt.NDArray[np.float32]:
 
 
 NOTHING_LEFT = (
-    "no token is left that the request allows: its constraint, its biases or min_tokens rule out all that could come "
-    "next; ask for less"
+    "no token is left that the request allows: its constraint, its biases or min_tokens exclude all of them; "
+    "relax one of them"
 )
 
 
@@ -291,6 +291,6 @@ def _bad_logits(token: int, best: float) -> BadLogits:
         return BadLogits(NOTHING_LEFT)
     what = f"the largest logit of the next token is {best}" if best else "every logit of the next token is 0"
     return BadLogits(
-        f"{what}, so no token can be picked; look for weights that are too large for the dtype, or run in a wider one "
-        "(float32)"
+        f"{what}, so no token can be sampled; look for weights that are too large for the dtype, or use a wider "
+        "one (float32)"
     )

@@ -40,33 +40,33 @@ class Sampling:
     Raises BadRequest.
     """
 
-    temperature: float = option(0.0, "0 takes the likeliest token; above, tokens are drawn", unit="T", least=0)
-    top_p: float = bounded(1.0, "draw among the likeliest tokens of mass P", "P", above=0, most=1)
-    seed: int = option(0, "of the draws; the same seed gives the same text", unit="SEED", least=0)
-    top_k: int = option(0, "draw among the K likeliest tokens", unit="K", least=0, default_is="0: all")
+    temperature: float = option(0.0, "0 takes the likeliest token; above, tokens are sampled", unit="T", least=0)
+    top_p: float = bounded(1.0, "sample among the likeliest tokens of total probability P", "P", above=0, most=1)
+    seed: int = option(0, "seed of the samples; the same seed gives the same text", unit="SEED", least=0)
+    top_k: int = option(0, "sample among the K likeliest tokens", unit="K", least=0, default_is="0: all")
     min_p: float = bounded(
         0.0,
-        "draw among the tokens that are at least so likely, as a share of the likeliest one's probability",
+        "sample among the tokens whose probability is at least this share of the likeliest one's",
         "P",
         least=0,
         most=1,
     )
     presence_penalty: float = bounded(
-        0.0, "what is taken from the logits of tokens that the text has", "X", least=-2, most=2
+        0.0, "subtracted from the logits of tokens that the text has", "X", least=-2, most=2
     )
     frequency_penalty: float = bounded(
-        0.0, "what is taken from the logit of a token for each time that the text has it", "X", least=-2, most=2
+        0.0, "subtracted from the logit of a token for each time that the text has it", "X", least=-2, most=2
     )
     repetition_penalty: float = bounded(
         1.0,
-        "what the logits of tokens are divided by (negative ones: multiplied) that the prompt or the text has",
+        "divides the logits of tokens that the prompt or the text has (multiplies negative ones)",
         "X",
         least=0.01,
         most=100,
     )
     logit_bias: tuple[tuple[int, float], ...] = option(
         (),
-        "what is added to the logits of single tokens, as 17=-100,4=2.5",
+        "added to the logits of single tokens, as in 17=-100,4=2.5",
         kind=tuple,
         unit="TOKEN=BIAS,...",
         default_is="none",

@@ -54,13 +54,15 @@ def bad_request(message: str, param: str = "", code: str = "invalid_value") -> A
 
 def client_gone() -> ApiError:
     """Returns the error for a client that closed its connection or stopped reading. No one reads the answer."""
-    return ApiError(CLIENT_GONE, "the client has gone", code="client_gone")
+    return ApiError(CLIENT_GONE, "the client has disconnected", code="client_gone")
 
 
 def reader_late(most_unread: int) -> ApiError:
     """Returns the error for a client that reads more slowly than the answer comes. It gets no more, nor this error."""
     return ApiError(
-        CLIENT_GONE, f"more than {most_unread} tokens of the answer wait for the client", code="reader_late"
+        CLIENT_GONE,
+        f"more than {most_unread} tokens of the answer wait for the client to read them",
+        code="reader_late",
     )
 
 
@@ -68,8 +70,8 @@ def deadline_passed(seconds: float) -> ApiError:
     """Returns the error for a request that has taken too long."""
     return ApiError(
         504,
-        f"the request was not done within its deadline of {seconds:g} seconds and was given up; ask for fewer tokens, "
-        "or for a later deadline",
+        f"the request was not done within its deadline of {seconds:g} seconds and was aborted; ask for fewer "
+        "tokens, or set a later deadline",
         code="deadline_exceeded",
     )
 
@@ -78,7 +80,7 @@ def draining(retry_after: int) -> ApiError:
     """Returns the error of a server that is shutting down and takes no more requests."""
     return ApiError(
         503,
-        "the server is shutting down and takes no more requests; send this one to another server, or again later",
+        "the server is shutting down and accepts no more requests; send this one to another server, or again later",
         code="draining",
         retry_after=retry_after,
     )
@@ -88,7 +90,7 @@ def given_up_at_shutdown() -> ApiError:
     """Returns the error for a request that was not done when the server shut down."""
     return ApiError(
         503,
-        "the server is shutting down, and the request was given up before it was done; send it again",
+        "the server is shutting down, and the request was aborted before it was done; send it again",
         code="shutting_down",
     )
 

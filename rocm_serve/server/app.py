@@ -171,8 +171,10 @@ def _add_errors(app: FastAPI, generations: Generations) -> None:
 
     @app.exception_handler(Exception)
     async def of_mistake(request: Request, error: Exception) -> Response:
-        logging.getLogger(__name__).error("a mistake of the server's", exc_info=error)
-        return error_response(ApiError(500, "the server has made a mistake; its log says which", code="internal_error"))
+        logging.getLogger(__name__).error("an internal error", exc_info=error)
+        return error_response(
+            ApiError(500, "an internal error of the server; its log has the details", code="internal_error")
+        )
 
 
 def _bad_body(errors: Sequence[Any]) -> ApiError:

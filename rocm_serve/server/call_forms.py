@@ -70,11 +70,11 @@ def require_tools(template: ChatTemplate) -> None:
     try:
         writes_them = _NAME in template.render([_QUESTION], [_TOOL])
     except (BadModel, BadRequest) as error:
-        raise BadRequest(f"the model's chat template takes no tools ({error}); leave them out") from error
+        raise BadRequest(f"the model's chat template accepts no tools ({error}); leave them out") from error
     if not writes_them:
         raise BadRequest(
-            "the model's chat template takes no tools, so the model would not know of them; leave them out, or serve "
-            "a model that was trained to call functions"
+            "the model's chat template ignores tools; leave them out, or serve a model that was trained to call "
+            "functions"
         )
 
 
@@ -85,16 +85,18 @@ def form_of(template: ChatTemplate) -> CallForm:
     try:
         text = template.render([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_TOOL])
     except (BadModel, BadRequest) as error:
-        raise BadRequest(f"the model's chat template cannot write a call ({error}); leave tools out") from error
+        raise BadRequest(
+            f"the model's chat template cannot write a function call ({error}); leave tools out"
+        ) from error
     for form in FORMS:
         parts = re.split(r"(\s+|[{}:])", form.written(_NAME, f'{{"{_KEY}": "1"}}'))
         pattern = "".join(r"\s*" if part.isspace() else re.escape(part) + r"\s*" for part in parts if part)
         if re.search(pattern, text):
             return form
     raise BadRequest(
-        "the model's chat template writes calls in a form that this server does not read (it reads <tool_call>"
-        '{"name": ..., "arguments": ...}</tool_call> and {"name": ..., "parameters": ...}); leave tools out, or set '
-        "tool_choice to none"
+        "the model's chat template writes calls in a format that this server does not read (it reads "
+        '<tool_call>{"name": ..., "arguments": ...}</tool_call> and {"name": ..., "parameters": ...}); '
+        "leave tools out, or set tool_choice to none"
     )
 
 

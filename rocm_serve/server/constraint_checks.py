@@ -70,10 +70,10 @@ class ConstraintChecks:
 
     async def _try(self, constraint: Constraint) -> None:
         if self._begin is None:
-            raise BadRequest("the model came without a tokenizer, which constraints need; leave the constraint out")
+            raise BadRequest("the model has no tokenizer, which constraints need; leave the constraint out")
         if self._num_waiting >= MOST_WAITING:
             raise FitsLater(
-                f"{self._num_waiting} constraints wait to be compiled, which is the most; send this one again later"
+                f"{self._num_waiting} constraints wait to be compiled, which is the limit; send this one again later"
             )
         self._num_waiting += 1
         try:
@@ -131,4 +131,4 @@ class ConstraintChecks:
                 return trial
         trial.end()
         trial.close()
-        raise BadRequest("the server ends, and tries no constraint any more")
+        raise BadRequest("the server is shutting down, and checks no more constraints")

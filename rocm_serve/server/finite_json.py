@@ -15,7 +15,7 @@ def _finite(written: str) -> float:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 # Raises ValueError, also for integers of more than 4,300 digits, and RecursionError.

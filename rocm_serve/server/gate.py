@@ -177,7 +177,7 @@ async def _read_body(receive: Receive, options: ServerOptions, *, kept: int) -> 
     except asyncio.TimeoutError:
         raise ApiError(
             408,
-            f"the body was not there after {options.body_seconds:g} seconds; send it faster, or send less",
+            f"the body did not arrive within {options.body_seconds:g} seconds; send it faster, or send less",
             code="body_too_slow",
         ) from None
 
@@ -201,6 +201,4 @@ async def _read(receive: Receive, most: int, kept: int) -> bytes:
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(
-        413, f"the body has more than {most} bytes, which is the most that this server takes", code="body_too_large"
-    )
+    return ApiError(413, f"the body has more than the {most} bytes that this server accepts", code="body_too_large")

@@ -103,7 +103,9 @@ class Generations:
     def refusal(self) -> ApiError:
         """Returns the answer to a request that comes when every place is taken."""
         return self.as_answer(
-            TooManyRequests("as many requests are served or wait as this server takes; send this one again later")
+            TooManyRequests(
+                "the server has reached its limit of running and waiting requests; send this one again later"
+            )
         )
 
     def as_answer(self, error: RocmAttnError) -> ApiError:

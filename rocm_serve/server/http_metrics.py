@@ -56,17 +56,20 @@ class HttpMetrics:
         lines = self._answers_as_lines(f"{prefix}_http")
         name = f"{prefix}_http_open_requests"
         lines += [*heading(name, "requests whose answer has not ended", "gauge"), sample(name, self.open)]
-        name, help = f"{prefix}_http_disconnects_total", "requests whose client left before the end of the answer"
+        name, help = (
+            f"{prefix}_http_disconnects_total",
+            "requests whose client disconnected before the end of the answer",
+        )
         lines += [*heading(name, help, "counter"), sample(name, self.disconnects)]
-        name, help = f"{prefix}_http_late_readers_total", "requests that were ended because their client did not read"
+        name, help = f"{prefix}_http_late_readers_total", "requests aborted because their client did not read"
         lines += [*heading(name, help, "counter"), sample(name, self.late_readers)]
         name = f"{prefix}_http_refused_total"
-        lines += heading(name, "requests that were refused before the engine saw them, by reason", "counter")
+        lines += heading(name, "requests refused before they reached the engine, by reason", "counter")
         lines += [sample(name, count, reason=reason) for reason, count in sorted(self.refused.items())]
-        name, help = f"{prefix}_draining", "whether no more requests are taken because the server ends"
+        name, help = f"{prefix}_draining", "1 while the server is shutting down and accepts no more requests"
         lines += [*heading(name, help, "gauge"), sample(name, int(self.draining))]
         name = f"{prefix}_metrics_age_seconds"
-        lines += heading(name, "how old the engine's counts are, which come late while a step takes long", "gauge")
+        lines += heading(name, "age of the engine's counts, which are late while a step takes long", "gauge")
         lines.append(sample(name, round(self.age_seconds, 3)))
         return text_of([*lines, *_process()])
 
@@ -77,7 +80,7 @@ class HttpMetrics:
             sample(name, count, route=route, status=status) for (route, status), count in sorted(self._answers.items())
         ]
         name = f"{prefix}_request_seconds"
-        lines += heading(name, "from a request's first byte to the last one of its answer, by route", "histogram")
+        lines += heading(name, "time from a request's first byte to the last byte of its answer, by route", "histogram")
         for route, seconds in sorted(self._seconds.items()):
             lines += histogram(name, seconds, route=route)
         return lines
@@ -92,11 +95,11 @@ def _process() -> list[str]:
     booted = float(Path("/proc/stat").read_text().partition("btime ")[2].split()[0])
     values = (
         ("process_cpu_seconds_total", "CPU time of the process, in seconds", (int(stat[11]) + int(stat[12])) / _TICKS),
-        ("process_resident_memory_bytes", "memory of the process that is in RAM", int(stat[21]) * _PAGE),
+        ("process_resident_memory_bytes", "resident memory of the process", int(stat[21]) * _PAGE),
         ("process_virtual_memory_bytes", "address space of the process", int(stat[20])),
-        ("process_start_time_seconds", "when the process began, in Unix time", booted + int(stat[19]) / _TICKS),
+        ("process_start_time_seconds", "start of the process, in Unix time", booted + int(stat[19]) / _TICKS),
         ("process_open_fds", "open files and connections", len(os.listdir(_PROC / "fd"))),
-        ("process_max_fds", "how many may be open", resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        ("process_max_fds", "limit of open files and connections", resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
     )
     lines = []
     for name, help, value in values:

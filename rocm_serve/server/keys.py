@@ -56,7 +56,7 @@ def keys_from(options: ServerOptions, environment: Mapping[str, str]) -> ApiKeys
         keys = [key.strip() for key in environment.get(VARIABLE, "").split(",") if key.strip()]
     if not keys and not options.allow_anonymous and not is_loopback(options.host):
         raise BadSetting(
-            f"the server would listen on {options.host}, where others reach it, and there are no API keys; give "
+            f"the server would listen on {options.host}, which others can reach, without API keys; give "
             f"--api-key-file or {VARIABLE}, or --allow-anonymous to serve everybody"
         )
     return ApiKeys.of(keys)
@@ -77,7 +77,7 @@ def _read(path: Path) -> list[str]:
         raise BadSetting(f"the API keys in {path} cannot be read ({error})") from error
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
-        raise BadSetting(f"{path} holds no API key; it must have one on a line, or leave --api-key-file out")
+        raise BadSetting(f"{path} holds no API key; it must have one per line, or leave --api-key-file out")
     return keys
 
 

@@ -23,70 +23,80 @@ class ServerOptions:
     """
 
     host: str = option(LOOPBACK, "address that the server listens on", unit="ADDRESS")
-    port: int = option(8000, "port that it listens on; 0 takes a free one, which is printed", unit="PORT", least=0)
+    port: int = option(
+        8000, "port that the server listens on; 0 chooses a free one, which is printed", unit="PORT", least=0
+    )
     served_model_name: str | None = option(
-        None, "name of the model in requests and answers", kind=str, unit="NAME", default_is="what --model says"
+        None, "name of the model in requests and answers", kind=str, unit="NAME", default_is="the value of --model"
     )
     api_key_file: Path | None = option(  # noqa: RUF009  # it makes a field
         None,
-        "file with API keys, one a line, lines with # and empty ones skipped; clients give one as a bearer token",
+        "file with one API key per line; empty lines and lines with # are skipped; clients send a key as a bearer "
+        "token",
         kind=Path,
         unit="FILE",
         default_is="the keys in ROCM_ATTN_API_KEYS, separated by commas; without any, everybody is served",
     )
-    allow_anonymous: bool = option(False, "listen on an address that others can reach although there are no API keys")
+    allow_anonymous: bool = option(False, "listen on an address that others can reach even without API keys")
     tls_cert: Path | None = option(  # noqa: RUF009
         None,
-        "file with the certificate of the server, and those that sign it (PEM)",
+        "file with the server's certificate and its chain (PEM)",
         kind=Path,
         unit="FILE",
         default_is="without TLS",
     )
     tls_key: Path | None = option(  # noqa: RUF009
-        None, "file with its key, not encrypted (PEM)", kind=Path, unit="FILE", default_is="in the file of --tls-cert"
+        None,
+        "file with the certificate's key, not encrypted (PEM)",
+        kind=Path,
+        unit="FILE",
+        default_is="in the file of --tls-cert",
     )
     max_connections: int = option(
-        4096, "connections that may be open; one more is closed at once", unit="CONNECTIONS", least=1
+        4096, "open connections; any further one is closed at once", unit="CONNECTIONS", least=1
     )
-    head_seconds: float = option(30.0, "how long a client may take to send a request's head", unit="SECONDS", least=0)
+    head_seconds: float = option(30.0, "time that a client may take to send a request's head", unit="SECONDS", least=0)
     max_requests: int = option(
-        256, "prompts that are served or wait; a request that finds so many is answered 429", unit="REQUESTS", least=1
+        256, "prompts that run or wait; further requests are answered 429", unit="REQUESTS", least=1
     )
     max_new_tokens: int | None = option(
         None,
-        "most tokens that a request may ask to be added to a prompt",
+        "most new tokens that a request may ask for",
         kind=int,
         unit="TOKENS",
         least=1,
-        default_is="what the model's context holds",
+        default_is="the model's context",
     )
     max_prompt_tokens: int | None = option(
-        None, "most tokens of a prompt", kind=int, unit="TOKENS", least=1, default_is="what the model's context holds"
+        None, "most tokens of a prompt", kind=int, unit="TOKENS", least=1, default_is="the model's context"
     )
     max_choices: int = option(16, "most answers that a request may ask for: its prompts times n", unit="N", least=1)
-    max_stops: int = option(16, "most stop strings and stop tokens of a request", unit="N", least=0)
-    max_logprobs: int = option(20, "most likely tokens that a request may ask for at each place", unit="N", least=0)
+    max_stops: int = option(16, "most stop strings and stop tokens per request", unit="N", least=0)
+    max_logprobs: int = option(20, "most likely tokens that a request may ask for at each position", unit="N", least=0)
     max_body_bytes: int = option(4 * 2**20, "most bytes of a request's body", unit="BYTES", least=1)
-    body_seconds: float = option(60.0, "how long a client may take to send a request's body", unit="SECONDS", least=0)
+    body_seconds: float = option(60.0, "time that a client may take to send a request's body", unit="SECONDS", least=0)
     deadline_seconds: float = option(
-        600.0, "how long a request may take in all; clients may ask for less", unit="SECONDS", least=0
+        600.0, "time that a request may take; clients may ask for less", unit="SECONDS", least=0
     )
     constraint_seconds: int = option(
-        10, "seconds of a core that a request's constraint may take to be compiled", unit="SECONDS", least=1
+        10, "CPU seconds that compiling a request's constraint may take", unit="SECONDS", least=1
     )
     write_seconds: float = option(
-        60.0, "how long a client may take no bytes of its answer before it counts as gone", unit="SECONDS", least=0
+        60.0,
+        "time that a client may read nothing of its answer before its connection is closed",
+        unit="SECONDS",
+        least=0,
     )
     max_unread_tokens: int = option(
         4096,
-        "most tokens of a streamed answer that wait for a client to read on; a request that comes to more is ended",
+        "most unread tokens of a streamed answer; a request that reaches more is aborted",
         unit="TOKENS",
         least=1,
     )
     drain_seconds: float = option(
-        30.0, "how long after SIGTERM requests that were taken may go on before they are given up", unit="SECONDS"
+        30.0, "time after SIGTERM in which running requests may finish before they are aborted", unit="SECONDS"
     )
-    access_log: bool = option(False, "write a line for each request to stderr: time, client, request, status")
+    access_log: bool = option(False, "write a line per request to stderr: time, client, request, status")
 
     def __post_init__(self) -> None:
         for name, (default, text) in option_texts(ServerOptions).items():

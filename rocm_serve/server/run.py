@@ -171,12 +171,12 @@ class Server(uvicorn.Server):
         self.jobs.is_draining = True
         seconds = self._options.drain_seconds
         self._announce(
-            f"shutting down: {len(self.jobs)} requests have {seconds:g} seconds; a second signal ends at once"
+            f"shutting down: {len(self.jobs)} requests have {seconds:g} seconds to finish; a second signal ends at once"
         )
         try:
             await asyncio.wait_for(self.jobs.empty(), seconds)
         except asyncio.TimeoutError:
-            self._announce(f"giving up {len(self.jobs)} requests")
+            self._announce(f"aborting {len(self.jobs)} requests")
             self.jobs.end_all(given_up_at_shutdown())
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.jobs.empty(), _LAST_BYTES_SECONDS)

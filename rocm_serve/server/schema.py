@@ -64,11 +64,11 @@ class Message(ToolPart):
     @model_validator(mode="after")
     def _check_role(self) -> Message:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are an assistant's")
+            raise ValueError("only an assistant's message may have tool_calls")
         if self.content is None and not self.tool_calls:
-            raise ValueError("there is no content")
+            raise ValueError("the message has no content")
         if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("a tool's message has a tool_call_id")
+            raise ValueError("a tool's message needs a tool_call_id")
         return self
 
     @property
@@ -182,7 +182,7 @@ class CompletionBody(GenerationBody):
         """The value of Request.logprobs. Raises ApiError."""
         if self.echo and self.logprobs is not None:
             raise bad_request(
-                "echo and logprobs are set, and logprobs of a prompt are not computed here; leave one of them out",
+                "echo is set together with logprobs, which are not computed for a prompt; leave one of them out",
                 "echo",
                 code="unsupported_parameter",
             )
@@ -220,7 +220,7 @@ class ChatBody(GenerationBody):
         tools = [tool.as_template for tool in self.tools or ()]
         names = [tool["function"]["name"] for tool in tools]
         if len(set(names)) < len(names):
-            raise bad_request("two of the tools have one name; give each function a name of its own", "tools")
+            raise bad_request("two of the tools have the same name; give each function its own", "tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise bad_request(
                 f"tool_choice names the function {self.tool_choice.function.name}, which is not among the tools",
@@ -236,8 +236,8 @@ class ChatBody(GenerationBody):
         may = bool(self.tools) and self.tool_choice != "none"
         if may and self.response_format is not None and self.response_format.type != "text":
             raise bad_request(
-                "tools and response_format are given, and an answer of that format has no calls; leave one of them "
-                "out, or set tool_choice to none",
+                "tools are given together with a response_format, which excludes calls; leave one of them out, or "
+                "set tool_choice to none",
                 "response_format",
             )
         return may
@@ -265,12 +265,12 @@ SHAPES = {
     "stop": "stop must be a string or a list of strings",
     "messages": (
         "messages must be a list of at least one message, each with a role (system, developer, user, assistant or "
-        "tool) and a content, which is a string or a list of parts of type text; an assistant's may have tool_calls, "
-        "each with id, type and function, in the place of a content, and a tool's has a tool_call_id"
+        "tool) and a content: a string or a list of parts of type text. An assistant's message may have "
+        "tool_calls instead, each with id, type and function. A tool's message needs a tool_call_id"
     ),
     "tools": (
-        f"tools must be a list of at most {MOST_TOOLS} of type function, each with a function, which has a name of 1 "
-        "to 64 letters, digits, _ and -, and may have a description and parameters, a JSON schema"
+        f"tools must be a list of at most {MOST_TOOLS} tools of type function, each with a function: a name of 1 "
+        "to 64 letters, digits, _ and -, and optionally a description and parameters, which are a JSON schema"
     ),
     "tool_choice": (
         'tool_choice must be none, auto, required, or {"type": "function", "function": {"name": ...}} with the name of '
@@ -328,7 +328,7 @@ def _no_biases() -> ApiError:
 
 def _unserved(name: str) -> ApiError:
     return bad_request(
-        f"{name} is not served here, and an answer without it would not be the one that was asked for; leave it out",
+        f"{name} is not supported here, and ignoring it would change the answer; leave it out",
         name,
         code="unsupported_parameter",
     )

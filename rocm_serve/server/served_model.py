@@ -155,19 +155,20 @@ class ServedModel:
         if asked > most:
             raise bad_request(
                 f"the request asks for {asked} answers ({num_prompts} prompts, n is {body.n or 1}) and this server "
-                f"gives at most {most}; split it",
+                f"allows at most {most}; split it",
                 "n",
             )
         stops = len(body.stops) + len(body.stop_token_ids or ())
         if stops > self.options.max_stops:
             raise bad_request(
-                f"the request has {stops} stops and this server takes at most {self.options.max_stops}; leave some out",
+                f"the request has {stops} stops and this server allows at most {self.options.max_stops}; leave "
+                "some out",
                 "stop",
             )
         if body.num_logprobs > self.options.max_logprobs:
             raise bad_request(
-                f"the request asks for {body.num_logprobs} likely tokens at each place and this server tells of at "
-                f"most {self.options.max_logprobs}; ask for fewer",
+                f"the request asks for {body.num_logprobs} likely tokens at each position and this server allows "
+                f"at most {self.options.max_logprobs}; ask for fewer",
                 "logprobs",
             )
 
@@ -182,8 +183,8 @@ class ServedModel:
         most = self.options.max_new_tokens
         if most is not None and max_new_tokens > most:
             raise bad_request(
-                f"the request asks for up to {max_new_tokens} new tokens and this server gives at most {most}; lower "
-                "max_tokens",
+                f"the request asks for up to {max_new_tokens} new tokens and this server allows at most {most}; "
+                "lower max_tokens",
                 "max_tokens",
             )
         for prompt in prompts:
@@ -212,8 +213,8 @@ class ServedModel:
         if len(prompt) > most:
             raise ApiError(
                 400,
-                f"the prompt has {len(prompt)} tokens and this server takes at most {most} (prompt and answer together "
-                f"have {self.max_len}); shorten it",
+                f"the prompt has {len(prompt)} tokens and this server allows at most {most} (prompt and answer "
+                f"together {self.max_len}); shorten it",
                 code="context_length_exceeded",
                 param="prompt",
             )

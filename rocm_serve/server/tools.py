@@ -83,8 +83,8 @@ class MadeCall(ToolPart):
             arguments = None
         if not isinstance(arguments, dict):
             raise bad_request(
-                f"the arguments of the call of {self.function.name} in the messages must be a JSON object, as a text, "
-                "with finite numbers",
+                f"the arguments of the call of {self.function.name} in the messages must be a string that holds a "
+                "JSON object with finite numbers",
                 "messages",
             )
         function = {"name": self.function.name, "arguments": arguments}

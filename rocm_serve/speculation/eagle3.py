@@ -183,13 +183,13 @@ def _alone(config: ModelConfig) -> ModelConfig:
 def _config(fields: Fields, large: ModelConfig) -> ModelConfig:
     """The config of a file, which describes its layer in the form of Llama's files."""
     if fields.whole("num_hidden_layers", 1) != 1:
-        raise BadModel(f"{fields.source}: a head of EAGLE-3 has one layer; heads of more are not read")
+        raise BadModel(f"{fields.source}: an EAGLE-3 head must have one layer")
     config = config_from_json({**fields.values, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1})
     made_for = fields.whole("target_hidden_size", config.hidden_size), config.vocab_size
     if made_for != (large.hidden_size, large.vocab_size):
         raise BadModel(
-            f"{fields.source}: the head is made for rows of {made_for[0]} and {made_for[1]} tokens, and the model has "
-            f"rows of {large.hidden_size} and {large.vocab_size} tokens; take a head of this model"
+            f"{fields.source}: the head is made for rows of {made_for[0]} and {made_for[1]} tokens, and the model "
+            f"has rows of {large.hidden_size} and {large.vocab_size} tokens; use a head of this model"
         )
     return replace(_alone(config), context_len=max(config.context_len, large.context_len))
 
@@ -242,7 +242,7 @@ def _weights(
     shapes = _shapes(config, large.config.hidden_size, num_known, own_embedding=own_embedding)
     for name, shape in shapes.items():
         if name not in found:
-            raise BadModel(f"{source.name} lacks {name}; it is no EAGLE-3 head of this model")
+            raise BadModel(f"{source.name} lacks {name}; it is not an EAGLE-3 head of this model")
         if found[name] != shape:
             raise BadModel(
                 f"{source.name}: {name} has shape {list(found[name])}; a head of this model has {list(shape)}"
@@ -291,7 +291,7 @@ def _tokens_known(differences: Tensor, num_known: int, vocab_size: int, name: st
         # If a token had two numbers, only one's probability would count when drafts are drawn.
         if bool(((token_of >= 0) & (token_of < vocab_size)).all()) and len(set(token_of.tolist())) == num_known:
             return token_of
-    raise BadModel(f"{name}: d2t does not lead from {num_known} tokens to as many of the model's {vocab_size}")
+    raise BadModel(f"{name}: d2t must map {num_known} tokens to as many of the model's {vocab_size}")
 
 
 class _Eagle3Files:

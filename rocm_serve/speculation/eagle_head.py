@@ -136,8 +136,8 @@ def _layer_like(config: ModelConfig) -> LayerConfig:
         if isinstance(layer.attention.indexer, AllKeys) and not layer.attention.has_sinks:
             return replace(layer, attention=replace(layer.attention, window_left=UNLIMITED_WINDOW))
     raise BadModel(
-        f"no layer of {config.architecture} attends to all keys without sinks, as the layer of an EAGLE head does; "
-        "take speculative ngram or draft:MODEL"
+        f"{config.architecture} has no layer that attends to all keys without sinks, which an EAGLE head needs; "
+        "use speculative ngram or draft:MODEL"
     )
 
 
@@ -146,7 +146,7 @@ class _EagleFiles:
 
     def __init__(self, directory: Path, config: ModelConfig, fc: Shape) -> None:
         if not directory.is_dir():
-            raise BadModel(f"{directory} is no directory; an EAGLE head lies in one with model.safetensors")
+            raise BadModel(f"{directory} is not a directory; give an EAGLE head's directory with model.safetensors")
         self._files, self.name = SafetensorsFiles(directory), str(directory)
         expected = {**expected_shapes(config), FC: fc}
         found = {_ours(name): shape for name, shape in self._files.shapes().items()}
@@ -156,7 +156,7 @@ class _EagleFiles:
         refused = [name for name in self._lacking if name not in _OF_LARGE]
         if refused:
             raise BadModel(
-                f"{directory} lacks {refused[0].removeprefix('model.')}; it is no EAGLE-1 head of this model"
+                f"{directory} lacks {refused[0].removeprefix('model.')}; it is not an EAGLE-1 head of this model"
             )
         self._shapes = {**found, **self._lacking}
 

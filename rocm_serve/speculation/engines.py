@@ -54,8 +54,8 @@ def read_drafting(loaded: LoadedModel, options: EngineOptions) -> Drafting:
         return NoWeights()
     if loaded.ranks.shard.num_ranks > 1:
         raise BadSetting(
-            f"speculative is {options.speculative} and {loaded.ranks.shard.num_ranks} ranks share the model; what "
-            "drafts runs on one rank, so take speculative ngram or one rank"
+            f"speculative is {options.speculative} and {loaded.ranks.shard.num_ranks} ranks share the model, but a "
+            "draft model runs on one rank; use speculative ngram or one rank"
         )
     if options.speculative.startswith(EAGLE):
         return _read_head(options.speculative.removeprefix(EAGLE), loaded)
@@ -121,8 +121,8 @@ def model_drafter(
     """
     if small.config.vocab_size != large.config.vocab_size:
         raise BadModel(
-            f"the model that drafts has {small.config.vocab_size} tokens and the one that it drafts for "
-            f"{large.config.vocab_size}; take one that shares them"
+            f"the draft model has {small.config.vocab_size} tokens and the model {large.config.vocab_size}; use "
+            "one with the same tokens"
         )
     few = 1 + num_levels(options)
     drafting, its_own = _runtime_of(small, options, runtime, few)

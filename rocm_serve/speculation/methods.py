@@ -19,7 +19,7 @@ def require_method(name: str) -> None:
     has_model = any(name.startswith(kind) and len(name) > len(kind) for kind in (DRAFT_MODEL, EAGLE))
     if name not in (OFF, NGRAM) and not has_model:
         raise BadSetting(
-            f"speculative {name!r} is not known; it is {OFF}, {NGRAM}, {DRAFT_MODEL}MODEL with the directory, the "
-            f".gguf file or the name of a small model that shares the large one's tokens, or {EAGLE}HEAD with the "
-            f"directory of an EAGLE head, or {EAGLE}{SEEDED} or {EAGLE}{SEEDED3}"
+            f"speculative {name!r} is not known; give {OFF}, {NGRAM}, {DRAFT_MODEL}MODEL with a small model that "
+            f"has the same tokens (a directory, a .gguf file or a name), {EAGLE}HEAD with the directory of an "
+            f"EAGLE head, {EAGLE}{SEEDED} or {EAGLE}{SEEDED3}"
         )

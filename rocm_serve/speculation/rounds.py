@@ -99,11 +99,11 @@ def why_no_rounds(options: EngineOptions, *, looks_on: bool) -> str:
     looks_on: whether an observer needs single steps
     """
     if looks_up_trees(options):
-        return "topk is above 1, and the host looks up the trees that texts tell"
+        return "topk is above 1, and the host looks up the trees of ngram drafts"
     if options.sampled_drafts:
-        return "sampled_drafts is set, and the host gives each round the numbers that its drafts are drawn by"
+        return "sampled_drafts is set, and the host draws each round's random numbers"
     if looks_on:
-        return "check_every, hang_after, profiler_ranges or flight_record is set, and looks on at each step of the host"
+        return "check_every, hang_after, profiler_ranges or flight_record is set, and needs each step on the host"
     return ""
 
 

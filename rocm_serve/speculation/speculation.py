@@ -408,7 +408,7 @@ def _of_drawn(first: int | BadLogits, tokens: Many[int], path: list[int]) -> tup
         return tokens, path
     if len(tokens) > 1:
         return tokens[:-1], path[:-1]
-    return first if isinstance(first, BadLogits) else BadLogits("no token can be drawn: no probability is left"), []
+    return first if isinstance(first, BadLogits) else BadLogits("no token can be sampled: no probability is left"), []
 
 
 def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int] | BadLogits, Many[int]]:

@@ -57,7 +57,7 @@ class ChatTemplate:
             raise BadRequest(f"the model's chat template refuses the messages: {error}") from error
         except _TEMPLATE_ERRORS as error:
             what = str(error)[:_LONGEST_REASON] or type(error).__name__
-            raise BadModel(f"the model's chat template fails ({what}); pass the prompt as it stands instead") from error
+            raise BadModel(f"the model's chat template fails ({what}); pass the prompt unchanged instead") from error
 
 
 def template_of(named: object, bos_token: str, eos_token: str) -> ChatTemplate | None:
@@ -98,7 +98,7 @@ class _Refused(Exception):
 
 
 def _refuse(reason: object) -> NoReturn:
-    raise _Refused(reason[:_LONGEST_REASON] if isinstance(reason, str) else "it does not say why")
+    raise _Refused(reason[:_LONGEST_REASON] if isinstance(reason, str) else "it gives no reason")
 
 
 def _as_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:

@@ -38,11 +38,11 @@ class Constraint:
         if len(self.text) > MOST_CHARACTERS:
             raise BadRequest(f"the constraint has {len(self.text)} characters; at most {MOST_CHARACTERS} are allowed")
         if not self.text:
-            raise BadRequest("the constraint is empty; leave it out, or say what the text must match")
+            raise BadRequest("the constraint is empty; leave it out, or give the text's pattern")
         try:
             self.text.encode()
         except UnicodeEncodeError as error:  # JSON can write a lone surrogate
-            raise BadRequest(f"the constraint is no Unicode text ({error.reason} at {error.start})") from error
+            raise BadRequest(f"the constraint is not Unicode text ({error.reason} at {error.start})") from error
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Constraint:
@@ -63,7 +63,7 @@ class Constraint:
     def choice(cls, texts: Sequence[str]) -> Constraint:
         """One of these texts."""
         if not texts or not all(texts):
-            raise BadRequest("a choice needs texts to choose from, each with at least one character")
+            raise BadRequest("a choice needs at least one text, each with at least one character")
         return cls("lark", f"start: {' | '.join(map(_as_json, texts))}")
 
     @classmethod
@@ -132,7 +132,7 @@ def compiled_of(constraint: Constraint, tokens: Any) -> LLMatcher:
     first = compiled.deep_copy()
     first.compute_bitmask()
     if first.is_error():
-        raise BadRequest(f"the constraint cannot be used: no text begins as it wants ({reason_of(first.get_error())})")
+        raise BadRequest(f"the constraint cannot be used: no text can begin with it ({reason_of(first.get_error())})")
     return compiled
 
 
@@ -144,7 +144,7 @@ def reason_of(error: str) -> str:
 
 def why_failed(error: BaseException) -> str:
     """The message for an error that is none of the library's refusals. A panic is not an Exception."""
-    return f"the constraint cannot be used: the library fails of it ({reason_of(f'{type(error).__name__}: {error}')})"
+    return f"the constraint cannot be used: the library fails ({reason_of(f'{type(error).__name__}: {error}')})"
 
 
 def _as_json(value: object) -> str:

@@ -84,13 +84,13 @@ class Trial:
         self._process.kill()  # a process that has only closed its end of the pipe would go on
         code = self._process.wait()
         if self._is_given_up:
-            return "the process that tried it was ended, as when the server ends; send it again"
+            return "the process that checked it was ended, which happens when the server ends; send it again"
         if code == -signal.SIGXCPU:
-            return f"it takes more than {self._seconds} seconds of a core to be compiled; simplify it"
+            return f"it takes more than {self._seconds} CPU seconds to compile; simplify it"
         if code == -signal.SIGABRT:  # the library aborts without memory
-            return f"the library gave up (SIGABRT), as it does where {_GIB} GiB are not enough; simplify it"
+            return f"the library gave up (SIGABRT), which happens if {_GIB} GiB are not enough; simplify it"
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return f"the process that tried it {how}; simplify it, or send it again"
+        return f"the process that checked it {how}; simplify it, or send it again"
 
     def _send(self, line: dict[str, Any]) -> None:
         pipe = _of(self._process.stdin)
@@ -126,7 +126,7 @@ def _why_not(tokens: Any, constraint: Constraint) -> str:
     except BadRequest as error:
         return str(error)
     except MemoryError:
-        return f"the constraint cannot be used: it takes more than {_GIB} GiB to be compiled; simplify it"
+        return f"the constraint cannot be used: it takes more than {_GIB} GiB to compile; simplify it"
     except BaseException as error:  # a panic of the library is not an Exception
         return why_failed(error)
     return ""

@@ -49,9 +49,7 @@ def tokenizer_from_gguf(fields: Fields) -> Tokenizer:
     elif kind == "llama":
         tokenizer = _sentencepiece_bpe(fields, tokens)
     else:
-        raise BadModel(
-            f"{fields.source}: tokenizer.ggml.model {shown(kind)} is not known; the runner knows gpt2 and llama"
-        )
+        raise BadModel(f"{fields.source}: tokenizer.ggml.model {shown(kind)} is not known; it must be gpt2 or llama")
     types = _token_types(fields, len(tokens))
     special = [
         AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _CONTROL
@@ -114,7 +112,7 @@ def _bpe(fields: Fields, tokens: Sequence[str], merges: list[tuple[str, str]], *
         raise BadModel(f"{fields.source}: tokenizer.ggml.tokens holds {len(tokens) - len(ids)} tokens twice")
     for left, right in merges:
         if left not in ids or right not in ids or left + right not in ids:
-            raise BadModel(f"{fields.source}: the merge of {left!r} and {right!r} has no place in the vocabulary")
+            raise BadModel(f"{fields.source}: the merge of {left!r} and {right!r} is not in the vocabulary")
     return models.BPE(ids, merges, **options)
 
 

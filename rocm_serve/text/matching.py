@@ -56,7 +56,7 @@ class TextMatcher:
         mask: Int32Array = np.zeros(self._words, np.int32)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
-            raise BadRequest(f"the constraint cannot be followed any further: {reason_of(self._matcher.get_error())}")
+            raise BadRequest(f"the constraint cannot be applied any further: {reason_of(self._matcher.get_error())}")
         if banned:
             others = mask.copy()
             for token in banned:
@@ -118,7 +118,7 @@ class Matching:
         ends = self._eos_token_ids or stop_token_ids
         if not ends:
             raise BadRequest(
-                "the model has no token that ends a text, which a constraint needs; name one in stop_token_ids"
+                "the model has no token that ends a text, which a constraint needs; give one in stop_token_ids"
             )
         return constraint, ends
 

@@ -29,8 +29,8 @@ def require_ends(schema: Any) -> None:
     endless = parts.endless()
     if endless:
         raise BadRequest(
-            f"the JSON schema has no end at {endless[:_LONGEST_PLACE]!r}: each value there holds another one of its "
-            "kind; let one of the references be optional"
+            f"the JSON schema never ends at {endless[:_LONGEST_PLACE]!r}: each value there requires another one of "
+            "its kind; make one of the references optional"
         )
     _require_few_remainders(parts.steps)
 
@@ -49,7 +49,7 @@ def _require_few_remainders(steps: list[int | float]) -> None:
         multiple, unit = (str(number) if number < _PRINTED else f"above {_PRINTED}" for number in (found, scale))
         raise BadRequest(
             f"the values of multipleOf in the JSON schema have the least common multiple {multiple} in units of "
-            f"1/{unit}; at most {MOST_REMAINDERS} are allowed, so take rounder ones"
+            f"1/{unit}; at most {MOST_REMAINDERS} is allowed, so use rounder ones"
         )
 
 

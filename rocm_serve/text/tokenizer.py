@@ -53,7 +53,7 @@ class Tokenizer:
     ) -> list[int]:
         """Likewise, for a conversation; messages and tools: see ChatTemplate.render. Raises like encode_chat."""
         if self.chat_template is None:
-            raise BadRequest("the model has no chat template; pass the prompt as it stands (--raw)")
+            raise BadRequest("the model has no chat template; pass the prompt unchanged (--raw)")
         # the template writes every special token itself
         return _ids(self.backend, self.chat_template.render(messages, tools), add_special_tokens=False)
 
@@ -103,8 +103,8 @@ def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) 
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRequest(
-            f"character {error.start + 1} of the text is the surrogate U+{ord(text[error.start]):04X}, which is half "
-            "of a character; give whole ones"
+            f"character {error.start + 1} of the text is the surrogate U+{ord(text[error.start]):04X}, half of a "
+            "character; give whole characters"
         ) from error
     # encode() would hold Python's lock throughout: with megabytes of text, no other thread would run for seconds.
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)

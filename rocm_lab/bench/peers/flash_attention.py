@@ -76,11 +76,11 @@ class FlashAttention3:
 def _refusal(problem: Problem) -> str:
     """Returns why it does not serve the problem; empty if it does."""
     if torch.version.hip is not None or not torch.cuda.is_available():
-        return "it runs on NVIDIA's Hopper"
+        return "it needs an NVIDIA Hopper GPU"
     if problem.pool is not PoolKind.SPLIT or problem.kv_encoding is not KVEncoding.LIKE_Q:
-        return "it is measured over K and V pages in q's dtype"
+        return "it is measured with K and V pages in q's dtype"
     if problem.head_dim % _DIMS or max(problem.head_dim, problem.v_head_dim) > _MOST_DIM:
-        return f"its heads are multiples of {_DIMS} up to {_MOST_DIM}"
+        return f"its heads must be multiples of {_DIMS} up to {_MOST_DIM}"
     if problem.has_alibi_slopes or problem.has_sinks:
         return "it is measured without ALiBi slopes and sinks"
     if problem.dtype is torch.float32 or not math.isfinite(problem.scale):

@@ -25,11 +25,11 @@ class FlashInfer:
         """Does the same as Contestant.prepare."""
         problem = data.problem
         if problem.pool is not PoolKind.SPLIT or problem.kv_encoding is not KVEncoding.LIKE_Q:
-            raise NotServed("it is measured over K and V pages in q's dtype")
+            raise NotServed("it is measured with K and V pages in q's dtype")
         if problem.has_alibi_slopes or problem.has_sinks or not problem.causal:
-            raise NotServed("it is measured without ALiBi slopes and sinks, where attention is causal")
+            raise NotServed("it is measured with causal attention, without ALiBi slopes and sinks")
         if not data.q.is_cuda or torch.version.hip is not None:
-            raise NotServed("it runs on NVIDIA's GPUs")
+            raise NotServed("it needs an NVIDIA GPU")
         try:
             library: Any = importlib.import_module("flashinfer")
         except ImportError as error:

@@ -51,7 +51,7 @@ def _refusal(problem: Problem, data: StepData) -> str:
     if problem.window_left != UNLIMITED_WINDOW:
         return "it has no windows"
     if problem.logits_soft_cap or problem.has_sinks or problem.has_alibi_slopes or not problem.causal:
-        return "it has no soft caps, sinks or ALiBi slopes, and is measured where attention is causal"
+        return "it has no soft caps, sinks or ALiBi slopes, and is measured with causal attention"
     if len(set(data.batch.kv_len)) > 1 or len(set(data.batch.q_len)) > 1:
-        return "its sequences are all alike"
+        return "it needs sequences of equal lengths"
     return ""

@@ -23,11 +23,11 @@ class VllmTriton:
         """Does the same as Contestant.prepare."""
         problem, step = data.problem, data.step
         if problem.pool is not PoolKind.SPLIT or problem.kv_encoding is not KVEncoding.LIKE_Q or not problem.causal:
-            raise NotServed("it is measured over K and V pages in q's dtype, causal")
+            raise NotServed("it is measured with K and V pages in q's dtype and causal attention")
         if problem.has_alibi_slopes:
             raise NotServed("it is measured without ALiBi slopes")
         if not data.q.is_cuda:
-            raise NotServed("it runs on a GPU")
+            raise NotServed("it needs a GPU")
         try:
             module: Any = importlib.import_module("vllm.v1.attention.ops.triton_unified_attention")
         except ImportError as error:

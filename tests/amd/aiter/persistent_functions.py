@@ -138,7 +138,7 @@ def pa_persistent_fwd(release: Release, eight_bits: torch.dtype, call: Mapping[s
     ]
     require(factors[0].stride() == factors[1].stride(), "factors of V are found by the strides of those of K")
     if release.is_before(0, 1, 13):
-        require(factors[0].is_contiguous(), "factors lie page by page")
+        require(factors[0].is_contiguous(), "scales are stored per page")
     for name in ("qo_indptr", "kv_indptr"):
         require_tensor(name, call[name], torch.int32, (num_seqs + 1,))
     require_tensor("kv_indices", call["kv_indices"], torch.int32, (None,))

@@ -163,7 +163,7 @@ def test_v_of_a_latent_layer_must_be_part_of_k() -> None:
 
 
 def test_a_latent_pool_has_one_kv_head() -> None:
-    with pytest.raises(BadProblem, match="1 KV head"):
+    with pytest.raises(BadProblem, match="num_kv_heads must be 1"):
         Problem(8, 2, 24, torch.float32, 4, v_head_dim=16, scale=1.0, pool=PoolKind.LATENT)
 
 

@@ -25,8 +25,8 @@ from tests.amd.aiter.stand_in import StandIn
 
 BOUND = [row for row in ROWS if not row.not_bound]
 each_row = pytest.mark.parametrize("row", BOUND, ids=lambda row: f"{row.name}-{row.kind.value}")
-STRIDES = "it takes pages for contiguous, and these have strides of their own"
-TAILS = "what follows a sequence in its last page must be zeroed for it, and these pages are kept"
+STRIDES = "it needs contiguous pages, and these may have other strides"
+TAILS = "the tail of a sequence's last page must be zeroed for it, and these pages are left unchanged"
 
 
 def case_of(row: KernelRow) -> Case:

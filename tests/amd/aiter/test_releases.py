@@ -257,7 +257,7 @@ def test_ragged_decode_is_refused_slopes_that_it_would_cap() -> None:
     slopes = replace(WIDE, has_alibi_slopes=True)
     ragged = ("paged_attention_ragged", StepKind.DECODE)
     (reason,) = refusals(*ragged, replace(slopes, logits_soft_cap=30.0), on("gfx942"), SMALLEST_POOL)
-    assert reason.startswith("it caps logits and their ALiBi slopes together")
+    assert reason.startswith("it caps logits with their ALiBi slopes added")
     for each in (slopes, replace(WIDE, logits_soft_cap=30.0)):
         assert refusals(*ragged, each, on("gfx942"), SMALLEST_POOL) == ()
 
@@ -286,7 +286,7 @@ def test_a_latent_pool_ends_at_4_gib_a_layer(row: Any) -> None:
     assert most < 2**24, "where page ids are multiplied by their low 24 bits"
     assert row.refusals(latent, on("gfx942"), PoolSize(most, 1024, 8)) == ()
     (reason,) = row.refusals(latent, on("gfx942"), PoolSize(most + 1, 1024, 8))
-    assert reason == f"K or V of a layer takes {(most + 1) * row_bytes} bytes, its offsets reach {2**32 - 1}"
+    assert reason == f"K or V of a layer takes {(most + 1) * row_bytes} bytes, and its offsets reach {2**32 - 1}"
 
 
 def test_the_stand_ins_read_no_farther_than_the_real_ones() -> None:

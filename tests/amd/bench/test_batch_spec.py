@@ -63,7 +63,7 @@ def test_a_word_is_read(text: str, groups: list[tuple[int, int, int]]) -> None:
         ("1x2048+6144+7", 14, "'d'"),
         ("1x2048+6144 ", 12, "'+' or the end"),
         ("0d4", 1, "at least 1"),
-        ("4d0", 3, "at least its new one"),
+        ("4d0", 3, "tokens of a sequence, at least 1"),
         ("4x0+7", 3, "at least 1"),
         ("1d99999999999", 3, "at most 2147483647"),
         ("\u0664d4", 1, "a number, how many sequences"),
@@ -73,7 +73,7 @@ def test_a_mistake_is_pointed_at(text: str, at: int, wanted: str) -> None:
     with pytest.raises(BadSetting) as raised:
         BatchSpec.parse(text)
     message = str(raised.value)
-    assert f"at character {at} " in message
+    assert f"character {at} " in message
     assert wanted in message
     *_, line, pointer = message.split("\n")
     assert line == f"  {text}"
@@ -114,7 +114,7 @@ def test_a_csv_of_decodes_has_one_column(tmp_path: Path) -> None:
     ("name", "text", "complaint"),
     [
         ("a.json", "[1, 2", "is not JSON"),
-        ("a.json", '{"new": 1}', "a list is read"),
+        ("a.json", '{"new": 1}', "it must be a list"),
         ("a.json", "[5, true]", "entry 1 is True"),
         ("a.json", "[[0, 5]]", "entry 0"),
         ("a.json", "[0]", "entry 0 is 0"),

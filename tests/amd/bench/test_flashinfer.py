@@ -168,8 +168,8 @@ def changed(**inputs: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (changed(kv_indices={"type": "random"}), "random indices name no pages"),
-        (changed(q={"type": "scalar", "value": 1}), "is a tensor, and comes as a scalar"),
+        (changed(kv_indices={"type": "random"}), "random indices"),
+        (changed(q={"type": "scalar", "value": 1}), "gives it as a scalar"),
         (changed(sm_scale={"type": "random"}), "is a scalar, and comes as random"),
         (changed(q={"type": "safetensors", "path": "../../etc/q", "tensor_key": "q"}), "outside of"),
         (changed(q={"type": "safetensors", "path": "missing", "tensor_key": "q"}), "cannot be read from"),
@@ -212,7 +212,7 @@ def test_lists_that_contradict_each_other_are_refused(
     [
         ({"name": 3}, "name is 3"),
         ({"axes": {"page_size": {"type": "const"}}}, "axis page_size"),
-        ({"axes": {}}, "which it lacks"),
+        ({"axes": {}}, "unknown axes"),
         ({"inputs": {"q": {"dtype": "float32"}}}, "tensor q"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_definition_that_is_none_is_refused(change: dict[str, Any], complaint:
 
 def test_what_is_not_paged_attention_is_unsupported() -> None:
     gemm = {"name": "gemm", "op_type": "gemm", "reference": "", "axes": {}, "inputs": {}, "outputs": {}}
-    with pytest.raises(Unsupported, match="what is served is gqa_paged and mla_paged"):
+    with pytest.raises(Unsupported, match="only gqa_paged and mla_paged"):
         solution_of(Definition.of(gemm), "torch")
 
 

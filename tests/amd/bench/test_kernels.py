@@ -92,7 +92,7 @@ def test_no_time_is_given_for_a_wrong_result(launches_right: int) -> None:
     assert wrong.status == WRONG
     assert not wrong.samples.us
     assert "us" not in wrong.as_json()
-    assert "times as far from the oracle" in wrong.reason
+    assert "times the tolerance" in wrong.reason
     assert "spoilt" in lines_of([right, wrong])[2]
     assert " us (" not in lines_of([right, wrong])[2]
 
@@ -121,7 +121,7 @@ def test_what_is_faster_than_the_device_can_be_has_no_time(monkeypatch: pytest.M
     ((row,),) = Race({"torch": Own("torch")}, CPU, slow, KernelOptions(rounds=2, round_us=1.0), NO_METER).rows([case])
     assert row.status == WRONG
     assert not row.samples.us
-    assert "times as fast as memory and products allow" in row.reason
+    assert "times the speed" in row.reason
 
 
 def test_what_was_measured_before_the_device_failed_is_written(
@@ -245,7 +245,7 @@ def test_a_wrong_result_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch, c
     statuses = {row["provider"]: row["status"] for row in found["rows"]}
     assert statuses == {"torch": OK, "sdpa": WRONG}
     assert "sdpa on 4/2 x 16: 3d40" in streams.err
-    assert "what is wrong was not timed" in streams.err
+    assert "wrong results were not timed" in streams.err
 
 
 def test_layers_come_from_a_config_and_flags(tmp_path: Path, capsys: Capture) -> None:
@@ -278,8 +278,8 @@ def test_layers_come_from_a_config_and_flags(tmp_path: Path, capsys: Capture) ->
         ([], "give --batch, as in --batch 64d4k, or --suite"),
         (["--batch", "64d4q"], "at character 5"),
         (["--batch", "@missing.json"], "missing.json cannot be read"),
-        (["--suite", "host", "--suite", "decode"], "--suite host is measured by itself"),
-        (["--batch", "4d4", "--suite", "decode"], "--suite brings layers and batches of its own"),
+        (["--suite", "host", "--suite", "decode"], "--suite host is measured alone"),
+        (["--batch", "4d4", "--suite", "decode"], "--suite has its own layers"),
         (["--batch", "4d4", "--providers", "fa4"], "provider 'fa4' is not known"),
         (["--batch", "4d4", "--kv-encodings", "int4"], "'int4' is no encoding"),
         (["--batch", "4d4", "--heads", "3/2"], "heads"),

@@ -65,7 +65,7 @@ def test_no_more_requests_are_out_than_allowed() -> None:
 def test_failures_are_counted_by_reason_and_have_no_times() -> None:
     server = StandIn(refuse={0: 429, 1: 429}, breaks={2})
     result = put(server, LoadOptions(concurrency=1))
-    assert result.failures == {'HTTP 429: {"error": {"message": "too many"}}': 2, "the stream broke off": 1}
+    assert result.failures == {'HTTP 429: {"error": {"message": "too many"}}': 2, "the stream ended early": 1}
     assert result.first_token.count == 3
     assert "FAILED: 2 requests: HTTP 429" in "\n".join(result.lines())
     assert result.lines()[0].startswith("3 of 6 requests")
@@ -74,7 +74,7 @@ def test_failures_are_counted_by_reason_and_have_no_times() -> None:
 @pytest.mark.parametrize("garbled", ["{", "[1]", "7", '{"choices": 1}', '{"usage": {"tokens": 1}}'])
 def test_what_is_no_event_fails_its_request_alone(garbled: str) -> None:
     result = put(StandIn(garbles={1: garbled}), LoadOptions(concurrency=1))
-    assert result.failures == {f"no event of OpenAI's: {garbled}": 1}
+    assert result.failures == {f"not an event of OpenAI's API: {garbled}": 1}
     assert (result.first_token.count, result.output_tokens) == (5, 15)
 
 
@@ -88,10 +88,10 @@ def test_a_server_that_never_answers_does_not_hold_the_load_for_ever() -> None:
 def test_no_server_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(TRACE.text())
-    with pytest.raises(BadSetting, match="names no model"):
+    with pytest.raises(BadSetting, match="lists no model"):
         asyncio.run(run_load("http://127.0.0.1:1", "", "", TRACE, LoadOptions(), NO_METER))
     assert main(["bench", "serve", "--url", "127.0.0.1:1", "--trace", str(trace)]) == BAD_INPUT
-    assert "give it as http://127.0.0.1:8000" in capsys.readouterr().err
+    assert "in the form http://127.0.0.1:8000" in capsys.readouterr().err
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def test_azures_schema_has_dates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "without requests"),
+        ("", "has no requests"),
         ("{", "line 1 is not JSON"),
         ("{}", "line 1 has nothing"),
         ('{"arrival_s": 0}', "line 1 has arrival_s"),

@@ -180,7 +180,7 @@ BROKEN = {
         replace(MI300, loaded=(*LOADED, _SYSTEM_BLAS)),
         "rocm-loaded",
         _PROBLEM,
-        f"two files of one library are loaded: {SITE}/torch/lib/librocblas.so and /opt/rocm-6.4.1/lib/librocblas.so",
+        f"loaded from two files: {SITE}/torch/lib/librocblas.so and /opt/rocm-6.4.1/lib/librocblas.so",
         "unset LD_LIBRARY_PATH",
         frozenset({"rocm-places"}),
     ),
@@ -216,7 +216,7 @@ BROKEN = {
         _with(TRITON_LIBHIP_PATH="/opt/rocm-6/lib/libamdhip64.so"),
         "triton-hip",
         _PROBLEM,
-        "there is no such file",
+        "does not exist",
         "unset TRITON_LIBHIP_PATH",
     ),
     "no /dev/kfd in the container": Broken(
@@ -312,7 +312,7 @@ BROKEN = {
         "cuda-leftovers",
         _WARNING,
         "nvidia-cublas-cu12",
-        "uninstall them",
+        "uninstall these libraries",
     ),
     "ROCm 7.2.0": Broken(
         _on_rocm("2.10.0+rocm7.2.0", "7.2.26015", (7, 2, 0)),
@@ -386,7 +386,7 @@ BROKEN = {
         "--extra-index-url",
     ),
     "the stranger beside AMD's": Broken(
-        _all(_STRANGER), "aiter-package", _PROBLEM, "beside amd-aiter", "pip uninstall aiter amd-aiter"
+        _all(_STRANGER), "aiter-package", _PROBLEM, "next to amd-aiter", "pip uninstall aiter amd-aiter"
     ),
     "two AITERs": Broken(
         replace(MI300, aiter=(replace(AITER, path="/src/aiter/aiter"), AITER)),
@@ -450,14 +450,14 @@ BROKEN = {
         replace(MI300, aiter=(replace(AITER, installed=3000.0),)),
         "aiter-stale",
         _WARNING,
-        "older than the AITER",
+        "older than the installed AITER",
         "remove these files",
     ),
     "nothing is compiled yet": Broken(
         replace(MI300, aiter=(replace(AITER, modules=()),), aiter_jit=()),
         "aiter-prebuilt",
         _WARNING,
-        "waits minutes for a compiler",
+        "waits minutes for the compiler",
         "rocm-attn prewarm",
     ),
     "a JIT folder that hides what is there": Broken(
@@ -474,7 +474,9 @@ BROKEN = {
         "what AITER compiles into /home/server/.aiter/jit instead it cannot import",
         "set AITER_JIT_DIR",
     ),
-    "no hipcc": Broken(replace(MI300, hipcc=""), "aiter-compiler", _WARNING, "there is no hipcc", "PREBUILD_KERNELS=1"),
+    "no hipcc": Broken(
+        replace(MI300, hipcc=""), "aiter-compiler", _WARNING, "hipcc is not installed", "PREBUILD_KERNELS=1"
+    ),
     "a build was killed": Broken(
         replace(MI300, leftover_locks=("/cache/aiter/build/lock_module_mha",)),
         "aiter-locks",
@@ -508,7 +510,7 @@ BROKEN = {
         "allocator",
         _PROBLEM,
         "expandable_segments",
-        "take expandable_segments out",
+        "remove expandable_segments",
     ),
     "NUMA balancing": Broken(
         replace(MI300, numa_balancing="1"), "numa-balancing", _WARNING, "is on (1)", "kernel.numa_balancing=0"
@@ -527,7 +529,7 @@ BROKEN = {
         _with(ROCM_ATTN_DEBUG="1", ROCM_ATTN_DISABLE_GUARDS="pads"), "safeguards", _WARNING, "off: pads", "unset"
     ),
     "a setting with a typo": Broken(
-        _with(ROCM_ATTN_DEBUG="yes"), "safeguards", _PROBLEM, "it must be 0 or 1", "what is allowed"
+        _with(ROCM_ATTN_DEBUG="yes"), "safeguards", _PROBLEM, "it must be 0 or 1", "an allowed value"
     ),
     "vLLM without AITER": Broken(
         _all(Distribution("vllm", "0.22.1", SITE)), "engine-switches", _WARNING, "vllm", "export VLLM_ROCM_USE_AITER=1"

@@ -48,7 +48,7 @@ def test_an_mi300_is_described_by_what_it_has() -> None:
     assert found["gpu-arch"] == "8 x gfx942"
     assert found["torch-import"] == "torch 2.10.0+rocm7.2.4, built for ROCm 7.2.4"
     assert found["aiter-package"] == "amd-aiter 0.1.21+rocm7.2"
-    assert "fresh graphs are compared with eager runs" in found["rocm-release"]
+    assert "new graphs are compared with eager runs" in found["rocm-release"]
 
 
 def test_a_machine_without_a_gpu_is_not_asked_for_rocm() -> None:

@@ -227,7 +227,7 @@ def test_a_probe_finds_this_package_from_any_folder_and_says_nothing_on_stderr(
         "import importlib.util, sys\nassert importlib.util.find_spec('runtime') is None\nsys.exit(4)",
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert probe("triton") == ImportFailure("it failed without a word")
+    assert probe("triton") == ImportFailure("it failed without output")
 
 
 def test_a_library_that_fails_or_crashes_takes_only_the_probe_with_it(
@@ -237,7 +237,7 @@ def test_a_library_that_fails_or_crashes_takes_only_the_probe_with_it(
     for body, said in (
         ("raise ImportError('libamdhip64.so.7: cannot open')", "ImportError: libamdhip64.so.7: cannot open"),
         ("import os; os.abort()", "the process was ended by signal 6"),
-        ("import sys; sys.exit(3)", "it failed without a word"),
+        ("import sys; sys.exit(3)", "it failed without output"),
     ):
         write(tmp_path / "torch" / "__init__.py", body)
         assert probe("torch") == ImportFailure(said)

@@ -197,7 +197,11 @@ def export(scene: EngineScene) -> None:
     if given is not REFUSED:
         extent, buffer = given
         scene.sent.append(Sent(extent, buffer, list(scene.oracle.kv[row]), by_layers))
-    scene.call("export of a row", lambda: exporter.export_row(row, kv_len, torch.zeros(0)), wrong="rows are not known")
+    scene.call(
+        "export of a row",
+        lambda: exporter.export_row(row, kv_len, torch.zeros(0)),
+        wrong="rows of an engine are not known",
+    )
 
 
 def import_(scene: EngineScene) -> None:

@@ -221,7 +221,7 @@ def ask(scene: Scene) -> None:
 def copied(scene: Scene) -> None:
     """Copies are refused."""
     what = scene.rng.choice((scene.runtime, scene.runner))
-    scene.call("deepcopy", lambda: copy.deepcopy(what), wrong="it owns a device's memory")
+    scene.call("deepcopy", lambda: copy.deepcopy(what), wrong="addresses of its device memory")
 
 
 def accepted_rows(scene: Scene) -> None:

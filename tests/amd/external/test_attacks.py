@@ -52,7 +52,7 @@ def test_a_length_outside_of_its_row_is_cut_and_reported(
         kv_len[0] = length
 
     engine.run_unseen([engine.requests[3]], [1], corrupt=lie)
-    with pytest.raises(DeviceFault, match="a length on the device lay outside"):
+    with pytest.raises(DeviceFault, match="a length on the device was outside"):
         engine.attention.check_device()
     assert_unharmed(engine, 1, 2)
 
@@ -96,7 +96,7 @@ def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
         for k, old in zip((k for k, _ in engine.pages), k_before, strict=True)
     ]
     assert written == [4, 4], "four of the five tokens, and nothing else"
-    with pytest.raises(DeviceFault, match="a slot that was given for a new token"):
+    with pytest.raises(DeviceFault, match="a slot given for a new token"):
         engine.attention.check_device()
     assert_unharmed(engine, 1, 2)
 
@@ -126,7 +126,7 @@ def test_slots_of_a_page_in_disorder_are_reported(device: torch.device, provider
         engine.put_pages = lambda request: None  # type: ignore[method-assign]
         if is_wrong:
             engine.run_unseen([request], [8])
-            with pytest.raises(DeviceFault, match="a slot that was given for a new token"):
+            with pytest.raises(DeviceFault, match="a slot given for a new token"):
                 engine.attention.check_device()
         else:
             engine.run([request], [8])
@@ -145,7 +145,7 @@ def test_a_window_that_was_given_back_too_early_is_reported(
     engine.run([first, second], [40, 40])
     engine.evict(first, 32)
     engine.run_unseen([first], [1])
-    with pytest.raises(DeviceFault, match="the first key that a new token sees lay in a page"):
+    with pytest.raises(DeviceFault, match="the first key that a new token sees was in a page"):
         engine.attention.check_device()
     engine.run([second], [1])
     engine.attention.check_device()
@@ -190,7 +190,7 @@ def test_a_policy_may_log_and_count(device: torch.device, provider: str, caplog:
         engine.attention.check_device()
     assert policy.count == 2
     assert len(caplog.records) == 2
-    assert "a length on the device lay outside" in caplog.text
+    assert "a length on the device was outside" in caplog.text
 
 
 def test_tables_and_pages_that_graphs_read_stay_where_they_are(device: torch.device, provider: str) -> None:
@@ -216,8 +216,8 @@ def test_another_kind_of_table_is_refused(device: torch.device, provider: str) -
     engine = VLLM(16, device=device, provider=provider)
     table = engine.block_tables[Space.FULL]
     for source, why in (
-        (TableSource(table.long()), "takes int32 pages in rows without gaps"),
-        (TableSource(table, null_page=False), "another kind of table than before"),
+        (TableSource(table.long()), "needs int32 pages in rows without gaps"),
+        (TableSource(table, null_page=False), "of another kind than the table before"),
         (TableSource(table[:, :3]), "has room for 48 tokens; sequences may have 96"),
     ):
         with pytest.raises(Exception, match=why):

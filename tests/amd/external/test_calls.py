@@ -114,7 +114,7 @@ def test_causality_may_change_from_step_to_step(device: torch.device, provider: 
 
 
 def test_a_window_is_refused_without_causality() -> None:
-    with pytest.raises(BadProblem, match="a window is counted back from a causal query"):
+    with pytest.raises(BadProblem, match="a window needs causal attention"):
         ExternalAttention(
             [LayerSource(problem(window_left=3))],
             TableSource(torch.zeros(4, 4, dtype=torch.int32)),
@@ -137,7 +137,7 @@ def test_queries_may_outnumber_keys_where_attention_is_not_causal(device: torch.
 def test_queries_that_outnumber_keys_are_cut_where_attention_is_causal(device: torch.device, provider: str) -> None:
     filled = Filled(device, provider)
     filled.attend([9], filled.step([9]), filled.rows(9, Q_HEADS, DIM))
-    with pytest.raises(Exception, match="a length on the device lay outside"):
+    with pytest.raises(Exception, match="a length on the device was outside"):
         filled.attention.check_device()
 
 
@@ -158,7 +158,7 @@ def test_a_mask_of_bytes_says_what_tokens_see(dtype: torch.dtype, device: torch.
         first += new
     filled.attention.check_device()
     plain = Filled(device, provider)
-    with pytest.raises(WrongState, match="no layer looks at it; build with problems of custom_mask"):
+    with pytest.raises(WrongState, match="no layer uses one; build with problems of custom_mask"):
         plain.attention.begin(plain.step(q_len, mask=BoolCells(cells, positions)))
 
 
@@ -410,7 +410,7 @@ def test_layers_tables_and_bounds_must_agree(device: torch.device, provider: str
         build([], {Space.FULL: table})
     with pytest.raises(BadProblem, match=r"layers disagree on the page size \(\[16, 32\]\)"):
         build([LayerSource(problem()), LayerSource(problem(page_size=32))], {Space.FULL: table})
-    with pytest.raises(BadProblem, match=r"layers live in the spaces \['GROUP1'\] and there are tables of \['FULL'\]"):
+    with pytest.raises(BadProblem, match=r"layers live in the spaces \['GROUP1'\] and tables are given for \['FULL'\]"):
         build([LayerSource(problem(), Space("group1"))], {Space.FULL: table})
     with pytest.raises(BadSetting, match="num_pages is 0; it is at least 1"):
         Bounds(num_seqs=1, num_tokens=1, kv_len=1, num_pages=0)

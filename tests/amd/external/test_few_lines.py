@@ -90,7 +90,7 @@ def test_a_kv_cache_of_any_axes_is_bound_in_one_line(axes: str, device: torch.de
             (2, LAYERS, BLOCKS, 4, 2, 16),
             "name each of kv, page, token, head, dim once",
         ),
-        ("layer kv page token head dim", (2, LAYERS, BLOCKS, 4, 2, 16), "kv has 2 entries"),
+        ("layer kv page token head dim", (2, LAYERS, BLOCKS, 4, 2, 16), "kv must have 2 entries"),
         ("kv layer page token head dim", (2, LAYERS, BLOCKS, 4, 32), "that is 6 dimensions"),
         ("kv layer page token head dim", (2, 5, BLOCKS, 4, 2, 16), "the KV cache has 5 layers, the model 3"),
         (
@@ -141,7 +141,7 @@ def test_tables_that_are_not_rows_of_pages_are_written_by_their_engine(device: t
     for attention in (lists, slots):
         with pytest.raises(BadTensor, match="has no rows of pages; write into it yourself"):
             attention.tables.write([[1]])
-    with pytest.raises(BadTensor, match="lists of pages; give a CsrSource"):
+    with pytest.raises(BadTensor, match="give a CsrSource"):
         lists.tables.use(torch.zeros((4, 6), dtype=torch.int32, device=device))
 
 

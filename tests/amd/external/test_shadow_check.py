@@ -63,7 +63,7 @@ def test_kv_that_was_overwritten_is_found(device: torch.device, provider: str) -
 def test_a_check_needs_a_step_and_a_layer(device: torch.device, provider: str) -> None:
     engine = VLLM(16, device=device, provider=provider)
     nothing = torch.zeros(1, 4, 16, device=device)
-    with pytest.raises(WrongState, match="a step that was begun and filled"):
+    with pytest.raises(WrongState, match="need a running step"):
         shadow_check(engine.attention, 0, nothing, nothing)
     engine.run([engine.admit()], [3])
     with pytest.raises(BadTensor, match="layer 1 does not exist; the runtime has layers 0 to 0"):

@@ -68,7 +68,7 @@ def test_what_another_thread_calls_while_a_step_is_begun_is_refused(
         made.gate.running,
     ]
     for call in of_the_step:
-        with pytest.raises(WrongState, match="is another thread's; call begin"):
+        with pytest.raises(WrongState, match="belongs to another thread"):
             elsewhere(call)
     engine.run([first, second], [1, 1])
 
@@ -114,7 +114,7 @@ def test_a_thread_that_takes_over_goes_on_and_the_other_one_is_refused(
     elsewhere(take_over)
     with pytest.raises(WrongState, match=r"begin\(\) is refused unless this thread calls take_over\(\) first"):
         engine.run([second], [1])
-    with pytest.raises(WrongState, match="is another thread's; call begin"):
+    with pytest.raises(WrongState, match="belongs to another thread"):
         engine.attention.fill()
     engine.attention.take_over()
     engine.run([first, second], [1, 1])

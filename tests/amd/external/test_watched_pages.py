@@ -13,7 +13,7 @@ from rocm_attn.paging.adopted import Source, TableSource
 from rocm_attn.paging.index_spaces import Space
 from tests.amd.external.engines import VLLM, Engine, FlashInfer, MakeEngine, Request, SGLang
 
-TAKEN = "a page that a row still names was written by way of another entry"
+TAKEN = "a page that a row still names was written through another entry"
 
 each_page_size = pytest.mark.parametrize("page_size", [1, 16])
 each_engine = pytest.mark.parametrize("make", [SGLang, VLLM, FlashInfer])

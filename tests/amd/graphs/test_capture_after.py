@@ -78,7 +78,7 @@ def test_an_attempt_without_room_is_not_repeated_at_every_step(
 
     def refuse(runner: StepRunner[torch.Tensor], *_: object) -> str:
         attempts.append(runner.counters.steps)
-        return "too few pages are free to check it on"
+        return "too few free pages to check it"
 
     monkeypatch.setattr(StepRunner, "_capture", refuse)
     runner, requests = runner_of(tiny, 2), requests_of(tiny)

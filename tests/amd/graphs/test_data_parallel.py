@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused(q_len: list[int], pad_to: PadTo, says: str
 
 def test_halves_of_one_size_are_asked_for() -> None:
     for pad_to in (PadTo(3), PadTo(4, 9)):
-        with pytest.raises(CapacityExceeded, match="cannot be split into halves of one size; pad to an even number"):
+        with pytest.raises(CapacityExceeded, match="pad to an even number"):
             POLICY.split_shape(batch_of([1, 1]), pad_to)
     with pytest.raises(CapacityExceeded, match="12 tokens cannot be padded to 16; pad to at least 18"):
         POLICY.split_shape(batch_of([9, 3]), PadTo(2, 16))
@@ -227,7 +227,7 @@ def test_a_number_is_no_pad_to() -> None:
 def test_a_step_that_shares_prefixes_runs_beside_decode_steps_alone() -> None:
     batch = replace(batch_of([1, 1]), prefixes=SharedPrefixes([PrefixGroup(2, 4)]))
     assert POLICY.shape(batch, PadTo(4)).kind is StepKind.SHARED
-    with pytest.raises(BadBatch, match="leave its prefixes out while another rank does not decode"):
+    with pytest.raises(BadBatch, match="leave the prefixes out while another rank does not decode"):
         POLICY.shape(batch, PadTo(4, 8))
 
 
@@ -341,7 +341,7 @@ def test_forward_runs_equally_often_for_a_graph_whatever_a_rank_has(num_live: in
 
 
 def test_no_rank_makes_a_graph_that_another_one_has_no_room_to_check() -> None:
-    ranks, runner = decoding(1, free=True, others={"not tried": "too few pages are free to check it on"})
+    ranks, runner = decoding(1, free=True, others={"not tried": "too few free pages to check it"})
     assert len(ranks.at) == 1
     assert (runner.counters.replays, runner.counters.captures, runner.counters.graphs_off) == (0, 0, "")
 
@@ -358,5 +358,5 @@ def test_a_rank_without_room_says_so_before_any_rank_records() -> None:
         batch = requests.batch([2, 2])
         mask = StepMask(torch.full((8,), 255, dtype=torch.uint8), kv_positions(batch.kv_len, batch.q_len, CPU))
         runner.run(replace(batch, mask=mask), PadTo(2))
-    assert ranks.sent == [{"not tried": "too few pages are free to check it on"}]  # sent once, not at each step
+    assert ranks.sent == [{"not tried": "too few free pages to check it"}]  # sent once, not at each step
     assert next(iter(runner.capture_all().skipped.values())) == "on rank 0: no request row is free"

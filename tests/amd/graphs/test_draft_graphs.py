@@ -253,5 +253,5 @@ def test_a_dump_knows_rounds_of_drafts(device: torch.device, tmp_path: Path) -> 
     assert dump.runtime.options.drafts == (TREE,)
     step = dump.step(None)
     assert (step.branches, step.draft_steps, step.children, step.padded_seqs) == (2, 2, 2, 4)
-    with pytest.raises(BadBatch, match="was a round of drafts"):
+    with pytest.raises(BadBatch, match="is a round of drafts"):
         step.batch()

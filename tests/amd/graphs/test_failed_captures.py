@@ -84,7 +84,7 @@ def test_a_forward_that_raises_once_in_a_capture_leaves_graphs_on() -> None:
     counters = runner.counters
     assert (counters.graphs_off, counters.captures) == ("", 1)
     assert counters.replays == 70 - 1 - 64
-    assert counters.fallbacks == {"its forward has raised while it was recorded": 1, "eager steps come first": 64}
+    assert counters.fallbacks == {"its forward raised while it was recorded": 1, "eager steps come first": 64}
 
 
 def test_a_forward_that_raises_in_capture_all_is_named_and_its_graph_is_made_later() -> None:
@@ -177,7 +177,7 @@ def test_an_exception_that_leaves_a_capture_is_sent_to_the_other_ranks_first(err
         runner.capture_all()
     before, *_, sent = agree.sent
     assert before == {}
-    assert sent["failure"] == f"the check was broken off by {type(error).__name__}: {error}"
+    assert sent["failure"] == f"the check stopped with {type(error).__name__}: {error}"
     assert sent["failure"] in runner.counters.graphs_off
     assert same(serve(runner, tiny.runtime), eager())
 

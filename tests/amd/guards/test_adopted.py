@@ -40,7 +40,7 @@ def test_a_slot_that_the_table_does_not_give_is_not_written(
 
     engine, change = first_key_after(ALL_ON)
     assert not change.any()
-    with pytest.raises(DeviceFault, match="a slot that was given for a new token is not the one that the table gives"):
+    with pytest.raises(DeviceFault, match="a slot given for a new token differs from the table's"):
         engine.attention.check_device()
 
     engine, change = first_key_after(Guards().without("slots_in_table"))

@@ -265,7 +265,7 @@ def test_a_prefix_on_the_device_beyond_its_bound_reaches_no_neighbour(
 
     sound = round_beyond(ALL_ON)
     assert sound.is_right(sound.world.requests[:1])
-    with pytest.raises(DeviceFault, match="a length on the device lay outside"):
+    with pytest.raises(DeviceFault, match="a length on the device was outside"):
         sound.runtime.check_device()
     off = round_beyond(Guards().without("length_bounds"))
     assert not off.is_right(off.world.requests[:1])

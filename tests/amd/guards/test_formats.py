@@ -71,7 +71,7 @@ def test_a_writer_and_a_reader_of_different_formats_are_not_built(
 
     Serving(device, graphs=False, provider=provider, problem=read)
     monkeypatch.setattr("rocm_attn.runtime.HybridKVPool", PoolOfTheWriter)
-    with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .*; its kernels are for .*float8_e4m3fn"):
+    with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .*; its kernels need .*float8_e4m3fn"):
         Serving(device, graphs=False, provider=provider, problem=read)
 
 
@@ -165,7 +165,7 @@ def test_pages_of_another_format_are_not_adopted(provider: str, device: torch.de
 
     reader = Adopted(device, provider, ALL_ON, problem=FNUZ)
     reader.k, reader.v = engine.k, engine.v
-    with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .* float8_e4m3fn .*; its kernels read and write"):
+    with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .* float8_e4m3fn .*; their kernels need"):
         reader.bind(FN.page_format)
     with pytest.raises(WrongState, match=r"layer 0 has no pages yet"):
         reader.decode(k, v, q, stores=False)
@@ -235,7 +235,7 @@ def test_pages_that_have_no_factors_may_be_declared_too(provider: str, device: t
     own = plain.page_format
     engine.attention.pages.bind(0, engine.k, engine.k.clone(), EnginePages(None, None, own))
     for form in (replace(own, producer="vllm: shuffled"), replace(own, encoding=Encoding.FP16)):
-        with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .*; its kernels read and write .* float32"):
+        with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .*; their kernels need .* float32"):
             engine.attention.pages.bind(0, engine.k, engine.k.clone(), EnginePages(None, None, form))
     with pytest.raises(BadTensor, match=r"layer 0: k_scale was given"):
         engine.attention.pages.bind(0, engine.k, engine.k.clone(), EnginePages(engine.scales[0], None, own))
@@ -301,7 +301,7 @@ def test_index_pages_of_another_format_are_not_adopted(provider: str, device: to
     right = writer.run(stores=True)
     shuffled = replace(INDEX_FORMAT, producer="vllm: shuffled")
     for form in (shuffled, replace(INDEX_FORMAT, encoding=Encoding.E4M3FNUZ)):
-        with pytest.raises(BadTensor, match=r"the index pages of layer 0 hold .*; its kernels read and write"):
+        with pytest.raises(BadTensor, match=r"the index pages of layer 0 hold .*; their kernels need"):
             writer.bind(form)
 
     reader = Selects(device, provider, Guards().without("page_format"))

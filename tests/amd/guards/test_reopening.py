@@ -214,7 +214,7 @@ def test_what_another_runner_of_the_runtime_does_makes_no_result_wrong(
     if second is refused:
         assert "test_reopening.py" in other.counters.graphs_off
     if not keeps_graphs:
-        assert "unseal() gave them up, or a reopen() was interrupted; reopen() makes" in first.counters.graphs_off
+        assert "unseal() or an interrupted reopen(); call reopen() to make" in first.counters.graphs_off
         first.reopen((1, 2))
         serving.step(requests[:2], [1, 1])
         assert first.counters.graphs_off == ""

@@ -103,7 +103,7 @@ def test_a_step_whose_row_has_changed_does_not_run_again(
     run(served)
     change(served)
     assert not served.runner.may_run_again
-    with pytest.raises(WrongState, match=f"cannot run again: row {served.row} was freed, cut, forked or kept since"):
+    with pytest.raises(WrongState, match=f"cannot run again: row {served.row} forked or kept since"):
         run(served)
     served.runtime.table.reserve(served.row, TOKENS)
     served.runtime.check_device()
@@ -135,9 +135,9 @@ def test_another_batch_does_not_run_again(graphs: bool) -> None:
     served = Repeating(ALL_ON, graphs=graphs)
     run_by_runner(served)
     other = StepBatch([served.row], [TOKENS], [1], [TOKENS])
-    with pytest.raises(WrongState, match="with another batch than the step that was staged last"):
+    with pytest.raises(WrongState, match="with another batch"):
         served.runtime.stage(other, AGAIN)
-    with pytest.raises(WrongState, match="with another batch than the step that was staged last"):
+    with pytest.raises(WrongState, match="with another batch"):
         served.runner.run_again(other)
     run_by_runner(served)
 

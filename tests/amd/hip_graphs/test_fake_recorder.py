@@ -243,7 +243,7 @@ def test_weights_that_want_gradients_are_recorded_without_any(fake: FakeRecorder
 
 
 def test_tensors_of_another_device_are_refused(fake: FakeRecorder) -> None:
-    with pytest.raises(RecordingRefused, match="replays CPU tensors only"):
+    with pytest.raises(RecordingRefused, match="replays only CPU tensors"):
         fake.record(lambda: torch.ones(3, device="meta") + 1)
 
 

@@ -128,7 +128,7 @@ def test_an_engines_strides_are_served_and_unaligned_rows_and_deterministic_step
         LAYER, on("gfx942"), "triton", pool=replace(pool, terms=PoolTerms(page_strides=True, unaligned_rows=True))
     )
     assert names(unaligned) == PLAIN
-    assert reasons(unaligned) == {"it reads rows that begin at multiples of 16 elements, and these may begin anywhere"}
+    assert reasons(unaligned) == {"it needs rows at multiples of 16 elements, and these may begin anywhere"}
     deterministic = select(LAYER, on("gfx942"), "triton", deterministic=True)
     assert deterministic.kernel(StepKind.DECODE).row.name == "triton.segment_decode"
 
@@ -189,8 +189,8 @@ def test_tiles_that_were_measured_on_such_a_gpu_beat_it() -> None:
     selection = select(LAYER, replace(target, measured=(row_of(LAYER),)), "triton")
     assert names(selection) == PLAIN
     assert reasons(selection) == {
-        "tiles of triton.decode were measured for this layer on such a GPU; those of triton.cdna_decode were not, or "
-        "they were slower"
+        "tiles of triton.decode were measured for this layer on such a GPU; those of triton.cdna_decode were not "
+        "measured, or were slower"
     }
 
 

@@ -238,7 +238,7 @@ def test_an_engines_pages_that_begin_off_16_bytes_are_refused_as_they_are_bound_
     other = adopting(unaligned_rows=True, deterministic=deterministic)
     selection = other.kernels().selections[0]
     assert not any("hopper" in kernel.row.name for kernel in selection.kernels.values())
-    reason = "it reads K and V that begin at multiples of 16 bytes, and these may begin anywhere"
+    reason = "it needs K and V at multiples of 16 bytes, and these may begin anywhere"
     assert {r.reason for r in selection.refusals if r.kernel == name} == {reason}
     other.pages.bind(0, k, v)
 

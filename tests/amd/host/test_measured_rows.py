@@ -172,12 +172,12 @@ def edited(change: Callable[[dict[str, Any]], object]) -> str:
 BAD_FILES = {
     "empty": ("", "Expecting value"),
     "cut off": (edited(lambda file: None)[:200], "Unterminated string|Expecting|delimiter"),
-    "a list": ("[]", "it is no JSON object with a version"),
+    "a list": ("[]", "it is not a JSON object with a version"),
     "deep": ("[" * 100_000, "recursion|nested|Expecting"),
     "another version": (edited(lambda file: file.update(version=1)), "its version is 1, and this release reads 2"),
     "an unknown field": (edited(lambda file: file.update(note="mine")), "the file has unknown fields note"),
     "no rows": (edited(lambda file: file.pop("rows")), "the file has no rows"),
-    "rows of a kind": (edited(lambda file: file.update(rows={})), "rows is no list"),
+    "rows of a kind": (edited(lambda file: file.update(rows={})), "rows is not a list"),
     "an unknown table": (
         edited(lambda file: file["rows"][0].update(table="prefill")),
         "row 0: table is 'prefill', not one of decode, cdna_decode, extend",
@@ -196,12 +196,15 @@ BAD_FILES = {
         edited(lambda file: file["rows"][0]["tiles"].update(key_block=48)),
         "no kernel takes its tiles: key_block 48 is not a power of two from 16 to 256",
     ),
-    "no heads": (edited(lambda file: file["rows"][0]["layer"].update(num_kv_heads=0)), "heads, dims and rows are at"),
+    "no heads": (
+        edited(lambda file: file["rows"][0]["layer"].update(num_kv_heads=0)),
+        "heads, dims and rows must be at",
+    ),
     "other tiles than measured": (
         edited(lambda file: file["rows"][0]["tiles"].update(num_warps=8)),
         "row 0 was changed after it was measured: its digest is another",
     ),
-    "another gain": (edited(lambda file: file["rows"][0]["measured"].update(gain=0.5)), "its digest is another"),
+    "another gain": (edited(lambda file: file["rows"][0]["measured"].update(gain=0.5)), "its digest differs"),
 }
 
 
@@ -220,7 +223,7 @@ def test_a_bad_file_is_refused_with_a_sentence_and_stops_no_runtime(
         (chosen,) = choose_kernels([LAYER], GFX942, "triton", SMALLEST_POOL, device=META)
     assert chosen == select(LAYER, GFX942, "triton")
     (record,) = caplog.records
-    assert record.getMessage().endswith("; the tables' own tiles serve")
+    assert record.getMessage().endswith("; the built-in tiles are used")
 
 
 def served_with(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
@@ -247,7 +250,7 @@ def test_a_runtime_takes_the_rows_of_the_file_that_the_environment_names(
     other = replace(GFX942, releases=Releases(triton=Release.of("3.6.0")))
     for _ in range(2):
         assert with_measured_rows(other) == other
-    assert caplog.text.count("measured rows are passed over") == 1
+    assert caplog.text.count("measured rows are not used") == 1
 
 
 def test_the_cache_is_where_a_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_a_step_that_is_over_is_refused_while_another_one_of_its_size_runs() -> 
     runtime.end_step()
     later = runtime.step(served.batch(7, cached=7)).parts[0]
     assert later.plan is earlier.plan
-    with pytest.raises(WrongState, match="the step of these layers is over"):
+    with pytest.raises(WrongState, match="the step of these layers has ended"):
         earlier.layers.store(0, kv, kv)
     later.layers.store(0, kv, kv)
     runtime.end_step()

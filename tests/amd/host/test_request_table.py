@@ -341,7 +341,7 @@ def test_a_reservation_of_no_length_is_refused(kv_len: Any) -> None:
         ([1], np.array([2**32 + 3]), "kv_len holds values beyond int32"),
         ([1], [3.5], "kv_len holds float64; it must hold integers"),
         ([1, 2], [3], r"2 rows were given, and as kv_len \[3\]"),
-        ([1], [-3], r"as kv_len \[-3\]; give each row 0 or more"),
+        ([1], [-3], r"as kv_len \[-3\]; give one number of at least 0 per row"),
         ([1], [9], "row 1 has room for 8 tokens; 9 of them cannot be stored"),
     ],
 )

@@ -297,8 +297,8 @@ def test_every_field_of_a_request_has_a_flag_but_those_that_divide_tenants() -> 
         (["--min-tokens", "9", "--max-new-tokens", "8", "w5"], BAD_INPUT, "min_tokens is 9; it must be at least 0"),
         (["--json-schema", "gone.json", "w5"], BAD_INPUT, "the JSON schema in gone.json cannot be read"),
         (["--json-schema", '{"type": "strin"}', "w5"], BAD_INPUT, "the constraint cannot be used"),
-        (["--json-schema", "{}", "--regex", "a", "w5"], BAD_INPUT, "a text matches one of them, so leave one out"),
-        (["--logprobs", "2", "w5"], BAD_INPUT, "--logprobs is given and --json is not"),
+        (["--json-schema", "{}", "--regex", "a", "w5"], BAD_INPUT, "leave one of them out"),
+        (["--logprobs", "2", "w5"], BAD_INPUT, "--logprobs is printed only with --json"),
         (["--logit-bias", "99=1", "w5"], BAD_INPUT, "token 99 is not in the model's vocabulary, 0 to 63"),
         (
             ["--raw", "w5 " * (CONFIG.context_len + 1)],
@@ -337,7 +337,7 @@ def test_an_empty_file_of_prompts_is_bad_input(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "prompts.txt"
     path.write_text("\n \n")
     assert main(["generate", "--prompts-file", str(path)]) == BAD_INPUT
-    assert "holds no prompt; it must have one on a line" in capsys.readouterr().err
+    assert "holds no prompt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_a_memory_that_is_full_is_a_sentence(
     assert main(["generate", "--device", "cpu", "w5"]) == FAILED
     sentence = capsys.readouterr().err.splitlines()[-1]
     assert sentence.startswith("rocm-attn: the memory is full (")
-    assert sentence.endswith("; lower --max-batch-size, --num-pages or --swa-pages, or take a smaller model")
+    assert sentence.endswith("; lower --max-batch-size, --num-pages or --swa-pages, or use a smaller model")
 
 
 def test_another_error_of_torch_is_not_called_a_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:

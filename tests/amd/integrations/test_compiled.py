@@ -316,7 +316,7 @@ def test_a_runtime_that_has_ended_is_refused_and_its_memory_is_free(provider: st
     del step, model
     gc.collect()
     assert number not in compiled._called
-    with pytest.raises(WrongState, match=f"runtime {number} is none of this process, or has ended"):
+    with pytest.raises(WrongState, match=f"runtime {number} is not of this process, or has ended"):
         forward(k)
 
 
@@ -335,7 +335,7 @@ def test_calls_out_of_order_are_refused_as_those_of_a_step_are(provider: str, de
         calls.store(2, k, k)
     with pytest.raises(WrongState, match="there is no part 1"):
         OPS.attend(calls.state, q, q.clone(), None, calls.number, 1, 0)
-    with pytest.raises(BadTensor, match="slots are given"):
+    with pytest.raises(BadTensor, match="slots were given"):
         calls.fill(slots=torch.zeros(5, dtype=torch.int32, device=device))
     model.runtime.end_step()
     with pytest.raises(WrongState, match=r"call runtime.step\(\)"):

@@ -167,8 +167,8 @@ def test_scores_may_be_those_of_a_deprecated_forward(device: torch.device) -> No
 
 
 REFUSED_PLANS = [
-    ({"pos_encoding_mode": "ROPE_LLAMA"}, Unsupported, "rotate queries and keys before they are stored"),
-    ({"pos_encoding_mode": "rope"}, BadSetting, "it is NONE, ROPE_LLAMA or ALIBI"),
+    ({"pos_encoding_mode": "ROPE_LLAMA"}, Unsupported, "rotate queries and keys"),
+    ({"pos_encoding_mode": "rope"}, BadSetting, "it must be NONE, ROPE_LLAMA or ALIBI"),
     ({"window_right": 4}, Unsupported, "window_right is not served: windows reach back"),
     ({"q_data_type": torch.float8_e4m3fn}, Unsupported, "pass them in 16 bits"),
     ({"kv_data_type": "bfloat16"}, Unsupported, "give both one dtype"),
@@ -176,7 +176,7 @@ REFUSED_PLANS = [
     ({"kv_data_type": "nvfp4"}, BadSetting, "'nvfp4' is no dtype"),
     ({"pos_encoding_mode": "ALIBI", "logits_soft_cap": 1.0}, Unsupported, "after the cap here"),
     ({"is_causal": True}, Unsupported, "leave it None"),
-    ({"q_len_per_req": 0}, BadBatch, "it is at least 1"),
+    ({"q_len_per_req": 0}, BadBatch, "it must be at least 1"),
     ({"sm_scale": -1.0}, ValueError, "must be a positive number"),
 ]
 
@@ -217,7 +217,7 @@ def test_what_is_not_served_is_refused_by_run(device: torch.device) -> None:
         (q, cache.half(), "layer 0: k is torch.float16"),
         (q, cache[:, :, :2], "pages of 2 tokens"),
         (q, cache[0], "a tuple of K and V"),
-        (q, (cache[0, 0, 0], cache[0, 0, 0]), "it has 4 dimensions"),
+        (q, (cache[0, 0, 0], cache[0, 0, 0]), "it must have 4 dimensions"),
     ]
     for rows, kv, message in bad:
         with pytest.raises(BadTensor, match=message):
@@ -234,8 +234,8 @@ def test_lists_that_contradict_each_other_are_refused(device: torch.device) -> N
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     starts, pages, last = new_batch((6, 3), 4, device=device).lists
     cases: list[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], type[Exception], str]] = [
-        ((starts + 1, pages, last), {}, BadBatch, "boundaries begin at 0 and never fall"),
-        ((starts.flip(0) - 3, pages, last), {}, BadBatch, "boundaries begin at 0 and never fall"),
+        ((starts + 1, pages, last), {}, BadBatch, "must begin at 0 and never fall"),
+        ((starts.flip(0) - 3, pages, last), {}, BadBatch, "must begin at 0 and never fall"),
         ((starts, pages[:2], last), {}, BadTensor, "the 3 entries that indptr ends with"),
         ((starts, pages.float(), last), {}, BadTensor, "int32 or int64 in one dimension"),
         ((starts, pages, last + 4), {}, BadBatch, "last_page_len of sequence 0 is 6"),

@@ -89,7 +89,7 @@ def test_what_a_recording_does_not_serve_is_refused(device: torch.device) -> Non
     first = [each[0].clone() for each in decode.run()]
     for kv_lens, error, message in [
         ((1, 2), NeverFits, "as many sequences"),
-        ((96, 4, 4), NeverFits, "Make a wrapper with larger buffers"),
+        ((96, 4, 4), NeverFits, "make a wrapper with larger buffers"),
         ((3, 0, 4), BadBatch, "put sequences without KV last"),
     ]:
         with pytest.raises(error, match=message):
@@ -136,7 +136,7 @@ def test_a_captured_prefill_serves_any_new_tokens_up_to_the_first_ones(device: t
         check((out[0][:count], out[1][:count]), expected)
         assert (out[0][count:] == 0).all()
         check(wrapper.run(q[:count], cache, return_lse=True), expected)
-    with pytest.raises(NeverFits, match="Make a wrapper with larger buffers"):
+    with pytest.raises(NeverFits, match="make a wrapper with larger buffers"):
         plan((7, 7, 7), (3, 3, 1), seed=0)
 
 

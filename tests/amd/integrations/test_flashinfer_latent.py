@@ -134,7 +134,7 @@ def test_one_recording_serves_every_plan_that_fits(is_apart: bool, device: torch
         wrapper.plan(metadata=latents.metadata, causal=False, **SIZES)
         recording.replay()
         check(out, latents.wanted(False))
-    with pytest.raises(BadBatch, match="first planned with one new token in each sequence"):
+    with pytest.raises(BadBatch, match="first planned with one new token per sequence"):
         wrapper.plan(metadata=Latents((5, 3, 1), (2, 1, 0), device).metadata, causal=False, **SIZES)
     with pytest.raises(NeverFits, match="as many sequences"):
         wrapper.plan(metadata=Latents((5, 3), (1, 1), device).metadata, causal=False, **SIZES)

@@ -232,7 +232,7 @@ def test_tokens_that_a_window_has_given_back_are_no_ones_elsewhere(provider: str
     story = Story(problems, device)
     row = story.prefill(source, 40)
     story.decode(source, row, 40)
-    with pytest.raises(BadBatch, match="set swa_kept alike on both sides"):
+    with pytest.raises(BadBatch, match="the same swa_kept on both sides"):
         moved(source, row, 45, back)
 
 
@@ -315,7 +315,7 @@ def test_an_engines_pages_are_sent_as_a_runtimes_are(
         other.stored[number, there.row] = one.stored[number, request.row]
     there.kv_len = 11
     other.run([there, filler], [1, 1])
-    with pytest.raises(WrongState, match="an engine's rows are not known here"):
+    with pytest.raises(WrongState, match="rows of an engine are not known here"):
         importer.admit(extent)
     k, v = one.pages[0]
     one.attention.pages.bind(0, k.clone(memory_format=torch.preserve_format), v)
@@ -335,7 +335,7 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
     pages = exporter.pages_of(row, 11)
     extent = exporter.extent(pages, 11)
     buffer = torch.full((exporter.num_bytes(extent),), POISON, dtype=torch.uint8, device=device)
-    with pytest.raises(BadTensor, match="bytes are needed"):
+    with pytest.raises(BadTensor, match="bytes that begin at a multiple"):
         exporter.export(pages, extent, buffer[:-16])
     with pytest.raises(BadTensor, match="8 after a multiple of 16"):
         exporter.export(pages, extent, torch.empty(len(buffer) + 8, dtype=torch.uint8, device=device)[8:])
@@ -507,9 +507,9 @@ def test_pages_that_are_bound_anew_at_one_address_with_other_strides_are_refused
     [
         ([small_problem()], "the source has 2 layers, and there are 1 here"),
         ([small_problem(), small_problem(num_kv_heads=3)], "layer 1: .*heads and dims must be equal"),
-        ([small_problem(dtype=torch.bfloat16)] * 2, "layer 0: .*\n.*layer 1: .*eight bits alone are converted"),
+        ([small_problem(dtype=torch.bfloat16)] * 2, "layer 0: .*\n.*layer 1: .*only eight-bit encodings are converted"),
         ([small_problem(window_left=4)] * 2, "its window is -1 there, 4 here"),
-        (coded(FN, Scales.LAYER), "eight bits alone"),
+        (coded(FN, Scales.LAYER), "only eight-bit"),
         ([layer(indexer(Indexing(0.25, top=5))), small_problem()], "one side has index pages, the other has none"),
     ],
 )
@@ -526,7 +526,7 @@ def test_a_passport_is_text_with_a_version() -> None:
     assert KVPassport.from_json(passport.to_json()) == passport
     assert passport.layers[2].factors == ((1.0,), (1.0,), ())
     for text in ("{}", "nonsense", "[]", '{"version": 1, "layers": [{}]}'):
-        with pytest.raises(BadSetting, match="no passport of a KV pool"):
+        with pytest.raises(BadSetting, match="not the passport of a KV pool"):
             KVPassport.from_json(text)
     for field, value in (
         ('"window_left": -1', '"window_left": -2'),
@@ -539,7 +539,7 @@ def test_a_passport_is_text_with_a_version() -> None:
         ('"key_tokens": 1', '"key_tokens": 3'),
     ):
         assert field in passport.to_json(), field
-        with pytest.raises(BadSetting, match="no passport of a KV pool"):
+        with pytest.raises(BadSetting, match="not the passport of a KV pool"):
             KVPassport.from_json(passport.to_json().replace(field, value))
     with pytest.raises(BadSetting, match="version 2, and this release reads 1"):
         KVPassport.from_json(passport.to_json().replace('"version": 1', '"version": 2'))

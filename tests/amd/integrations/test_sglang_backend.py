@@ -156,7 +156,7 @@ def test_arguments_of_the_server_choose_kernels_and_masks(
 
 def test_what_a_server_may_ask_for_and_no_kernel_serves_is_refused(server: Server, backend: Any, runner: Any) -> None:
     runner.kv_index_translator.is_translating = True
-    with pytest.raises(Unsupported, match="a unified KV pool keeps virtual slots"):
+    with pytest.raises(Unsupported, match="a unified KV pool is not served"):
         backend.create(runner)
     server.parallel.attn_dcp_size = 2
     with pytest.raises(Unsupported, match="use --dcp-size 1"):
@@ -200,17 +200,17 @@ def test_a_trees_mask_lies_where_graphs_read_it_once_their_largest_is_known(
 def test_index_keys_that_others_write_or_keep_are_refused(server: Server, backend: Any, runner: Any) -> None:
     runner.token_to_kv_pool.get_index_k_with_scale_buffer = None
     server.backends = "dsa", "rocm_attn"
-    with pytest.raises(Unsupported, match=r"prompts and decode have two: .*use one --attention-backend"):
+    with pytest.raises(Unsupported, match=r"the backends for prompts and decode .*use one --attention-backend"):
         backend.serving_of(runner)
     server.backends, server.is_hisparse = ("rocm_attn", "rocm_attn"), True
     with pytest.raises(Unsupported, match="leave --enable-hisparse out"):
         backend.serving_of(runner)
     server.is_hisparse, server.disaggregation = False, "decode"
-    with pytest.raises(Unsupported, match="index keys of another server may be scaled otherwise"):
+    with pytest.raises(Unsupported, match="index keys of another server may be scaled differently"):
         backend.serving_of(runner)
     server.disaggregation, runner.is_draft_worker = "null", True
     runner.model_config.hf_config.index_share_for_mtp_iteration = True
-    with pytest.raises(Unsupported, match="override index_share_for_mtp_iteration to false"):
+    with pytest.raises(Unsupported, match="set index_share_for_mtp_iteration to false"):
         backend.serving_of(runner)
     runner.is_draft_worker = False
     assert backend.serving_of(runner).draft_tokens == 0

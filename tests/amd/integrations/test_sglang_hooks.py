@@ -363,8 +363,8 @@ def evicted_window(engine: Engine, static: Any) -> None:
 
 FAULTS: list[Any] = [
     pytest.param(stale_pad, "its row led to page 0", id="a stale pad"),
-    pytest.param(wrong_slot, "a slot that was given for a new token", id="a wrong slot"),
-    pytest.param(evicted_window, "lay in a page that its row does not hold any more", id="an evicted window"),
+    pytest.param(wrong_slot, "a slot given for a new token", id="a wrong slot"),
+    pytest.param(evicted_window, "was in a page that its row no longer holds", id="an evicted window"),
 ]
 
 
@@ -481,7 +481,7 @@ def test_attention_within_chunks_is_refused(provider: str, device: torch.device)
 def test_a_model_whose_geometry_is_not_known_before_it_serves_is_refused(provider: str, device: torch.device) -> None:
     engine = Engine(provider, device, serve=False)
     engine.runner.model = torch.nn.Module()
-    with pytest.raises(Unsupported, match="no attention layer that could be found before it serves"):
+    with pytest.raises(Unsupported, match="no attention layer that can be found before it serves"):
         AttentionHooks(engine.runner, engine.serving)
 
 
@@ -540,7 +540,7 @@ def test_graphs_larger_than_those_that_were_prepared_are_refused(provider: str, 
     engine = Engine(provider, device)
     engine.hooks.init_cuda_graph_state(2, 2)
     engine.hooks.init_cuda_graph_state(1, 1)
-    with pytest.raises(NeverFits, match="begin with the largest"):
+    with pytest.raises(NeverFits, match="capture the largest first"):
         engine.hooks.init_cuda_graph_state(4, 4)
 
 

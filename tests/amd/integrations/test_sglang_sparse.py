@@ -256,7 +256,7 @@ def test_what_was_chosen_in_another_step_or_not_at_all_is_refused(provider: str,
     engine.hooks.init_forward_metadata(step.batch)
     with pytest.raises(WrongState, match="layer 0 attends to keys that are chosen, and was called without a choice"):
         engine.forward(step)
-    with pytest.raises(WrongState, match="with a choice that was not made in this step"):
+    with pytest.raises(WrongState, match="with a selection of another step"):
         engine.forward(step, topk_indices=earlier)
 
 
@@ -270,14 +270,14 @@ def test_an_indexer_of_another_batch_or_layer_is_refused(provider: str, device: 
         engine.hooks.choose(0, of_two)
     with pytest.raises(WrongState, match="layer 1 had no indexer when its backend was made"):
         engine.hooks.choose(1, of_two)
-    with pytest.raises(Unsupported, match="in eight bits alone"):
+    with pytest.raises(Unsupported, match="only in eight bits"):
         project(module, (of_two.q, of_two.q), of_two.q, torch.arange(2, device=device))
 
 
 REFUSED: list[Any] = [
     pytest.param({"index_kpool": 4}, "stand for several tokens each", id="pooled"),
     pytest.param({"index_page_size": 64}, "index pages have 64 keys, and tables are read at page size 4", id="pages"),
-    pytest.param({"shard_spec": SimpleNamespace()}, "ranks share out among them", id="sharded"),
+    pytest.param({"shard_spec": SimpleNamespace()}, "that ranks share out", id="sharded"),
     pytest.param({"get_broadcastable_index_k_with_scale_buffer": print}, "leave --enable-dsa-cache-layer", id="split"),
 ]
 
@@ -295,10 +295,10 @@ def test_index_pages_that_no_kernel_reads_are_refused(
 
 def test_models_whose_keys_no_kernel_here_chooses_are_refused(provider: str, device: torch.device) -> None:
     engine = SparseEngine(provider, device)
-    with pytest.raises(Unsupported, match="trees of drafts are not served where keys are chosen"):
+    with pytest.raises(Unsupported, match="trees of drafts are not served by models that select keys"):
         AttentionHooks(engine.runner, replace(engine.serving, with_trees=True))
     del engine.indexer.wq_b
-    with pytest.raises(Unsupported, match="an indexer without the projections of DeepSeek"):
+    with pytest.raises(Unsupported, match="only indexers with the projections of DeepSeek"):
         AttentionHooks(engine.runner, engine.serving)
 
 

@@ -146,7 +146,7 @@ def test_a_captured_step_whose_slots_lie_elsewhere_is_filled_from_there(runner: 
 
 def test_only_fills_of_captured_steps_are_recorded_and_replayed_for_their_shape(runner: Runner) -> None:
     attention, recorder = runner.groups[0].attention, recorder_for(runner.device)
-    with pytest.raises(WrongState, match="only the fill of a captured step"):
+    with pytest.raises(WrongState, match="only a captured step without a mask"):
         attention.record_fill(recorder)
     runner.capture(4, 4, 1)
     fill = attention.record_fill(recorder)
@@ -242,7 +242,7 @@ def test_a_wrong_slot_is_reported_and_harms_no_other_request(runner: Runner) -> 
         runner.slots[0][0] = runner.slots[0][1] - 1  # request 1 has a token there
 
     runner.step_unseen([1, 1, 1], lie)
-    assert_reported_two_steps_later(runner.step_unseen, "a slot that was given for a new token is not the one")
+    assert_reported_two_steps_later(runner.step_unseen, "a slot given for a new token differs")
     # The step's write to a slot of request 1 was dropped. Request 0 has a hole in the place of its token.
     given, outs = runner.step_unseen([1, 1, 1])
     runner.compare_request(1, [1, 1, 1], given, outs)
@@ -277,7 +277,7 @@ def test_a_window_whose_page_was_evicted_too_early_is_reported(device: torch.dev
     runner = started(Runner([WINDOW], device=device, provider=provider))
     runner.evict(1, 0, 2)  # of 41 tokens, 32 are freed; the window still sees from 22 on
     runner.step_unseen([1, 1, 1])
-    assert_reported_two_steps_later(runner.step_unseen, "the first key that a new token sees lay in a page")
+    assert_reported_two_steps_later(runner.step_unseen, "the first key that a new token sees was in a page")
 
 
 @pytest.mark.fast(interpreted=0)

@@ -271,5 +271,5 @@ def test_a_key_that_a_token_does_not_see_is_told(device: torch.device, provider:
     out = torch.empty(2, HEADS, V_DIM, device=device)
     step = part.group.begin(part.common(2, 1))
     part.group.attend_chosen("layer", step, part.layer.kv_cache, chosen.to(device), q, out)
-    with pytest.raises(DeviceFault, match="units that a token was given"):
+    with pytest.raises(DeviceFault, match="the selected units of a token"):
         part.group.attention.check_device()

@@ -132,7 +132,7 @@ def test_latent_rows_in_eight_bits_are_refused_on_a_cpu(kind: str, ours: dict[st
 
 
 @pytest.mark.parametrize(
-    ("width", "found"), [(None, "no buffer of chosen keys"), (TOP + 8, f"{TOP + 8} keys chosen for a token")]
+    ("width", "found"), [(None, "no buffer of selected keys"), (TOP + 8, f"{TOP + 8} keys selected per token")]
 )
 def test_choices_of_another_width_than_the_models_are_refused(
     width: int | None, found: str, ours: dict[str, Any]

@@ -32,7 +32,7 @@ def test_it_gives_what_float64_gives(name: str, num_programs: int) -> None:
     arch = arch_here()
     case = served_cases(arch).get(name)
     if case is None:
-        pytest.skip(f"{arch} has no tiles for {name} rows")
+        pytest.skip(f"{arch} has no faster tiles for {name} rows")
     tensors = build(case, GPU)
     launch_cdna(arch, tensors, cdna_cut(arch, case, num_programs))
     assert_decoded(tensors)

@@ -279,7 +279,7 @@ def test_a_table_of_frequencies_turns_each_pair_by_its_angle() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: RopeTable(torch.zeros(4, 7)), r"cos_sin has shape \[4, 7\].*an even number of them"),
+        (lambda: RopeTable(torch.zeros(4, 7)), r"cos_sin has shape \[4, 7\].*an even number of elements"),
         (lambda: RopeTable(torch.zeros(4, 16)[:, :8]), r"strides \[16, 1\]; it must be contiguous"),
         (lambda: RopeTable(torch.zeros(4, 8, dtype=torch.float64)), "cos_sin is torch.float64; it must be one of"),
         (lambda: RopeTable.of_frequencies(torch.zeros(4).double(), 3), "inv_freq is torch.float64"),

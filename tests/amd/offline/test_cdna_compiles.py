@@ -19,7 +19,7 @@ from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.hot_loop import hot_loop
 
 pytestmark = pytest.mark.skipif(
-    Release.of(triton_version()) not in TRITONS, reason=f"it runs with Triton {' or '.join(map(str, TRITONS))}"
+    Release.of(triton_version()) not in TRITONS, reason=f"it needs Triton {' or '.join(map(str, TRITONS))}"
 )
 
 CASE = Case([300, 200], [1, 1], heads=(8, 2), dtype=torch.bfloat16)

@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.oldest_triton,
     pytest.mark.skipif(
         Release.of(triton_version()) not in TRITONS,
-        reason=f"it runs with Triton {' or '.join(map(str, TRITONS))}, which the stages oldest and oldest-long have",
+        reason=f"it needs Triton {' or '.join(map(str, TRITONS))}, which the stages oldest and oldest-long have",
     ),
 ]
 

@@ -253,7 +253,7 @@ def test_progress_counts_every_step_that_is_run() -> None:
 
 
 def test_kernels_that_compile_on_their_gpu_are_not_prewarmed_elsewhere() -> None:
-    with pytest.raises(BadSetting, match="AITER compiles its kernels on the GPU that runs them; prewarm"):
+    with pytest.raises(BadSetting, match="AITER compiles its kernels on the GPU that runs them; run prewarm"):
         prewarm([PROBLEM], known_target(ARCH), replace(SIZES, provider="aiter"), device=torch.device("cpu"))
 
 

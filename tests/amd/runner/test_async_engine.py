@@ -53,7 +53,7 @@ def test_streams_and_completions_are_what_the_engine_generates(loaded: LoadedMod
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("changes", [{}, {"num_pages": 18}], ids=["", "few pages"])
+@pytest.mark.parametrize("changes", [{}, {"num_pages": 18}], ids=["", "few free pages"])
 def test_fifty_tasks_some_of_which_leave_get_what_the_engine_generates(
     changes: dict[str, Any], seed: int, loaded: LoadedModel
 ) -> None:
@@ -450,7 +450,7 @@ def test_it_is_used_in_one_loop_and_started_once(loaded: LoadedModel) -> None:
         with pytest.raises(EngineEnded, match="it was not started"):
             await front.stop()
         async with front:
-            with pytest.raises(WrongState, match="started once"):
+            with pytest.raises(WrongState, match="started only once"):
                 await front.__aenter__()
 
             def elsewhere() -> None:

@@ -108,9 +108,7 @@ DEEP = {
 @pytest.mark.parametrize("source", [*LONG.values(), *LARGE.values(), *DEEP.values()], ids=[*LONG, *LARGE, *DEEP])
 def test_a_template_that_runs_or_grows_on_is_refused(source: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(
-        BadModel, match=r"the model's chat template fails .*; pass the prompt as it stands instead"
-    ) as bad:
+    with pytest.raises(BadModel, match=r"the model's chat template fails .*; pass the prompt unchanged instead") as bad:
         ChatTemplate(source).render([{"role": "user", "content": "hi"}])
     assert len(str(bad.value)) < 450
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
@@ -126,7 +124,7 @@ def test_a_refusal_is_cut_short() -> None:
     with pytest.raises(BadRequest, match="refuses the messages: aaa") as refusal:
         ChatTemplate("{{ raise_exception('a' * 1000000) }}").render([])
     assert len(str(refusal.value)) < 400
-    with pytest.raises(BadRequest, match="it does not say why"):
+    with pytest.raises(BadRequest, match="it gives no reason"):
         ChatTemplate("{{ raise_exception([1]) }}").render([])
 
 

@@ -148,7 +148,7 @@ def test_a_constraint_that_many_ask_for_counts_once(held_up: HeldUp, monkeypatch
         async with AsyncEngine(served) as front:
             waiting = [front.stream(CONSTRAINED[2]) for _ in range(4)]
             await asyncio.to_thread(held_up.begun.acquire)
-            with pytest.raises(FitsLater, match="constraints are compiled or wait for it"):
+            with pytest.raises(FitsLater, match="constraints are being compiled or wait for it"):
                 await front.complete(CONSTRAINED[0])
             held_up.may_end.set()
             return [(await each.completion()).text for each in waiting]
@@ -224,5 +224,5 @@ def test_what_is_compiled_is_kept_and_what_fails_is_not(monkeypatch: pytest.Monk
 def test_a_library_that_finds_no_first_token_refuses_the_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library does this with {"$ref": "#"}, which require_ends refuses before."""
     monkeypatch.setattr("rocm_serve.text.constraint.require_ends", lambda schema: None)
-    with pytest.raises(BadRequest, match="cannot be used: no text begins as it wants"):
+    with pytest.raises(BadRequest, match="cannot be used: no text can begin with it"):
         Engine(character_model(), BASE).submit(Request(PROMPT, 5, constraint=Constraint.json_schema({"$ref": "#"})))

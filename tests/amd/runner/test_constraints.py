@@ -148,7 +148,7 @@ def test_a_schema_that_may_end_is_not_refused(loaded: LoadedModel, schema: dict[
         (lambda: Constraint.json_schema({"a": {1, 2}}), "cannot be written as JSON"),
         (lambda: Constraint.regex("a" * 65_537), "has 65537 characters; at most 65536"),
         (lambda: Constraint.regex(""), "the constraint is empty"),
-        (lambda: Constraint.choice([]), "a choice needs texts"),
+        (lambda: Constraint.choice([]), "a choice needs at least one text"),
         *((partial(Constraint.json_schema, schema), f"has no end at '{place}'") for schema, place in ENDLESS),
         (lambda: Constraint.json_schema({"multipleOf": 999_983}), "least common multiple 999983 in units of 1/1; at"),
         (
@@ -188,7 +188,7 @@ def test_a_constraint_that_the_library_gives_up_on_fails_its_request_alone(
         Engine(loaded, BASE).generate([PLAIN, CONSTRAINED[0]])
     plain, schema = failed.value.completions
     assert plain == alone[0]
-    assert schema.error.startswith("the constraint cannot be followed any further: ")
+    assert schema.error.startswith("the constraint cannot be applied any further: ")
     assert len(schema.token_ids) == 3
 
 
@@ -197,13 +197,13 @@ def test_what_a_constraint_needs_is_said(loaded: LoadedModel, monkeypatch: pytes
     with pytest.raises(BadRequest, match="a constraint and the model came without a tokenizer"):
         Engine(tiny_model(), BASE).submit(request)
     endless = Engine(replace(loaded, config=replace(loaded.config, eos_token_ids=())), BASE)
-    with pytest.raises(BadRequest, match="no token that ends a text, which a constraint needs; name one in stop_token"):
+    with pytest.raises(BadRequest, match="no token that ends a text, which a constraint needs; give one in stop_token"):
         endless.submit(request)
     done = endless.generate([replace(CONSTRAINED[2], stop_token_ids=(END,))])[0]
     assert (done.text in ("yes", "no"), done.finish_reason) == (True, "stop")
     with pytest.raises(BadRequest, match="this model's tokenizer cannot be used with a constraint"):
         Engine(tiny_model(tokenizer=word_tokenizer(), eos_token_ids=(5,)), BASE).submit(request)
-    with pytest.raises(BadRequest, match="ignore_eos is set and a constraint says where the text ends"):
+    with pytest.raises(BadRequest, match="ignore_eos is set together with a constraint"):
         replace(request, ignore_eos=True)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(

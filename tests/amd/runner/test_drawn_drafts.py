@@ -146,7 +146,7 @@ def test_probabilities_are_those_of_plain_sampling() -> None:
 
 @pytest.mark.parametrize("speculative", ["ngram", "off"])
 def test_drafts_that_are_not_drawn_are_refused(speculative: str) -> None:
-    with pytest.raises(BadSetting, match="drafts are drawn by a small model or an EAGLE head: take draft:MODEL"):
+    with pytest.raises(BadSetting, match="it needs a small model or an EAGLE head"):
         replace(MANY, speculative=speculative)
 
 

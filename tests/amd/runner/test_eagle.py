@@ -299,7 +299,7 @@ def test_a_head_of_eagle_3_of_another_model_is_refused(loaded: LoadedModel, tmp_
             load_head3(str(tmp_path), loaded)
 
     refused("made for rows of 24 and 99 tokens, and the model has rows of 24 and 64", {"vocab_size": 99}, tensors)
-    refused("a head of EAGLE-3 has one layer", {"num_hidden_layers": 2}, tensors)
+    refused("an EAGLE-3 head must have one layer", {"num_hidden_layers": 2}, tensors)
     named = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 7, 1]}}
     refused(r"eagle_aux_hidden_state_layer_ids is \[0, 7, 1\]; it must be 3 of the model's 2 layers", named, tensors)
     refused(

@@ -93,7 +93,7 @@ def all_pages_are_free(engine: Engine) -> bool:
     [((3, 4, NAN_TOKEN), "the largest logit .* is nan"), ((3, NAN_TOKEN, 4), r"step \d+: K or V .* was infinite")],
     ids=["logits", "K and V"],
 )
-@pytest.mark.parametrize("num_pages", [None, 17], ids=["", "few pages"])
+@pytest.mark.parametrize("num_pages", [None, 17], ids=["", "few free pages"])
 def test_a_request_of_numbers_that_are_none_fails_alone(
     num_pages: int | None,
     prompt: tuple[int, ...],

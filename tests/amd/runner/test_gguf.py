@@ -184,7 +184,7 @@ def _reader(data: bytes, path: Path) -> gguf.GGUFReader:
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model 't5' is not known"),
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre 'tekken' is not known"),
         ({"tokenizer.ggml.merges": ["t1"]}, "'t1' in tokenizer.ggml.merges is not two tokens"),
-        ({"tokenizer.ggml.merges": ["t 999"]}, "has no place in the vocabulary"),
+        ({"tokenizer.ggml.merges": ["t 999"]}, "is not in the vocabulary"),
         (
             {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 2**40},
             "bos_token_id is 1099511627776; it must be at most",

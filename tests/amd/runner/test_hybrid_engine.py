@@ -127,7 +127,7 @@ def test_a_pool_that_holds_no_window_and_chunk_is_refused(loaded: LoadedModel) -
 @pytest.mark.parametrize("max_kv_len", [10, 64])
 def test_pages_for_windows_that_no_sequence_outgrows_are_refused(max_kv_len: int, loaded: LoadedModel) -> None:
     without = tiny_model() if max_kv_len == 64 else loaded
-    with pytest.raises(BadSetting, match=f"no layer .* has a window that sequences of up to {max_kv_len} tokens out"):
+    with pytest.raises(BadSetting, match=f"no layer .* has a window shorter than max_kv_len, {max_kv_len}"):
         Engine(without, replace(BASE, swa_pages=9, max_kv_len=max_kv_len))
     assert Engine(without, replace(BASE, swa_pages=0, max_kv_len=max_kv_len)).report().swa_pages == 0
 
@@ -154,7 +154,7 @@ def test_windows_take_what_they_need_and_leave_the_rest_to_the_full_space() -> N
     assert pool_pages(problems(-1), max_kv_len=400, kv_bytes=1 << 30, **sizes) == PoolPages(401, 0)
     # Nothing lies in the full space, so its pages cost nothing.
     assert pool_pages(problems(15), max_kv_len=400, kv_bytes=30 * per_page, **sizes) == PoolPages(401, needed)
-    with pytest.raises(CapacityExceeded, match="and 2 are needed; raise kv_bytes"):
+    with pytest.raises(CapacityExceeded, match="at least 2 are needed; raise kv_bytes"):
         pool_pages(layers, max_kv_len=400, kv_bytes=5 * per_page, **sizes)
 
 

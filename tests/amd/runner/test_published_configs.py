@@ -483,8 +483,8 @@ def test_gemma_4_has_larger_heads_without_a_window_and_reads_kv_of_earlier_layer
 @pytest.mark.parametrize(
     ("changes", "error", "sentence"),
     [
-        ({"use_bidirectional_attention": "all"}, Unsupported, "only causal attention of text"),
-        ({"vocab_size_per_layer_input": 100}, BadModel, "every token needs inputs of its own"),
+        ({"use_bidirectional_attention": "all"}, Unsupported, "only causal attention over text"),
+        ({"vocab_size_per_layer_input": 100}, BadModel, "both must be equal"),
         ({"hidden_size_per_layer_input": -1}, BadModel, "hidden_size_per_layer_input is -1"),
         ({"num_kv_shared_layers": 35}, BadModel, "num_kv_shared_layers is 35 of num_hidden_layers 35"),
         ({"num_key_value_heads": 3}, BadModel, "not a multiple of the 3 KV heads of layer 0"),

@@ -311,7 +311,7 @@ BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "deterministic": lambda rank: served(rank, deterministic=True),
     "ahead": lambda rank: served(rank, graphs=True, steps_ahead=1),
     "one at a time": one_at_a_time,
-    "few pages": on_few_pages,
+    "few free pages": on_few_pages,
     "second turns": lambda rank: second_turns(engine(num_pages=19)),
     "short memory": memory_of_one_rank_is_short,
     "failed graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, FailsAfterwards),
@@ -374,7 +374,7 @@ def test_what_a_prompt_gives_deterministically_does_not_depend_on_those_beside_i
 
 def test_preemption_is_the_same_on_all_ranks_and_changes_no_token(found: Found) -> None:
     one_rank = shown(Engine(tiny_model(), BASE).generate(LONG))
-    assert same_on_all(found["few pages"]) == [*one_rank, "preempted True"]
+    assert same_on_all(found["few free pages"]) == [*one_rank, "preempted True"]
 
 
 def test_ranks_find_the_same_prefixes_admit_in_the_same_order_and_abort_together(found: Found) -> None:
@@ -426,7 +426,7 @@ def test_a_fault_of_one_rank_is_raised_by_all_between_the_same_two_steps(found: 
 
 @pytest.mark.parametrize(
     ("name", "faults"),
-    [("nan, rounds", []), ("error word, rounds", ["lay outside of 0 <= q_len <= kv_len <= its bound"])],
+    [("nan, rounds", []), ("error word, rounds", ["was outside of 0 <= q_len <= kv_len <= its bound"])],
 )
 def test_a_fault_in_a_round_of_one_rank_is_raised_by_all_when_the_series_ends(
     name: str, faults: list[str], found: Found

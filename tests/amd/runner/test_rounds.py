@@ -107,7 +107,7 @@ KINDS = {
     "windows": Kind(**WINDOWS),
     "deterministic": Kind({"deterministic": True}, draws=True),
     "head": Kind({"speculative": "eagle:seeded"}, draws=True, guesses=False),
-    "head of EAGLE-3": Kind({"speculative": "eagle:seeded3"}, guesses=False),
+    "EAGLE-3 head": Kind({"speculative": "eagle:seeded3"}, guesses=False),
     "drafted, deterministic": Kind({"speculative": "draft:it", "deterministic": True}),
     "asking": Kind(draws=True, asks={"top_k": 6, "min_p": 0.02, "logit_bias": ((3, -4.0), (9, 2.0))}),
     "trees that ask": Kind(
@@ -127,7 +127,7 @@ AT_NIGHT = {
     "windows",
     "deterministic",
     "head",
-    "head of EAGLE-3",
+    "EAGLE-3 head",
     "drafted, deterministic",
     "asking",
     "trees",
@@ -428,7 +428,7 @@ def test_a_length_beyond_its_limit_ends_the_requests_with_a_fault(kind: Kind) ->
     while rounds._series is None or rounds._series.num_unread < 2:
         engine.step()
     rounds._series.limit_on_device.fill_(1)  # as if another write had overwritten it
-    with pytest.raises(DeviceFault, match="lay outside of 0 <= q_len <= kv_len <= its bound"):
+    with pytest.raises(DeviceFault, match="was outside of 0 <= q_len <= kv_len <= its bound"):
         for _ in steps(engine):
             pass
     for _ in steps(engine):
@@ -485,7 +485,7 @@ def test_a_row_that_nothing_can_be_picked_from_fails_its_request_alone(kind: Kin
 @kinds("greedy")
 def test_only_the_step_that_was_staged_last_may_run_again(kind: Kind) -> None:
     engine = kind.engine()
-    with pytest.raises(WrongState, match="no whole step was staged last that could run again"):
+    with pytest.raises(WrongState, match="no whole step that can run again was staged last"):
         engine.runtime.stage(StepBatch([], [], [], NO_TOKEN_IDS), AGAIN)
     assert not engine._runner.may_run_again
 

@@ -84,7 +84,7 @@ def test_tensors_that_do_not_fit_the_config_are_named(
 def test_a_weight_too_large_for_the_dtype_is_refused(model_dir: Path) -> None:
     rewrite(model_dir, lambda tensors: tensors[K_PROJ].fill_(1e5))
     load(model_dir)
-    with pytest.raises(BadModel, match="dtype too narrow"):
+    with pytest.raises(BadModel, match="too small a range"):
         load(model_dir, torch.float16)
 
 
@@ -128,7 +128,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         ('{"weight_map": {"a": "a\\u0000b"}}', "which is not in "),
         ('{"weight_map": {"a": ""}}', "which is not in "),
         ('{"weight_map": {"a": "../m/model.safetensors"}}', "names '../m/model.safetensors', which is outside of"),
-        ('{"weight_map": {"a": "b/../../model.safetensors"}}', "which is outside of its folder; only files in it are"),
+        ('{"weight_map": {"a": "b/../../model.safetensors"}}', "which is outside of its folder; only files in"),
         ('{"weight_map": {"a": "/model.safetensors"}}', "names '/model.safetensors', which is outside of"),
     ],
     ids=lambda text: text[:40],

@@ -76,7 +76,7 @@ def test_a_row_that_is_not_finite_is_no_token_and_the_others_are(sampling: Sampl
     assert [isinstance(pick, BadLogits) for pick in picks] == [True, False, True, True, True, False, True]
     assert (picks[1], picks[5]) == (0, 2)
     for row, best in ((0, "nan"), (3, "inf"), (4, "-inf")):
-        assert str(picks[row]).startswith(f"the largest logit of the next token is {best}, so no token can be picked")
+        assert str(picks[row]).startswith(f"the largest logit of the next token is {best}, so no token can be sampled")
 
 
 def test_a_row_of_zeros_is_no_token_and_a_row_whose_best_is_zero_is_one() -> None:

@@ -77,8 +77,8 @@ def test_what_a_sampled_check_finds_is_logged_and_in_the_report(
     assert tokens_of(checked.generate(some_requests())) == tokens_of(plain), "a finding does not stop serving"
     metrics = checked.report().metrics
     assert metrics.attention_differs == metrics.samples > 0
-    assert "differs from the oracle" in metrics.finding
-    assert f"{metrics.attention_differs} DIFFER FROM THE ORACLE" in str(metrics)
+    assert "differs from the reference" in metrics.finding
+    assert f"{metrics.attention_differs} DIFFER FROM THE REFERENCE" in str(metrics)
     assert len(caplog.messages) == metrics.attention_differs
     assert all(message.startswith("sampled check: layer") for message in caplog.messages)
 
@@ -175,7 +175,7 @@ def test_a_step_whose_tokens_never_come_is_named(
 
     def reports(watchdog: Watchdog, what: str) -> None:
         report(watchdog, what)
-        if what.startswith("a step that was launched"):
+        if what.startswith("a launched step"):
             spoken.set()
 
     def waits(picks: PickedTokens) -> list[int | BadLogits]:

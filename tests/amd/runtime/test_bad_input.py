@@ -123,7 +123,7 @@ def test_the_layers_of_an_earlier_step_are_refused(world: World) -> None:
     rows = torch.zeros(len(earlier.token_ids), 2, 16, device=world.runtime.device)
     world.runtime.end_step()
     world.runtime.step(world.batch(world.requests, [3, 2]))
-    with pytest.raises(WrongState, match="the step of these layers is over; call the layers of the step that runs"):
+    with pytest.raises(WrongState, match="the step of these layers has ended"):
         earlier.layers.store(0, rows, rows)
     world.runtime.end_step()
 
@@ -135,7 +135,7 @@ def test_the_layers_of_an_earlier_step_of_the_same_plan_are_refused(world: World
     rows = torch.zeros(len(earlier.token_ids), 2, 16, device=world.runtime.device)
     world.runtime.end_step()
     world.runtime.step(world.batch(world.requests[:1], [1]), plan)
-    with pytest.raises(WrongState, match="the step of these layers is over"):
+    with pytest.raises(WrongState, match="the step of these layers has ended"):
         earlier.layers.store(0, rows, rows)
     world.runtime.end_step()
 

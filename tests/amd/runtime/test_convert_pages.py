@@ -127,9 +127,9 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(device: torc
     halves = torch.zeros(3, 4, 2, 64, dtype=torch.float16, device=device)
     one, page = ids(1, device=device), ids(2, device=device)
     refused = [
-        ((source, by_head, page, one), "differ in the encoding alone"),
+        ((source, by_head, page, one), "differ only in the encoding"),
         ((LayerPages.plain(halves, halves), target, page, one), "both must be in eight bits"),
-        ((source, target, page, ids(0, device=device)), "name page 0"),
+        ((source, target, page, ids(0, device=device)), "names page 0"),
         ((source, target, ids(1, 2, device=device), ids(1, 1, device=device)), "or a page twice"),
         ((source, target, page, ids(3, device=device)), "target_pages are from 3 to 3; there are 3 pages"),
         ((source, target, page, ids(1, 2, device=device)), "1 pages cannot become 2"),

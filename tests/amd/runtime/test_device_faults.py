@@ -65,9 +65,9 @@ def decoding(provider: str, device: torch.device, *, graphs: bool) -> tuple[Serv
     ("word", "what"),
     [
         (TOKEN_WITHOUT_PAGE, "a new token had no page of its own"),
-        (WINDOW_WITHOUT_PAGE, "lay in a page that its row does not hold any more"),
-        (LENGTH_BEYOND_BOUND, "a length on the device lay outside"),
-        (TOKEN_WITHOUT_PAGE | LENGTH_BEYOND_BOUND, "dropped; .* a length on the device lay outside"),
+        (WINDOW_WITHOUT_PAGE, "was in a page that its row no longer holds"),
+        (LENGTH_BEYOND_BOUND, "a length on the device was outside"),
+        (TOKEN_WITHOUT_PAGE | LENGTH_BEYOND_BOUND, "dropped; .* a length on the device was outside"),
         (1 << 20, "the error word is 0x100000"),
     ],
 )
@@ -169,7 +169,9 @@ def test_counts_that_somebody_overwrote_are_told(provider: str, device: torch.de
     assert counts is not None
     counts.fill_(0x7F7F7F7F)
     ((_, message),) = steps_until_told(serving, requests)
-    assert message.startswith(f"the device took step {number} for step {0x7F7F7F7F}; look for what wrote to the step's")
+    assert message.startswith(
+        f"the device took step {number} for step {0x7F7F7F7F}; look for code that wrote to the step's"
+    )
 
 
 @each_provider
@@ -214,7 +216,7 @@ def test_a_step_that_is_missing_at_the_end_is_told(provider: str, device: torch.
     counts, number = serving.runtime.gate._publisher._lines[0].counts, serving.runtime.faults.step_number
     assert counts is not None
     counts[2] = number - 1
-    with pytest.raises(DeviceFault, match=f"counts of step {number - 1} where step {number} was published last"):
+    with pytest.raises(DeviceFault, match=f"counts of step {number - 1} and step {number} was published last"):
         serving.runtime.check_device()
     serving.runtime.check_device()
 

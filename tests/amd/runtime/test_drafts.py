@@ -144,12 +144,12 @@ def test_what_is_no_round_is_refused(provider: str, device: torch.device) -> Non
     with pytest.raises(BadBatch, match="drafts have masks of their own"):
         StepBatch(row, [7], [2], NO_TOKEN_IDS, mask=mask, drafts=drafts)
     lengths = torch.tensor([2], dtype=torch.int32, device=runtime.device)
-    with pytest.raises(BadBatch, match="leave q_len out"):
+    with pytest.raises(BadBatch, match="leave it out"):
         draft_batch(row, [5], drafts, NO_TOKEN_IDS, inputs=DeviceInputs(q_len=lengths))
     with pytest.raises(BadTensor, match="leave ahead out"):
         DeviceInputs(q_len=lengths, ahead=2)
     batch = draft_batch(row, [5], drafts, NO_TOKEN_IDS)
-    with pytest.raises(BadBatch, match="give StepRunner a forward of rounds: draft="):
+    with pytest.raises(BadBatch, match="build it with draft="):
         StepRunner(runtime, lambda step: step.kv_len, None).run(batch)
     with pytest.raises(BadBatch, match="row"):
         runtime.step(draft_batch(row, [20], drafts, NO_TOKEN_IDS))
@@ -201,7 +201,7 @@ def test_a_round_stays_within_what_was_reserved_for_it(provider: str, device: to
     assert all(step.counts.data_ptr() == tensors[0].counts.data_ptr() for step in tensors)
     assert steps.parts[0].parents[:1].tolist() == [[-1, -1, 0, 1, 2, 3]]
     runtime.end_step()
-    with pytest.raises(DeviceFault, match="a length on the device lay outside"):
+    with pytest.raises(DeviceFault, match="a length on the device was outside"):
         runtime.check_device()
     world.step([one, other], [1, 1])
 

@@ -131,7 +131,7 @@ def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
         assert all(bool(side[0, :2].isfinite().all()) for side in stored)
         assert float(stored[0][0, 0, 0, 3]) == 0.0
         assert world.page_zero_is_zero()
-        with pytest.raises(RuntimeError, match="infinite or no number"):
+        with pytest.raises(RuntimeError, match="infinite or NaN"):
             world.runtime.check_device()
 
 
@@ -174,7 +174,7 @@ def test_factors_that_no_code_can_be_divided_by_are_refused_and_change_nothing(d
         runtime.set_kv_scales(1, KVScales(1.0, 1.0))
     latent = replace(problem, num_kv_heads=1, v_head_dim=8, pool=PoolKind.LATENT, kv_scales=Scales.LAYER)
     runtime = Serving(device, graphs=False, provider="torch", problem=latent).runtime
-    with pytest.raises(BadTensor, match="its V is a part of its K, so give both the same"):
+    with pytest.raises(BadTensor, match="its V is a part of its K, so give the same for both"):
         runtime.set_kv_scales(0, KVScales(2.0**-5, 2.0**-11))
     runtime.set_kv_scales(0, KVScales(2.0**-5, 2.0**-5))
     of_tokens = replace(problem, kv_scales=Scales.TOKEN)
@@ -208,7 +208,7 @@ def test_a_kernel_that_does_not_read_an_encoding_is_refused_with_the_reason() ->
 
 def test_eight_bits_have_a_factor_and_others_have_none() -> None:
     for encoding, scales in ((KVEncoding.E4M3FN, Scales.NONE), (KVEncoding.LIKE_Q, Scales.TOKEN)):
-        with pytest.raises(BadProblem, match="eight-bit ones have a factor"):
+        with pytest.raises(BadProblem, match="eight-bit encodings need LAYER"):
             small_problem(kv_encoding=encoding, kv_scales=scales)
     form = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN).page_format
     assert (form.encoding, form.page_bytes) == (Encoding.E4M3FN, 4 * 2 * (2 * 16 + 2 * 4))

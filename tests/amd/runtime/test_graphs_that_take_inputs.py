@@ -308,7 +308,7 @@ def test_the_device_is_not_asked_while_inputs_wait_for_their_graph(ask: str, ran
     served = Going(told)
 
     def then() -> None:
-        with pytest.raises(WrongState, match="the device cannot be asked, because a step was staged"):
+        with pytest.raises(WrongState, match="cannot be read while a staged step waits"):
             getattr(served.runtime.faults, ask)()
 
     told.then = then
@@ -497,7 +497,7 @@ def test_ranks_that_agree_and_unusual_steps_are_right(ran: list[bool]) -> None:
     served.kv_len = batch.kv_len
     tree = TreeMask(torch.full((NUM_SEQS, 1), -1, dtype=torch.int32))
     masked = StepBatch(served.rows, served.batch().kv_len, ones, NO_TOKEN_IDS, mask=tree)
-    with pytest.raises(BadBatch, match="no layer looks at it"):
+    with pytest.raises(BadBatch, match="no layer uses one"):
         run(masked)
     # No graph has that many tokens of a sequence.
     chunk = StepBatch(served.rows, served.kv_len + 2, 2 * ones, NO_TOKEN_IDS)

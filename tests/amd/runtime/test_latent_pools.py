@@ -229,12 +229,12 @@ def test_what_cannot_be_expanded_is_refused(device: torch.device) -> None:
     runtime.step(StepBatch([row], [3], [3], NO_TOKEN_IDS))
     with pytest.raises(BadTensor, match=r"q has shape \[2, 5, 24\].*the step's 3 tokens"):
         prefill.attend(torch.zeros(2, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
-    with pytest.raises(BadTensor, match=r"expand gave keys of shape \[3, 40\].*must be \[3, 5, 24\]"):
+    with pytest.raises(BadTensor, match=r"expand returned keys of shape \[3, 40\].*must be \[3, 5, 24\]"):
         prefill.attend(torch.zeros(3, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
     runtime.end_step()
     lengths = DeviceInputs(kv_len=torch.tensor([3], dtype=torch.int32))
     runtime.step(StepBatch([row], [3], [3], NO_TOKEN_IDS, inputs=lengths))
-    with pytest.raises(BadBatch, match="expanded attention takes a step whose lengths the host knows"):
+    with pytest.raises(BadBatch, match="expanded attention needs the lengths on the host"):
         prefill.attend(torch.zeros(3, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
     runtime.end_step()
 

@@ -62,7 +62,7 @@ def test_a_step_wants_the_sinks_of_every_layer(device: torch.device) -> None:
 BAD_WEIGHTS = {
     "none": (HeadWeights(), "layer 0 has sinks and none were given"),
     "of another layer": (HeadWeights(torch.zeros(6), torch.zeros(6)), "alibi_slopes were given to layer 0, whose"),
-    "too many": (HeadWeights(torch.zeros(7)), r"sinks has shape \[7\]; the layer needs \[6\], one a query head"),
+    "too many": (HeadWeights(torch.zeros(7)), r"sinks has shape \[7\]; the layer needs \[6\], one per query head"),
     "one for each row": (HeadWeights(torch.zeros(6, 1)), r"sinks has shape \[6, 1\]"),
     "whole numbers": (HeadWeights(torch.zeros(6, dtype=torch.int32)), "sinks is torch.int32; it must be floating poin"),
 }
@@ -144,7 +144,7 @@ def test_a_kernel_without_a_feature_is_refused_by_name() -> None:
         "it has no logits soft cap (3)",
         "it has no attention sinks",
         "it has no ALiBi slopes",
-        "it is causal, and this layer is not",
+        "it is causal only",
     )
     assert limits.refusals(small_problem(window_left=3), known_target("gfx942")) == (
         "it has no sliding window (window_left 3)",

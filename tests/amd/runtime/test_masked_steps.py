@@ -263,7 +263,7 @@ def test_a_mask_that_no_layer_looks_at_is_refused(device: torch.device) -> None:
     world = World.build([small_problem()], device, "torch")
     batch = world.batch([world.admit()], [3])
     mask = StepMask(ones(2, device), kv_positions(batch.kv_len, batch.q_len, device))
-    with pytest.raises(BadBatch, match="no layer looks at it; build the runtime of problems with custom_mask"):
+    with pytest.raises(BadBatch, match="no layer uses one; build the runtime of problems with custom_mask"):
         world.runtime.step(replace(batch, mask=mask))
     world.step(world.requests, [2])
 
@@ -273,7 +273,7 @@ def test_bits_of_a_mask_are_not_split(device: torch.device) -> None:
     batch = world.batch(requests, [1, 2, 3])
     mask = StepMask(ones(9, device), kv_positions(batch.kv_len, batch.q_len, device))
     batch = replace(batch, mask=mask)
-    with pytest.raises(BadBatch, match="a step with bits of a mask cannot be split"):
+    with pytest.raises(BadBatch, match="a step with a packed mask cannot be split"):
         world.runtime.step(batch, world.runtime.plan(batch, halves=2))
 
 

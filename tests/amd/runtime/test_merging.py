@@ -79,7 +79,7 @@ OUT, LSE = torch.zeros(3, 2, 8), torch.zeros(3, 2)
 BAD_SIDES = {
     "another shape": (
         (torch.zeros(3, 2, 4), LSE),
-        r"out of side 1 has shape \[3, 2, 4\] and that of side 0 \[3, 2, 8\]",
+        r"out of side 1 has shape \[3, 2, 4\] and side 0 \[3, 2, 8\]",
     ),
     "integers": ((torch.zeros(3, 2, 8).int(), LSE), "out of side 1 is torch.int32 with stride 1"),
     "gaps": ((torch.zeros(3, 2, 16)[..., ::2], LSE), "with stride 2 in its last dimension; it must be floating point"),

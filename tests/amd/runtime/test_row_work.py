@@ -61,7 +61,7 @@ def test_a_token_beyond_the_table_is_reported_and_harms_no_other_request(provide
     serving.work = short
     serving.runner.run(serving.world.batch([long], [1]))
     serving.work = QkvWork(table, *norms_of(short))
-    with pytest.raises(DeviceFault, match="infinite or no number"):
+    with pytest.raises(DeviceFault, match="infinite or NaN"):
         serving.runtime.check_device()
     serving.step([other], [2])
 
@@ -122,7 +122,7 @@ def norm(dim: int) -> RowNorm:
         (small_problem(), QkvWork(q_norm=norm(17)), "q_norm has 17 weights; rows have 16 elements"),
         (small_problem(), QkvWork(k_norm=norm(8)), "k_norm has 8 weights; rows have 16 elements"),
         (small_problem(), QkvWork(v_norm=norm(24)), "v_norm has 24 weights; rows have 16 elements"),
-        (LATENT, QkvWork(rope(8)), "rope turns the first elements of a latent layer's rows.*at_end=True"),
+        (LATENT, QkvWork(rope(8)), "rope rotates the first elements of a latent layer's rows.*at_end=True"),
         (LATENT, QkvWork(v_norm=norm(64)), "v_norm was given for a latent layer, whose V is part of K"),
         (LATENT, QkvWork(rope(8, at_end=True), norm(64)), "q_norm has 64 weights; rows of q have 72 elements"),
     ],

@@ -213,7 +213,7 @@ def test_rows_that_were_handed_out_again_share_nothing(device: torch.device) -> 
 def test_steps_that_do_not_decode_are_refused(device: torch.device) -> None:
     world, requests = world_of(device)
     batch = world.batch(requests, [2, 1])
-    with pytest.raises(BadBatch, match="prefixes are shared in decode steps alone; leave them out of a step with"):
+    with pytest.raises(BadBatch, match="only decode steps can share prefixes; leave them out of a step with"):
         replace(batch, prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
 
 
@@ -221,7 +221,7 @@ def test_lengths_that_only_the_device_knows_are_refused_and_token_ids_are_not(de
     world, requests = world_of(device)
     batch = replace(world.batch(requests, [1, 1]), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
     lengths = torch.tensor([10, 11], dtype=torch.int32, device=device)
-    with pytest.raises(BadBatch, match="prefixes are shared where the host knows the lengths"):
+    with pytest.raises(BadBatch, match="shared prefixes need the lengths on the host"):
         replace(batch, inputs=DeviceInputs(kv_len=lengths))
     step = world.runtime.step(replace(batch, inputs=DeviceInputs(token_ids=lengths))).parts[0]
     assert step.token_ids.tolist()[:2] == [10, 11]
@@ -247,7 +247,7 @@ def test_a_mask_beside_prefixes_is_refused(device: torch.device) -> None:
     world, requests = world_of(device, small_problem(custom_mask=True))
     batch = replace(world.batch(requests, [1, 1]), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
     mask = random_mask(batch.kv_len, batch.q_len, torch.Generator(device))
-    with pytest.raises(BadBatch, match="a step has a mask or shared prefixes, not both"):
+    with pytest.raises(BadBatch, match="a step cannot have both a mask and shared prefixes"):
         replace(batch, mask=mask)
 
 

@@ -240,7 +240,7 @@ def test_bad_calls_say_what_is_wrong(device: torch.device) -> None:
         (lambda: Indexer(4, 16, TOKENS, KVEncoding.E4M3FN, Scales.HEAD), "index keys have one head"),
         (lambda: layer(indexer(POOLS), page_size=6), "index keys of 4 tokens in pages of 6"),
         (lambda: layer(indexer(replace(PER_HEAD, sets=4))), "4 sets of units for 2 KV heads"),
-        (lambda: replace(layer(indexer(TOKENS)), window_left=3), "causal and has no window"),
+        (lambda: replace(layer(indexer(TOKENS)), window_left=3), "causal and without a window"),
         (lambda: layer(indexer(replace(BLOCKS, first=3))), "forces 3 first and 1 last units and chooses 3"),
     ],
 )
@@ -277,7 +277,7 @@ def test_index_keys_count_in_what_pages_take() -> None:
     parts = {part.name: part for part in plan.parts}
     assert parts["KV pool"].num_bytes == 10 * page_bytes([sparse, pooled])
     assert parts["selection_units"].num_bytes > 0
-    assert "what an indexer chooses" in parts["selection_units"].knob
+    assert "keys chosen by an indexer" in parts["selection_units"].knob
     assert "slot_of_pool_4" in parts
 
 
@@ -338,7 +338,7 @@ def test_a_caller_may_choose_and_is_heard_of_when_it_chooses_wrongly(device: tor
     world.runtime.check_device()
     wrong = decode([1, 4, 900])
     assert wrong.isfinite().all()
-    with pytest.raises(DeviceFault, match="units that a token was given are not each once, in ascending order"):
+    with pytest.raises(DeviceFault, match="the selected units of a token are not in ascending order"):
         world.runtime.check_device()
     decode([4, 1])
     with pytest.raises(DeviceFault, match="in ascending order"):

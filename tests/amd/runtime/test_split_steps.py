@@ -159,7 +159,7 @@ def test_calls_on_the_wrong_half_or_step_are_refused_in_one_sentence(provider: s
         staged.parts[0].layers.attend(0, rows, rows)
     for halves in (1, 2):
         world.runtime.step(batch, world.runtime.plan(batch, halves=halves))
-        with pytest.raises(WrongState, match="the step of these layers is over"):
+        with pytest.raises(WrongState, match="the step of these layers has ended"):
             staged.parts[0].layers.store(0, rows, rows)
         world.runtime.end_step()
     with pytest.raises(CapacityExceeded, match="pad to an even number"):

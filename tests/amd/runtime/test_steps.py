@@ -246,6 +246,6 @@ def test_a_plan_serves_no_batch_that_is_larger_than_it_was_made_for(provider: st
         runtime.stage(world.batch([request], [2]), plan)
     runtime.seals.seal()
     runtime.seals.unseal((1, 2))
-    with pytest.raises(WrongState, match="the plan was made before the sealed addresses were given up"):
+    with pytest.raises(WrongState, match="the plan was made before the sealed addresses were released"):
         runtime.stage(batch, plan)
     world.step([request], [1])

@@ -106,7 +106,7 @@ def test_text_is_told_as_soon_as_it_can_be_no_call() -> None:
 def test_the_form_is_the_one_that_the_template_writes() -> None:
     assert form_of(ChatTemplate(TEMPLATES["hermes"])) == HERMES
     assert form_of(ChatTemplate(TEMPLATES["llama"])) == LLAMA
-    with pytest.raises(BadRequest, match="a form that this server does not read"):
+    with pytest.raises(BadRequest, match="a format that this server does not read"):
         form_of(ChatTemplate(TEMPLATES["other"]))
     require_tools(ChatTemplate(TEMPLATES["other"]))
     described = (
@@ -114,8 +114,8 @@ def test_the_form_is_the_one_that_the_template_writes() -> None:
     )
     require_tools(ChatTemplate(described + TEMPLATES["other"]))  # as Command R wants it
     for template, says in (
-        (TEMPLATES["none"], "takes no tools, so the model would not know of them"),
-        ("{% if tools %}{{ raise_exception('no tools here') }}{% endif %}", r"takes no tools \(.*no tools here"),
+        (TEMPLATES["none"], "ignores tools"),
+        ("{% if tools %}{{ raise_exception('no tools here') }}{% endif %}", r"accepts no tools \(.*no tools here"),
     ):
         with pytest.raises(BadRequest, match=says):
             require_tools(ChatTemplate(template))

@@ -142,7 +142,7 @@ def test_a_server_that_ends_waits_for_no_process_that_begins() -> None:
         return began[0]
 
     checks = constraint_checks.ConstraintChecks(begin)
-    with pytest.raises(BadRequest, match="the server ends, and tries no constraint any more"):
+    with pytest.raises(BadRequest, match="the server is shutting down, and checks no more constraints"):
         asyncio.run(checks.check(Constraint.choice(["a"])))
     assert began[0].has_ended
 
@@ -157,7 +157,9 @@ def test_a_server_that_ends_says_so_to_who_waits_for_a_process(monkeypatch: pyte
         send(sender, line)  # into a broken pipe
 
     monkeypatch.setattr(Trial, "_send", ends_and_sends)
-    with pytest.raises(BadRequest, match="the process that tried it was ended, as when the server ends; send it again"):
+    with pytest.raises(
+        BadRequest, match="the process that checked it was ended, which happens when the server ends; send it again"
+    ):
         asyncio.run(checks.check(Constraint.choice(["a"])))
 
 

@@ -319,7 +319,7 @@ def test_a_request_that_fails_does_so_alone(loaded: LoadedModel) -> None:
         expected = post(server, asked(prompt=[5, 6, 8])).json["choices"]
         reply = post(server, asked(prompt=f"w{NAN_TOKEN}"))
         assert (reply.status, reply.error["code"]) == (500, "request_failed")
-        assert "no token can be picked" in reply.error["message"]
+        assert "no token can be sampled" in reply.error["message"]
         stream = post(server, asked(prompt=[[5, 6, 8], [NAN_TOKEN]], stream=True))
         assert b'"code":"request_failed"' in stream.body
         assert b"[DONE]" not in stream.body

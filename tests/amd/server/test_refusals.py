@@ -71,7 +71,7 @@ def locked() -> Iterator[Running]:
         (
             b'{"model": "tiny", "prompt": "w1", "response_format": '
             b'{"type": "json_schema", "json_schema": {"schema": {"const": "\\ud800"}}}}',
-            "the constraint is no Unicode text",
+            "the constraint is not Unicode text",
         ),
     ],
     ids=[

@@ -198,14 +198,14 @@ def test_calls_and_results_are_written_by_the_models_template(
     [
         ({"tools": [{"type": "function"}]}, "tools", "tools must be a list of at most 128"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters, digits, _ and -"),
-        ({"tools": [WEATHER, WEATHER]}, "tools", "two of the tools have one name"),
+        ({"tools": [WEATHER, WEATHER]}, "tools", "two of the tools have the same name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
          "tools", "parameters of the function a must be a JSON schema of type object"),
         ({"tool_choice": "perhaps"}, "tool_choice", "tool_choice must be none, auto, required"),
         ({"tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice", "not among the tools"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"response_format": {"type": "json_object"}}, "response_format", "leave one of them out"),
-        ({"messages": [*ASKED, {"role": "tool", "content": "rain"}]}, "messages", "a tool's has a tool_call_id"),
+        ({"messages": [*ASKED, {"role": "tool", "content": "rain"}]}, "messages", "needs a tool_call_id"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}]}]}, "messages", "must be"),
         ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [
@@ -213,7 +213,7 @@ def test_calls_and_results_are_written_by_the_models_template(
          "messages", "the arguments of the call of a in the messages must be a JSON object"),
         *(({"messages": [{"role": "assistant", "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "a", "arguments": f'{{"x": {number}}}'}}]}]},
-           "messages", "must be a JSON object, as a text, with finite numbers") for number in ("1e400", "NaN")),
+           "messages", "a JSON object with finite numbers") for number in ("1e400", "NaN")),
     ],
     ids=str,
 )  # fmt: skip
@@ -245,8 +245,8 @@ def test_a_schema_that_cannot_be_used_is_refused_where_it_must_be_followed(
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("none", "the model's chat template takes no tools, so the model would not know of them; leave them out"),
-        ("other", "the model's chat template writes calls in a form that this server does not read"),
+        ("none", "the model's chat template ignores tools"),
+        ("other", "the model's chat template writes calls in a format that this server does not read"),
     ],
 )
 def test_a_model_that_was_not_made_for_tools_gets_none(template: str, says: str) -> None:

@@ -192,7 +192,7 @@ def test_a_sound_deterministic_runtime_gives_the_bits_of_each_request_alone(seed
     assert report.deterministic
     assert report.served_alone > 20
     assert 0 < report.captures < report.replays
-    assert f"deterministic: {report.served_alone} sequences bitwise as alone" in str(report)
+    assert f"deterministic: {report.served_alone} sequences bitwise equal to runs alone" in str(report)
 
 
 @pytest.mark.nightly
@@ -200,7 +200,7 @@ def test_cuts_that_follow_from_the_batch_show_in_bits_alone(monkeypatch: pytest.
     monkeypatch.setattr("rocm_attn.selection.build.guards_from_settings", lambda: Guards().without("cut_points"))
     scenario = Scenario.of_seed(0, LONG_KV_LEN)
     changed = Soak(scenario, seed=0, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
-    with pytest.raises(SoakFailed, match="is not bitwise what the same request gets alone; they differ by up to"):
+    with pytest.raises(SoakFailed, match="differs bitwise from the same request run alone, by up to"):
         changed.run(25)
     monkeypatch.setattr("rocm_lab.soak.soak.ServedAlone", lambda *_, **__: NoAloneCheck())
     unseen = Soak(scenario, seed=0, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)

@@ -301,7 +301,7 @@ def test_what_cannot_be_told_apart_is_refused(device: torch.device) -> None:
         BadProblem, match="index rows of 32 elements, of which 12 units are chosen, do not tell 202 keys"
     ):
         truth([replace(DENSE, indexer=Indexer(4, 32, TOKENS))], device)
-    with pytest.raises(BadProblem, match="chooses nothing but what is forced"):
+    with pytest.raises(BadProblem, match="selects only the forced units"):
         truth(selecting(replace(BLOCKS, top=2)), device)
     with pytest.raises(BadSetting, match="chunk is 0"):
         TruthPlan(chunk=0)

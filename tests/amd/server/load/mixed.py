@@ -152,7 +152,7 @@ class MixedLoad:
         self._server.send(signal.SIGTERM)
         self._may_send.set()  # some send requests while it drains
         code = await asyncio.to_thread(self._server.end)
-        if code != 0 or any("giving up" in line for line in self._server.log):
+        if code != 0 or any("aborting" in line for line in self._server.log):
             self.tally.lost.append(f"the drained server ended with {code}: {self._server.log[-5:]}")
         self.tally.kinds["drains"] += 1
         self._server = await asyncio.to_thread(Served, self._model, *self._flags, port=self.port)

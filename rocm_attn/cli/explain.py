@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -199,13 +199,15 @@ def _shared(kind: LayerKind) -> list[str]:
 
 
 def count_of(layers: tuple[int, ...]) -> str:
-    """The number of layers, and their indices: those at equal distances as a range."""
+    """The number of layers, and their indices, which are shortened to ranges."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
+    numbers = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     steps = {after - layer for layer, after in pairwise(layers)}
-    numbers = ", ".join(map(str, layers))
-    if len(steps) == 1 and (len(layers) > 2 or steps == {1}):
-        every = f", every {steps.pop()} layers" if steps != {1} else ""
-        numbers = f"{layers[0]}-{layers[-1]}{every}"
-    return f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers ({numbers})"
+    if len(layers) > 2 and len(steps) == 1 and steps != {1}:
+        numbers = f"{layers[0]}-{layers[-1]} in steps of {steps.pop()}"
+    return f"{len(layers)} layers ({numbers})"
 
 
 def _geometry(problem: Problem) -> str:

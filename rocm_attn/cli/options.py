@@ -44,25 +44,33 @@ def switch(name: str, help: str) -> Option:
     return option(name, action="store_true", help=help)
 
 
+def number(kind: type[int] | type[float], text: str) -> Any:
+    """Parses a number of a kind. Raises ArgumentTypeError."""
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number") from None
+
+
 def at_least(least: int, text: str) -> int:
-    """Parses a whole number that an int32 holds. Raises ArgumentTypeError, ValueError."""
-    number = int(text)
-    if number < least:
+    """Parses a whole number that an int32 holds. Raises ArgumentTypeError."""
+    parsed: int = number(int, text)
+    if parsed < least:
         raise argparse.ArgumentTypeError(f"{text} is below {least}, the smallest allowed value")
-    if number > _LARGEST:
+    if parsed > _LARGEST:
         raise argparse.ArgumentTypeError(f"{text} is above {_LARGEST}")
-    return number
+    return parsed
 
 
 positive, natural = partial(at_least, 1), partial(at_least, 0)
 
 
 def not_negative(text: str) -> float:
-    """Parses a finite number of at least 0. Raises ArgumentTypeError, ValueError."""
-    number = float(text)
-    if not (number >= 0 and math.isfinite(number)):
+    """Parses a finite number of at least 0. Raises ArgumentTypeError."""
+    parsed: float = number(float, text)
+    if not (parsed >= 0 and math.isfinite(parsed)):
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
-    return number
+    return parsed
 
 
 def sizes(text: str) -> tuple[int, ...]:
@@ -71,7 +79,7 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def drafts(text: str) -> tuple[Drafts, ...]:
-    """Parses rounds of drafts as KxS, branches and steps, separated by commas. Raises ArgumentTypeError, ValueError."""
+    """Parses rounds of drafts as KxS, branches and steps, separated by commas. Raises ArgumentTypeError."""
     rounds = []
     for word in text.split(","):
         branches, x, steps = word.partition("x")
@@ -98,8 +106,8 @@ def _parser_of(text: OptionText) -> Callable[[str], Any]:
     """Returns the function that turns a word of the command line into a value of the option."""
     if text.kind is int:
         # The component that needs a bound above 1 reports it: a pool of one page has no page to give out.
-        number = partial(at_least, min(int(text.least or 0), 1))
-        return lambda word: word if word in text.choices else number(word)
+        count = partial(at_least, min(int(text.least or 0), 1))
+        return lambda word: word if word in text.choices else count(word)
     return not_negative if text.kind is float else text.kind
 
 
@@ -148,22 +156,22 @@ CAPTURE_TOKENS = option(
     metavar="N,N,...",
     help="numbers of tokens of extend and mixed steps to capture (none)",
 )
-SPLIT_STEPS = switch("--split-steps", "also plan steps that run as two halves")
+SPLIT_STEPS = switch("--split-steps", "include steps that run as two halves")
 DRAFTS = option(
     "--drafts",
     type=drafts,
     default=(),
     metavar="KxS,...",
-    help="also plan rounds of drafts with K branches and S steps, as in 8x4 (none)",
+    help="include rounds of drafts with K branches and S steps, as in 8x4 (none)",
 )
 VERIFY_TOKENS = option(
     "--verify-tokens",
     type=positive,
     default=0,
     metavar="TOKENS",
-    help="also plan steps that verify drafts, with up to this many new tokens per sequence: 1 + --draft-tokens (none)",
+    help="include steps that verify drafts, with up to this many new tokens per sequence: 1 + --draft-tokens (none)",
 )
-SHARED_PREFIXES = switch("--shared-prefixes", "also plan decode steps that share prefixes")
+SHARED_PREFIXES = switch("--shared-prefixes", "include decode steps that share prefixes")
 RANKS = option("--tp", type=positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
 AITER_RELEASE = option("--aiter-release", metavar="RELEASE", help="AITER release, for instance 0.1.14 (the image's)")
 ROCM_RELEASE = option("--rocm-release", metavar="RELEASE", help="ROCm release, for instance 7.0 (the image's)")

@@ -43,7 +43,7 @@ examples:
 
 _PREWARM_EXAMPLES = """\
 examples:
-  rocm-attn prewarm ./Llama-3.1-8B-Instruct                       on the GPU that will serve, as the user who will
+  rocm-attn prewarm ./Llama-3.1-8B-Instruct                       on the GPU that will serve, as the serving user
   rocm-attn prewarm config.json --arch gfx942 --max-batch-size 256    while an image is built
 """
 
@@ -73,11 +73,16 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for add in (_add_explain, _add_capture_plan, _add_prewarm, _add_truth):
         add(commands)
-    commands.add_parser("kernels", help="print the table of all kernels with their limits, as Markdown")
-    guards = commands.add_parser("guards", help="list the safeguards, what each prevents and whether it is on")
+    add_command(commands, "kernels", help="print the table of all kernels with their limits, as Markdown")
+    guards = add_command(
+        commands,
+        "guards",
+        help="list the safeguards, the fault that each prevents, and their state",
+        description="List each safeguard: its id, its state, the fault that it prevents, and reports of that fault.",
+    )
     add_options(guards, [o.JSON.but(help="print a list of JSON objects")])
     _add_doctor(commands)
-    env = commands.add_parser("env", help="print versions and devices, for a bug report")
+    env = add_command(commands, "env", help="print versions and devices, for a bug report")
     add_options(env, [o.JSON])
     for name in commands.choices:
         commands.choices[name].set_defaults(module=f"{__package__}.{name.replace('-', '_')}")
@@ -99,7 +104,7 @@ def add_options(parser: argparse._ActionsContainer, options: Iterable[o.Option])
 
 
 def add_command(
-    commands: Commands[argparse.ArgumentParser], name: str, *, help: str, description: str, examples: str = ""
+    commands: Commands[argparse.ArgumentParser], name: str, *, help: str, description: str = "", examples: str = ""
 ) -> argparse.ArgumentParser:
     """Adds a command. examples: printed before the exit codes"""
     return commands.add_parser(
@@ -133,7 +138,7 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
         examples=_CAPTURE_PLAN_EXAMPLES,
     )
     swa_pages = o.SWA_PAGES.but(default=0, help="pages of a separate pool for layers with a window (none)")
-    max_batch_size = o.MAX_BATCH_SIZE.but(required=True)
+    max_batch_size = o.MAX_BATCH_SIZE.but(required=True, default=None, help="sequences that run at a time")
     options = (o.CONFIG, o.ARCH.but(required=True), max_batch_size, o.MAX_KV_LEN, o.NUM_PAGES, swa_pages, *o.PAGES)
     captured = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.SPLIT_STEPS, o.SHARED_PREFIXES, o.DRAFTS)
     add_options(parser, (*options, o.DTYPE, *o.KV_FORMAT, o.PROVIDER, *captured, o.DETERMINISTIC, *o.RELEASES, o.JSON))

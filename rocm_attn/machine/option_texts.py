@@ -103,15 +103,14 @@ class AttentionOptions:
     )
     kv_dtype: str = option(
         AUTO,
-        "dtype of K and V in the cache: the computed one, or eight bits; fp8 is e4m3fnuz on gfx942 and e4m3fn "
-        "elsewhere",
+        "dtype of K and V in the cache: that of q, or eight bits; fp8 is e4m3fnuz on gfx942 and e4m3fn elsewhere",
         choices=KV_DTYPES,
-        default_is="auto: the computed one",
+        default_is="auto: that of q",
     )
     kv_scales: str = option(
         AUTO,
-        "sharing of a scale of eight-bit K and V: per layer, per KV head or per token; per-token scales are "
-        "computed at the store, the others come from the model or are 1",
+        "scales of eight-bit K and V, one per layer, per KV head or per token; per-token scales are computed at the "
+        "store, the others come from the model or are 1",
         choices=KV_SCALES,
         default_is="auto: token, or layer if the model has scales",
     )

@@ -163,7 +163,7 @@ class _Reader:
     def _number(self, what: str) -> int:
         found = _NUMBER.match(self._text, self._at)
         if found is None or not found[0].isascii():
-            raise self._wrong(f"a number, {what}", self._at)
+            raise self._wrong(what, self._at)
         if len(found[0]) > len(str(MOST_TOKENS)):
             raise self._wrong(f"a number of at most {MOST_TOKENS}", self._at)
         self._at = found.end()

@@ -25,7 +25,7 @@ exit codes: 0 done, 1 a result was wrong or a comparison found something slower,
 
 
 def heads(text: str) -> tuple[int, int]:
-    """Parses query heads and KV heads, such as 32/8. Raises ArgumentTypeError, ValueError."""
+    """Parses query heads and KV heads, such as 32/8. Raises ArgumentTypeError."""
     q, slash, kv = text.partition("/")
     if not slash:
         raise argparse.ArgumentTypeError(f"{text!r} is not query heads and KV heads, as in 32/8")
@@ -33,7 +33,7 @@ def heads(text: str) -> tuple[int, int]:
 
 
 def above_zero(text: str) -> float:
-    """Parses a finite number above 0. Raises ArgumentTypeError, ValueError."""
+    """Parses a finite number above 0. Raises ArgumentTypeError."""
     number = o.not_negative(text)
     if not number:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")

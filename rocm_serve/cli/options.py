@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from rocm_attn.cli.options import DTYPE, RANKS, Option, natural, of_field, option, positive, switch
+from rocm_attn.cli.options import DTYPE, RANKS, Option, natural, number, of_field, option, positive, switch
 from rocm_attn.machine.option_texts import OptionText, option_texts
 from rocm_serve.options import EngineOptions
 from rocm_serve.sampling.logprobs import MOST_LIKELIEST, NO_LOGPROBS
@@ -20,22 +20,22 @@ def token_ids(text: str) -> tuple[int, ...]:
 
 
 def biases(text: str) -> tuple[tuple[int, float], ...]:
-    """Parses biases of tokens, such as 17=-100,4=2.5. Raises ArgumentTypeError, ValueError."""
+    """Parses biases of tokens, such as 17=-100,4=2.5. Raises ArgumentTypeError."""
     found = []
     for word in text.split(","):
         token, equals, bias = word.partition("=")
         if not equals:
             raise argparse.ArgumentTypeError(f"{word!r} is not a token id and its bias, as in 17=-100")
-        found.append((natural(token), float(bias)))
+        found.append((natural(token), number(float, bias)))
     return tuple(found)
 
 
 def _within(text: OptionText, word: str) -> Any:
-    """Parses a number within an option's bounds. Raises ArgumentTypeError, ValueError."""
-    number = text.kind(word)
-    if not text.allows(number):
+    """Parses a number within an option's bounds. Raises ArgumentTypeError."""
+    parsed = number(text.kind, word)
+    if not text.allows(parsed):
         raise argparse.ArgumentTypeError(f"{word} is not {text.bounds}")
-    return number
+    return parsed
 
 
 def _of_sampling(name: str, default: Any, text: OptionText) -> Option:

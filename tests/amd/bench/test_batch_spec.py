@@ -53,12 +53,12 @@ def test_a_word_is_read(text: str, groups: list[tuple[int, int, int]]) -> None:
 @pytest.mark.parametrize(
     ("text", "at", "wanted"),
     [
-        ("", 1, "a number, how many sequences"),
-        ("d4k", 1, "a number, how many sequences"),
+        ("", 1, "the number of sequences"),
+        ("d4k", 1, "the number of sequences"),
         ("64", 3, "'d'"),
-        ("64d", 4, "a number, how many tokens"),
+        ("64d", 4, "the number of tokens"),
         ("64d4q", 5, "'+' or the end"),
-        ("64d4k+", 7, "a number, how many sequences"),
+        ("64d4k+", 7, "the number of sequences"),
         ("64d4k+100", 10, "'d'"),
         ("1x2048+6144+7", 14, "'d'"),
         ("1x2048+6144 ", 12, "'+' or the end"),
@@ -66,7 +66,7 @@ def test_a_word_is_read(text: str, groups: list[tuple[int, int, int]]) -> None:
         ("4d0", 3, "tokens of a sequence, at least 1"),
         ("4x0+7", 3, "at least 1"),
         ("1d99999999999", 3, "at most 2147483647"),
-        ("\u0664d4", 1, "a number, how many sequences"),
+        ("\u0664d4", 1, "the number of sequences"),
     ],
 )
 def test_a_mistake_is_pointed_at(text: str, at: int, wanted: str) -> None:
@@ -157,7 +157,7 @@ def test_a_trace_is_a_step_in_which_its_requests_decode(name: str, text: str, tm
 def test_lengths_are_taken_whole_and_a_name_may_end_in_a_number(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[5]")
     assert str(read_batch(f"{tmp_path}/a.json")) == "1d5"
-    with pytest.raises(BadSetting, match=r"a\.json is no trace of requests, of which 3 could be taken; leave out :3"):
+    with pytest.raises(BadSetting, match="trace of requests"):
         read_batch(f"{tmp_path}/a.json:3")
     (tmp_path / "a:3.csv").write_text("kv_len\n4\n")
     assert str(read_batch(f"{tmp_path}/a:3.csv")) == "1d4"

@@ -192,7 +192,7 @@ def test_a_workload_that_contradicts_its_definition_is_refused(
 @pytest.mark.parametrize(
     ("name", "values", "complaint"),
     [
-        ("kv_indices", (6, 0, 3, 5, 10), "name pages that are not below 10"),
+        ("kv_indices", (6, 0, 3, 5, 10), "must be below 10"),
         ("kv_indptr", (0, 2, 4, 4), "kv_indptr ends at 4"),
         ("kv_indptr", (0, 2, 5, 5), "sequence 2 has 1 new tokens and 0 in its pages"),
     ],

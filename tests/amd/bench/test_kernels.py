@@ -281,7 +281,7 @@ def test_layers_come_from_a_config_and_flags(tmp_path: Path, capsys: Capture) ->
         (["--suite", "host", "--suite", "decode"], "--suite host is measured alone"),
         (["--batch", "4d4", "--suite", "decode"], "--suite has its own layers"),
         (["--batch", "4d4", "--providers", "fa4"], "provider 'fa4' is not known"),
-        (["--batch", "4d4", "--kv-encodings", "int4"], "'int4' is no encoding"),
+        (["--batch", "4d4", "--kv-encodings", "int4"], "encoding 'int4' is not known"),
         (["--batch", "4d4", "--heads", "3/2"], "heads"),
     ],
 )

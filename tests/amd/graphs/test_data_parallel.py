@@ -220,7 +220,7 @@ def test_a_number_is_no_pad_to() -> None:
     tiny = Tiny.build(CPU, "torch")
     tiny.runtime.step(StepBatch([], [], [], NO_TOKEN_IDS))
     tiny.runtime.end_step()
-    with pytest.raises(BadBatch, match=r"pad_to is 4; give PadTo\(seqs\), or PadTo\(seqs, tokens\) where a rank"):
+    with pytest.raises(BadBatch, match=r"give PadTo\(seqs\), or PadTo\(seqs, tokens\)"):
         tiny.runtime.plan(StepBatch([], [], [], NO_TOKEN_IDS), 4)  # type: ignore[arg-type]
 
 
@@ -262,7 +262,7 @@ def test_ranks_share_the_bucket_of_the_longest_sequence_of_any() -> None:
         for pad_to in _ended(tiny, (None, PadTo(1, 8, 100)))
     ]
     assert [plan.key.max_kv_len for plan in plans] == [64, 128]
-    with pytest.raises(CapacityExceeded, match="a sequence has 5 tokens and pad_to says that none has more than 4"):
+    with pytest.raises(CapacityExceeded, match="pad_to allows 4"):
         runner.run(batch, PadTo(1, 8, 4))
 
 

@@ -27,10 +27,7 @@ def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool
         return serving, parent, child
 
     serving, parent, child = parent_and_child(ALL_ON)
-    message = (
-        r"sequence 0 would store token 5 of row 1 in a page that another row, or keep\(\), holds too; "
-        r"call truncate\(1, 5\) and reserve\(1, 6\) first"
-    )
+    message = "would store token 5 of row 1"
     with pytest.raises(BadBatch, match=message):
         serving.run([parent], [1])
     serving.step([child], [1])
@@ -61,9 +58,7 @@ def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: boo
         return serving, parent, heir
 
     serving, parent, heir = parent_and_heir(ALL_ON)
-    with pytest.raises(
-        BadBatch, match=r"would store token 3 of row 1 in a page that another row, or keep\(\), holds too"
-    ):
+    with pytest.raises(BadBatch, match="would store token 3 of row 1"):
         serving.run([parent], [1])
     serving.step([heir], [1])
     serving.runtime.table.truncate(parent.row, 3)

@@ -115,7 +115,7 @@ def test_long_windows_are_served_but_not_shared(triton: Release) -> None:
 def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said: str) -> None:
     selection = chosen(LAYER, on(Release.of(said)))
     assert names(selection) == PLAIN
-    reason = f"it runs with Triton 3.6.0, and here it is {Release.of(said)}"
+    reason = f"it needs Triton 3.6.0, and {Release.of(said)} is installed"
     assert {(r.kernel, r.reason) for r in selection.refusals if r.kernel in HOPPER.values()} == {
         (name, reason) for name in HOPPER.values()
     }

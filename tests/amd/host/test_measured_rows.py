@@ -156,7 +156,7 @@ def test_rows_of_another_triton_or_gpu_are_passed_over_with_a_sentence() -> None
         "1 of 1 measured rows are passed over: measured with Triton 3.7.1, and here it is 3.6.0"
     )
     parted = sorted_for(replace(GFX942, compute_units=38), [row_of()])
-    assert "measured on 304 compute units, and here are 38" in parted.passed_over
+    assert "measured on 304 compute units, and this GPU has 38" in parted.passed_over
     assert not sorted_for(known_target("gfx942"), [row_of()]).serving, "a Triton that is not known is none"
     assert sorted_for(known_target("gfx950"), [row_of()]).passed_over == "", "a file may be of several machines"
     assert sorted_for(GFX942, [row_of()]).serving == (row_of(),)

@@ -311,7 +311,7 @@ def test_every_field_of_a_request_has_a_flag_but_those_that_divide_tenants() -> 
         (
             ["--model", "windowed", "--raw", "--max-new-tokens", "2", "--swa-pages", "4", "w5 " * 8],
             BAD_INPUT,
-            "has a window that sequences of up to 10 tokens outgrow, so nothing would lie there; leave it out",
+            "no layer of the model has a window",
         ),
         (
             ["--model", "windowed", "--raw", "--page-size", "4", "--swa-pages", "3", "w5 " * 30],

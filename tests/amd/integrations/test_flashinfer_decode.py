@@ -201,7 +201,7 @@ def test_what_is_not_served_is_refused_by_run(device: torch.device) -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"kv_cache_sf": cache}, Unsupported, "NVFP4"),
         ({"skip_softmax_threshold_scale_factor": 0.1}, Unsupported, "every key counts"),
-        ({"window_left": 4}, BadSetting, "planned as 5"),
+        ({"window_left": 4}, BadSetting, "planned with 5"),
         ({"out": torch.empty_like(q).half()}, BadTensor, "out is torch.float16"),
         ({"lse": torch.empty(2, device=device), "return_lse": True}, BadTensor, "lse is torch.float32 .2."),
     ]
@@ -211,7 +211,7 @@ def test_what_is_not_served_is_refused_by_run(device: torch.device) -> None:
     with pytest.raises(Unsupported, match=r"\*args is not served"):
         wrapper.run(q, cache, 1.0)
     bad: list[tuple[Tensor, Tensor | tuple[Tensor, Tensor], str]] = [
-        (q[:1], cache, "q has 1 rows; 2 sequences were planned"),
+        (q[:1], cache, "q has 1 rows; the plan has 2 sequences"),
         (q.half(), cache, "q is torch.float16"),
         (q, cache[:2], "the KV cache has pages 0 to 1"),
         (q, cache.half(), "layer 0: k is torch.float16"),
@@ -224,7 +224,7 @@ def test_what_is_not_served_is_refused_by_run(device: torch.device) -> None:
             wrapper.run(rows, kv)
     with (
         pytest.warns(DeprecationWarning, match="name them|belongs to plan"),
-        pytest.raises(BadBatch, match="planned as 1"),
+        pytest.raises(BadBatch, match="planned with 1"),
     ):
         wrapper.run(q, cache, q_len_per_req=2)
     check(wrapper.run(q, cache, return_lse=True), wanted(batch, q, [1, 1], [Scores(DIM**-0.5, window_left=5)] * 2))
@@ -271,7 +271,7 @@ def test_providers_are_chosen_by_name(device: torch.device) -> None:
 
 def test_more_pages_than_there_is_room_for_are_refused(device: torch.device) -> None:
     lists = PageLists(2, 1, device)
-    with pytest.raises(NeverFits, match="3 page indices do not fit the 2"):
+    with pytest.raises(NeverFits, match="3 page indices"):
         lists.write(ints([0, 1, 2], device), 3)
     with pytest.raises(BadTensor, match="the 3 entries that indptr ends with"):
         lists.write(ints([0, 1], device), 3)

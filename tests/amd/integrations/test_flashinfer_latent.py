@@ -174,7 +174,7 @@ def test_what_is_not_served_is_refused(device: torch.device) -> None:
         ({"num_heads": None}, BadBatch, "needs num_heads"),
         ({"qo_indptr": latents.metadata.qo_indptr}, BadBatch, "give one of them"),
         ({"metadata": None}, BadBatch, "the plan lacks tensors"),
-        ({"page_size": 2}, BadBatch, "has not the pages of 2 tokens"),
+        ({"page_size": 2}, BadBatch, "does not give the pages of 2 tokens"),
     ]
     for more, error, message in plans:
         with pytest.raises(error, match=message):

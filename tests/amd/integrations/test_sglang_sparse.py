@@ -276,7 +276,7 @@ def test_an_indexer_of_another_batch_or_layer_is_refused(provider: str, device: 
 
 REFUSED: list[Any] = [
     pytest.param({"index_kpool": 4}, "stand for several tokens each", id="pooled"),
-    pytest.param({"index_page_size": 64}, "index pages have 64 keys, and tables are read at page size 4", id="pages"),
+    pytest.param({"index_page_size": 64}, "index pages have", id="pages"),
     pytest.param({"shard_spec": SimpleNamespace()}, "that ranks share out", id="sharded"),
     pytest.param({"get_broadcastable_index_k_with_scale_buffer": print}, "leave --enable-dsa-cache-layer", id="split"),
 ]
@@ -313,5 +313,5 @@ def test_a_choice_that_no_layer_makes_is_refused(provider: str, device: torch.de
     engine = SparseEngine(provider, device)
     block: Any = engine.model.get_submodule("block0")
     del block.indexer
-    with pytest.raises(Unsupported, match="layer 0 attends to keys that an earlier layer has chosen"):
+    with pytest.raises(Unsupported, match="attends to keys that an earlier layer"):
         AttentionHooks(engine.runner, engine.serving)

@@ -244,7 +244,7 @@ def test_a_number_that_is_none_is_named(name: str, value: object, device: torch.
     [
         ({"max_kv_len": 2**31}, "max_kv_len is 2147483648; lengths are int32, so use at most 2147483644"),
         ({"num_pages": 2**31}, "overflow an int32 slot id"),
-        ({"first_swa_page": 0}, "first_swa_page is 0; page 0 is reserved"),
+        ({"first_swa_page": 0}, "first_swa_page is 0"),
         ({"capture_sizes": (2**31,)}, "capture_sizes goes up to 2147483648; counts are int32"),
     ],
 )

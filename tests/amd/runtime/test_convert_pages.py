@@ -132,7 +132,7 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(device: torc
         ((source, target, page, ids(0, device=device)), "names page 0"),
         ((source, target, ids(1, 2, device=device), ids(1, 1, device=device)), "or a page twice"),
         ((source, target, page, ids(3, device=device)), "target_pages are from 3 to 3; there are 3 pages"),
-        ((source, target, page, ids(1, 2, device=device)), "1 pages cannot become 2"),
+        ((source, target, page, ids(1, 2, device=device)), "1 pages cannot be converted to 2"),
         ((source, target, page.int(), one), "give int64"),
     ]
     for given, sentence in refused:
@@ -142,5 +142,5 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(device: torc
     # The same memory under both encodings: a page would be read after it was overwritten.
     k, v = (side.view(FNUZ.dtype) for side in (source.raw_k, source.raw_v))
     itself = LayerPages(k, v, replace(FORM, encoding=FNUZ), source.k_scale, source.v_scale)
-    with pytest.raises(BadTensor, match="page 2 is read and written, and both pools are one"):
+    with pytest.raises(BadTensor, match="page 2 is both read and written"):
         convert_pages(source, itself, ids(1, 2, device=device), ids(2, 1, device=device))

@@ -134,7 +134,7 @@ def test_what_is_no_round_is_refused(provider: str, device: torch.device) -> Non
     with pytest.raises(BadBatch, match="give at least 1 of each"):
         Drafts(0, 2)
     assert Drafts(5, 819).tokens == 4095
-    with pytest.raises(BadBatch, match="8 branches and 512 steps are 4096 drafts of a sequence; a tree that is"):
+    with pytest.raises(BadBatch, match="8 branches with 512 steps make 4096 draft tokens"):
         Drafts(8, 512)
     with pytest.raises(BadBatch, match="sequences have 3 to 3 new tokens; with 1 branches and 2 steps"):
         StepBatch(row, [8], [3], NO_TOKEN_IDS, drafts=drafts)

@@ -225,7 +225,7 @@ def test_a_mask_that_is_too_short_is_refused(device: torch.device) -> None:
     positions = kv_positions(batch.kv_len, batch.q_len, device)
     with pytest.raises(BadBatch, match=r"the mask has 8 bytes; the sum of q_len \* kv_len bits of this step takes 9"):
         replace(batch, mask=StepMask(ones(8, device), positions))
-    with pytest.raises(BadBatch, match="the mask has 5 positions for 6 new tokens; give one each"):
+    with pytest.raises(BadBatch, match="the mask has 5 positions for 6 new tokens"):
         replace(batch, mask=StepMask(ones(9, device), positions[:5]))
     world.runtime.step(replace(batch, mask=StepMask(ones(9, device), positions)))
     world.runtime.end_step()
@@ -233,7 +233,7 @@ def test_a_mask_that_is_too_short_is_refused(device: torch.device) -> None:
 
 def test_a_mask_beyond_what_a_launch_counts_is_refused() -> None:
     mask = StepMask(torch.empty(0, dtype=torch.uint8, device="meta"), torch.empty(0, dtype=torch.int32, device="meta"))
-    with pytest.raises(BadBatch, match="takes 1073741825 bytes, at most 1073741824 serve; split the batch"):
+    with pytest.raises(BadBatch, match="takes 1073741825 bytes"):
         mask.check(np.array([2**30 + 1], np.int32), np.array([8], np.int32))
 
 

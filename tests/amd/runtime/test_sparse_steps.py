@@ -234,14 +234,14 @@ def test_bad_calls_say_what_is_wrong(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: indexer(PER_HEAD, heads=3), "3 index heads choose 2 sets"),
+        (lambda: indexer(PER_HEAD, heads=3), "3 index heads select 2 sets"),
         (lambda: indexer(TOKENS, heads=0), "num_heads of an indexer is 0"),
         (lambda: Indexer(4, 16, TOKENS, KVEncoding.E4M3FN), "index keys in E4M3FN with scales NONE"),
         (lambda: Indexer(4, 16, TOKENS, KVEncoding.E4M3FN, Scales.HEAD), "index keys have one head"),
         (lambda: layer(indexer(POOLS), page_size=6), "index keys of 4 tokens in pages of 6"),
         (lambda: layer(indexer(replace(PER_HEAD, sets=4))), "4 sets of units for 2 KV heads"),
         (lambda: replace(layer(indexer(TOKENS)), window_left=3), "causal and without a window"),
-        (lambda: layer(indexer(replace(BLOCKS, first=3))), "forces 3 first and 1 last units and chooses 3"),
+        (lambda: layer(indexer(replace(BLOCKS, first=3))), "1 last units and selects 3"),
     ],
 )
 def test_indexers_that_cannot_be_are_refused(make: object, says: str) -> None:

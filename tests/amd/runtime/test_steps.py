@@ -240,7 +240,7 @@ def test_a_plan_serves_no_batch_that_is_larger_than_it_was_made_for(provider: st
     world.step([request], [145])
     longer = world.batch([request], [1])
     if plan.bounds.max_kv_len < 151:
-        with pytest.raises(CapacityExceeded, match="151 tokens in a sequence, its plan was made for 1 and 64"):
+        with pytest.raises(CapacityExceeded, match="its plan allows 1 and 64"):
             runtime.stage(longer, plan)
     with pytest.raises(CapacityExceeded, match="1 sequences with 2 new tokens do not fit"):
         runtime.stage(world.batch([request], [2]), plan)

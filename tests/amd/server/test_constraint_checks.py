@@ -52,7 +52,7 @@ def test_endless_constraints_end_and_others_are_served_after_them(server: Runnin
     with ThreadPoolExecutor(2) as pool:
         for reply in pool.map(ask, [server] * 2, [ENDLESS] * 2):
             assert reply.status == 400
-            assert "it takes more than 1 seconds of a core to be compiled; simplify it" in reply.error["message"]
+            assert "it takes more than 1 CPU seconds" in reply.error["message"]
     assert ask(server, {"enum": ["x", "yes"]}).status == 200
     assert server.holds_nothing()
 
@@ -166,8 +166,8 @@ def test_a_server_that_ends_says_so_to_who_waits_for_a_process(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("signal_of_end", "says"),
     [
-        (signal.SIGXCPU, "it takes more than 7 seconds of a core to be compiled; simplify it"),
-        (signal.SIGABRT, r"the library gave up \(SIGABRT\), as it does where 1 GiB are not enough; simplify it"),
+        (signal.SIGXCPU, "it takes more than 7 CPU seconds"),
+        (signal.SIGABRT, "GiB are not enough; simplify it"),
         (signal.SIGKILL, "the process that tried it was ended by SIGKILL; simplify it, or send it again"),
     ],
 )
@@ -205,7 +205,7 @@ class Panic(BaseException):
     ("raised", "says"),
     [
         (Panic("index out of bounds"), r"the library fails of it (Panic: index out of bounds)"),
-        (MemoryError(), "it takes more than 1 GiB to be compiled; simplify it"),
+        (MemoryError(), "it takes more than 1 GiB"),
     ],
 )
 def test_a_panic_is_told_and_the_process_goes_on(

@@ -138,7 +138,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, server: Runn
     [
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": [CONFIG.vocab_size]}, f"token {CONFIG.vocab_size} is not in the model's vocabulary"),
-        ({"prompt": "w1 " * 51}, "the prompt has 51 tokens and this server takes at most 50"),
+        ({"prompt": "w1 " * 51}, "the prompt has 51 tokens and this server allows at most 50"),
         ({"stop_token_ids": [CONFIG.vocab_size]}, "not in the model's vocabulary"),
         ({"stop": [""]}, "a text of stop has 0 characters"),
         ({"logit_bias": {"1": 101}}, "logit_bias of token 1 is 101"),

@@ -291,7 +291,7 @@ def test_a_store_that_does_not_drop_pads_is_found(monkeypatch: pytest.MonkeyPatc
         pages.v[page, offset] = v
 
     wrap(monkeypatch, cache, "store_kv", store_kv)
-    assert "page 0 of layer 0 is not zero any more" in str(found())
+    assert "page 0 of layer 0" in str(found())
 
 
 @pytest.mark.fast(1)
@@ -520,14 +520,14 @@ def test_a_soak_runs_once() -> None:
     soak = Soak(SMALL, seed=0, device=CPU, provider="torch", dtype=torch.float32)
     assert soak.run(2).steps == 2
     for again in (soak.run, soak.run_rounds):
-        with pytest.raises(WrongState, match="has run already, 2 steps"):
+        with pytest.raises(WrongState, match="has already run 2 steps"):
             again(2)
 
 
 def test_rounds_that_are_never_drawn_are_refused() -> None:
     without = SMALL.without(Action.VERIFY).without(Action.TREE).without(Action.DRAFT)
     soak = Soak(without, seed=0, device=CPU, provider="torch", dtype=torch.float32)
-    with pytest.raises(BadSetting, match="draws no step that drafts or verifies, and 3 were asked for"):
+    with pytest.raises(BadSetting, match="drafts or verifies, and 3 were requested"):
         soak.run_rounds(3)
 
 

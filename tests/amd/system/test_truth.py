@@ -297,9 +297,7 @@ def test_a_layer_that_attends_to_all_keys_instead_is_found(
 def test_what_cannot_be_told_apart_is_refused(device: torch.device) -> None:
     with pytest.raises(BadProblem, match="rows of 8 elements do not tell 202 keys apart"):
         truth([replace(DENSE, head_dim=8, v_head_dim=8)], device)
-    with pytest.raises(
-        BadProblem, match="index rows of 32 elements, of which 12 units are chosen, do not tell 202 keys"
-    ):
+    with pytest.raises(BadProblem, match="index rows of 32 elements"):
         truth([replace(DENSE, indexer=Indexer(4, 32, TOKENS))], device)
     with pytest.raises(BadProblem, match="selects only the forced units"):
         truth(selecting(replace(BLOCKS, top=2)), device)

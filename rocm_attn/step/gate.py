@@ -102,7 +102,7 @@ class Effects(NamedTuple):
 # The progress of a step, in the words of errors that refuse a call meanwhile.
 StepState = NewType("StepState", str)
 IDLE = StepState("no step was begun")
-STAGED = StepState("a step is staged and its metadata is not filled yet")
+STAGED = StepState("a step was staged and its metadata is not filled yet")
 RUNNING = StepState("a step is running")
 _STEP = "step"
 
@@ -373,8 +373,7 @@ class StepGate:
         changed = [row for row in self._changed_rows(step, staying) if row in rows]
         if changed:
             raise WrongState(
-                f"{refused}: row {changed[0]} was freed, truncated, forked or kept since it was staged; stage a "
-                "new step"
+                f"{refused}: row {changed[0]} was freed, cut, forked or kept since it was staged; stage a new step"
             )
 
     def before_paths(self, num_paths: int, seqs: Integers | None) -> Tensor:

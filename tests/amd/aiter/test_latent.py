@@ -125,7 +125,7 @@ def test_a_schedule_of_other_lengths_is_noticed(aiter: StandIn) -> None:
 def test_more_heads_than_the_kernels_have_are_refused() -> None:
     with pytest.raises(Unsupported) as caught:
         select(latent_problem(160), GFX942, "aiter")
-    assert "decode: aiter.mla_decode_fwd: 160 query heads share a KV head, at most 128 may" in caught.value.reasons
+    assert "decode: aiter.mla_decode_fwd: 160 query heads share a KV head; at most 128 may" in caught.value.reasons
 
 
 def test_rows_with_gaps_over_a_latent_pool_are_served(aiter: StandIn) -> None:
@@ -168,10 +168,11 @@ def test_a_latent_pool_has_one_kv_head() -> None:
 
 
 def test_triton_and_the_other_kernels_of_aiter_say_that_they_read_another_pool() -> None:
-    lines = select(replace(latent_problem(), dtype=torch.float16), GFX942, "auto").lines()
-    for kernel in ("extend: not triton.extend", "decode: not aiter.unified_attention"):
-        assert f"{kernel}: it reads K and V pages, and this layer has latent pages" in lines
-    assert "extend: not aiter.mla_prefill_fwd: dtype float16 is not one of bfloat16" in lines
+    refused = select(replace(latent_problem(), dtype=torch.float16), GFX942, "auto").refusals
+    reasons = {(each.kind, each.kernel): each.reason for each in refused}
+    for step in ((StepKind.EXTEND, "triton.extend"), (StepKind.DECODE, "aiter.unified_attention")):
+        assert reasons[step] == "it reads K and V pages, not latent pages"
+    assert reasons[StepKind.EXTEND, "aiter.mla_prefill_fwd"] == "dtype float16 is not one of bfloat16"
 
 
 def test_mla_decode_is_refused_on_larger_pages() -> None:

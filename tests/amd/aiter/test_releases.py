@@ -244,7 +244,7 @@ BATCH_PREFILLS = ["mha_batch_prefill_func", "mha_batch_prefill_func[vectorised]"
 def test_causal_batch_prefill_is_refused_on_gfx950_with_rocm_7_2(name: str, kind: StepKind) -> None:
     problem = vectorised_problem() if name.endswith("]") else WIDE
     (reason,) = refusals(name, kind, problem, on("gfx950", rocm="7.2.53211-abc"), SMALLEST_POOL)
-    assert reason.startswith("causal attention without a soft cap is compiled wrong for gfx950 (ROCm from 7.2 and ")
+    assert reason.startswith("causal attention without a soft cap is miscompiled for gfx950 (ROCm from 7.2 and ")
     assert reason.endswith("before 7.3; here 7.2.53211)")
     for target in (on("gfx950", rocm="7.1.1"), on("gfx950", rocm="7.3.0"), on("gfx942", rocm="7.2.4")):
         assert refusals(name, kind, problem, target, SMALLEST_POOL) == ()
@@ -270,7 +270,7 @@ def test_slopes_are_for_sequences_whose_positions_have_16_bits(name: str, kind: 
     slopes = replace(WIDE, has_alibi_slopes=True)
     assert refusals(name, kind, slopes, on("gfx942"), PoolSize(8, 1 << 16, 1)) == ()
     (reason,) = refusals(name, kind, slopes, on("gfx942"), PoolSize(8, (1 << 16) + 1, 1))
-    assert reason == "its ALiBi slopes are for sequences of up to 65536 tokens (every release)"
+    assert reason == "its ALiBi slopes are limited to sequences of up to 65536 tokens (every release)"
     (reason,) = refusals(name, kind, replace(slopes, wants_lse=True), on("gfx942"), SMALLEST_POOL)
     assert reason == "it gives no log-sum-exp of logits with ALiBi slopes"
 

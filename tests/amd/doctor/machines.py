@@ -188,14 +188,14 @@ BROKEN = {
         replace(MI300, loaded=(*LOADED[:2], replace(LOADED[2], rocm="7.1.0"))),
         "rocm-loaded",
         _WARNING,
-        "beside ROCm 7.2.4, which torch is built for, it has loaded librocblas",
+        "in addition to ROCm 7.2.4, which torch is built for, it has loaded librocblas",
         "built for the release",
     ),
     "libraries that crash when they are asked": Broken(
         replace(MI300, loaded=ImportFailure("the process was ended by signal 11")),
         "rocm-loaded",
         _PROBLEM,
-        "could not be asked for their versions: the process was ended by signal 11",
+        "cannot be read: the process was ended by signal 11",
         "install torch and its ROCm libraries again",
     ),
     "libraries of two installations": Broken(
@@ -233,7 +233,7 @@ BROKEN = {
         ),
         "gpu-nodes",
         _PROBLEM,
-        "user 1000 may not use /dev/kfd",
+        "user 1000 has no access to /dev/kfd",
         f"--group-add {RENDER_GID}",
     ),
     "HIP and CUDA disagree": Broken(
@@ -279,7 +279,11 @@ BROKEN = {
         "HIP_VISIBLE_DEVICES",
     ),
     "a Radeon": Broken(
-        replace(_without_aiter(MI300), amd_gpus=("gfx1100",)), "gpu-arch", _WARNING, "gfx1100 is not served", "explain"
+        replace(_without_aiter(MI300), amd_gpus=("gfx1100",)),
+        "gpu-arch",
+        _WARNING,
+        "gfx1100 has no tuned kernels",
+        "explain",
     ),
     "no torch": Broken(
         replace(CPU_ONLY, torch=NotInstalled()), "torch-import", _PROBLEM, "torch is not installed", "install the torch"
@@ -295,7 +299,7 @@ BROKEN = {
         replace(_without_aiter(MI300), torch=_torch("2.10.0+cu128", "", "12.8", num_gpus=0)),
         "torch-gpus",
         _PROBLEM,
-        "8 AMD GPUs (gfx942) and torch 2.10.0+cu128 is built for CUDA",
+        "8 AMD GPUs (gfx942), and torch 2.10.0+cu128 is built for CUDA",
         "PIP_CONSTRAINT",
         frozenset({"gpu-count"}),
     ),
@@ -318,7 +322,7 @@ BROKEN = {
         _on_rocm("2.10.0+rocm7.2.0", "7.2.26015", (7, 2, 0)),
         "rocm-release",
         _PROBLEM,
-        "abort the capture (sglang#24011); replayed graphs",
+        "aborts it (sglang#24011); replayed graphs",
         "7.2.4 or later",
     ),
     "ROCm 6.4": Broken(
@@ -443,7 +447,7 @@ BROKEN = {
         replace(MI300, aiter=(replace(AITER, modules=(replace(MODULE, archs=("gfx950",)),)),)),
         "aiter-archs",
         _WARNING,
-        "hold no code for gfx942",
+        "have no code for gfx942",
         "prewarm",
     ),
     "modules from before an upgrade": Broken(
@@ -464,14 +468,14 @@ BROKEN = {
         replace(MI300, aiter_linked=()),
         "aiter-jit-dir",
         _WARNING,
-        "hides 1 modules that AITER brings compiled, such as module_aiter_core.so",
+        "hides 1 modules that were installed compiled, such as module_aiter_core.so",
         f"link {SITE}/aiter/jit/*.so into /cache/aiter",
     ),
     "a package of AITER's that only root may write to": Broken(
         replace(MI300, environment={"HOME": "/home/server"}, aiter_jit_dir="/home/server/.aiter/jit"),
         "aiter-jit-dir",
         _PROBLEM,
-        "what AITER compiles into /home/server/.aiter/jit instead it cannot import",
+        "AITER cannot import the modules that it compiles into /home/server/.aiter/jit",
         "set AITER_JIT_DIR",
     ),
     "no hipcc": Broken(
@@ -502,7 +506,7 @@ BROKEN = {
         replace(MI300, folders=(replace(MI300.folders[0], free_bytes=300 << 20),)),
         "cache-space",
         _WARNING,
-        "300 MiB are free",
+        "has 300 MiB free",
         "4 GiB",
     ),
     "expandable segments": Broken(

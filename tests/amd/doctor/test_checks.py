@@ -60,7 +60,7 @@ def test_a_machine_without_a_gpu_is_not_asked_for_rocm() -> None:
 
 def test_an_nvidia_machine_is_not_asked_for_rocm() -> None:
     findings = findings_by_id(H200)
-    assert findings["torch-gpus"].verdict.found == "torch is built for the GPUs that are here: NVIDIA H200"
+    assert findings["torch-gpus"].verdict.found == "torch is built for this machine's GPUs: NVIDIA H200"
     assert findings["gpu-count"].severity is Severity.OK
     assert findings["c-compiler"].severity is Severity.OK
     for id in ("gpu-nodes", "rocm-release", "allocator", "numa-balancing", "aiter-package"):

@@ -92,7 +92,7 @@ def test_a_kv_cache_of_any_axes_is_bound_in_one_line(axes: str, device: torch.de
         ),
         ("layer kv page token head dim", (2, LAYERS, BLOCKS, 4, 2, 16), "kv must have 2 entries"),
         ("kv layer page token head dim", (2, LAYERS, BLOCKS, 4, 32), "they name 6 dimensions"),
-        ("kv layer page token head dim", (2, 5, BLOCKS, 4, 2, 16), "the KV cache has 5 layers, the model 3"),
+        ("kv layer page token head dim", (2, 5, BLOCKS, 4, 2, 16), "the KV cache has 5 layers and the model 3"),
         (
             "kv layer page token head dim",
             (2, LAYERS, BLOCKS, 2, 4, 16),

@@ -53,7 +53,7 @@ def test_every_bucket_is_reported_with_seconds_bytes_and_its_check(provider: str
     assert [bucket.key.shape for bucket in report.buckets] == list(shapes)
     assert {shape.kind for shape in shapes} == {StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED}
     assert all(bucket.seconds > 0 and bucket.check_seconds > 0 for bucket in report.buckets)
-    assert all("equal to eager bitwise in 3 draws" in bucket.check for bucket in report.buckets)
+    assert all("equal to the eager run bitwise in 3 random batches" in bucket.check for bucket in report.buckets)
     assert report.seconds == sum(bucket.seconds + bucket.check_seconds for bucket in report.buckets)
     kept = [entry.recording.bytes for entry in runner._graph_of_plan.values()]
     assert report.num_bytes == sum(bucket.num_bytes for bucket in report.buckets) == sum(kept) > 0

@@ -159,7 +159,7 @@ def test_probes_reach_the_largest_lengths_that_there_is_room_for(provider: str, 
         check = CaptureCheck(limits=limits)
         runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), check=check)
         (bucket,) = runner.capture_all().buckets
-        assert f"bitwise in 3 draws of up to 4 sequences and {longest} tokens" in bucket.check
+        assert f"bitwise in 3 random batches of up to 4 sequences and {longest} tokens" in bucket.check
 
 
 @pytest.mark.fast(1)

@@ -85,7 +85,7 @@ def test_one_graph_holds_all_draft_steps_of_a_round(provider: str, drafts: Draft
     assert (runner.counters.captures, runner.counters.replays, runner.counters.graphs_off) == (1, 1, "")
     (bucket,) = runner.capture_report().buckets
     assert bucket.key.shape.kind is (StepKind.DECODE if drafts.branches == 1 else StepKind.MASKED)
-    assert bucket.check.startswith("equal to eager bitwise")
+    assert bucket.check.startswith("equal to the eager run bitwise")
 
 
 @host_only

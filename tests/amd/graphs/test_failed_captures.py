@@ -208,7 +208,7 @@ def broken_off_on(rank: int, broken: int, how: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("how", "reason"),
-    [("recording", "RuntimeError: not while capturing"), ("check", "the check was broken off by ZeroDivisionError: ")],
+    [("recording", "RuntimeError: not while capturing"), ("check", "the check stopped with ZeroDivisionError: ")],
 )
 def test_no_rank_waits_for_one_whose_capture_fails(how: str, reason: str, tmp_path: Path) -> None:
     first, second = on_every_rank(broken_off_on, tmp_path, 1, how)
@@ -258,7 +258,7 @@ def test_graphs_that_were_switched_off_come_back_by_reopen(caplog: pytest.LogCap
     tiny = Tiny.build(CPU, "torch", [4])
     runner = StepRunner(tiny.runtime, tiny.forward, Fails(torch.OutOfMemoryError("the pool is full"), times=1))
     assert same(serve(runner, tiny.runtime), eager())
-    assert "graphs are switched off, until reopen(): OutOfMemoryError: the pool is full" in caplog.text
+    assert "graphs are switched off until reopen(): OutOfMemoryError: the pool is full" in caplog.text
     assert runner.counters.replays == 0
     runner.reopen([4])
     assert runner.counters.graphs_off == ""

@@ -51,7 +51,7 @@ def test_every_kind_of_step_agrees_with_itself(
         (kind,) = result["layer_kinds"]
         assert kind["eager"] == "agrees"
         above = noted.padded_tokens > 16
-        assert kind["graph"] == ("none: steps of its kind and size are not captured" if above else "agrees")
+        assert kind["graph"] == ("none: steps of this kind and size are not captured" if above else "agrees")
         assert kind["bitwise"] is (None if above else True)
 
 
@@ -98,7 +98,7 @@ def test_a_step_that_shared_prefixes_shares_them_again(
     assert result["step"]["kind"] == "shared"
     (kind,) = result["layer_kinds"]
     assert kind["eager"] == "agrees"
-    assert kind["graph"] == ("agrees" if graphs else "none: steps of its kind and size are not captured")
+    assert kind["graph"] == ("agrees" if graphs else "none: steps of this kind and size are not captured")
 
 
 def test_the_last_step_is_the_default_and_is_described(
@@ -107,10 +107,10 @@ def test_the_last_step_is_the_default_and_is_described(
     path = dumped("torch", device, tmp_path)
     assert main(["replay-step", path, "--device", str(device)]) == DONE
     printed = capsys.readouterr().out
-    assert "dumped because of: a test" in printed
+    assert "reason of the dump: a test" in printed
     assert f"step {len(STEPS)}: decode, 2 of 4 sequences, 2 of 4 tokens" in printed
     assert "the same kernels" in printed
-    assert "layer kind 0: eager agrees with the oracle" in printed
+    assert "layer kind 0: eager agrees with the reference" in printed
     assert "layer kind 0: graph: agrees, bitwise equal to eager" in printed
 
 
@@ -127,7 +127,7 @@ def test_a_kernel_that_is_wrong_fails(
     monkeypatch.setattr(TorchDecode, "attend", wrong)
     assert main(["replay-step", path, "--device", str(device)]) == FAILED
     printed = capsys.readouterr()
-    assert "layer kind 0: eager differs with the oracle" in printed.out
+    assert "layer kind 0: eager differs with the reference" in printed.out
     assert f"step {len(STEPS)} gives different results" in printed.err
 
 
@@ -138,7 +138,7 @@ def test_a_graph_that_is_wrong_fails(
     monkeypatch.setattr("rocm_lab.cli.replay_step.recorder_for", lambda device: Lazy(recorder_for(device)))
     assert main(["replay-step", path, "--device", str(device)]) == FAILED
     printed = capsys.readouterr().out
-    assert "layer kind 0: eager agrees with the oracle" in printed
+    assert "layer kind 0: eager agrees with the reference" in printed
     assert "layer kind 0: graph: differs, not bitwise equal to eager" in printed
 
 

@@ -107,7 +107,7 @@ def test_a_kernel_refuses_pages_that_lie_in_another_order_before_it_is_launched(
     with pytest.raises(ValueError, match=r"with q in torch.float32 it reads K and V pages .*, not vectorised pages of"):
         args(LayerPages.plain(k, v)).check("decode")
     halves = torch.zeros(PAGES, 16, 2, 16, dtype=torch.float16, device=device)
-    with pytest.raises(ValueError, match=r"in that or in eight bits, not K and V pages .* in float16"):
+    with pytest.raises(ValueError, match=r"in that dtype or in eight bits, not K and V pages .* in float16"):
         args(LayerPages.plain(halves, halves)).check("decode")
     args(LayerPages.plain(halves.float(), halves.float())).check("decode")
 
@@ -181,9 +181,7 @@ def test_pages_of_another_format_are_not_adopted(provider: str, device: torch.de
 @each_provider
 def test_what_an_engine_says_of_its_bytes_is_checked(provider: str, device: torch.device) -> None:
     engine = Adopted(device, provider)
-    with pytest.raises(
-        BadTensor, match=r"the pages of layer 0 are in float8_e4m3fn; say what they hold and where their scales are"
-    ):
+    with pytest.raises(BadTensor, match=r"the pages of layer 0 are in float8_e4m3fn; give their format and scales"):
         engine.attention.pages.bind(0, engine.k, engine.v)
     for form in (
         replace(FN.page_format, producer="vllm: shuffled"),
@@ -220,7 +218,7 @@ def test_latent_rows_of_an_engine_have_one_factor(device: torch.device) -> None:
     engine = Adopted(device, "torch", problem=latent)
     engine.k = torch.zeros(PAGES, 16, 1, 16, dtype=torch.uint8, device=device)
     engine.v = engine.k[..., :8]
-    with pytest.raises(BadTensor, match=r"layer 0 is latent, and its scales are .* give both the same"):
+    with pytest.raises(BadTensor, match=r"layer 0 is latent, and its scales are .* give the same for both"):
         engine.bind(latent.page_format)
     engine.scales = engine.scales[0], engine.scales[0].clone()
     engine.bind(latent.page_format)
@@ -295,7 +293,7 @@ class Selects:
 def test_index_pages_of_another_format_are_not_adopted(provider: str, device: torch.device) -> None:
     """Written in tiles and read in rows, as in vllm#52109: without the guard the wrong keys are selected silently."""
     writer = Selects(device, provider)
-    with pytest.raises(BadTensor, match=r"the index pages of layer 0 are in float8_e4m3fn; say what they hold"):
+    with pytest.raises(BadTensor, match=r"the index pages of layer 0 are in float8_e4m3fn; give their format"):
         writer.attention.pages.bind_index(0, writer.keys, writer.factor)
     writer.bind(INDEX_FORMAT)
     right = writer.run(stores=True)

@@ -103,7 +103,7 @@ def test_a_step_whose_row_has_changed_does_not_run_again(
     run(served)
     change(served)
     assert not served.runner.may_run_again
-    with pytest.raises(WrongState, match=f"cannot run again: row {served.row} forked or kept since"):
+    with pytest.raises(WrongState, match=f"cannot run again: row {served.row} was freed, cut, forked or kept since"):
         run(served)
     served.runtime.table.reserve(served.row, TOKENS)
     served.runtime.check_device()
@@ -165,7 +165,7 @@ def drafting(guards: Guards, order: list[int]) -> torch.Tensor:
 def test_draft_steps_store_one_after_the_other() -> None:
     assert torch.allclose(drafting(ALL_ON, [0, 1, 2]), torch.tensor(2.0))
     for order, late in (([2], 2), ([0, 2], 2), ([1, 0], 1)):
-        with pytest.raises(WrongState, match="stores in layer 0 before draft step"):
+        with pytest.raises(WrongState, match=f"draft step {late} stores in layer 0"):
             drafting(ALL_ON, order)
     off = Guards().without("draft_order")
     assert drafting(off, [0, 2]).isnan().all(), "it has attended to a draft that no step has stored"

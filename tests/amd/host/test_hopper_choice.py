@@ -149,11 +149,11 @@ def test_what_it_does_not_serve_the_plain_kernel_does(more: dict[str, Any]) -> N
         ({"head_dim": 100, "v_head_dim": 100}, "head_dim/v_head_dim 100/100 are not multiples of 8"),
         (
             {"head_dim": 96, "v_head_dim": 96, **CODED},
-            "it reads eight-bit pages of head dims 64 or 128 or 192, and these are of 96",
+            "it reads eight-bit pages of head dims 64 or 128 or 192, not 96",
         ),
         (
             {"page_size": 4, **CODED},
-            "it reads eight-bit pages of 8 or 16 or 32 or 64 or 128 tokens, and these have 4",
+            "it reads eight-bit pages of 8 or 16 or 32 or 64 or 128 tokens, not 4",
         ),
     ],
     ids=str,
@@ -183,10 +183,10 @@ ONE_KV_HEAD = replace(LAYER, num_q_heads=128, num_kv_heads=1)
         ({}, ""),
         ({"head_dim": 256, "v_head_dim": 256, "page_size": 1, "has_sinks": True}, ""),
         ({"num_q_heads": 80, "head_dim": 112, "v_head_dim": 112}, ""),
-        ({"num_q_heads": 64}, "64 query heads share a KV head, at least 65 must"),
+        ({"num_q_heads": 64}, "64 query heads share a KV head; at least 65 must"),
         ({"head_dim": 96, "v_head_dim": 96}, "head_dim 96 is outside 112..256"),
-        ({"window_left": 127}, "a window of 128 keys is shorter than its 2048"),
-        (CODED, "it reads K and V as q, and these pages are float8_e4m3fn"),
+        ({"window_left": 127}, "a window of 128 keys is shorter than its least, 2048"),
+        (CODED, "it reads K and V as q, not float8_e4m3fn"),
     ],
     ids=str,
 )
@@ -233,7 +233,7 @@ def test_an_engines_pages_that_begin_off_16_bytes_are_refused_as_they_are_bound_
     """The refusal does not come during serving."""
     k, v = engines_pages(k_first, v_first)
     name = "triton.hopper_segment_extend" if deterministic else "triton.hopper_extend"
-    with pytest.raises(BadTensor, match=rf"{name} reads those that begin at multiples of 16 bytes; .*unaligned_rows"):
+    with pytest.raises(BadTensor, match=rf"{name} reads sides that begin at multiples of 16 bytes; .*unaligned_rows"):
         adopting(deterministic=deterministic).pages.bind(0, k, v)
     other = adopting(unaligned_rows=True, deterministic=deterministic)
     selection = other.kernels().selections[0]

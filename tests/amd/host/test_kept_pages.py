@@ -125,7 +125,7 @@ def test_a_row_stores_in_a_kept_page_only_after_it_went_back_to_a_copy(whose: st
     ids = table.kept.keep(row, 0, 2)
     if whose == "a row over kept pages":
         row = table.kept.admit_over(ids, 8)
-    message = rf"store token 6 of row {row} call truncate\({row}, 6"
+    message = rf"store token 6 of row {row} .*call truncate\({row}, 6"
     with pytest.raises(AssertionError, match=message):
         assert table.checks.why_no_store(step_of(row, 7)) == "", table.checks.why_no_store(step_of(row, 7))
     assert table.checks.floors(ints(row)).tolist() == [8]
@@ -263,7 +263,9 @@ def test_pages_that_left_the_window_are_kept_in_the_full_space_alone() -> None:
     table.free(row)
     over = table.kept.admit_over(ids, 16)
     assert table.pages_of(over, Space.SWA).tolist() == [0, 0, *table.kept.pages(ids[2:], Space.SWA)]
-    with pytest.raises(BadBatch, match=r"page_no 1 has left .* SWA space, or is not kept .* and steps after 12 tokens"):
+    with pytest.raises(
+        BadBatch, match=r"page_no 1 has left .* SWA space, or is no longer kept .* and steps after 12 tokens"
+    ):
         table.kept.admit_over(ids[:3], 12)
 
 
@@ -287,7 +289,7 @@ def test_a_space_can_be_dropped_before_the_other() -> None:
     table.kept.drop(ids[:1], spaces=[Space.SWA])
     assert [pages.num_free_pages for pages in table.spaces] == [FULL_PAGES - 1 - 3, SWA_PAGES - 2]
     before = state_of(table)
-    with pytest.raises(WrongState, match=f"{ids[0]} is kept, but not in SWA: it was dropped there already, or never"):
+    with pytest.raises(WrongState, match=f"{ids[0]} is kept, but not in SWA: it was dropped there, or never"):
         table.kept.drop(ids, spaces=[Space.SWA])
     assert state_of(table) == before
     assert len(table.pages_of(table.kept.admit_over(ids, 12))) == 3

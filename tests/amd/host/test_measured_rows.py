@@ -153,7 +153,7 @@ def test_rows_of_another_triton_or_gpu_are_passed_over_with_a_sentence() -> None
     found = sorted_for(other, [row_of()])
     assert not found.serving
     assert found.passed_over == (
-        "1 of 1 measured rows are passed over: measured with Triton 3.7.1, and here it is 3.6.0"
+        "1 of 1 measured rows are not used: measured with Triton 3.7.1, and the installed one is 3.6.0"
     )
     parted = sorted_for(replace(GFX942, compute_units=38), [row_of()])
     assert "measured on 304 compute units, and this GPU has 38" in parted.passed_over
@@ -202,7 +202,7 @@ BAD_FILES = {
     ),
     "other tiles than measured": (
         edited(lambda file: file["rows"][0]["tiles"].update(num_warps=8)),
-        "row 0 was changed after it was measured: its digest is another",
+        "row 0 was changed after it was measured: its digest differs",
     ),
     "another gain": (edited(lambda file: file["rows"][0]["measured"].update(gain=0.5)), "its digest differs"),
 }

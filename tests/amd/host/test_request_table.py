@@ -170,7 +170,7 @@ def test_a_step_is_refused_for_room_that_was_given_back_since_it_was_reserved() 
     table.reserve_all(step.rows, step.kv_len)
     table.checks.check(step)
     table.truncate(rows[0], 5)
-    with pytest.raises(BadBatch, match="sequence 0 has kv_len 9, but row 1 has room for 5 tokens"):
+    with pytest.raises(BadBatch, match="sequence 0 hkv_len 9, but row 1 has room for 5 tokens"):
         table.checks.check(step)
     table.reserve_all(step.rows, step.kv_len)
     table.checks.check(step)
@@ -337,11 +337,11 @@ def test_a_reservation_of_no_length_is_refused(kv_len: Any) -> None:
     ("rows", "kv_len", "message"),
     [
         ([1, 1], [3, 1], "row 1 occurs twice"),
-        (np.array([2**32 + 1]), np.array([3]), "rows holds values beyond int32"),
-        ([1], np.array([2**32 + 3]), "kv_len holds values beyond int32"),
+        (np.array([2**32 + 1]), np.array([3]), "rows holds values outside of int32"),
+        ([1], np.array([2**32 + 3]), "kv_len holds values outside of int32"),
         ([1], [3.5], "kv_len holds float64; it must hold integers"),
-        ([1, 2], [3], r"2 rows were given, and as kv_len \[3\]"),
-        ([1], [-3], r"as kv_len \[-3\]; give one number of at least 0 per row"),
+        ([1, 2], [3], r"2 rows and kv_len \[3\]"),
+        ([1], [-3], r"kv_len \[-3\]; give one number of at least 0 per row"),
         ([1], [9], "row 1 has room for 8 tokens; 9 of them cannot be stored"),
     ],
 )
@@ -364,7 +364,7 @@ def test_rows_and_lengths_are_any_integers(of: Callable[[list[int]], Any]) -> No
     table.evict(of(rows), of([8, 3]))
     assert [len(table.pages_of(row)) for row in rows] == [2, 1]
     assert table.tokens.stored_len.tolist() == [0, 8, 3, 0]
-    with pytest.raises(BadBatch, match=r"2 rows were given, and as kv_len \[8\]"):
+    with pytest.raises(BadBatch, match=r"2 rows and kv_len \[8\]"):
         table.reserve_all(of(rows), of([8]))
 
 

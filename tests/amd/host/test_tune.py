@@ -192,7 +192,7 @@ def test_a_candidate_that_takes_the_process_with_it_is_passed_over(
         search(place, Faulting(cost))
     search(place, bench := FakeBench(cost))
     assert replace(only_job().in_use, num_stages=4) not in bench.judged
-    assert "num_stages 4: passed over: an earlier search did not come back from it" in capsys.readouterr().err
+    assert "num_stages 4: skipped: an earlier search did not return from it" in capsys.readouterr().err
 
 
 def test_a_damaged_journal_costs_its_lines_alone(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_dry_run_lists_the_candidates_without_a_gpu(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (("--dry-run", "--shapes", "64x"), "shape '64x' is not SEQUENCESxCACHED+NEW, as 64x4k or 1x6144+2048"),
+        (("--dry-run", "--shapes", "64x"), "shape '64x' is not SEQUENCESxCACHED+NEW, as in 64x4k or 1x6144+2048"),
         (("--dry-run", "--shapes", "0x4k"), "shape '0x4k' has no sequences or no new tokens"),
         (("--arch", "gfx942"), "--arch needs --dry-run"),
         (("--device", "cpu"), "there is no GPU to measure on; --dry-run lists"),
@@ -261,5 +261,5 @@ def test_what_cannot_be_is_refused_in_a_sentence(
 
 def test_what_would_never_be_read_is_not_searched() -> None:
     # ROCM_ATTN_TUNING is off in tests.
-    with pytest.raises(BadSetting, match="ROCM_ATTN_TUNING is off, so no runtime would read what is found"):
+    with pytest.raises(BadSetting, match="ROCM_ATTN_TUNING is off, so no runtime would read the rows"):
         command.output_place(None)

@@ -123,14 +123,14 @@ def test_help_is_printed_without_importing_torch(arguments: list[str]) -> None:
     [
         ([], "COMMAND"),
         (["serves"], "invalid choice: 'serves'"),
-        (["serve", "--port", "-1"], "--port: -1 is not at least 0"),
-        (["serve", "--max-requests", "0"], "--max-requests: 0 is not at least 1"),
+        (["serve", "--port", "-1"], "--port: -1 is below 0"),
+        (["serve", "--max-requests", "0"], "--max-requests: 0 is below 1"),
         (["generate", "--provider", "cuda", "x"], "invalid choice: 'cuda'"),
-        (["generate", "--max-new-tokens", "0", "x"], "--max-new-tokens: 0 is not at least 1"),
+        (["generate", "--max-new-tokens", "0", "x"], "--max-new-tokens: 0 is below 1"),
         (["generate", "--page-size", "many", "x"], "--page-size"),
         (["generate", "--chunk", "2147483648", "x"], "--chunk: 2147483648 is above 2147483647"),
         (["soak", "--seed", "9" * 30], f"--seed: {'9' * 30} is above 2147483647"),
-        (["generate", "--temperature", "-1", "x"], "--temperature: -1 is not at least 0"),
+        (["generate", "--temperature", "-1", "x"], "--temperature: -1 is below 0"),
         (["generate", "--temperature", "nan", "x"], "--temperature: nan is not at least 0"),
         (["generate", "--top-p", "1.5", "x"], "--top-p: 1.5 is not above 0 and at most 1"),
         (["explain", "config.json"], "--arch"),
@@ -164,7 +164,7 @@ def test_explain_names_the_kernel_of_every_step_kind(tmp_path: Path, capsys: pyt
     assert "4 layers (0-3): 32 query heads over 8 KV heads, head_dim 128, bfloat16, pages of 16" in printed.out
     for kind in ("decode", "extend", "mixed"):
         assert f"  {kind}: aiter." in printed.out
-    assert "for AITER 0.1.21 in development and ROCm 7.2.4; a runtime asks which are there" in printed.out
+    assert "for AITER 0.1.21 in development and ROCm 7.2.4; at start a runtime drops kernels" in printed.out
     assert printed.err == ""
 
 

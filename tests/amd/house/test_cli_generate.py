@@ -237,7 +237,7 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_printed(capsys: pytest.
     first, failed, last = json.loads(printed.out)["results"]
     assert [first, last] == good
     assert (failed["finish_reason"], failed["token_ids"], failed["text"]) == ("error", [], "")
-    assert failed["error"].startswith("the largest logit of the next token is nan, so no token can be picked")
+    assert failed["error"].startswith("the largest logit of the next token is nan, so no token can be sampled")
     assert f"prompt 2 failed: {failed['error']}\n" in printed.err
     assert printed.err.splitlines()[-1] == f"rocm-attn: 1 of 3 prompts failed; prompt 2: {failed['error']}"
     assert main(["generate", *arguments, *prompts]) == FAILED
@@ -307,7 +307,7 @@ def test_every_field_of_a_request_has_a_flag_but_those_that_divide_tenants() -> 
         ),
         (["--num-pages", "1", "w5"], BAD_INPUT, "num_pages is 1; it must be at least 2"),
         (["--raw", "--num-pages", "2", "w5 " * 40], BAD_INPUT, "the prompt has 40 tokens"),
-        (["--swa-pages", "4", "w5"], BAD_INPUT, "swa_pages is 4 and no layer of the model has a window"),
+        (["--swa-pages", "4", "w5"], BAD_INPUT, "swa_pages is 4, and no layer of the model has a window"),
         (
             ["--model", "windowed", "--raw", "--max-new-tokens", "2", "--swa-pages", "4", "w5 " * 8],
             BAD_INPUT,
@@ -365,7 +365,7 @@ def test_a_memory_that_is_full_is_a_sentence(
     monkeypatch.setattr("rocm_serve.cli.generate.load_model", load_too_much)
     assert main(["generate", "--device", "cpu", "w5"]) == FAILED
     sentence = capsys.readouterr().err.splitlines()[-1]
-    assert sentence.startswith("rocm-attn: the memory is full (")
+    assert sentence.startswith("rocm-attn: out of memory (")
     assert sentence.endswith("; lower --max-batch-size, --num-pages or --swa-pages, or use a smaller model")
 
 

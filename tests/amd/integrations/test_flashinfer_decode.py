@@ -89,7 +89,7 @@ def test_optional_arguments_of_plan_may_come_by_position(device: torch.device) -
     with pytest.raises(TypeError, match="at most 16 arguments by position"):
         plan(wrapper, device, *range(17))
     with (
-        pytest.warns(DeprecationWarning, match="name them|belongs to plan"),
+        pytest.warns(DeprecationWarning, match="name them|give it to plan"),
         pytest.raises(TypeError, match="got window_left twice"),
     ):
         wrapper.plan(*batch.lists, *SIZES, 4, "NONE", 2, window_left=2)
@@ -169,7 +169,7 @@ def test_scores_may_be_those_of_a_deprecated_forward(device: torch.device) -> No
 REFUSED_PLANS = [
     ({"pos_encoding_mode": "ROPE_LLAMA"}, Unsupported, "rotate queries and keys"),
     ({"pos_encoding_mode": "rope"}, BadSetting, "it must be NONE, ROPE_LLAMA or ALIBI"),
-    ({"window_right": 4}, Unsupported, "window_right is not served: windows reach back"),
+    ({"window_right": 4}, Unsupported, "window_right is not served: a window covers keys before"),
     ({"q_data_type": torch.float8_e4m3fn}, Unsupported, "pass them in 16 bits"),
     ({"kv_data_type": "bfloat16"}, Unsupported, "give both one dtype"),
     ({"kv_data_type": torch.uint8}, Unsupported, "no kernel here reads NVFP4 pages"),
@@ -223,7 +223,7 @@ def test_what_is_not_served_is_refused_by_run(device: torch.device) -> None:
         with pytest.raises(BadTensor, match=message):
             wrapper.run(rows, kv)
     with (
-        pytest.warns(DeprecationWarning, match="name them|belongs to plan"),
+        pytest.warns(DeprecationWarning, match="name them|give it to plan"),
         pytest.raises(BadBatch, match="planned with 1"),
     ):
         wrapper.run(q, cache, q_len_per_req=2)
@@ -259,7 +259,7 @@ def test_a_batch_of_nothing_gives_nothing(device: torch.device) -> None:
 
 
 def test_providers_are_chosen_by_name(device: torch.device) -> None:
-    with pytest.raises(BadSetting, match="provider is 'fa2'; it is one of auto, torch, triton, aiter"):
+    with pytest.raises(BadSetting, match="provider is 'fa2'; it must be one of auto, torch, triton, aiter"):
         flashinfer.use_provider("fa2")
     cache = new_batch((6, 3), 4, device=device).cache
     for backend in ("fa2", "torch"):

@@ -88,7 +88,7 @@ def test_what_a_recording_does_not_serve_is_refused(device: torch.device) -> Non
     decode.plan(decode.batches((1, 6, 1), seed=0)[0])
     first = [each[0].clone() for each in decode.run()]
     for kv_lens, error, message in [
-        ((1, 2), NeverFits, "as many sequences"),
+        ((1, 2), NeverFits, "number of sequences"),
         ((96, 4, 4), NeverFits, "make a wrapper with larger buffers"),
         ((3, 0, 4), BadBatch, "put sequences without KV last"),
     ]:
@@ -97,7 +97,7 @@ def test_what_a_recording_does_not_serve_is_refused(device: torch.device) -> Non
         with pytest.raises(WrongState, match=r"call plan.. before run"):
             decode.run()
     batch = new_batch((1, 6, 1), PAGE_SIZE, device=device)
-    with pytest.raises(BadBatch, match="pages of 8 tokens after 4"):
+    with pytest.raises(BadBatch, match="pages of 8 tokens were given after pages of 4"):
         decode.wrapper.plan(batch.indptr, batch.indices, batch.last_page_len, *SIZES, 8, q_data_type="float32")
     with pytest.raises(BadBatch, match="q_len_per_req is 2 after 1"):
         decode.wrapper.plan(*new_batch((2, 6, 2), 4, device=device).lists, *SIZES, 4, q_len_per_req=2)

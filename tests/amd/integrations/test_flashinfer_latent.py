@@ -136,7 +136,7 @@ def test_one_recording_serves_every_plan_that_fits(is_apart: bool, device: torch
         check(out, latents.wanted(False))
     with pytest.raises(BadBatch, match="first planned with one new token per sequence"):
         wrapper.plan(metadata=Latents((5, 3, 1), (2, 1, 0), device).metadata, causal=False, **SIZES)
-    with pytest.raises(NeverFits, match="as many sequences"):
+    with pytest.raises(NeverFits, match="number of sequences"):
         wrapper.plan(metadata=Latents((5, 3), (1, 1), device).metadata, causal=False, **SIZES)
     with pytest.raises(Unsupported, match="give lists of pages"):
         wrapper.plan(metadata=latents.dense(), causal=False, **SIZES)
@@ -183,8 +183,8 @@ def test_what_is_not_served_is_refused(device: torch.device) -> None:
     of_run: dict[str, Any] = {"query": latents.q, "kv_cache": latents.cache}
     runs: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"ckv_scale": 1.0}, Unsupported, "keep them in 16 bits"),
-        ({"q_nope": latents.q}, BadTensor, "give query, or its two parts"),
-        ({"kv_cache": None}, BadTensor, "give kv_cache, or its two parts"),
+        ({"q_nope": latents.q}, BadTensor, "query was given together with its parts"),
+        ({"kv_cache": None}, BadTensor, "kv_cache was given together with its parts"),
         ({"kv_cache": latents.cache[..., :40]}, BadTensor, "a latent cache is torch.float32"),
         ({"kv_cache": latents.cache[0]}, BadTensor, "it is .pages, page_size, dim."),
         ({"kv_cache": latents.cache[:2]}, BadTensor, "the KV cache has pages 0 to 1"),

@@ -147,7 +147,7 @@ def test_states_that_do_not_fit_are_refused(device: torch.device) -> None:
     v, s = torch.zeros((3, Q_HEADS, DIM), device=device), torch.zeros((3, Q_HEADS), device=device)
     with pytest.raises(BadTensor, match="the sides are"):
         flashinfer.merge_state(v, s, v[:2], s[:2])
-    with pytest.raises(BadTensor, match=r"they are .tokens, heads, dim. and .tokens, heads."):
+    with pytest.raises(BadTensor, match=r"they must be .tokens, heads, dim. and .tokens, heads."):
         flashinfer.merge_state(v, s[:2], v, s)
     with pytest.raises(BadTensor, match=r"it is written, so it must be torch.float32"):
         flashinfer.merge_state_in_place(v, s.double(), v, s)

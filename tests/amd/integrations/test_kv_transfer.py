@@ -226,7 +226,7 @@ def test_layers_of_one_space_may_come_from_different_ones(provider: str, device:
 def test_tokens_that_a_window_has_given_back_are_no_ones_elsewhere(provider: str, device: torch.device) -> None:
     problems = [small_problem(window_left=6), small_problem()]
     source = runtime_of(problems, device, provider, swa_pages=40)
-    with pytest.raises(BadTensor, match="lives in 'swa' there, which has given tokens back"):
+    with pytest.raises(BadTensor, match="lives in 'swa' at the source"):
         KVImporter(runtime_of(problems, device, provider), KVPassport.of(source))
     back = runtime_of(problems, device, provider, swa_pages=40, swa_kept=6)
     story = Story(problems, device)
@@ -353,7 +353,7 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
         importer.import_pages(pages, extent, buffer)
     assert (buffer == POISON).all()
     before = [tensor.clone() for tensor in storages(target)]
-    with pytest.raises(BadBatch, match="or a page twice"):
+    with pytest.raises(BadBatch, match="or a repeated page"):
         importer.import_pages({Space.FULL: [3, 3, 4]}, extent, buffer)
     with pytest.raises(BadBatch, match="sees tokens from 0 on"):
         importer.import_pages({Space.FULL: [0, 3, 4]}, extent, buffer)

@@ -200,7 +200,7 @@ def test_a_trees_mask_lies_where_graphs_read_it_once_their_largest_is_known(
 def test_index_keys_that_others_write_or_keep_are_refused(server: Server, backend: Any, runner: Any) -> None:
     runner.token_to_kv_pool.get_index_k_with_scale_buffer = None
     server.backends = "dsa", "rocm_attn"
-    with pytest.raises(Unsupported, match=r"the backends for prompts and decode .*use one --attention-backend"):
+    with pytest.raises(Unsupported, match=r"the backends for prompts and decode.*use one --attention-backend"):
         backend.serving_of(runner)
     server.backends, server.is_hisparse = ("rocm_attn", "rocm_attn"), True
     with pytest.raises(Unsupported, match="leave --enable-hisparse out"):

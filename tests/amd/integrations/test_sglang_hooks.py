@@ -499,7 +499,7 @@ def test_a_layer_that_the_model_did_not_have_is_refused(provider: str, device: t
     one = engine.admit()
     engine.run(Mode.EXTEND, [one], [3])
     engine.layers = [RadixAttention(0, sliding_window_size=7)]
-    with pytest.raises(WrongState, match=r"layer 0 is like none that the model had .*, window 7"):
+    with pytest.raises(WrongState, match=r"layer 0 differs from every layer that the model had .*, window 7"):
         engine.run(Mode.DECODE, [one], [1])
 
 

@@ -254,7 +254,7 @@ def test_what_was_chosen_in_another_step_or_not_at_all_is_refused(provider: str,
     )
     step = engine.step_of(engine.batch(Mode.DECODE, [one], [1]), [1])
     engine.hooks.init_forward_metadata(step.batch)
-    with pytest.raises(WrongState, match="layer 0 attends to keys that are chosen, and was called without a choice"):
+    with pytest.raises(WrongState, match="layer 0 attends to selected keys, and was called without a selection"):
         engine.forward(step)
     with pytest.raises(WrongState, match="with a selection of another step"):
         engine.forward(step, topk_indices=earlier)

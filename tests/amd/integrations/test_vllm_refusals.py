@@ -85,7 +85,7 @@ def test_a_layer_that_reads_anothers_kv_is_refused_where_ranks_share_contexts(ou
     impl = ours["backend"].RocmAttnImpl
     reader = gqa_layer(impl, kv_sharing_target_layer_name="layers.0")
     assert builder(ours, "backend", reader).group
-    refusal = "layer reads the KV of layers.0, and is not served where ranks share contexts; set decode_context_para"
+    refusal = "layer reads the KV of layers.0, which is not served if ranks share contexts; set decode_context_para"
     with pytest.raises(Unsupported, match=refusal):
         builder(ours, "backend", reader, **DECODES_SHARED)
 

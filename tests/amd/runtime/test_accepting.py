@@ -191,7 +191,7 @@ def test_what_is_forked_after_its_step_is_not_moved(device: torch.device) -> Non
     accepted = one_path(world, request)
     child = runtime.table.fork(request.row, 6)
     before = runtime.pool.layer(0).k.clone()
-    with pytest.raises(WrongState, match=f"row {request.row} forked or kept since"):
+    with pytest.raises(WrongState, match=f"row {request.row} was freed, cut, forked or kept since"):
         runtime.move_accepted(accepted)
     assert torch.equal(before.nan_to_num(), runtime.pool.layer(0).k.nan_to_num())
     runtime.table.free(child)
@@ -221,7 +221,7 @@ def test_what_was_accepted_is_moved_once_and_while_its_rows_are_its_own(device: 
     request = world.admit()
     step_with_mask(world, request, 3)
     runtime.table.free(request.row)
-    with pytest.raises(WrongState, match=f"row {request.row} forked or kept since"):
+    with pytest.raises(WrongState, match=f"row {request.row} was freed, cut, forked or kept since"):
         runtime.move_accepted(one_path(world, request))
 
 
@@ -251,7 +251,7 @@ def test_rows_that_go_or_are_kept_meanwhile_leave_the_moves_of_others_alone(devi
     accepted = one_path(world, stays)
     world.runtime.table.kept.keep(stays.row, 0, 1)
     world.free(goes)
-    with pytest.raises(WrongState, match=f"row {goes.row} forked or kept since"):
+    with pytest.raises(WrongState, match=f"row {goes.row} was freed, cut, forked or kept since"):
         world.runtime.move_accepted(Accepted(*(tensor.repeat_interleave(2, 0) for tensor in accepted)))
     world.runtime.move_accepted(accepted, [0])
     world.runtime.table.truncate(stays.row, 6)

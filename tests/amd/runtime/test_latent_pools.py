@@ -219,7 +219,7 @@ def absorbed_step(
 def test_what_cannot_be_expanded_is_refused(device: torch.device) -> None:
     options = RuntimeOptions(num_pages=8, max_num_seqs=4, max_kv_len=16, provider="torch")
     runtime = build_runtime([EXPANDED, small_problem()], options, device=torch.device("cpu"))
-    with pytest.raises(BadProblem, match="only latents are expanded, and this layer has K and V pages"):
+    with pytest.raises(BadProblem, match="only latent layers can be expanded, and this layer has K and V pages"):
         runtime.expanded_prefill(1)
     row = runtime.table.admit()
     runtime.table.reserve(row, 3)
@@ -242,7 +242,7 @@ def test_what_cannot_be_expanded_is_refused(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"num_q_heads": 256}, "256 query heads share a KV head, at most 128 may"),
+        ({"num_q_heads": 256}, "256 query heads share a KV head; at most 128 may"),
         ({"head_dim": 640}, "head_dim 640 is outside 1..576"),
         ({"head_dim": 576, "v_head_dim": 448}, r"rows of 448 \+ 128 elements"),
         ({"has_alibi_slopes": True}, "it has no ALiBi slopes"),

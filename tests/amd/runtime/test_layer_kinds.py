@@ -60,7 +60,7 @@ def test_a_step_wants_the_sinks_of_every_layer(device: torch.device) -> None:
 
 
 BAD_WEIGHTS = {
-    "none": (HeadWeights(), "layer 0 has sinks and none were given"),
+    "none": (HeadWeights(), "layer 0 has sinks and got none"),
     "of another layer": (HeadWeights(torch.zeros(6), torch.zeros(6)), "alibi_slopes were given to layer 0, whose"),
     "too many": (HeadWeights(torch.zeros(7)), r"sinks has shape \[7\]; the layer needs \[6\], one per query head"),
     "one for each row": (HeadWeights(torch.zeros(6, 1)), r"sinks has shape \[6, 1\]"),
@@ -125,7 +125,7 @@ def test_a_layer_that_does_not_exist_is_refused(device: torch.device) -> None:
 
 def test_weights_without_values_are_refused(device: torch.device) -> None:
     world = World.build(GPT_OSS, device, "torch")
-    with pytest.raises(BadTensor, match="sinks is on meta, where tensors have no values; load it first"):
+    with pytest.raises(BadTensor, match="sinks is on the meta device"):
         world.runtime.head_weights.set(0, HeadWeights(torch.zeros(6, device="meta")))
 
 

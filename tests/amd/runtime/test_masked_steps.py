@@ -223,7 +223,7 @@ def test_a_mask_that_is_too_short_is_refused(device: torch.device) -> None:
     world, requests = world_of(device, "torch")
     batch = world.batch(requests, [1, 2, 3])  # 10 + 44 + 12 cells
     positions = kv_positions(batch.kv_len, batch.q_len, device)
-    with pytest.raises(BadBatch, match=r"the mask has 8 bytes; the sum of q_len \* kv_len bits of this step takes 9"):
+    with pytest.raises(BadBatch, match=r"the mask has 8 bytes; the sum of q_len \* kv_len bits over this step takes 9"):
         replace(batch, mask=StepMask(ones(8, device), positions))
     with pytest.raises(BadBatch, match="the mask has 5 positions for 6 new tokens"):
         replace(batch, mask=StepMask(ones(9, device), positions[:5]))

@@ -118,7 +118,7 @@ def norm(dim: int) -> RowNorm:
 @pytest.mark.parametrize(
     ("problem", "work", "words"),
     [
-        (small_problem(), QkvWork(rope(18)), "rope turns 18 elements; rows have 16"),
+        (small_problem(), QkvWork(rope(18)), "rope rotates 18 elements; rows have 16"),
         (small_problem(), QkvWork(q_norm=norm(17)), "q_norm has 17 weights; rows have 16 elements"),
         (small_problem(), QkvWork(k_norm=norm(8)), "k_norm has 8 weights; rows have 16 elements"),
         (small_problem(), QkvWork(v_norm=norm(24)), "v_norm has 24 weights; rows have 16 elements"),
@@ -153,7 +153,7 @@ def test_work_for_other_rows_is_refused(problem: Problem, work: QkvWork, words: 
         ),
         (lambda s, x: s.finish(0, x(6, 16), gate=x(6, 16).int()), "gate is torch.int32; it must be floating point"),
         (lambda s, x: s.finish(0, x(6, 16), gate=x(16, 6).mT), "gate has stride"),
-        (lambda s, x: s.finish(0, x(6, 16), undo=rope(32)), "undo turns 32 elements; rows have 16"),
+        (lambda s, x: s.finish(0, x(6, 16), undo=rope(32)), "undo rotates 32 elements; rows have 16"),
     ],
 )
 def test_tensors_of_other_shapes_are_refused(call: Callable[[Any, Any], None], words: str) -> None:

@@ -167,7 +167,7 @@ BAD_GROUPS = {
     "nothing after": ([PrefixGroup(1, 8), PrefixGroup(1, 11)], "sequence 1 has 11 tokens and a prefix of 11"),
     "negative": ([PrefixGroup(2, -4)], "a group has a prefix of -4 tokens"),
     "too few": ([PrefixGroup(1, 8)], "put every sequence into one group"),
-    "none": ([], "groups of no sequences for 2; every sequence is in one group"),
+    "none": ([], "groups have no sequences and the step has 2"),
     "empty": ([PrefixGroup(2, 8), PrefixGroup(0, 8)], "groups have 2, 0 sequences"),
 }
 
@@ -263,7 +263,7 @@ REFUSALS = {
     "slopes": (small_problem(has_alibi_slopes=True), "torch.shared_prefix: it has no ALiBi slopes"),
     "vectorised": (
         replace(small_problem(), pool=PoolKind.VECTORIZED),
-        "torch.shared_prefix: it reads K and V pages or latent pages, and this layer has vectorised pages",
+        "torch.shared_prefix: it reads K and V pages or latent pages, not vectorised pages",
     ),
 }
 

@@ -210,7 +210,7 @@ def test_calls_and_results_are_written_by_the_models_template(
             {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}]}]}, "messages", "must be"),
         ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "a", "arguments": "[1]"}}]}]},
-         "messages", "the arguments of the call of a in the messages must be a JSON object"),
+         "messages", "the arguments of the call of a in the messages must be a string"),
         *(({"messages": [{"role": "assistant", "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "a", "arguments": f'{{"x": {number}}}'}}]}]},
            "messages", "a JSON object with finite numbers") for number in ("1e400", "NaN")),

@@ -272,7 +272,7 @@ def test_slopes_are_for_sequences_whose_positions_have_16_bits(name: str, kind: 
     (reason,) = refusals(name, kind, slopes, on("gfx942"), PoolSize(8, (1 << 16) + 1, 1))
     assert reason == "its ALiBi slopes are limited to sequences of up to 65536 tokens (every release)"
     (reason,) = refusals(name, kind, replace(slopes, wants_lse=True), on("gfx942"), SMALLEST_POOL)
-    assert reason == "it gives no log-sum-exp of logits with ALiBi slopes"
+    assert reason == "it returns no log-sum-exp for layers with ALiBi slopes"
 
 
 LATENT_ROWS = [row for row in ROWS if "mla_" in row.name and not row.not_bound]

@@ -186,7 +186,7 @@ def test_what_is_not_served_is_refused(device: torch.device) -> None:
         ({"q_nope": latents.q}, BadTensor, "query was given together with its parts"),
         ({"kv_cache": None}, BadTensor, "kv_cache was given together with its parts"),
         ({"kv_cache": latents.cache[..., :40]}, BadTensor, "a latent cache is torch.float32"),
-        ({"kv_cache": latents.cache[0]}, BadTensor, "it is .pages, page_size, dim."),
+        ({"kv_cache": latents.cache[0]}, BadTensor, "it must be .pages, page_size, dim."),
         ({"kv_cache": latents.cache[:2]}, BadTensor, "the KV cache has pages 0 to 1"),
         (
             {"kv_cache": (latents.cache[:2, :, :CKV].clone(), latents.cache[:2, :, CKV:].clone())},

@@ -199,9 +199,7 @@ def test_a_kernel_that_does_not_read_an_encoding_is_refused_with_the_reason() ->
     limits = Limits(("*",), (torch.float32,), (1, 256), (1, 256), (1, 128), 128, True, True, True)
     assert limits.refusals(problem, target) == ("it reads K and V as q, not float8_e5m2",)
     limits = replace(limits, encodings=(KVEncoding.E5M2,), scales=(Scales.LAYER,))
-    assert limits.refusals(problem, target) == (
-        "it reads a scale for each layer, and these pages have a scale for each KV head",
-    )
+    assert limits.refusals(problem, target) == ("it reads a scale for each layer, not a scale for each KV head",)
     with pytest.raises(Unsupported):
         select(replace(problem, pool=PoolKind.VECTORIZED, head_dim=32, v_head_dim=32, page_size=16), target, "triton")
 

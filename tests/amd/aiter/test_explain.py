@@ -126,8 +126,8 @@ def test_releases_may_be_named_and_decide(capsys: pytest.CaptureFixture[str]) ->
     ("options", "sentence"),
     [
         (("--arch", "gfx942", "--aiter-release", "latest"), "--aiter-release is 'latest'; give its numbers"),
-        (("--arch", "gfx942", "--rocm-release", "7"), "--rocm-release is '7'; give its numbers"),
-        (("--arch", "sm_90", "--aiter-release", "0.1.14"), "--aiter-release goes with an arch of AMD's"),
+        (("--arch", "gfx942", "--rocm-release", "7"), "--rocm-release is '7'; give a release number"),
+        (("--arch", "sm_90", "--aiter-release", "0.1.14"), "--aiter-release needs an AMD arch"),
     ],
 )
 def test_a_release_that_says_nothing_is_refused(

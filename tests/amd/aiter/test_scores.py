@@ -193,21 +193,21 @@ VECTORISED_REFUSALS = [
     (
         vectorised_problem(heads=(4, 1)),
         "aiter.pa_fwd_asm",
-        "it has kernels for 8 or 16 query heads on a KV head, and this layer has 4",
+        "it needs 8 or 16 query heads per KV head, and this layer has 4",
     ),
     (
         vectorised_problem(heads=(2, 2)),
         "aiter.pa_decode_gluon",
-        "its tiles are for 3 query heads or more on a KV head, and this layer has 1",
+        "it needs 3 or more query heads per KV head, and this layer has 1",
     ),
     (replace(VECTORISED, window_left=9), "aiter.pa_fwd_asm", "it has no sliding window (window_left 9)"),
     (replace(VECTORISED, has_sinks=True), "aiter.pa_fwd_asm", "it has no attention sinks"),
     (replace(VECTORISED, logits_soft_cap=2.0), "aiter.pa_decode_gluon", "it has no logits soft cap (2)"),
-    (VECTORISED, "aiter.paged_attention_ragged", "it reads K and V pages, and this layer has vectorised pages"),
+    (VECTORISED, "aiter.paged_attention_ragged", "it reads K and V pages, not vectorised pages"),
     (
         replace(VECTORISED, page_size=1024, window_left=9),
         "aiter.pa_decode_gluon",
-        "it reads a window (window_left 9) in pages of up to 256 tokens, and page_size is 1024",
+        "with a window (window_left 9) it needs pages of up to 256 tokens, and page_size is 1024",
     ),
 ]
 

@@ -125,7 +125,7 @@ def test_what_rows_do_not_share_is_not_read_for_them(provider: str, device: torc
         return serving, requests
 
     serving, requests = strangers(ALL_ON)
-    with pytest.raises(BadBatch, match="sequence 1 does not share the 8 tokens of sequence 0"):
+    with pytest.raises(BadBatch, match="sequence 1 does not share"):
         serving.run_shared(requests, [PrefixGroup(2, 8)])
     serving, requests = strangers(Guards().without("batch_check"))
     serving.run_shared(requests, [PrefixGroup(2, 8)])

@@ -65,5 +65,5 @@ def test_a_default_ladder_of_nothing_is_refused(largest: int, alignment: int) ->
 def test_no_work_fits_the_smallest_size_and_negative_work_is_refused() -> None:
     ladder = SizeLadder((4, 8))
     assert ladder.fit(0) == 4
-    with pytest.raises(SizeExceeded, match="-1 is impossible"):
+    with pytest.raises(SizeExceeded, match="size -1 is not possible"):
         ladder.fit(-1)

@@ -50,7 +50,7 @@ def rows_of(*values: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
 def test_what_others_hold_fits_later_and_what_the_pool_cannot_hold_never() -> None:
     table = make_table(num_pages=7, swa_pages=7)
     one, other = table.admit(), table.admit()
-    with pytest.raises(OutOfRows, match="all 2 rows are taken") as later:
+    with pytest.raises(OutOfRows, match="all 2 rows are in use") as later:
         table.admit()
     assert isinstance(later.value, FitsLater)
     table.reserve(other, 8)

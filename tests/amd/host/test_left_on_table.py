@@ -69,7 +69,7 @@ def test_nothing_is_said_of_a_change_that_takes_a_preferred_kernel_away() -> Non
 def test_a_kernel_that_the_triton_release_gates_out_is_named_with_what_was_measured_of_it() -> None:
     (found, _) = left(LAYER, with_triton("sm_90", "3.9.0"))
     assert found.what.startswith("extend by triton.hopper_extend, not triton.extend, mixed by")
-    assert found.gate == "it runs with Triton 3.6.0, and here it is 3.9.0"
+    assert found.gate == "it needs Triton 3.6.0, and 3.9.0 is installed"
     assert found.how == "install Triton 3.6.0"
     assert "394 us where the other takes 535, measured at 1x6144+2048 on one H200" in found.how_much
     assert not [each for each in left(LAYER, with_triton("sm_90", "3.6.0")) if "hopper" in each.what]

@@ -157,7 +157,7 @@ def test_measured_tiles_of_the_other_arch_do_not_serve(tmp_path: Path) -> None:
     selection = select(layer(), replace(GFX942, measured=(forged,)), "triton")
     assert selection.kernel(StepKind.DECODE).row.name == "triton.decode"
     reasons = {each.reason for each in selection.refusals}
-    assert "its measured tiles have blocks of 32 keys, and gfx942 takes 16" in reasons
+    assert "its measured tiles have blocks of 32 keys, and gfx942 needs 16" in reasons
 
 
 def test_every_job_says_what_it_is_of() -> None:

@@ -79,7 +79,7 @@ def test_a_step_that_goes_back_too_far_is_refused() -> None:
     row = table.admit()
     grow(table, row, 15, 18)  # holds tokens from 6 on, so windows from token 11 on
     table.checks.check(StepBatch(ints(row), ints(12), ints(1)))
-    with pytest.raises(BadBatch, match="first new token at 10, but row 1 holds the keys of windows from 11 on; raise"):
+    with pytest.raises(BadBatch, match="first new token at 10, but row 1 holds keys of windows only from 11 on; raise"):
         table.checks.check(StepBatch(ints(row), ints(11), ints(1)))
     table.free(row)
     assert table.admit() == row

@@ -156,5 +156,5 @@ def test_a_step_of_more_sequences_than_were_built_for_is_refused(engine: Engine)
     batch.batch_size = 99
     batch.req_pool_indices = batch.req_pool_indices.repeat(99)
     batch.seq_lens = batch.seq_lens.repeat(99)
-    with pytest.raises(NeverFits, match="99 sequences, built for"):
+    with pytest.raises(NeverFits, match="99 sequences and the most is"):
         engine.hooks.init_forward_metadata(batch)

@@ -292,9 +292,9 @@ def test_who_runs_a_segment_changes_no_bit(kernel_device: torch.device) -> None:
     ("change", "reason"),
     [
         ({"heads": (129, 1)}, "129 query heads; at most 128"),
-        ({"dims": (576, 448)}, r"head_dim is 576; it may be v_head_dim to v_head_dim \+ 64"),
-        ({"dims": (544, 520)}, "v_head_dim is 520; it may be 1 to 512"),
-        ({"page_size": 256}, "page_size is 256; it may be 1 to 128"),
+        ({"dims": (576, 448)}, r"head_dim is 576; it must be from v_head_dim to v_head_dim \+ 64"),
+        ({"dims": (544, 520)}, "v_head_dim is 520"),
+        ({"page_size": 256}, "page_size is 256"),
     ],
 )
 def test_what_no_kernel_serves_is_refused_with_the_reason(

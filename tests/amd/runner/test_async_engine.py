@@ -404,7 +404,7 @@ def test_more_requests_than_are_allowed_are_refused_until_one_is_done(loaded: Lo
         async with AsyncEngine(engine(loaded), max_requests=3) as front:
             async with front.paused():
                 streams = [front.stream(LONG) for _ in range(3)]
-                with pytest.raises(TooManyRequests, match="3 requests are served or wait, and max_requests"):
+                with pytest.raises(TooManyRequests, match="3 requests run or wait, and max_requests"):
                     await front.complete(LONG)
                 streams.pop().close()
                 await front.between_steps(lambda: None)

@@ -93,7 +93,7 @@ def test_a_constraint_that_takes_too_long_ends_its_request_alone(
 
     async def main() -> int:
         async with AsyncEngine(served) as front:
-            with pytest.raises(BadRequest, match="the constraint was not compiled after 0 seconds; simplify it"):
+            with pytest.raises(BadRequest, match="the constraint was not compiled within 0 seconds"):
                 await front.complete(CONSTRAINED[0])
             return len((await front.complete(PLAIN)).token_ids)
 
@@ -128,7 +128,7 @@ def test_no_more_constraints_wait_than_may_those_included_whose_clients_have_lef
             left, *waiting = (front.stream(each) for each in requests[:3])
             await asyncio.to_thread(held_up.begun.acquire)
             left.close()
-            with pytest.raises(FitsLater, match="3 constraints are compiled or wait for it, which is the most; send"):
+            with pytest.raises(FitsLater, match="3 constraints are being compiled or wait for it"):
                 await front.complete(requests[3])
             assert len((await front.complete(PLAIN)).token_ids) == PLAIN.max_new_tokens
             held_up.may_end.set()

@@ -173,7 +173,7 @@ def test_latent_attention_of_other_architectures_is_refused(architecture: str) -
         ({"rope_scaling": {**LONGROPE, "long_factor": 2.0}}, "long_factor is 2.0; it must be a list"),
         (
             {"rope_scaling": {**LONGROPE, "short_factor": [2.0] * 63, "long_factor": [2.0] * 63}},
-            "63 factors of the rotary embedding for 64 pairs",
+            "63 factors for 64 rotated pairs",
         ),
         (
             {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 1}},
@@ -248,7 +248,7 @@ def test_more_experts_than_a_model_has_are_refused_before_their_names_are_made()
             "moe_intermediate_size": 64,
         }
     )
-    with pytest.raises(BadModel, match="asks for more than 300000 tensors; look at its layers and experts"):
+    with pytest.raises(BadModel, match="asks for more than 300000 tensors"):
         expected_shapes(config)
 
 
@@ -265,7 +265,7 @@ def test_a_file_too_large_for_a_config_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(BadModel, match="has 1099511627776 bytes; the text of a model has up to 67108864"):
+    with pytest.raises(BadModel, match="has 1099511627776 bytes"):
         read_json(path)
 
 

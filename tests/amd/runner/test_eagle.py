@@ -135,7 +135,7 @@ def test_a_head_of_another_model_is_refused(loaded: LoadedModel, tmp_path: Path)
         load_head(str(tmp_path), loaded)
     del tensors["layers.0.mlp.up_proj.weight"]
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(BadModel, match=r"lacks layers.0.mlp.up_proj.weight; it is no EAGLE-1 head of this model"):
+    with pytest.raises(BadModel, match=r"lacks layers.0.mlp.up_proj.weight"):
         load_head(str(tmp_path), loaded)
     with pytest.raises(BadModel, match="nowhere is no directory"):
         load_head(str(tmp_path / "nowhere"), loaded)
@@ -302,11 +302,9 @@ def test_a_head_of_eagle_3_of_another_model_is_refused(loaded: LoadedModel, tmp_
     refused("an EAGLE-3 head must have one layer", {"num_hidden_layers": 2}, tensors)
     named = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 7, 1]}}
     refused(r"eagle_aux_hidden_state_layer_ids is \[0, 7, 1\]; it must be 3 of the model's 2 layers", named, tensors)
-    refused(
-        "lacks fc.weight; it is no EAGLE-3 head", {}, {name: each for name, each in tensors.items() if name[:2] != "fc"}
-    )
+    refused("lacks fc.weight", {}, {name: each for name, each in tensors.items() if name[:2] != "fc"})
     refused(r"fc.weight has shape \[3, 6\]", {}, {**tensors, "fc.weight": torch.zeros(3, 6)})
-    wrong = "d2t does not lead from 31 tokens to as many of the model's 64"
+    wrong = "d2t must map 31 tokens"
     refused(wrong, {}, {**tensors, "d2t": tensors["d2t"] + 40})
     refused(wrong, {}, {**tensors, "d2t": KNOWN[0] - torch.arange(31)})
     refused(wrong, {}, {**tensors, "d2t": tensors["d2t"][:-1]})

@@ -111,8 +111,8 @@ def test_shared_k_and_v_are_those_that_transformers_shares(num_shared: int) -> N
 @pytest.mark.parametrize(
     ("num_shared", "sentence"),
     [
-        (10, "num_kv_shared_layers is 10 of num_hidden_layers 10; it must be 0 or more, and fewer than all"),
-        (-1, "num_kv_shared_layers is -1 of num_hidden_layers 10"),
+        (10, "num_kv_shared_layers is 10 and num_hidden_layers 10; it must be 0 or more, and fewer than all"),
+        (-1, "num_kv_shared_layers is -1"),
         (6, "layer 4 reads K and V of an earlier layer of its type, but none of the first 4 layers"),
     ],
 )

@@ -145,7 +145,7 @@ def test_a_token_that_is_not_finite_harms_no_other() -> None:
 
 @pytest.mark.parametrize("num_chosen", [0, EXPERTS + 1])
 def test_more_experts_a_token_than_there_are_is_refused(num_chosen: int) -> None:
-    with pytest.raises(BadModel, match=f"{num_chosen} experts a token of 5 experts"):
+    with pytest.raises(BadModel, match=f"{num_chosen} of 5 experts"):
         replace(MLP.routing, num_chosen=num_chosen)
 
 
@@ -154,7 +154,7 @@ def test_more_experts_a_token_than_there_are_is_refused(num_chosen: int) -> None
     [
         ({"num_groups": 4}, "1 of 4 groups of 6 experts"),
         ({"num_groups": 2, "num_groups_chosen": 3}, "3 of 2 groups"),
-        ({"num_groups": 3, "num_chosen": 3}, "3 experts a token out of 1 groups of 2"),
+        ({"num_groups": 3, "num_chosen": 3}, "3 experts per token out of 1 groups of 2"),
         ({"num_groups": 6, "best_of_group": 2}, "each at least 2"),
     ],
 )

@@ -74,8 +74,8 @@ def test_where_nothing_is_left_the_numbers_say_why() -> None:
     with pytest.raises(CapacityExceeded) as why:
         measured.kv_bytes(0.9, [LAYER])
     assert str(why.value) == (
-        "nothing is left for K and V: of 100.00 GiB 17.00 are free, a step takes 6.00, graphs take 2.00, and 10.00 are "
-        "to stay free; lower max_batch_size or chunk, raise gpu_memory_share, or take a smaller model"
+        "no memory is left for K and V: of 100.00 GiB 17.00 are free, a step takes 6.00, graphs take 2.00, and 10.00 "
+        "must stay free; lower max_batch_size or chunk, raise gpu_memory_share, or use a smaller model"
     )
 
 

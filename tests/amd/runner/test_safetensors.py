@@ -64,7 +64,7 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda t: t.pop(K_PROJ), f"lacks {K_PROJ}; the file is not complete"),
+        (lambda t: t.pop(K_PROJ), f"lacks {K_PROJ}; the file is incomplete"),
         (lambda t: [t.pop(name) for name in list(t)[:5]], "and 2 more tensors"),
         (lambda t: t.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(32)}), "k_proj.bias, which Llama"),
         (lambda t: t.update({K_PROJ: torch.zeros(48, 32)}), r"k_proj.weight has shape \[48, 32\]; .* for \[32, 48\]"),
@@ -168,9 +168,7 @@ def test_a_shard_that_lacks_a_tensor_of_the_index_is_named(tmp_path: Path) -> No
     weight_map, _ = sharded(tmp_path)
     index = {"weight_map": {**weight_map, "model.norm.weight": "a.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        BadModel, match=r"a\.safetensors lacks 'model\.norm\.weight', which .*index\.json says is there"
-    ):
+    with pytest.raises(BadModel, match=r"a\.safetensors lacks 'model\.norm\.weight', which .*index\.json lists"):
         load(tmp_path)
 
 

@@ -302,7 +302,7 @@ def chi_square_exceedance(first: Counter[tuple[int, ...]], second: Counter[tuple
     [
         ({"speculative": "guess"}, "speculative 'guess' is not known; it is off, ngram, draft:MODEL"),
         ({"speculative": "draft:"}, "speculative 'draft:' is not known"),
-        ({"speculative": "ngram", "topk": 5}, "topk is 5 and draft_tokens is 4; each branch has a token at least"),
+        ({"speculative": "ngram", "topk": 5}, "topk is 5 and draft_tokens is 4"),
         ({"speculative": "ngram", "draft_tokens": 0}, "draft_tokens is 0; it must be at least 1"),
     ],
 )
@@ -417,7 +417,7 @@ def test_a_model_with_a_shorter_context_drafts_as_far_as_that_goes(loaded: Loade
 
 def test_a_model_with_other_tokens_cannot_draft(loaded: LoadedModel) -> None:
     other = tiny_model(base=replace(CONFIG, vocab_size=65))
-    with pytest.raises(BadModel, match="the model that drafts has 65 tokens and the one that it drafts for 64"):
+    with pytest.raises(BadModel, match="the draft model has 65 tokens and the model 64"):
         drafting(loaded, other, replace(BASE, speculative="ngram"))
 
 

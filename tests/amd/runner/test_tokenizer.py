@@ -323,7 +323,7 @@ def test_a_model_without_template_asks_for_raw_prompts() -> None:
 
 
 def test_half_of_a_character_is_refused_wherever_it_comes_from() -> None:
-    sentence = r"^character 3 of the text is the surrogate U\+DC80, which is half of a character"
+    sentence = r"^character 3 of the text is the surrogate U\+DC80, half of a character"
     with pytest.raises(BadRequest, match=sentence):
         _TRAINED.encode("ab\udc80")
     template = ChatTemplate("{{ 'ab\\udc80' }}")

@@ -157,12 +157,12 @@ def test_a_step_that_hangs_is_named_and_leaves_the_flight_record(
         stream.seek(0)
         said = stream.read()
     prompt_len = len(some_requests(1)[0].prompt_token_ids)
-    sentence = f"step 1 (1 sequences, {min(prompt_len, 16)} tokens) has not ended after 0.01 s"
+    sentence = f"step 1 (1 sequences, {min(prompt_len, 16)} tokens) has not finished after 0.01 s"
     assert f"rocm-attn: {sentence}" in said
     assert "hangs" in said, "the stacks of all threads are there"
     assert record.exists() == has_record
     if has_record:
-        assert "has not ended after 0.01 s" in json.loads(record.read_text())["reason"]
+        assert "has not finished after 0.01 s" in json.loads(record.read_text())["reason"]
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
@@ -188,7 +188,7 @@ def test_a_step_whose_tokens_never_come_is_named(
         monkeypatch.setattr(sys, "__stderr__", stream)
         engine(loaded, hang_after=0.01, steps_ahead=steps_ahead).generate(some_requests(1))
         stream.seek(0)
-        assert "a step that was launched (1 sequences, " in stream.read()
+        assert "a launched step (1 sequences, " in stream.read()
 
 
 def test_a_hang_whose_record_cannot_be_written_is_still_named(

@@ -287,7 +287,7 @@ GUARDS: tuple[Guard, ...] = (
         "table.new_tokens",
         "a row that goes back and stores again overwrites tokens that another row shares with it",
         "prefix sharing, G4",
-        "a row that goes back and stores again overwrites tokens that another row shares with it",
+        "test_shared_rows.py::test_a_row_that_goes_back_leaves_its_forks_alone",
     ),
     _guard(
         "kept_ids",

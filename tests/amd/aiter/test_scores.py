@@ -242,7 +242,7 @@ TOGETHER = [
     ),
     (
         replace(WIDE, window_left=0, dtype=torch.bfloat16),
-        "prefill: not aiter.flash_attn_varlen_func: it takes a window of the query's own key alone for no window",
+        "prefill: not aiter.flash_attn_varlen_func: it treats a window of the query's own key alone as no window",
     ),
     (
         replace(WIDE, has_alibi_slopes=True, logits_soft_cap=2.0),
@@ -250,16 +250,16 @@ TOGETHER = [
     ),
     (
         replace(WIDE, has_sinks=True, logits_soft_cap=2.0),
-        "extend: not aiter.mha_batch_prefill_func: its attention sinks are for plain logits, without a soft cap or "
+        "extend: not aiter.mha_batch_prefill_func: its attention sinks need plain logits, without a soft cap or "
         "ALiBi slopes",
     ),
     (
         replace(WIDE, has_sinks=True, has_alibi_slopes=True),
-        "mixed: not aiter.unified_attention: its ALiBi slopes go wrong beside attention sinks",
+        "mixed: not aiter.unified_attention: its ALiBi slopes are wrong together with attention sinks",
     ),
     (
         replace(WIDE, causal=False, has_alibi_slopes=True),
-        "extend: not aiter.mha_batch_prefill_func: its ALiBi slopes punish keys after the query too",
+        "extend: not aiter.mha_batch_prefill_func: its ALiBi slopes also penalise keys after the query",
     ),
 ]
 

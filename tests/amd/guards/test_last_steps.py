@@ -77,7 +77,7 @@ def test_a_fault_of_the_last_step_is_reported_when_serving_ends() -> None:
         step(made, batch(10, 99))
         return made
 
-    with pytest.raises(DeviceFault, match="step 2: a length on the device lay outside"):
+    with pytest.raises(DeviceFault, match="step 2: a length on the device was outside"):
         served(ALL_ON).check_device()
     served(Guards().without("last_steps")).check_device()
 

@@ -208,5 +208,5 @@ def test_a_fault_on_the_device_is_reported_once_and_later_steps_are_right(
 
     step, (fault,) = faults_of(ALL_ON)
     assert fault.step == step
-    assert str(fault).startswith(f"step {step}: a length on the device lay outside of 0 <= q_len <= kv_len <= ")
+    assert str(fault).startswith(f"step {step}: a length on the device was outside of 0 <= q_len <= kv_len <= ")
     assert faults_of(Guards().without("echo_check")) == (step, [])

@@ -42,7 +42,7 @@ def test_another_page_size_that_opens_a_preferred_kernel_is_named_with_its_gate(
     )
     assert "page_size 16 is not 1" in found.gate
     assert found.how == "--page-size 1"
-    assert found.how_much == "not known: both were never timed on this arch"
+    assert found.how_much == "unknown: both were never timed on this arch"
     assert found.seconds is None
     # The statement is true.
     changed = select(replace(LATENT, page_size=1), GFX950, "auto")
@@ -71,7 +71,7 @@ def test_a_kernel_that_the_triton_release_gates_out_is_named_with_what_was_measu
     assert found.what.startswith("extend by triton.hopper_extend, not triton.extend, mixed by")
     assert found.gate == "it needs Triton 3.6.0, and 3.9.0 is installed"
     assert found.how == "install Triton 3.6.0"
-    assert "394 us where the other takes 535, measured at 1x6144+2048 on one H200" in found.how_much
+    assert "394 us instead of 535, measured at 1x6144+2048 on one H200" in found.how_much
     assert not [each for each in left(LAYER, with_triton("sm_90", "3.6.0")) if "hopper" in each.what]
     # Nothing is claimed of heads that were never timed.
     dims = replace(LAYER, head_dim=192, v_head_dim=192)
@@ -139,7 +139,7 @@ def test_explain_reads_a_file_of_measured_tiles(tmp_path: Path, capsys: pytest.C
     assert code == 0
     assert "- 32 layers (0-31): decode: key_block 64, num_warps 4, num_stages 1, programs_per_cu 4; measured on" in text
     code, text, _ = explained(capsys, "--tuning", str(place), "--triton-release", "3.6.0")
-    assert f"tuning file {place}: 1 of 1 measured rows are passed over: measured with Triton 3.7.1, and here" in text
+    assert f"tuning file {place}: 1 of 1 measured rows are not used: measured with Triton 3.7.1" in text
     assert "; measured on" not in text
     _, text, _ = explained(capsys, "--tuning", str(place), "--triton-release", "3.7.1", "--json")
     (kind,) = json.loads(text)["layer_kinds"]
@@ -155,5 +155,5 @@ def test_explain_refuses_a_bad_file_that_it_is_given(tmp_path: Path, capsys: pyt
     place.write_text("{}")
     code, _, said = explained(capsys, "--tuning", str(place))
     assert code == BAD_INPUT
-    assert "is refused: it is no JSON object with a version" in said
+    assert "is refused: it is not a JSON object" in said
     assert explained(capsys, "--tuning", "off")[0] == 0

@@ -130,7 +130,7 @@ def test_help_is_printed_without_importing_torch(arguments: list[str]) -> None:
         (["generate", "--page-size", "many", "x"], "--page-size"),
         (["generate", "--chunk", "2147483648", "x"], "--chunk: 2147483648 is above 2147483647"),
         (["soak", "--seed", "9" * 30], f"--seed: {'9' * 30} is above 2147483647"),
-        (["generate", "--temperature", "-1", "x"], "--temperature: -1 is below 0"),
+        (["generate", "--temperature", "-1", "x"], "--temperature: -1 is not at least 0"),
         (["generate", "--temperature", "nan", "x"], "--temperature: nan is not at least 0"),
         (["generate", "--top-p", "1.5", "x"], "--top-p: 1.5 is not above 0 and at most 1"),
         (["explain", "config.json"], "--arch"),

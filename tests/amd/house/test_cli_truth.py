@@ -100,7 +100,7 @@ def test_what_is_missed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
     assert main(["truth", "latent", *ON_CPU, "--eager"]) == FAILED
     captured = capsys.readouterr()
     assert "NEEDLES WERE MISSED; 0 of 6 steps were replays" in captured.out
-    assert "needles were missed, or seen where they are hidden: provider auto, K and V as q" in captured.err
+    assert "needles were missed, or hidden ones were seen: provider auto, K and V as q" in captured.err
 
 
 def test_nothing_that_can_be_run_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_nothing_that_can_be_run_is_a_failure(capsys: pytest.CaptureFixture[str]
 
 def test_bad_input_is_told_from_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["truth", "dense", "--device", "cpu", "--kv-encodings", "fp7"]) == BAD_INPUT
-    assert "'fp7' is no encoding; write all, or one of as-q, e4m3fn" in capsys.readouterr().err
+    assert "encoding 'fp7' is not known; give all, or one of as-q, e4m3fn" in capsys.readouterr().err
     assert main(["truth", "nowhere.json", "--device", "cpu"]) == BAD_INPUT
     with pytest.raises(SystemExit):
         main(["truth", "dense", "--providers", "torch,cuda"])

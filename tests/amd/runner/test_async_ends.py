@@ -46,7 +46,7 @@ def test_an_exception_that_ends_the_engine_reaches_all_and_later_calls_are_refus
             waiting = [*map(read, streams), *(front.complete(LONG) for _ in range(5))]
             ends = await asyncio.gather(*waiting, return_exceptions=True)
             assert {type(end) for end in ends} == {EngineEnded}
-            assert {str(end) for end in ends} == {"the engine serves no more requests: Broken: the bus has fallen off"}
+            assert {str(end) for end in ends} == {"the engine accepts no more requests: Broken: the bus has fallen off"}
             assert len({id(end) for end in ends}) == len(ends), "each has its own traceback"
             assert all(isinstance(end, EngineEnded) and isinstance(end.__cause__, Broken) for end in ends)
             with pytest.raises(EngineEnded, match="has fallen off"):

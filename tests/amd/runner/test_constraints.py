@@ -194,7 +194,7 @@ def test_a_constraint_that_the_library_gives_up_on_fails_its_request_alone(
 
 def test_what_a_constraint_needs_is_said(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     request = CONSTRAINED[0]
-    with pytest.raises(BadRequest, match="a constraint and the model came without a tokenizer"):
+    with pytest.raises(BadRequest, match="a constraint and the model has no tokenizer"):
         Engine(tiny_model(), BASE).submit(request)
     endless = Engine(replace(loaded, config=replace(loaded.config, eos_token_ids=())), BASE)
     with pytest.raises(BadRequest, match="no token that ends a text, which a constraint needs; give one in stop_token"):

@@ -357,7 +357,7 @@ def test_an_abort_of_what_has_ended_changes_nothing_and_one_of_no_request_is_ref
     engine.abort(number)
     for unknown in (-1, number + 1):
         with pytest.raises(
-            BadRequest, match=rf"there is no request {unknown}; submit\(\) has given the numbers below 1"
+            BadRequest, match=rf"there is no request {unknown}; submit\(\) has returned the numbers below 1"
         ):
             engine.abort(unknown)
 

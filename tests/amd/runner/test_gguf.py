@@ -166,7 +166,10 @@ def _reader(data: bytes, path: Path) -> gguf.GGUFReader:
 @pytest.mark.parametrize(
     ("metadata", "sentence"),
     [
-        ({"general.architecture": "gemma3"}, "does not know the architecture 'gemma3'; it knows llama, qwen2, qwen3"),
+        (
+            {"general.architecture": "gemma3"},
+            "architecture 'gemma3' is not served; the runner serves llama, qwen2, qwen3",
+        ),
         ({"llama.block_count": 4}, "lacks model.layers.3"),
         ({"llama.block_count": 2**31}, "block_count is 2147483648; it must be at most 2147483647"),
         ({"llama.block_count": 2**31 - 1}, "block_count is 2147483647; it must be at most 10000"),

@@ -155,7 +155,7 @@ def test_more_experts_a_token_than_there_are_is_refused(num_chosen: int) -> None
         ({"num_groups": 4}, "1 of 4 groups of 6 experts"),
         ({"num_groups": 2, "num_groups_chosen": 3}, "3 of 2 groups"),
         ({"num_groups": 3, "num_chosen": 3}, "3 experts per token out of 1 groups of 2"),
-        ({"num_groups": 6, "best_of_group": 2}, "each at least 2"),
+        ({"num_groups": 6, "best_of_group": 2}, "each group at least 2"),
     ],
 )
 def test_groups_that_cannot_hold_what_is_chosen_are_refused(groups: dict[str, int], sentence: str) -> None:

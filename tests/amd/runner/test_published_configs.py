@@ -326,7 +326,7 @@ def test_deepseek_v3_takes_eight_experts_of_four_groups_after_three_dense_layers
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; the runner knows 'greedy'"),
+        ({"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; it must be 'greedy'"),
         ({"norm_topk_prob": True}, "norm_topk_prob is true"),
         ({"n_shared_experts": -1}, "n_shared_experts is -1"),
     ],
@@ -400,14 +400,14 @@ def test_the_last_layers_of_gemma_3n_read_what_the_last_storing_layer_of_their_t
 
 
 def test_gemma_3n_needs_more_than_the_runner_has() -> None:
-    with pytest.raises(BadModel, match="the runner does not know Gemma3nForConditionalGeneration; it runs Llama"):
+    with pytest.raises(BadModel, match="the runner does not serve Gemma3nForConditionalGeneration; it serves Llama"):
         config_from_json(GEMMA3N_E4B)
 
 
 @pytest.mark.parametrize(
     ("published", "changes", "sentence"),
     [
-        (GEMMA2_2B, {"hidden_activation": "relu"}, "hidden_activation is 'relu'; the runner knows 'gelu_pytorch_tanh'"),
+        (GEMMA2_2B, {"hidden_activation": "relu"}, "hidden_activation is 'relu'; it must be 'gelu_pytorch_tanh'"),
         (GEMMA2_2B, {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; it must be a positive"),
         (GEMMA3_1B, {"sliding_window": None}, "does not say sliding_window"),
         (
@@ -415,7 +415,7 @@ def test_gemma_3n_needs_more_than_the_runner_has() -> None:
             {"rope_parameters": {"rope_theta": 1e4}},
             "rope_parameters holds rope_theta; it must hold full_attention and sliding_attention",
         ),
-        (GPT_OSS, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; the runner knows 'silu'"),
+        (GPT_OSS, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
         (GPT_OSS, {"num_local_experts": 3}, "4 of 3 experts"),
         (GPT_OSS, {"swiglu_limit": 0}, "swiglu_limit is 0; it must be a positive number"),
         (

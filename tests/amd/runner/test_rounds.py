@@ -660,4 +660,4 @@ def test_what_a_second_branch_has_right_is_moved_before_the_next_round(page_size
 def test_an_engine_says_why_the_host_plans_every_round(kind: Kind) -> None:
     assert kind.engine().report().rounds == "follow from each other on the device"
     said = kind.engine(topk=2, draft_tokens=4).report().rounds
-    assert said == "planned by the host: topk is above 1, and the host looks up the trees that texts tell"
+    assert said == "planned by the host: topk is above 1, and the host looks up the trees of ngram drafts"

@@ -300,7 +300,7 @@ def chi_square_exceedance(first: Counter[tuple[int, ...]], second: Counter[tuple
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"speculative": "guess"}, "speculative 'guess' is not known; it is off, ngram, draft:MODEL"),
+        ({"speculative": "guess"}, "speculative 'guess' is not known; give off, ngram, draft:MODEL"),
         ({"speculative": "draft:"}, "speculative 'draft:' is not known"),
         ({"speculative": "ngram", "topk": 5}, "topk is 5 and draft_tokens is 4"),
         ({"speculative": "ngram", "draft_tokens": 0}, "draft_tokens is 0; it must be at least 1"),

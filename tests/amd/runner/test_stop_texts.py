@@ -196,5 +196,5 @@ def test_stops_without_sense_are_refused(stop: tuple[str, ...], sentence: str) -
 
 
 def test_stops_need_a_tokenizer() -> None:
-    with pytest.raises(BadRequest, match="texts that end it and the model came without a tokenizer"):
+    with pytest.raises(BadRequest, match="stop texts and the model has no tokenizer"):
         Engine(tiny_model(), BASE).submit(Request((1,), stop=("a",)))

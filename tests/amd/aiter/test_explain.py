@@ -43,7 +43,7 @@ def test_aiter_serves_decode_and_extend_of_the_plain_models(arch: str) -> None:
 def test_layers_that_keep_no_k_and_v_say_whose_they_read(arch: str) -> None:
     lines = explained("gemma-3n-e4b", arch).splitlines()
     assert "  K and V of layer 18 are read by 12 layers (20-23, 25-28, 30-33) too" in lines
-    assert "  K and V of layer 19 are read by 3 layers (24, 29, 34) too" in lines
+    assert "  K and V of layer 19 are read by 3 layers (24-34 in steps of 5) too" in lines
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -153,10 +153,10 @@ def test_latent_layers_are_asked_for_with_their_heads_on_a_rank(
     # 4 GiB of rows per layer: an MI300X has room for them, but the kernels do not reach them.
     code, printed, _ = run(capsys, *latent, "--num-pages", "3728271")
     assert code == 0
-    assert (
-        "decode: not aiter.mla_decode_fwd: K or V of a layer takes 4294968192 bytes, and its offsets reach 4294967295"
-        in printed
+    (line,) = (
+        line for line in printed.splitlines() if "decode: not" in line and "its offsets reach 4294967295" in line
     )
+    assert "aiter.mla_decode_fwd" in line
     assert "  decode: triton.latent_decode\n" in printed
 
 

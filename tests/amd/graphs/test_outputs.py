@@ -153,9 +153,9 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "sequences as tokens": (lambda rows, hidden: PerToken(rows), "forward returned 4 rows for 8 padded tokens$"),
     "a row too few": (lambda rows, hidden: (PerToken(hidden), rows[1:]), r"3 rows at \[1\] for 4 padded sequences$"),
     "a wrapped list": (
-        lambda rows, hidden: PerToken([hidden]),
+        lambda rows, hidden: PerToken([hidden]),  # type: ignore[arg-type]
         "forward returned a PerToken of a list; it must return",
-    ),  # type: ignore[arg-type]
+    ),
 }
 
 

@@ -76,7 +76,7 @@ def test_a_kernel_that_the_triton_release_gates_out_is_named_with_what_was_measu
     # Nothing is claimed of heads that were never timed.
     dims = replace(LAYER, head_dim=192, v_head_dim=192)
     (found, _) = left(dims, with_triton("sm_90", "3.9.0"))
-    assert found.how_much.startswith("not known")
+    assert found.how_much.startswith("unknown")
 
 
 def test_releases_that_end_a_fault_are_named() -> None:

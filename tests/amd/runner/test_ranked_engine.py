@@ -180,7 +180,7 @@ def test_a_rank_that_is_killed_ends_all_with_a_sentence(where: str) -> None:
         with pytest.raises(RankFailed, match=rf"^rank 1 was killed by SIGKILL in {where}\(\), and all") as why:
             serve(engine, where)
         assert why.value.rank == 1
-        assert str(why.value).endswith("and all ranks were ended; its last words were: rank 1 gives up")
+        assert str(why.value).endswith("and all ranks were ended; its last output was: rank 1 gives up")
         assert_all_end(ranks)
         with pytest.raises(RankFailed, match="the ranks of this engine were ended; make another engine"):
             engine.submit(REQUESTS[0])

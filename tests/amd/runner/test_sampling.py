@@ -81,7 +81,7 @@ def test_a_row_that_is_not_finite_is_no_token_and_the_others_are(sampling: Sampl
 
 def test_a_row_of_zeros_is_no_token_and_a_row_whose_best_is_zero_is_one() -> None:
     zeros, best_is_zero = pick_tokens(torch.tensor([[0.0, 0.0], [-1.0, 0.0]]), [Sampler(Sampling())] * 2)
-    assert str(zeros).startswith("every logit of the next token is 0, so no token can be picked")
+    assert str(zeros).startswith("every logit of the next token is 0, so no token can be sampled")
     assert best_is_zero == 1
 
 

@@ -48,7 +48,7 @@ def test_greedy_tokens_of_ranks_equal_those_of_transformers(num_ranks: int, grap
         report = engine.report()
     assert (report.metrics.replays > NEW_TOKENS // 2) == graphs
     if num_ranks > 1:
-        assert report.cost_of_ranks == ("9 query heads over 3 KV heads take the place of 12 over 4, 25% of them zeros",)
+        assert report.cost_of_ranks == ("9 query heads over 3 KV heads are padded to 12 over 4, 25% of them zeros",)
     reference = hf_llama(loaded)
     for request, completion in zip(requests, completions, strict=True):
         picks, gaps = greedy_steps(reference, request.prompt_token_ids, completion.token_ids)

@@ -237,8 +237,8 @@ def test_the_lse_of_a_layer_with_sinks_has_the_sink_in_it(window_left: int, aite
 TOGETHER = [
     (
         replace(WIDE, has_sinks=True, dtype=torch.bfloat16),
-        "prefill: not aiter.flash_attn_varlen_func: its assembly kernels for bfloat16 at this head_dim ignore attention "
-        "sinks",
+        "prefill: not aiter.flash_attn_varlen_func: its assembly kernels for bfloat16 at this head_dim ignore "
+        "attention sinks",
     ),
     (
         replace(WIDE, window_left=0, dtype=torch.bfloat16),

@@ -91,6 +91,6 @@ def test_prewarm_says_in_a_sentence_that_it_needs_triton() -> None:
     done = without_triton("prewarm", config_of("llama-3-8b"), "--arch", "gfx942")
     assert (done.returncode, done.stdout) == (FAILED, "")
     *_, sentence = done.stderr.splitlines()
-    assert sentence.startswith("rocm-attn: triton is not installed; it compiles kernels, and torch for a GPU ")
+    assert sentence.startswith("rocm-attn: triton is not installed; it compiles kernels; torch for a GPU ")
     assert sentence.endswith("run: pip install triton")
     assert "Traceback" not in done.stderr

@@ -170,7 +170,7 @@ def test_a_step_is_refused_for_room_that_was_given_back_since_it_was_reserved() 
     table.reserve_all(step.rows, step.kv_len)
     table.checks.check(step)
     table.truncate(rows[0], 5)
-    with pytest.raises(BadBatch, match="sequence 0 hkv_len 9, but row 1 has room for 5 tokens"):
+    with pytest.raises(BadBatch, match="sequence 0 has kv_len 9, but row 1 has room for 5 tokens"):
         table.checks.check(step)
     table.reserve_all(step.rows, step.kv_len)
     table.checks.check(step)
@@ -341,7 +341,7 @@ def test_a_reservation_of_no_length_is_refused(kv_len: Any) -> None:
         ([1], np.array([2**32 + 3]), "kv_len holds values outside of int32"),
         ([1], [3.5], "kv_len holds float64; it must hold integers"),
         ([1, 2], [3], r"2 rows and kv_len \[3\]"),
-        ([1], [-3], r"kv_len \[-3\]; give one number of at least 0 per row"),
+        ([1], [-3], r"kv_len \[-3\] were given"),
         ([1], [9], "row 1 has room for 8 tokens; 9 of them cannot be stored"),
     ],
 )

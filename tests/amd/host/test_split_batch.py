@@ -162,5 +162,5 @@ def test_a_second_half_past_the_end_raises_where_a_slice_would_truncate() -> Non
     sizes = TableSizes(row_width=3, list_tail=0, table_width=3, row_tokens=0, mask_keys=0)
     buffers = StepBuffers(sizes.buffers({Space.FULL: ()}, {Space.FULL: ()}), CPU)
     buffers.ensure(PaddedShape(StepKind.DECODE, 8, 8))
-    with pytest.raises(CapacityExceeded, match="8 elements of counts were asked for, it holds 4"):
+    with pytest.raises(CapacityExceeded, match="8 elements of counts were requested, and it holds 4"):
         buffers.step_view("counts", PaddedShape(StepKind.DECODE, 8, 8, 2), 1)

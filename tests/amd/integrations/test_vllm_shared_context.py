@@ -208,7 +208,7 @@ def test_what_a_rank_keeps_of_a_sequence_is_every_nth_stretch_of_it() -> None:
     [
         ({"sliding_window": 8}, "does not know how far its keys are"),
         ({"alibi_slopes": [0.5, 0.25]}, "does not know how far its keys are"),
-        ({"num_kv_heads": 2}, "2 KV heads on a rank, and ranks share the contexts of one"),
+        ({"num_kv_heads": 2}, "2 KV heads on a rank, and ranks can share the contexts of one"),
     ],
 )
 def test_layers_that_ranks_cannot_share_are_refused(change: dict[str, object], sentence: str) -> None:

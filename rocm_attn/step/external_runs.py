@@ -179,7 +179,7 @@ def _check_plan(plan: StepPlan, *, captured: bool) -> None:
         raise WrongState(f"{', '.join(names)} cannot be captured; run such steps eagerly, or choose another provider")
     needy = sorted({kernel.row.name for kernel in plan.kernels if kernel.row.needs_host_lengths})
     if needy:
-        raise Unsupported(f"{', '.join(needy)} need the lengths on the host, and an engine's are on the device")
+        raise Unsupported(f"{', '.join(needy)} cannot run with the lengths on the device, where an engine keeps them")
 
 
 class EnginePublisher:

@@ -244,7 +244,7 @@ class Planner:
         needy = [kernel.row.name for kernel in plan.kernels if kernel.row.needs_host_lengths]
         if needy and not batch.inputs.lengths_on_host:
             raise Unsupported(
-                f"{', '.join(needy)} need the lengths of a step on the host, and they are on {self._device}; read "
+                f"{', '.join(needy)} cannot run with the lengths of a step on {self._device}; read "
                 "them back before the step, or choose another provider"
             )
 

@@ -12,8 +12,8 @@ from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.problem import KVEncoding, Problem
 from rocm_attn.providers.contract import KernelRow
 from rocm_attn.step.step import Part
-from tests.amd.runtime.stepping import Request, World
 from tests.amd.tolerances import assert_attention_close
+from tests.amd.worlds.world import Request, World
 
 # Scales of K, of V, and per head. They are powers of two, so that a code times a scale is an element of bfloat16.
 _K_FACTOR, _V_FACTOR, _BY_HEAD = 2.0**-5, 2.0**-4, 2.0
@@ -41,9 +41,6 @@ class EightBitWorld(World):
                 by_head = _BY_HEAD ** (torch.arange(len(pages.k_scale), device=pages.k_scale.device) % 3)
                 pages.v_scale.copy_(_V_FACTOR * by_head)
                 pages.k_scale.copy_(_K_FACTOR * by_head)
-
-    def qkv(self, problem: Problem, step: Part) -> tuple[Tensor, Tensor, Tensor]:
-        return self.held(problem, *super().qkv(problem, step))
 
     def held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, and the k and v nearest to the given ones that pages hold exactly."""

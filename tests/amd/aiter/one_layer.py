@@ -17,7 +17,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from tests.amd.aiter.serving import CPU, GFX942
 from tests.amd.graphs.small_models import VOCABULARY
-from tests.amd.runtime.stepping import runtime_of
+from tests.amd.worlds.world import runtime_of
 
 # Prompts, decode steps, chunks over a prefix, mixed steps, and lengths of several buckets.
 STEPS = [[5, 2, 7], [1, 1, 1], [1, 1], [2, 9, 3], [1, 1, 1], [1, 4, 1], [70, 3, 2], [1, 1, 1], [1, 1]]

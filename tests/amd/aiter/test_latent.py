@@ -22,7 +22,7 @@ from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import CPU, GFX942, latent_problem, world
 from tests.amd.aiter.signatures import V0_1_10
 from tests.amd.aiter.stand_in import StandIn
-from tests.amd.runtime.stepping import World
+from tests.amd.worlds.world import World
 
 
 def small_latent(page_size: int = 4) -> Problem:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rocm_attn.problem import Problem
 from tests.amd.aiter.serving import plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import StandIn
-from tests.amd.runtime.stepping import World
+from tests.amd.worlds.world import World
 
 # unified_attention is the only AITER function for head_dim 64 over these pages.
 PLAIN = plain_problem(16, dims=(64, 64), heads=(2, 1))
@@ -29,15 +29,14 @@ PROBLEMS: Mapping[str, Problem] = {
 class LowWorld(World):
     """A world in which every product of q and k is about -150 before anything is added."""
 
-    def qkv(self, problem: Problem, step: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().qkv(problem, step)
+    def held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         away = (150 / (problem.scale * problem.head_dim)) ** 0.5
         return (0.1 * q + away).to(q.dtype), (0.1 * k - away).to(k.dtype), v
 
 
 def serve(problem: Problem) -> None:
     built = world(problem, max_kv_len=900)
-    serving = LowWorld(**{name: getattr(built, name) for name in World.__dataclass_fields__})
+    serving = LowWorld(built.runtime, built.problems, built.generator)
     requests = [serving.admit() for _ in range(3)]
     for q_len in ([70, 31, 600], [9, 40, 130], [1, 25, 3], [1, 1, 1]):
         serving.step(requests, q_len)

@@ -21,7 +21,7 @@ from rocm_attn.providers.select import select
 from tests.amd.aiter.serving import GFX942, plain_problem, vectorised_problem, world
 from tests.amd.aiter.signatures import V0_1_10, V0_1_14
 from tests.amd.aiter.stand_in import StandIn, install
-from tests.amd.runtime.stepping import World
+from tests.amd.worlds.world import World
 
 SMALL = plain_problem(16, dims=(64, 64))  # as in gpt-oss: no mha_batch_prefill_func
 WIDE = plain_problem(16, dims=(128, 128))

@@ -16,7 +16,7 @@ from rocm_attn.providers.select import select
 from tests.amd.aiter.serving import CPU, GFX942, partly_torch, plain_problem, vectorised_problem, world
 from tests.amd.aiter.signatures import RELEASES, V0_1_10, Release
 from tests.amd.aiter.stand_in import StandIn, install
-from tests.amd.runtime.stepping import World
+from tests.amd.worlds.world import World
 
 # One problem for each way that the kernels divide the work between them.
 PROBLEMS = {

@@ -16,8 +16,8 @@ from rocm_attn.providers.select import Selection, select
 from rocm_attn.step.step import Part
 from tests.amd.aiter.eight_bit_world import EightBitWorld
 from tests.amd.aiter_source.dense import dense_attention
-from tests.amd.runtime.stepping import Request
 from tests.amd.tolerances import assert_attention_close
+from tests.amd.worlds.world import Request
 
 # Distance of planted keys above the others, whose logits differ by a hundredth of that at most.
 _PLANTED_LOGIT = 12.0
@@ -46,7 +46,7 @@ class SourceWorld(EightBitWorld):
     _is_aiters: bool = False
     _is_planted: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
 
-    def batch(self, requests: Sequence[Request], q_len: Sequence[int]) -> StepBatch:
+    def batch(self, requests: Sequence[Request], q_len: Sequence[int], *, reserve: bool = True) -> StepBatch:
         if self.planted is not None:
             planted = [self.planted[self.requests.index(request)] for request in requests]
             self._is_planted = torch.tensor(
@@ -56,19 +56,21 @@ class SourceWorld(EightBitWorld):
                     for place in range(request.kv_len, request.kv_len + new)
                 ]
             )
-        return super().batch(requests, q_len)
+        return super().batch(requests, q_len, reserve=reserve)
 
-    def qkv(self, problem: Problem, step: Part) -> tuple[Tensor, Tensor, Tensor]:
+    def lse_rows(self, layer: int, step: Part, q: Tensor) -> Tensor | None:
         self._is_aiters = step.plan.kernels[0].row.provider == "aiter"
         self.attended += self._is_aiters
-        q, k, v = super().qkv(problem, step)
+        return super().lse_rows(layer, step, q)
+
+    def held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.planted is not None:
             num_tokens = len(self._is_planted)
             # One query for all tokens and heads, and keys in its direction.
             q[:num_tokens] = 1.0
             logits = self.floor + _PLANTED_LOGIT * (self._is_planted + k[:num_tokens, 0, 0].clamp(-1, 1).float() / 100)
             k[:num_tokens] = (logits / problem.head_dim / problem.scale).to(k.dtype)[:, None, None]
-        return self.held(problem, q, k, v)
+        return super().held(problem, q, k, v)
 
     def check(
         self,

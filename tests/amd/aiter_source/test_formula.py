@@ -13,7 +13,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.step.head_weights import HeadWeights
 from tests.amd.aiter_source.checkout import VARIABLE, Checkout, release_of
 from tests.amd.aiter_source.dense import dense_attention
-from tests.amd.runtime.stepping import small_problem
+from tests.amd.worlds.problems import small_problem
 
 
 def test_two_keys_share_by_their_logits() -> None:

@@ -17,7 +17,7 @@ from tests.amd.driver.faults import OutOfMemory, interrupt
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.judge import judge
 from tests.amd.driver.world import ExpectedFault, Held, World
-from tests.amd.runtime.stepping import padded_to
+from tests.amd.worlds.world import padded_to
 
 WAYS = ("run", "run", "run", "run eagerly", "call by call", "split", "split", "split, call by call")
 MOST_STEPS_IN_A_MOVE = 100  # graphs are made and compared on steps of their own

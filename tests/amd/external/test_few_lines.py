@@ -8,7 +8,6 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.errors import BadTensor, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
@@ -143,81 +142,6 @@ def test_tables_that_are_not_rows_of_pages_are_written_by_their_engine(device: t
             attention.tables.write([[1]])
     with pytest.raises(BadTensor, match="give a CsrSource"):
         lists.tables.use(torch.zeros((4, 6), dtype=torch.int32, device=device))
-
-
-class Engine:
-    """An engine like nano-vllm: one KV tensor, block tables as lists, prefill by boundaries, then decodes."""
-
-    def __init__(self, device: torch.device, provider: str) -> None:
-        self.device = device
-        kv_cache = torch.full((2, LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, DIM), float("nan"), device=device)
-        self.attention = build(device, provider=provider)
-        self.attention.pages.bind_all(kv_cache, "kv layer page token head dim")
-        self.attention.seal()
-        self.generator = torch.Generator().manual_seed(0)
-        self.block_tables = [[0, 3], [6, 2, 4]]
-        self.stored: list[list[list[Tensor]]] = [[[], []] for _ in self.block_tables]
-
-    def ints(self, *values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-    def slots(self, starts: list[int], ends: list[int]) -> Tensor:
-        return self.ints(
-            *(
-                blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
-                for blocks, start, end in zip(self.block_tables, starts, ends, strict=True)
-                for at in range(start, end)
-            )
-        )
-
-    def run(self, step: ExternalStep, starts: list[int], ends: list[int]) -> None:
-        """Runs one step, and compares every layer with dense attention."""
-        self.attention.tables.write(self.block_tables)
-        self.attention.begin(step)
-        self.attention.fill(self.slots(starts, ends))
-        q_lens = [end - start for start, end in zip(starts, ends, strict=True)]
-        for layer in range(LAYERS):
-            q, k, v, out = (
-                torch.randn(sum(q_lens), heads, DIM, generator=self.generator).to(self.device)
-                for heads in (4, KV_HEADS, KV_HEADS, 4)
-            )
-            self.attention.layers.store(layer, k, v)
-            self.attention.layers.attend(layer, q, out)
-            if layer == 1:
-                self.compare(q_lens, q, k, v, out)
-
-    def compare(self, q_lens: list[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        for seq, parts in enumerate(zip(*(torch.split(each, q_lens) for each in (q, k, v, out)), strict=True)):
-            queries, keys, values, its_out = parts
-            for stored, new in zip(self.stored[seq], (keys, values), strict=True):
-                stored.append(new)
-            every_k, every_v = (torch.cat(each).repeat_interleave(2, 1).transpose(0, 1) for each in self.stored[seq])
-            place = torch.arange(every_k.shape[1], device=self.device)
-            seen = place <= place[-len(queries) :, None]
-            wanted = torch.nn.functional.scaled_dot_product_attention(
-                queries.transpose(0, 1), every_k, every_v, attn_mask=seen
-            )
-            torch.testing.assert_close(its_out, wanted.transpose(0, 1), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.fast(interpreted=0)
-def test_an_engine_with_one_kv_tensor_and_lists_of_blocks_takes_few_lines(device: torch.device, provider: str) -> None:
-    engine = Engine(device, provider)
-    prefill = ExternalStep.extend(engine.ints(0, 5, 14), engine.ints(5, 9), num_tokens=14, max_q_len=9, max_kv_len=9)
-    engine.run(prefill, [0, 0], [5, 9])
-    for new in range(3):
-        kv_len = engine.ints(6 + new, 10 + new)
-        engine.run(
-            ExternalStep.decode(kv_len, num_seqs=2, max_kv_len=10 + new), [5 + new, 9 + new], [6 + new, 10 + new]
-        )
-    engine.attention.check_device()
-
-
-def test_a_captured_decode_is_padded_to_its_lengths(device: torch.device) -> None:
-    lengths = torch.tensor([7, 3, 0, 0], device=device)
-    step = ExternalStep.decode(lengths, num_seqs=2, max_kv_len=7, captured=True)
-    assert (step.num_seqs, step.padded_seqs, step.padded_tokens, step.captured) == (2, 4, 4, True)
-    assert step.shape.kind.decodes
 
 
 @pytest.mark.parametrize("captured", [False, True])

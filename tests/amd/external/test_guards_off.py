@@ -17,7 +17,7 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.head_weights import HeadWeights
 from tests.amd.external.engines import ROOM, VLLM, Engine, FlashInfer, SGLang
 from tests.amd.guards.csr_kernels import put_in_stand_ins
-from tests.amd.guards.serving import run_elsewhere
+from tests.amd.guards.ways import run_elsewhere
 
 SWA = (Space.FULL, Space.SWA)
 Make = Callable[..., Engine]

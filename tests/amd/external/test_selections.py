@@ -14,8 +14,9 @@ from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.problem import EarlierSelection
 from rocm_attn.step.external_step import ExternalStep, Lengths
-from tests.amd.runtime.sparse_world import chosen_cells, indexer, layer
 from tests.amd.tolerances import assert_attention_close
+from tests.amd.worlds.chosen import chosen_cells
+from tests.amd.worlds.problems import indexer, layer
 
 TOKENS = Indexing(0.25, top=4)
 KV_LEN, PAGES = 11, 6

@@ -165,25 +165,6 @@ def end(engine: Engine, request: Request, shared: int) -> None:
     engine.free[Space.FULL] = free[own:] + free[:own]
 
 
-@each_table
-def test_a_row_and_pages_that_go_to_others_are_no_fault(make: MakeEngine, device: torch.device, provider: str) -> None:
-    """A prompt was computed again in another row, in pages of its first row, and is now a prefix in that first row."""
-    engine = watched(make, 16, device, provider)
-    first, writer = engine.admit(), engine.admit()
-    engine.run([first], [32])
-    engine.run([first], [1])
-    engine.run([first], [1])
-    pages = list(first.pages[Space.FULL])
-    end(engine, first, 0)
-    engine.free[Space.FULL] = [page for page in engine.free[Space.FULL] if page not in pages] + pages[::-1]
-    engine.run([writer], [32])
-    assert writer.pages[Space.FULL] == pages[:2]
-    cached = share(engine, writer, 2)
-    assert cached.row == first.row
-    engine.run([cached, writer], [1, 1])
-    engine.attention.check_device()
-
-
 @each_page_size
 def test_a_row_whose_pages_are_replaced_by_those_of_a_cache_is_no_fault(
     page_size: int, device: torch.device, provider: str

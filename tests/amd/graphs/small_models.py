@@ -12,6 +12,8 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
@@ -22,7 +24,8 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import LayerCalls, Steps
 from rocm_attn.step.step import Part, Series, Step
-from tests.amd.runtime.stepping import padded_to, small_problem
+from tests.amd.worlds.problems import small_problem
+from tests.amd.worlds.world import padded_to
 
 VOCABULARY = 50
 
@@ -90,6 +93,16 @@ class Tiny:
         generator = torch.Generator().manual_seed(3)
         weights = [torch.randn(96, 64, generator=generator).to(device) / 10 for _ in range(2)]
         return cls(runtime, problem, torch.randn(VOCABULARY, 96, generator=generator).to(device), weights)
+
+    def runner(self, *, graphs: bool = True, **more: Any) -> StepRunner[Tensor]:
+        """Returns a runner of the model. more: arguments of StepRunner"""
+        return StepRunner(self.runtime, self.forward, recorder_for(self.runtime.device) if graphs else None, **more)
+
+    def admitted(self, count: int) -> Requests:
+        """Returns requests without tokens."""
+        requests = Requests(self.runtime)
+        requests.admit(count)
+        return requests
 
     def forward(self, step: Part) -> Tensor:
         """Returns [S, 96]."""
@@ -188,6 +201,23 @@ def serve(steps: Steps, runtime: AttentionRuntime, served: Sequence[Sequence[int
     requests = Requests(runtime)
     requests.admit(max(map(len, served)))
     outs = [requests.run(steps, q_len) for q_len in served]
+    requests.free()
+    return outs
+
+
+def come_and_go(steps: Steps, runtime: AttentionRuntime, counts: Sequence[int]) -> list[Tensor]:
+    """Returns the outputs of decode steps of these numbers of requests, and of prompts of those that come before."""
+    requests, outs, random = Requests(runtime), list[Tensor](), np.random.default_rng(1)
+    for count in counts:
+        while len(requests.rows) > count:
+            runtime.table.free(requests.rows.pop())
+            requests.kv_len.pop()
+        while len(requests.rows) < count:
+            requests.admit(1)
+            requests.rows.insert(0, requests.rows.pop())  # the new one comes first
+            requests.kv_len.insert(0, requests.kv_len.pop())
+            outs.append(requests.run(steps, [int(random.integers(2, 12))]))
+        outs.append(requests.run(steps, [1] * count))
     requests.free()
     return outs
 

@@ -1,4 +1,4 @@
-"""Capturing ahead of the first request: the graphs, their order, and the report."""
+"""Capturing ahead of the first request, or after enough steps of a plan: the graphs, their order, their costs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ import torch
 
 from rocm_attn.batch.padding import PaddingPolicy
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.capture.graphs import capture_shapes, recorder_for, shape_name
+from rocm_attn.capture.graphs import (
+    CPU_CAPTURE_RUNS,
+    capture_shapes,
+    eager_steps_before_capture,
+    recorder_for,
+    shape_name,
+)
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli.progress_bar import ProgressBar
+from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
+from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Requests, Tiny, counts_on_the_host, same, serve
-from tests.amd.runtime.stepping import providers
+from tests.amd.worlds.problems import providers
 
 both = pytest.mark.parametrize("provider", providers())
 
@@ -22,10 +30,6 @@ both = pytest.mark.parametrize("provider", providers())
 def names(sizes: tuple[int, ...], tokens: tuple[int, ...]) -> list[str]:
     """Returns the captured shapes of these ladders."""
     return [shape_name(shape) for shape in capture_shapes(PaddingPolicy(SizeLadder(sizes), SizeLadder(tokens)))]
-
-
-def test_decode_sizes_are_captured_largest_first() -> None:
-    assert names((1, 2, 8), (1,)) == ["decode of 8 sequences", "decode of 2 sequences", "decode of 1 sequence"]
 
 
 def test_token_counts_are_captured_where_a_step_can_have_them() -> None:
@@ -46,7 +50,7 @@ def test_token_counts_are_captured_where_a_step_can_have_them() -> None:
 @both
 def test_every_bucket_is_reported_with_seconds_bytes_and_its_check(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8))
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    runner = tiny.runner()
     seen: list[tuple[int, int, str]] = []
     report = runner.capture_all(lambda *progress: seen.append(progress))
     shapes = capture_shapes(tiny.runtime.padding)
@@ -85,9 +89,8 @@ def test_captured_ahead_or_when_needed_serves_the_same(provider: str, device: to
 @both
 def test_a_graph_that_exists_is_not_made_again(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [1, 4])
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
-    requests = Requests(tiny.runtime)
-    requests.admit(3)
+    runner = tiny.runner()
+    requests = tiny.admitted(3)
     requests.run(runner, [1, 1, 1])
     assert [bucket.key.shape.num_seqs for bucket in runner.capture_report().buckets] == [4]
     assert [bucket.key.shape.num_seqs for bucket in runner.capture_all().buckets] == [4, 1]
@@ -98,9 +101,8 @@ def test_a_graph_that_exists_is_not_made_again(provider: str, device: torch.devi
 @both
 def test_a_bucket_that_cannot_be_checked_now_is_left_for_later(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [4], max_num_seqs=2)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
+    runner = tiny.runner()
+    requests = tiny.admitted(2)
     report = runner.capture_all()
     assert list(report.skipped.values()) == ["no request row is free"]
     assert report.buckets == ()
@@ -113,9 +115,8 @@ def test_a_bucket_that_cannot_be_checked_now_is_left_for_later(provider: str, de
 @both
 def test_too_few_free_pages_are_a_reason_to_wait(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [4], num_pages=6, max_kv_len=20)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
-    requests = Requests(tiny.runtime)
-    requests.admit(1)
+    runner = tiny.runner()
+    requests = tiny.admitted(1)
     requests.run(runner, [20])
     (reason,) = runner.capture_all().skipped.values()
     assert reason == "too few free pages to check it"
@@ -132,23 +133,6 @@ def test_a_refused_graph_ends_the_capture(provider: str, device: torch.device) -
     assert "decode of 8 sequences" in report.graphs_off
     assert report.lines()[-1] == f"graphs are off: {report.graphs_off}"
     assert runner.capture_all().graphs_off == report.graphs_off
-
-
-@both
-def test_without_a_recorder_there_is_nothing_to_capture(provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider)
-    report = StepRunner(tiny.runtime, tiny.forward, None).capture_all()
-    assert (report.buckets, report.graphs_off) == ((), "")
-
-
-@both
-def test_reopening_forgets_the_buckets(provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider, [4])
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
-    runner.capture_all()
-    runner.reopen([2])
-    assert runner.capture_report().buckets == ()
-    assert [bucket.key.shape.num_seqs for bucket in runner.capture_all().buckets] == [2]
 
 
 class _Terminal(io.StringIO):
@@ -170,7 +154,7 @@ def test_the_progress_bar_draws_on_terminals_only() -> None:
 def test_captures_after_another_runners_reopen_are_of_the_memory_that_there_is() -> None:
     device = torch.device("cpu")
     tiny = Tiny.build(device, "torch", [2, 4])
-    first, other = (StepRunner(tiny.runtime, tiny.forward, recorder_for(device)) for _ in range(2))
+    first, other = (tiny.runner() for _ in range(2))
     first.capture_all()
     other.reopen((3,))
     report = first.capture_all()
@@ -178,4 +162,106 @@ def test_captures_after_another_runners_reopen_are_of_the_memory_that_there_is()
     first.check_addresses()
     tiny.runtime.seals.unseal((2,))
     first.check_addresses()
-    assert "to make graphs possible again" in first.capture_all().graphs_off
+    assert "reopen() makes graphs possible again" in first.capture_all().graphs_off
+
+
+CPU = torch.device("cpu")
+
+
+def runner_of(tiny: Tiny, capture_after: int) -> StepRunner:
+    return tiny.runner(capture_after=capture_after)
+
+
+def requests_of(tiny: Tiny) -> Requests:
+    requests = tiny.admitted(4)
+    tokens = requests.batch([2, 2, 2, 2])
+    tiny.runtime.table.mark_stored(tokens.rows, tokens.kv_len)  # zeros
+    return requests
+
+
+@pytest.mark.parametrize("provider", providers())
+def test_each_plan_pays_for_its_own_graph(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, [2, 4])
+    runner, requests, captures = runner_of(tiny, 3), requests_of(tiny), []
+    for count in (4, 2, 4, 2, 4, 4, 4, 2, 2):
+        requests.run(runner, [1] * count)
+        captures.append(runner.counters.captures)
+    assert captures == [0, 0, 0, 0, 0, 1, 1, 1, 2]
+    assert runner.counters.replays == 3
+
+
+@pytest.mark.parametrize("provider", providers())
+def test_steps_before_and_after_the_graph_are_those_of_an_eager_run(provider: str, device: torch.device) -> None:
+    outs = []
+    for graphs in (False, True):
+        tiny = Tiny.build(device, provider, [2, 4])
+        runner = runner_of(tiny, 3) if graphs else tiny.runner(graphs=False)
+        requests = tiny.admitted(4)
+        outs.append([requests.run(runner, q_len) for q_len in ([3, 5, 2, 1], *([[1] * 4] * 5), *([[1]] * 5))])
+        assert runner.counters.replays == (4 if graphs else 0)
+    assert same(*outs)
+
+
+def test_graphs_made_ahead_wait_for_nothing(device: torch.device) -> None:
+    tiny = Tiny.build(device, "torch", [2, 4])
+    runner = runner_of(tiny, 3)
+    assert len(runner.capture_all().buckets) == 2
+    requests_of(tiny).run(runner, [1] * 4)
+    assert runner.counters.replays == 1
+
+
+def test_after_reopening_graphs_are_paid_anew(device: torch.device) -> None:
+    tiny = Tiny.build(device, "torch", [4])
+    runner, requests = runner_of(tiny, 2), requests_of(tiny)
+    for _ in range(3):
+        requests.run(runner, [1] * 4)
+    runner.reopen([4])
+    for captures in (1, 1, 2):
+        requests.run(runner, [1] * 4)
+        assert runner.counters.captures == captures
+
+
+def test_an_attempt_without_room_is_not_repeated_at_every_step(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = Tiny.build(device, "torch", [4])
+    attempts: list[int] = []
+
+    def refuse(runner: StepRunner[torch.Tensor], *_: object) -> str:
+        attempts.append(runner.counters.steps)
+        return "too few pages are free to check it on"
+
+    monkeypatch.setattr(StepRunner, "_capture", refuse)
+    runner, requests = runner_of(tiny, 2), requests_of(tiny)
+    for _ in range(7):
+        requests.run(runner, [1] * 4)
+    assert attempts == [2, 5]
+
+
+def test_a_capture_on_a_cpu_costs_what_is_said_in_runs_of_forward() -> None:
+    tiny, runs = Tiny.build(CPU, "torch", [4]), []
+
+    def forward(step: Part) -> torch.Tensor:
+        runs.append("forward")
+        return tiny.forward(step)
+
+    runner = StepRunner(tiny.runtime, forward, recorder_for(CPU))
+    with pytest.MonkeyPatch.context() as patch:
+        count_replays(patch, runs)
+        runner.capture_all()
+    assert len(runs) == CPU_CAPTURE_RUNS
+
+
+def test_a_gpu_makes_its_graphs_at_the_first_step() -> None:
+    assert eager_steps_before_capture(torch.device("cuda", 1)) == 0
+
+
+def count_replays(patch: pytest.MonkeyPatch, runs: list[str]) -> None:
+    """Records each replay of a recording on the CPU."""
+    replay = FakeRecording.replay
+
+    def noted(recording: FakeRecording) -> None:
+        runs.append("replay")
+        replay(recording)
+
+    patch.setattr(FakeRecording, "replay", noted)

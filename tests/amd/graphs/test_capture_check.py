@@ -27,7 +27,7 @@ from tests.amd.graphs.small_models import (
     serve,
     takes_another_bias_each_step,
 )
-from tests.amd.runtime.stepping import providers
+from tests.amd.worlds.problems import providers
 
 pytestmark = pytest.mark.parametrize("provider", providers())
 
@@ -106,7 +106,7 @@ def test_right_graphs_pass_and_nothing_is_left_behind(rows: int, provider: str, 
     outs = []
     for check in (CaptureCheck(), NO_CHECK):
         tiny = Tiny.build(device, provider, [2, 4], max_num_seqs=rows)
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), check=check)
+        runner = tiny.runner(check=check)
         outs.append(serve(runner, tiny.runtime))
         assert runner.counters.graphs_off == ""
         assert runner.counters.replays == len(SERVED) - 1
@@ -157,7 +157,7 @@ def test_probes_reach_the_largest_lengths_that_there_is_room_for(provider: str, 
     ):
         tiny = Tiny.build(device, provider, [4], num_pages=num_pages)
         check = CaptureCheck(limits=limits)
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), check=check)
+        runner = tiny.runner(check=check)
         (bucket,) = runner.capture_all().buckets
         assert f"bitwise in 3 random batches of up to 4 sequences and {longest} tokens" in bucket.check
 
@@ -167,7 +167,7 @@ def test_probes_reach_the_largest_lengths_that_there_is_room_for(provider: str, 
 def test_graphs_of_ragged_steps_are_checked_too(planted: str, provider: str, device: torch.device) -> None:
     served = [[3, 5], [4, 4], [1, 6], [2, 2], [5, 1]]
     right, wrong = [Tiny.build(device, provider, [2], tokens=(8,)) for _ in range(2)]
-    passes = StepRunner(right.runtime, right.forward, recorder_for(right.runtime.device))
+    passes = right.runner()
     outs = serve(passes, right.runtime, served)
     assert (passes.counters.graphs_off, passes.counters.replays) == ("", len(served))
     fails = StepRunner(wrong.runtime, *PLANTED[planted](wrong))

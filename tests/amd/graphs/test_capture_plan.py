@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from rocm_attn.capture.forecast import plan_capture
-from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.graphs.small_models import Tiny
-from tests.amd.runtime.stepping import deterministic_providers, providers
+from tests.amd.worlds.problems import deterministic_providers, providers
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,7 +35,7 @@ def test_what_is_predicted_is_what_is_allocated_and_captured(
     provider: str, mode: dict[str, bool], device: torch.device
 ) -> None:
     tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8), **mode)  # type: ignore[arg-type]
-    report = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device)).capture_all()
+    report = tiny.runner().capture_all()
     runtime = tiny.runtime
     plan = plan_capture(
         [tiny.problem, tiny.problem],

@@ -203,8 +203,7 @@ def test_halves_of_one_size_are_asked_for() -> None:
 
 def test_no_step_is_staged_at_a_shape_that_it_does_not_fit() -> None:
     tiny = Tiny.build(CPU, "torch", [4], [16], split_steps=True)
-    requests = Requests(tiny.runtime)
-    requests.admit(3)
+    requests = tiny.admitted(3)
     for q_len, shape in (
         ([1, 1, 1], PaddedShape(StepKind.DECODE, 2, 2)),
         ([1, 2], PaddedShape(StepKind.DECODE, 4, 4)),
@@ -216,14 +215,6 @@ def test_no_step_is_staged_at_a_shape_that_it_does_not_fit() -> None:
             tiny.runtime.plan(batch, shape)
 
 
-def test_a_number_is_no_pad_to() -> None:
-    tiny = Tiny.build(CPU, "torch")
-    tiny.runtime.step(StepBatch([], [], [], NO_TOKEN_IDS))
-    tiny.runtime.end_step()
-    with pytest.raises(BadBatch, match=r"give PadTo\(seqs\), or PadTo\(seqs, tokens\)"):
-        tiny.runtime.plan(StepBatch([], [], [], NO_TOKEN_IDS), 4)  # type: ignore[arg-type]
-
-
 def test_a_step_that_shares_prefixes_runs_beside_decode_steps_alone() -> None:
     batch = replace(batch_of([1, 1]), prefixes=SharedPrefixes([PrefixGroup(2, 4)]))
     assert POLICY.shape(batch, PadTo(4)).kind is StepKind.SHARED
@@ -233,10 +224,9 @@ def test_a_step_that_shares_prefixes_runs_beside_decode_steps_alone() -> None:
 
 def test_a_rank_without_sequences_runs_masked_steps_beside_others() -> None:
     tiny = Tiny.build(CPU, "torch", [2], [8], custom_mask=True)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
+    runner = tiny.runner()
     runner.capture_all()
-    requests = Requests(tiny.runtime)
-    requests.admit(1)
+    requests = tiny.admitted(1)
     plans, padding = [], tiny.runtime.padding
     for q_len in ([3], []):
         batch = requests.batch(q_len)
@@ -253,9 +243,8 @@ def test_a_rank_without_sequences_runs_masked_steps_beside_others() -> None:
 def test_ranks_share_the_bucket_of_the_longest_sequence_of_any() -> None:
     """Torch kernels freeze it."""
     tiny = Tiny.build(CPU, "torch")
-    requests = Requests(tiny.runtime)
-    requests.admit(1)
-    runner = StepRunner(tiny.runtime, tiny.forward, None)
+    requests = tiny.admitted(1)
+    runner = tiny.runner(graphs=False)
     batch = requests.batch([5])
     plans = [
         tiny.runtime.step(batch, tiny.runtime.plan(batch, pad_to)).plan
@@ -268,8 +257,7 @@ def test_ranks_share_the_bucket_of_the_longest_sequence_of_any() -> None:
 
 def test_plans_do_not_grow_in_number_with_the_lengths_of_other_ranks() -> None:
     tiny = Tiny.build(CPU, "torch", [2])
-    requests = Requests(tiny.runtime)
-    requests.admit(1)
+    requests = tiny.admitted(1)
     batch = requests.batch([1])
     plans = [
         tiny.runtime.step(batch, tiny.runtime.plan(batch, pad_to)).plan
@@ -317,8 +305,7 @@ def decoding(num_live: int, *, free: bool, others: Mapping[str, str], wrong: boo
 
     inner = recorder_for(CPU)
     runner = StepRunner(tiny.runtime, forward, Lazy(inner) if wrong else inner)
-    requests = Requests(tiny.runtime)
-    requests.admit(num_live if free else 2)
+    requests = tiny.admitted(num_live if free else 2)
     ranks = tiny.runtime.agree = Ranks(runs, others)
     if num_live:
         requests.run(runner, [3] * num_live)
@@ -349,9 +336,8 @@ def test_no_rank_makes_a_graph_that_another_one_has_no_room_to_check() -> None:
 def test_a_rank_without_room_says_so_before_any_rank_records() -> None:
     """Its rows are all taken, and the mask of its step is packed for that step only, so no other step can use it."""
     tiny, runs = Tiny.build(CPU, "torch", [2], [4], max_num_seqs=2, custom_mask=True), [0]
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
+    requests = tiny.admitted(2)
+    runner = tiny.runner()
     requests.run(runner, [3, 3])
     ranks = tiny.runtime.agree = Ranks(runs, {})
     for _ in range(3):

@@ -6,13 +6,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
-from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.capture.graphs import draft_shapes, recorder_for
@@ -24,7 +22,7 @@ from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
 from tests.amd.graphs.small_models import Forgetful, Requests, Tiny
-from tests.amd.runtime.stepping import providers, small_problem
+from tests.amd.worlds.problems import providers, small_problem
 
 each_provider = pytest.mark.parametrize("provider", providers())
 CHAIN, TREE = Drafts(1, 3), Drafts(2, 2)
@@ -45,9 +43,8 @@ def build(device: torch.device, provider: str, drafts: Drafts, *, split: bool = 
 
 def prompted(tiny: Tiny) -> Requests:
     """Returns three requests with prompts."""
-    requests = Requests(tiny.runtime)
-    requests.admit(3)
-    requests.run(StepRunner(tiny.runtime, tiny.forward, None), [9, 2, 5])
+    requests = tiny.admitted(3)
+    requests.run(tiny.runner(graphs=False), [9, 2, 5])
     return requests
 
 
@@ -58,8 +55,8 @@ def test_a_replayed_round_is_bitwise_the_eager_one(provider: str, drafts: Drafts
     """Covers rounds of three, one and no sequences, with decode steps of another runner between them."""
     tiny = build(device, provider, drafts)
     requests = prompted(tiny)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
-    steps = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
+    runner = tiny.runner(draft=tiny.draft)
+    steps = tiny.runner()
     for count in (3, 1, 3, 2, 0, 3):
         batch = requests.draft_batch(drafts, count)
         picked = runner.run(batch).clone()
@@ -72,34 +69,6 @@ def test_a_replayed_round_is_bitwise_the_eager_one(provider: str, drafts: Drafts
     tiny.runtime.check_device()
 
 
-@each_shape
-@each_provider
-def test_one_graph_holds_all_draft_steps_of_a_round(provider: str, drafts: Drafts, device: torch.device) -> None:
-    """A short version of longer tests: one graph, checked, then replayed with other picks."""
-    tiny = build(device, provider, Drafts(drafts.branches, 2))
-    requests = prompted(tiny)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
-    batch = requests.draft_batch(Drafts(drafts.branches, 2), 2)
-    picked = runner.run(batch).clone()
-    assert torch.equal(picked, runner.run_eagerly(batch))
-    assert (runner.counters.captures, runner.counters.replays, runner.counters.graphs_off) == (1, 1, "")
-    (bucket,) = runner.capture_report().buckets
-    assert bucket.key.shape.kind is (StepKind.DECODE if drafts.branches == 1 else StepKind.MASKED)
-    assert bucket.check.startswith("equal to the eager run bitwise")
-
-
-@host_only
-def test_steps_and_rounds_of_one_runner_are_bitwise_the_eager_ones(provider: str, device: torch.device) -> None:
-    tiny = build(device, provider, CHAIN)
-    requests = prompted(tiny)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
-    for _ in range(2):
-        for batch in (requests.draft_batch(CHAIN, 3), requests.batch([1, 1, 1])):
-            rows = runner.run(batch).clone()
-            assert torch.equal(rows, runner.run_eagerly(batch))
-    assert (runner.counters.captures, runner.counters.replays, runner.counters.graphs_off) == (2, 4, "")
-
-
 @pytest.mark.nightly
 @host_only
 @tree_mostly
@@ -108,8 +77,8 @@ def test_rounds_in_two_halves_are_captured_and_keep_the_order_of_the_batch(
 ) -> None:
     tiny = build(device, provider, drafts, split=True)
     requests = prompted(tiny)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
-    eager = StepRunner(tiny.runtime, tiny.forward, None, draft=tiny.draft)
+    runner = tiny.runner(draft=tiny.draft)
+    eager = tiny.runner(graphs=False, draft=tiny.draft)
     for count in (3, 1, 2):
         batch = requests.draft_batch(drafts, count)
         picked = runner.run(batch, halves=2).clone()
@@ -131,7 +100,7 @@ def test_a_round_recomputes_whatever_was_left_in_its_buffers(
     for poison in (False, True):
         tiny = build(device, provider, drafts)
         requests = prompted(tiny)
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
+        runner = tiny.runner(draft=tiny.draft)
         of_rounds = []
         for count in (3, 1, 3, 2):
             for name, tensor in tiny.runtime.seals.tensors().items() if poison else ():
@@ -164,7 +133,7 @@ def test_a_graph_that_lacks_a_launch_of_the_round_never_serves(
 @host_only
 def test_rounds_are_captured_ahead_and_predicted(provider: str, device: torch.device) -> None:
     tiny = build(device, provider, TREE, split=True)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
+    runner = tiny.runner(draft=tiny.draft)
     report = runner.capture_all()
     assert (report.skipped, report.graphs_off) == ({}, "")
     options = tiny.runtime.options
@@ -184,7 +153,7 @@ def test_rounds_are_captured_ahead_and_predicted(provider: str, device: torch.de
 def test_rounds_that_were_not_asked_for_run_eagerly(provider: str, device: torch.device) -> None:
     tiny = build(device, provider, CHAIN)
     requests = prompted(tiny)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
+    runner = tiny.runner(draft=tiny.draft)
     picked = runner.run(requests.draft_batch(Drafts(1, 2), 3))
     assert picked.shape == (3, 2)
     assert runner.counters.replays == runner.counters.captures == 0
@@ -217,36 +186,10 @@ def test_a_graph_that_a_kernel_cannot_serve_is_never_made(provider: str, device:
     assert (runner.counters.replays, runner.counters.captures) == (0, made)
 
 
-@host_only
-def test_a_round_without_room_for_probe_requests_is_tried_on_itself(provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider, (2,), drafts=[CHAIN], max_num_seqs=2)
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
-    requests.run(StepRunner(tiny.runtime, tiny.forward, None), [9, 2])
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), draft=tiny.draft)
-    batch = requests.draft_batch(CHAIN, 2)
-    picked = runner.run(batch).clone()
-    assert torch.equal(picked, runner.run_eagerly(batch))
-    assert "of the step itself" in runner.capture_report().buckets[0].check
-
-
-def test_the_lengths_of_a_round_are_those_of_its_rows(device: torch.device) -> None:
-    """Only the first draft step is published; the device derives the others."""
-    tiny = build(device, "torch", CHAIN)
-    requests = prompted(tiny)
-    batch = requests.draft_batch(CHAIN, 3)
-    assert isinstance(batch, StepBatch)
-    assert np.array_equal(batch.kv_len, np.array(requests.kv_len) + 3)
-    tiny.runtime.step(batch)
-    lengths = [child.tensors.kv_len[:3].tolist() for child in tiny.runtime.gate._children]
-    assert lengths == [[length + step for length in requests.kv_len] for step in (1, 2, 3)]
-    tiny.runtime.end_step()
-
-
 def test_a_dump_knows_rounds_of_drafts(device: torch.device, tmp_path: Path) -> None:
     tiny = build(device, "torch", TREE)
     flight = FlightRecorder(tiny.runtime, tmp_path / "flight.json")
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device), flight=flight, draft=tiny.draft)
+    runner = tiny.runner(flight=flight, draft=tiny.draft)
     runner.run(prompted(tiny).draft_batch(TREE, 3))
     flight.dump("asked for")
     dump = read_dump(tmp_path / "flight.json")

@@ -53,7 +53,7 @@ def eager() -> list[Tensor]:
 
 
 def eager_of(tiny: Tiny, served: Sequence[Sequence[int]]) -> list[Tensor]:
-    return serve(StepRunner(tiny.runtime, tiny.forward, None), tiny.runtime, served)
+    return serve(tiny.runner(graphs=False), tiny.runtime, served)
 
 
 # Prompts, and decode steps of one length bucket, until a graph whose forward has raised was tried again.
@@ -98,46 +98,10 @@ def test_a_forward_that_raises_in_capture_all_is_named_and_its_graph_is_made_lat
     assert (runner.counters.graphs_off, runner.counters.replays) == ("", len(SERVED) - 1)
 
 
-def test_runners_of_one_runtime_keep_their_graphs_while_anothers_are_switched_off() -> None:
-    tiny = Tiny.build(CPU, "torch", [4])
-    first = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
-    second = StepRunner(tiny.runtime, lambda step: tiny.forward(step) * 2, recorder_for(CPU))
-    third = StepRunner(tiny.runtime, tiny.forward, Fails(torch.OutOfMemoryError("the pool is full")))
-    requests, outs = Requests(tiny.runtime), []
-    requests.admit(3)
-    first.capture_all()
-    for q_len in SERVED:
-        batch = requests.batch(q_len)
-        outs.append(first.run(batch).clone())
-        assert torch.equal(second.run(batch), 2 * outs[-1])
-        assert torch.equal(third.run(batch), outs[-1])
-    assert same(outs, eager())
-    assert [runner.counters.graphs_off for runner in (first, second)] == ["", ""]
-    assert third.counters.graphs_off == "OutOfMemoryError: the pool is full"
-    assert [runner.counters.replays for runner in (first, second, third)] == [len(SERVED) - 1, len(SERVED) - 1, 0]
-    first.check_addresses()
-
-
-def test_a_check_that_runs_out_of_memory_switches_graphs_off_and_serving_goes_on() -> None:
-    tiny, runs = Tiny.build(CPU, "torch", [4]), 0
-
-    def forward(step: Part) -> Tensor:
-        nonlocal runs
-        runs += 1
-        if runs == 6:  # the prompts, two runs of the recorder, then the check's
-            raise torch.OutOfMemoryError("no memory is left")
-        return tiny.forward(step)
-
-    runner = StepRunner(tiny.runtime, forward, recorder_for(CPU))
-    assert same(serve(runner, tiny.runtime), eager())
-    assert runner.counters.graphs_off == "OutOfMemoryError: no memory is left"
-
-
 def test_an_interrupt_while_recording_reaches_the_caller_and_the_step_can_be_run_again() -> None:
     tiny = Tiny.build(CPU, "torch", [4])
     runner = StepRunner(tiny.runtime, tiny.forward, Fails(KeyboardInterrupt(), times=1))
-    requests = Requests(tiny.runtime)
-    requests.admit(3)
+    requests = tiny.admitted(3)
     outs = [requests.run(runner, SERVED[0])]
     batch = requests.batch(SERVED[1])
     with pytest.raises(KeyboardInterrupt):
@@ -232,9 +196,9 @@ def admitted(max_num_seqs: int = 8) -> tuple[Tiny, StepRunner]:
     tiny = Tiny.build(CPU, "torch", [1, 2], max_num_seqs=max_num_seqs)
     assert tiny.runtime.table.admit() == 1
     tiny.runtime.table.reserve(1, 8)
-    eagerly = StepRunner(tiny.runtime, tiny.forward, None)
+    eagerly = tiny.runner(graphs=False)
     eagerly.run(StepBatch(*(np.array(values, np.int32) for values in ([1], [4], [4], [7, 7, 7, 7]))))
-    return tiny, StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
+    return tiny, tiny.runner()
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8], ids=["no free row", "free rows"])
@@ -269,10 +233,10 @@ def test_graphs_that_were_switched_off_come_back_by_reopen(caplog: pytest.LogCap
 @pytest.mark.parametrize("rows", [1, 8], ids=["no free row", "free rows"])
 def test_a_fault_of_an_earlier_step_is_reported_before_a_capture_touches_anything(rows: int) -> None:
     tiny = Tiny.build(CPU, "torch", [1, 2], max_num_seqs=rows)
-    requests, runner = Requests(tiny.runtime), StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
+    requests, runner = Requests(tiny.runtime), tiny.runner()
     requests.admit(1)
     requests.run(runner, [5])
-    requests.run(StepRunner(tiny.runtime, tiny.forward, None), [1])
+    requests.run(tiny.runner(graphs=False), [1])
     number, counts = tiny.runtime.faults.step_number, tiny.runtime.gate._publisher._lines[0].counts
     assert counts is not None
     counts[3] = 1
@@ -282,22 +246,9 @@ def test_a_fault_of_an_earlier_step_is_reported_before_a_capture_touches_anythin
     with pytest.raises(DeviceFault, match=f"step {number}: "):
         runner.run(again)
     assert same(requests.stored(), stored)
-    right = StepRunner(tiny.runtime, tiny.forward, None).run(again).clone()
+    right = tiny.runner(graphs=False).run(again).clone()
     assert same([runner.run(again)], [right])
     assert runner.counters.replays == 1
-
-
-def test_a_fault_of_an_earlier_step_is_reported_by_capture_all_and_graphs_stay_on() -> None:
-    tiny, runner = admitted()
-    number = tiny.runtime.faults.step_number
-    counts = tiny.runtime.gate._publisher._lines[0].counts
-    assert counts is not None
-    counts[3] = 1
-    with pytest.raises(DeviceFault, match=f"step {number}: "):
-        runner.capture_all()
-    assert runner.capture_all().graphs_off == ""
-    assert runner.counters.captures > 0
-    tiny.runtime.check_device()
 
 
 def test_faults_of_steps_that_a_graph_was_tried_on_are_reported_as_its_refusal_alone() -> None:
@@ -313,16 +264,15 @@ def test_faults_of_steps_that_a_graph_was_tried_on_are_reported_as_its_refusal_a
     runner = StepRunner(tiny.runtime, forward, recorder_for(CPU))
     assert "DeviceFault: step" in runner.capture_all().graphs_off
     tiny.runtime.check_device()
-    serving = StepRunner(tiny.runtime, tiny.forward, None)
+    serving = tiny.runner(graphs=False)
     assert same(serve(serving, tiny.runtime), eager())
 
 
 def test_a_check_on_the_live_step_that_is_broken_off_leaves_its_kv_as_it_was() -> None:
     tiny, runs = Tiny.build(CPU, "torch", [1], max_num_seqs=1), 0
-    requests = Requests(tiny.runtime)
-    requests.admit(1)
+    requests = tiny.admitted(1)
     for q_len in ([5], [1]):
-        requests.run(StepRunner(tiny.runtime, tiny.forward, None), q_len)
+        requests.run(tiny.runner(graphs=False), q_len)
 
     def forward(step: Part) -> Tensor:
         nonlocal runs

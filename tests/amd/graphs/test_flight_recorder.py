@@ -21,8 +21,8 @@ from rocm_attn.step.gate import AnyPlan
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.step import Part, Step
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal, read_dump
-from tests.amd.graphs.small_models import SERVED, Requests, Tiny, same, serve
-from tests.amd.runtime.stepping import deterministic_providers, providers
+from tests.amd.graphs.small_models import SERVED, Tiny, same, serve
+from tests.amd.worlds.problems import deterministic_providers, providers
 
 
 def flown(tiny: Tiny, path: Path, *, graphs: bool = True, num_steps: int = 64) -> tuple[StepRunner, FlightRecorder]:
@@ -39,7 +39,7 @@ def test_steps_are_remembered_as_they_were_and_come_out_the_same(
     tiny, plain = (Tiny.build(device, provider, [2, 4]) for _ in range(2))
     runner, flight = flown(tiny, tmp_path / "dump.json")
     outs = serve(runner, tiny.runtime)
-    assert same(outs, serve(StepRunner(plain.runtime, plain.forward, None), plain.runtime))
+    assert same(outs, serve(plain.runner(graphs=False), plain.runtime))
     steps = flight.steps()
     assert [list(step.q_len) for step in steps] == SERVED
     assert [step.number for step in steps] == list(range(len(SERVED)))
@@ -65,8 +65,7 @@ def test_the_last_steps_are_kept(device: torch.device, tmp_path: Path) -> None:
 def test_a_caller_may_change_its_arrays(device: torch.device, tmp_path: Path) -> None:
     tiny = Tiny.build(device, "torch")
     runner, flight = flown(tiny, tmp_path / "dump.json", graphs=False)
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
+    requests = tiny.admitted(2)
     batch = requests.batch([2, 3])
     rows, kv_len, q_len = (array.copy() for array in (batch.rows, batch.kv_len, batch.q_len))
     runner.run(StepBatch(rows, kv_len, q_len, batch.token_ids))

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import NO_CHECK
-from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadSetting, GraphStale, RocmAttnError
+from rocm_attn.errors import BadSetting, GraphStale
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from tests.amd.graphs.small_models import Requests, Tiny
-from tests.amd.runtime.stepping import small_problem
+from tests.amd.graphs.small_models import Tiny
 
 CPU = torch.device("cpu")
 
@@ -36,9 +31,8 @@ def the_embedding_moves(runner: StepRunner, tiny: Tiny) -> None:
 @pytest.mark.parametrize("moves", [pins_give_up, the_embedding_moves])
 def test_a_replay_over_memory_that_moved_is_a_stale_graph(moves: Callable[[StepRunner, Tiny], None]) -> None:
     tiny = Tiny.build(CPU, "torch", [2])
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU), check=NO_CHECK)
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
+    runner = tiny.runner(check=NO_CHECK)
+    requests = tiny.admitted(2)
     requests.run(runner, [3, 4])
     requests.run(runner, [1, 1])
     assert runner.counters.replays == 1
@@ -50,7 +44,7 @@ def test_a_replay_over_memory_that_moved_is_a_stale_graph(moves: Callable[[StepR
 
 def test_addresses_that_moved_are_a_stale_graph() -> None:
     tiny = Tiny.build(CPU, "torch", [2])
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
+    runner = tiny.runner()
     table = tiny.runtime.table.space(Space.FULL)
     table.entries = table.entries.clone()
     with pytest.raises(GraphStale, match="table was int32"):
@@ -63,21 +57,3 @@ def test_capture_sizes_that_make_no_ladder_are_a_bad_setting(sizes: tuple[Any, .
     given: dict[str, Any] = {name: sizes}
     with pytest.raises(BadSetting, match=name):
         RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=16, **given)
-
-
-@pytest.mark.parametrize("max_num_seqs", [0, -1])
-def test_a_runtime_without_sequences_is_refused_in_the_runtimes_own_words(max_num_seqs: int) -> None:
-    options = RuntimeOptions(num_pages=8, max_num_seqs=max_num_seqs, max_kv_len=16, provider="torch")
-    with pytest.raises(RocmAttnError, match="max_num_seqs"):
-        build_runtime([small_problem()], options, device=CPU)
-
-
-@pytest.mark.parametrize("num_seqs", [1, 2, 3, 9])
-def test_a_step_larger_than_every_graph_runs_without_one(num_seqs: int) -> None:
-    tiny = Tiny.build(CPU, "torch", [2], max_num_seqs=9)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
-    rows = np.array([tiny.runtime.table.admit() for _ in range(num_seqs)], np.int32)
-    ones = np.ones(num_seqs, np.int32)
-    tiny.runtime.table.reserve_all(rows, ones)
-    runner.run(StepBatch(rows, ones, ones, ones))
-    assert runner.counters.replays == (num_seqs <= 2)

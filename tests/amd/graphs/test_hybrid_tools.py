@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from rocm_attn.capture.forecast import plan_capture
-from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import DONE, main
 from rocm_attn.errors import DeviceFault
 from rocm_attn.paging.index_spaces import RESERVED_ROW, Space
@@ -20,8 +18,8 @@ from rocm_attn.problem import Problem
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
-from tests.amd.graphs.small_models import Requests, Tiny
-from tests.amd.runtime.stepping import providers
+from tests.amd.graphs.small_models import Tiny
+from tests.amd.worlds.problems import providers
 
 each_provider = pytest.mark.parametrize("provider", providers())
 
@@ -38,7 +36,7 @@ def hybrid(device: torch.device, provider: str) -> tuple[Tiny, list[Problem]]:
 @each_provider
 def test_the_plan_counts_the_tables_buffers_and_pools_of_both_spaces(provider: str, device: torch.device) -> None:
     tiny, problems = hybrid(device, provider)
-    StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    tiny.runner()
     plan = plan_capture(
         problems,
         tiny.runtime.target,
@@ -68,9 +66,8 @@ def test_a_step_whose_pages_have_left_the_window_can_be_run_again(
 ) -> None:
     tiny, _ = hybrid(device, provider)
     flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), flight=flight)
-    requests = Requests(tiny.runtime)
-    requests.admit(3)
+    runner = tiny.runner(flight=flight)
+    requests = tiny.admitted(3)
     for q_len in STEPS:
         requests.run(runner, q_len)
     assert not tiny.runtime.table.pages_of(requests.rows[0], Space.SWA)[:4].any()
@@ -89,10 +86,9 @@ def test_sampled_steps_are_compared_by_the_pages_of_their_layers_space(provider:
     tiny, problems = hybrid(device, provider)
     tap = LayerTap()
     tiny.around = tap.around
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    runner = tiny.runner()
     check = SampledCheck(runner, tiny.runtime, problems, tap, every=1)
-    requests = Requests(tiny.runtime)
-    requests.admit(3)
+    requests = tiny.admitted(3)
     for q_len in STEPS:
         requests.run(check, q_len)
     counters = check.counters

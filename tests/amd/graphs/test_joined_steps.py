@@ -13,8 +13,8 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import CountedRecording, InTurn, Recording, counted_as, uncounted
 from rocm_attn.hip_graphs.torch_recorder import JoinedRecording
 from rocm_attn.step.publisher import GraphRuns
-from tests.amd.graphs.small_models import Requests, Tiny
-from tests.amd.runtime.stepping import providers
+from tests.amd.graphs.small_models import Tiny
+from tests.amd.worlds.problems import providers
 
 
 def joined(device: torch.device, parts: Sequence[Recording]) -> Recording:
@@ -91,9 +91,8 @@ def test_a_plain_step_after_a_joined_one_takes_its_own_inputs(
     found = []
     for is_joined in (False, True):
         tiny = Tiny.build(device, provider)
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
-        requests = Requests(tiny.runtime)
-        requests.admit(2)
+        runner = tiny.runner()
+        requests = tiny.admitted(2)
         for q_len in ([5, 3], [1, 1], [1, 1], [1, 1]):
             last = requests.run(runner, q_len)
         if not runner._takers:

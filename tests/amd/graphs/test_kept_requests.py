@@ -16,7 +16,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.graphs.small_models import Requests, Tiny
-from tests.amd.runtime.stepping import small_problem
+from tests.amd.worlds.problems import small_problem
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def test_a_request_over_kept_pages_is_served_as_if_it_had_stored_them(device: to
     for over in (False, True):
         tiny = Tiny.build(device, "torch", [1])
         table = tiny.runtime.table
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+        runner = tiny.runner()
         first = table.admit()
         ids = torch.randint(1, 50, (11,), generator=torch.Generator().manual_seed(5)).tolist()
         run(tiny.runtime, runner, first, ids[:9], 0)
@@ -103,7 +103,7 @@ def test_graphs_follow_the_sequences_of_a_step_and_not_the_rows() -> None:
 def test_rows_beyond_the_sequences_of_a_step_are_served_in_turns(device: torch.device) -> None:
     tiny = Tiny.build(device, "torch", [1, 2], max_num_seqs=2, max_num_rows=7)
     table = tiny.runtime.table
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    runner = tiny.runner()
     assert runner.capture_all().buckets
     rows = [table.admit() for _ in range(7)]
     prompts = {row: [row] * row for row in rows}

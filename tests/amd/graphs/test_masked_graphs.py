@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.mask import StepMask, TreeMask, random_mask
+from rocm_attn.batch.mask import TreeMask, random_mask
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for, shape_name
@@ -16,8 +16,8 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.step.accepting import accept_drawn, verified
 from rocm_attn.step.step import Part
-from tests.amd.graphs.small_models import Requests, Tiny
-from tests.amd.runtime.stepping import providers
+from tests.amd.graphs.small_models import Tiny
+from tests.amd.worlds.problems import providers
 
 each_provider = pytest.mark.parametrize("provider", providers())
 
@@ -30,9 +30,8 @@ def masked(batch: StepBatch, seed: int, device: torch.device) -> StepBatch:
 def test_one_graph_serves_every_mask_and_every_tree_of_its_size(provider: str, device: torch.device) -> None:
     """Lengths, masks and positions change from step to step; each replay is bitwise the eager run."""
     tiny = Tiny.build(device, provider, (4,), (16,), custom_mask=True)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
-    requests = Requests(tiny.runtime)
-    requests.admit(3)
+    runner = tiny.runner()
+    requests = tiny.admitted(3)
     runner.run(requests.batch([30, 7, 12]))
     for step, q_len in enumerate([[4, 5, 6], [1, 1, 9], [0, 3, 2], [5, 5, 5]]):
         batch = masked(requests.batch(q_len), step, tiny.runtime.device)
@@ -49,32 +48,14 @@ def test_one_graph_serves_every_mask_and_every_tree_of_its_size(provider: str, d
 
 
 @each_provider
-def test_masks_and_positions_have_their_effect_in_a_replay(provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider, (2,), (8,), custom_mask=True)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
-    runner.run(requests.batch([9, 6]))
-    batch = masked(requests.batch([3, 4]), 0, tiny.runtime.device)
-    before = runner.run(batch).clone()
-    assert isinstance(batch.mask, StepMask)
-    flipped = StepMask(~batch.mask.bits, batch.mask.positions)
-    moved = StepMask(batch.mask.bits, batch.mask.positions + 1)
-    for mask in (flipped, moved):
-        assert not torch.equal(before, runner.run(replace(batch, mask=mask)))
-    assert torch.equal(before, runner.run(batch))
-
-
-@each_provider
 def test_masked_steps_are_captured_ahead(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, (2,), (8,), custom_mask=True)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
+    runner = tiny.runner()
     report = runner.capture_all()
     assert not report.graphs_off
     names = [shape_name(bucket.key.shape) for bucket in report.buckets]
     assert "masked of 2 sequences with 8 tokens" in names
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
+    requests = tiny.admitted(2)
     batch = masked(requests.batch([4, 4]), 0, tiny.runtime.device)
     rows = runner.run(batch).clone()
     assert runner.counters.replays == 1
@@ -82,23 +63,11 @@ def test_masked_steps_are_captured_ahead(provider: str, device: torch.device) ->
 
 
 @each_provider
-def test_a_masked_step_above_the_largest_graph_runs_eagerly(provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider, (2,), (8,), custom_mask=True)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
-    rows = runner.run(masked(requests.batch([20, 9]), 0, tiny.runtime.device))
-    assert rows.isfinite().all()
-    assert runner.counters.replays == 0
-
-
-@each_provider
 def test_a_mask_without_room_is_no_replay_of_a_tree_of_its_size(provider: str, device: torch.device) -> None:
     """A mask over all keys follows a tree of the same lengths, whose graph has room only for new keys."""
     tiny = Tiny.build(device, provider, (2,), (8,), custom_mask=True, mask_keys=0)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
+    runner = tiny.runner()
+    requests = tiny.admitted(2)
     runner.run(requests.batch([20, 15]))
     tree = torch.tensor([[NO_PARENT, 0, 0, 1]] * 2, dtype=torch.int32, device=device)
     batch = requests.batch([4, 4])
@@ -112,9 +81,8 @@ def test_a_mask_without_room_is_no_replay_of_a_tree_of_its_size(provider: str, d
 def test_without_room_for_probe_requests_a_masked_step_makes_no_graph(device: torch.device) -> None:
     """Its own requests would all have the same mask, which proves little."""
     tiny = Tiny.build(device, "torch", (2,), (8,), max_num_seqs=2, custom_mask=True)
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
+    runner = tiny.runner()
+    requests = tiny.admitted(2)
     batch = masked(requests.batch([3, 4]), 0, tiny.runtime.device)
     assert runner.run(batch).isfinite().all()
     assert (runner.counters.replays, runner.counters.captures, runner.counters.graphs_off) == (0, 0, "")
@@ -138,8 +106,7 @@ def test_drafts_are_accepted_and_moved_in_the_graph_of_their_step(provider: str,
             return torch.cat([accepted.token_ids, accepted.path, hidden[step.last_token_of_seq].int()], 1)
 
         runner = StepRunner(tiny.runtime, forward, recorder_for(device))
-        requests = Requests(tiny.runtime)
-        requests.admit(2)
+        requests = tiny.admitted(2)
         run = runner.run if runs_graphs else runner.run_eagerly
         run(requests.batch([5, 5]))
         rows = [run(replace(requests.batch([5, 5]), mask=TreeMask(parents))).clone() for _ in range(2)]

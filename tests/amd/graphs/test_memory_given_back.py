@@ -14,7 +14,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Tiny, serve
-from tests.amd.runtime.stepping import providers
+from tests.amd.worlds.problems import providers
 
 LARGE, SMALL = 256, 2
 WIDTH = 1 << 18
@@ -33,7 +33,7 @@ def num_bytes(tensors: list[Tensor]) -> int:
 @pytest.mark.parametrize("provider", providers())
 def test_nothing_of_the_larger_sizes_is_held(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [LARGE], tokens=(LARGE,))
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    runner = tiny.runner()
     served = [[3, 5], [1, 1], [1]]
     serve(runner, tiny.runtime, served)
     assert runner.counters.replays == 3
@@ -46,7 +46,7 @@ def test_nothing_of_the_larger_sizes_is_held(provider: str, device: torch.device
     assert [ref() for ref in held if ref() is not None] == []
 
     fresh = Tiny.build(device, provider, [SMALL])
-    StepRunner(fresh.runtime, fresh.forward, recorder_for(fresh.runtime.device))
+    fresh.runner()
     assert num_bytes(step_memory(tiny.runtime)) == num_bytes(step_memory(fresh.runtime)) < large
     serve(runner, tiny.runtime, served)
     assert runner.counters.replays == 5, "the prompt is longer than any graph by now"

@@ -13,7 +13,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
 from rocm_attn.step.metrics import BOUNDS, Durations, Metrics
-from tests.amd.graphs.small_models import Requests, Tiny
+from tests.amd.graphs.small_models import Tiny
 
 CPU = torch.device("cpu")
 
@@ -112,9 +112,8 @@ def test_rates_of_nothing_are_zero() -> None:
 
 def test_pages_are_in_use_while_rows_hold_them() -> None:
     tiny = Tiny.build(CPU, "torch", [2], swa_pages=100, window_left=5)
-    runner = StepRunner(tiny.runtime, tiny.forward, None)
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
+    runner = tiny.runner(graphs=False)
+    requests = tiny.admitted(2)
     requests.run(runner, [9, 1])
     tables = tiny.runtime.table.spaces
     used = [table.num_usable_pages - table.num_free_pages for table in tables]
@@ -129,8 +128,7 @@ def test_pages_are_in_use_while_rows_hold_them() -> None:
 def test_a_step_that_goes_without_its_graph_is_a_fallback(graphs: bool) -> None:
     tiny = Tiny.build(CPU, "torch", [2])
     runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU) if graphs else None, capture_after=2)
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
+    requests = tiny.admitted(2)
     requests.run(runner, [3, 4])
     assert runner.counters.fallbacks == {}, "steps of this kind get no graph"
     for _ in range(4):
@@ -143,9 +141,8 @@ def test_a_step_that_goes_without_its_graph_is_a_fallback(graphs: bool) -> None:
 
 def test_a_fault_is_counted_once_wherever_it_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = Tiny.build(CPU, "torch", [2])
-    runner = StepRunner(tiny.runtime, tiny.forward, None)
-    requests = Requests(tiny.runtime)
-    requests.admit(1)
+    runner = tiny.runner(graphs=False)
+    requests = tiny.admitted(1)
 
     def faulty(*_: object) -> None:
         raise DeviceFault.of_all([DeviceFault("one", 1), DeviceFault("another", 2)])

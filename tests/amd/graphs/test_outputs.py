@@ -58,8 +58,7 @@ def served(
     """Returns the runner, copies of the outputs of STEPS, and the K and V that all of them have stored."""
     tiny = Tiny.build(CPU, "torch", [4], [8, 16], split_steps=True)
     runner = StepRunner(tiny.runtime, forward(tiny), recorder_for(CPU) if graphs else None)
-    requests, outs = Requests(tiny.runtime), []
-    requests.admit(3)
+    requests, outs = tiny.admitted(3), []
     for q_len in STEPS:
         run = partial(runner.run, halves=2) if split else runner.run
         outs.append(copied(run(requests.batch(q_len))))
@@ -96,26 +95,6 @@ def test_a_tree_comes_back_with_the_rows_of_real_sequences_and_tokens(graphs: bo
         assert torch.equal(out[".of_parts['of tokens'][0]"], hidden[:, 0])
         assert torch.equal(out[".pair[0]"], hidden * 2)
         assert torch.equal(out[".pair[1]"], want[""][:, 0])
-
-
-def test_what_a_step_gives_is_of_the_type_that_forward_returns() -> None:
-    tiny = Tiny.build(CPU, "torch", [4])
-
-    def forward(step: Part) -> Everything:
-        return everything(step, tiny.forward(step))
-
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
-    runner = StepRunner(tiny.runtime, forward, recorder_for(CPU))
-    runner.run(requests.batch([3, 2]))
-    out: Everything = runner.run(requests.batch([1, 1]))  # mypy checks its type
-    assert type(out) is Everything
-    assert isinstance(out.draft, Draft)
-    assert out.logits.shape == (2, 96)
-    assert out.draft.hidden.tensor.shape == (2, 2)
-    assert out.nothing is None
-    rows: Tensor = StepRunner(tiny.runtime, tiny.forward, None).run(requests.batch([1, 1]))
-    assert rows.shape == (2, 96)
 
 
 @pytest.mark.fast(1)
@@ -168,8 +147,7 @@ def test_what_is_no_tree_of_rows_is_refused(graphs: bool, outputs: Callable[[Ten
         lambda step: outputs(tiny.forward(step), step.token_ids.float()),
         recorder_for(CPU) if graphs else None,
     )
-    requests = Requests(tiny.runtime)
-    requests.admit(3)
+    requests = tiny.admitted(3)
     for q_len in ([2, 3, 2], [2, 2, 2]):
         with pytest.raises(BadTensor, match=says):
             runner.run(requests.batch(q_len))
@@ -180,9 +158,8 @@ def test_halves_with_different_trees_are_refused() -> None:
     runner: StepRunner[Any] = StepRunner(
         tiny.runtime, lambda step: [tiny.forward(step)] if step.half else tiny.forward(step), None
     )
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
-    with pytest.raises(BadTensor, match=r"Tensor for one half and list\(\[0\]: Tensor\) for the other; both must have"):
+    requests = tiny.admitted(2)
+    with pytest.raises(BadTensor, match=r"Tensor for one half and list\(\[0\]: Tensor\) for the other; both have one"):
         runner.run(requests.batch([3, 3]), halves=2)
 
 
@@ -200,8 +177,7 @@ def test_a_forward_whose_tree_changes_between_calls_serves_without_graphs() -> N
         r"dict\(\['.*'\]: Tensor\) when it ran eagerly; it must return the same structure.*",
         runner.capture_all().graphs_off,
     )
-    requests = Requests(tiny.runtime)
-    requests.admit(1)
+    requests = tiny.admitted(1)
     (rows,) = runner.run(requests.batch([3])).values()
     assert rows.shape == (1, 96)
 
@@ -241,8 +217,7 @@ def test_the_sampled_check_compares_every_leaf(wrong: bool) -> None:
 
     runner = StepRunner(tiny.runtime, forward, None)
     checked = SampledCheck(runner, tiny.runtime, [tiny.problem] * 2, tap, every=1)
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
+    requests = tiny.admitted(2)
     rows, tokens = checked.run(requests.batch([3, 2]))
     assert (rows.shape, tokens.tensor.shape) == ((2, 96), (5,))
     assert checked.counters.rows_differ == wrong

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
-from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadSetting, WrongState
 from rocm_attn.watch.profiler_ranges import RangedLayers, RangedSteps, device_ranges
 from tests.amd.graphs.small_models import Tiny, same, serve
-from tests.amd.runtime.stepping import providers
+from tests.amd.worlds.problems import providers
 
 
 class Timeline:
@@ -37,7 +35,7 @@ def test_a_step_and_its_layers_are_ranges(graphs: bool, provider: str, device: t
     outs, timeline = [], Timeline()
     for ranged in (False, True):
         tiny = Tiny.build(device, provider, [4])
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device) if graphs else None)
+        runner = tiny.runner(graphs=graphs)
         if ranged:
             tiny.around = lambda layers: RangedLayers(layers, timeline)
         runner.capture_all()
@@ -55,7 +53,7 @@ def test_an_exception_closes_its_ranges(device: torch.device) -> None:
     tiny, timeline = Tiny.build(device, "torch"), Timeline()
     one = np.ones(1, np.int32)
     with pytest.raises(BadBatch):
-        RangedSteps(StepRunner(tiny.runtime, tiny.forward, None), timeline).run(StepBatch(one, one, one, NO_TOKEN_IDS))
+        RangedSteps(tiny.runner(graphs=False), timeline).run(StepBatch(one, one, one, NO_TOKEN_IDS))
     step = tiny.runtime.step(StepBatch([], [], [], NO_TOKEN_IDS)).parts[0]
     tiny.runtime.end_step()
     layers = RangedLayers(step.layers, timeline)

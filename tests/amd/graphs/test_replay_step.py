@@ -11,15 +11,14 @@ import torch
 
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
-from tests.amd.graphs.small_models import SERVED, Lazy, Requests, Tiny
-from tests.amd.runtime.stepping import deterministic_providers, providers
+from tests.amd.graphs.small_models import SERVED, Lazy, Tiny
+from tests.amd.worlds.problems import deterministic_providers, providers
 
 # Prompts, decode steps, a chunk among decodes, steps above the largest graph, an idle sequence.
 STEPS = [*SERVED, [1, 6, 1], [3, 3, 3], [1, 0, 1], [20, 20, 1]]
@@ -29,9 +28,8 @@ def dumped(provider: str, device: torch.device, tmp_path: Path, *, deterministic
     """Returns the path of the dump of a run of STEPS."""
     tiny = Tiny.build(device, provider, [2, 4], tokens=(8, 16), deterministic=deterministic)
     flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), flight=flight)
-    requests = Requests(tiny.runtime)
-    requests.admit(3)
+    runner = tiny.runner(flight=flight)
+    requests = tiny.admitted(3)
     for q_len in STEPS:
         requests.run(runner, q_len)
     requests.run(runner, [1, 1], pad_to=4)
@@ -81,9 +79,8 @@ def test_a_step_that_shared_prefixes_shares_them_again(
     """Its rows hold the same pages again; a row of the second group shares nothing."""
     tiny = Tiny.build(device, provider, [4], shared_prefixes=graphs)
     flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), flight=flight)
-    requests = Requests(tiny.runtime)
-    requests.admit(1)
+    runner = tiny.runner(flight=flight)
+    requests = tiny.admitted(1)
     requests.run(runner, [9])
     requests.fork(2, 8)
     groups = [PrefixGroup(2, 8), PrefixGroup(1, 0)]
@@ -160,13 +157,6 @@ def test_a_forward_that_cannot_be_captured_is_no_disagreement(
 def test_what_is_no_dump_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay-step", str(tmp_path / "gone.json")]) == BAD_INPUT
     assert "is not a dump of a flight recorder" in capsys.readouterr().err
-
-
-def test_a_step_that_the_dump_does_not_hold_is_bad_input(
-    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["replay-step", dumped("torch", device, tmp_path), "--step", "77"]) == BAD_INPUT
-    assert "holds no step 77" in capsys.readouterr().err
 
 
 def test_a_step_that_does_not_fit_says_so(

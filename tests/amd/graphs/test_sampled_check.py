@@ -20,7 +20,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.small_models import SERVED, Requests, Tiny, counts_on_the_host, same, serve
-from tests.amd.runtime.stepping import providers, small_problem
+from tests.amd.worlds.problems import providers, small_problem
 
 pytestmark = pytest.mark.parametrize("provider", providers())
 
@@ -57,7 +57,7 @@ def test_right_steps_pass_and_stay_what_they_are(graphs: bool, provider: str, de
         tiny = Tiny.build(device, provider, [4], tokens=(8,))
         tap = LayerTap()
         tiny.around = tap.around
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device) if graphs else None)
+        runner = tiny.runner(graphs=graphs)
         check = checked(tiny, runner, tap)
         outs.append(serve(check if sampled else runner, tiny.runtime, served))
         assert compared(check) == (len(served) if sampled else 0, 0, 0, 0, "")
@@ -70,7 +70,7 @@ def test_one_step_in_so_many_is_looked_at(provider: str, device: torch.device) -
     tiny = Tiny.build(device, provider)
     tap = LayerTap()
     tiny.around = tap.around
-    check = checked(tiny, StepRunner(tiny.runtime, tiny.forward, None), tap, every=3)
+    check = checked(tiny, tiny.runner(graphs=False), tap, every=3)
     serve(check, tiny.runtime)
     assert check.counters.samples == len(SERVED) // 3
 
@@ -94,7 +94,7 @@ def test_a_layer_that_went_wrong_is_counted(wrong_layer: int, provider: str, dev
     tiny = Tiny.build(device, provider)
     wrong, tap = OffByALittle(wrong_layer), LayerTap()
     tiny.around = lambda layers: tap.around(wrong.around(layers))
-    check = checked(tiny, StepRunner(tiny.runtime, tiny.forward, None), tap)
+    check = checked(tiny, tiny.runner(graphs=False), tap)
     serve(check, tiny.runtime)
     counters = check.counters
     # One of two layers is checked in each step.
@@ -185,8 +185,7 @@ def test_a_step_with_inputs_on_the_device_is_looked_at_but_not_run_again(provide
         return out
 
     check = checked(tiny, StepRunner(tiny.runtime, forward, None), tap)
-    requests = Requests(tiny.runtime)
-    requests.admit(1)
+    requests = tiny.admitted(1)
     requests.run(check, [3])
     for step in range(3):
         batch = requests.batch([1])

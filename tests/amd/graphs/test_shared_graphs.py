@@ -21,7 +21,7 @@ from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import metadata
 from tests.amd.graphs.small_models import Requests, Tiny
-from tests.amd.runtime.stepping import providers
+from tests.amd.worlds.problems import providers
 
 each_provider = pytest.mark.parametrize("provider", providers())
 
@@ -40,8 +40,7 @@ GROUPINGS = (
 def served(tiny: Tiny, recorder: Recorder | None, num_requests: int = 6) -> tuple[StepRunner, Requests]:
     """Returns a runner, and requests that share 12 tokens and have one to three more."""
     runner = StepRunner(tiny.runtime, tiny.forward, recorder)
-    requests = Requests(tiny.runtime)
-    requests.admit(1)
+    requests = tiny.admitted(1)
     runner.run(requests.batch([12]))
     requests.fork(num_requests - 1, 12)
     runner.run(requests.batch([1 + at % 3 for at in range(num_requests)]))
@@ -91,7 +90,7 @@ def test_shared_and_plain_steps_of_one_size_take_turns(provider: str, device: to
 def test_steps_that_share_are_captured_ahead_where_that_is_asked_for(provider: str, device: torch.device) -> None:
     for wanted in (True, False):
         tiny = Tiny.build(device, provider, (2, 4), shared_prefixes=wanted)
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
+        runner = tiny.runner()
         names = [shape_name(bucket.key.shape) for bucket in runner.capture_all().buckets]
         assert [name for name in names if "shared" in name] == (
             ["shared of 4 sequences", "shared of 2 sequences"] if wanted else []
@@ -100,8 +99,7 @@ def test_steps_that_share_are_captured_ahead_where_that_is_asked_for(provider: s
         assert [held[name].numel() for name in ("prefix_len", "group_end", "group_indptr")] == (
             [4, 4, 8] if wanted else [0, 0, 0]
         )
-        requests = Requests(tiny.runtime)
-        requests.admit(1)
+        requests = tiny.admitted(1)
         runner.run(requests.batch([9]))
         requests.fork(2, 8)
         batch = shared(requests, [(3, 8)])
@@ -109,15 +107,6 @@ def test_steps_that_share_are_captured_ahead_where_that_is_asked_for(provider: s
         rows = runner.run(batch).clone()
         assert (runner.counters.replays, runner.counters.captures) == (before.replays + wanted, before.captures)
         assert torch.equal(rows, runner.run_eagerly(batch))
-
-
-@each_provider
-def test_a_step_above_the_largest_graph_shares_eagerly(provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider, (2,), shared_prefixes=True)
-    runner, requests = served(tiny, recorder_for(device))
-    before = runner.counters.replays
-    assert runner.run(shared(requests, [(6, 12)])).isfinite().all()
-    assert runner.counters.replays == before
 
 
 @each_provider
@@ -178,23 +167,12 @@ def test_an_idle_rank_replays_the_graph_of_the_others(device: torch.device) -> N
     assert runner.counters.replays == before + 1
 
 
-@each_provider
-def test_what_graphs_of_shared_steps_hold_is_sealed_at_their_largest_size(provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider, (2, 4), shared_prefixes=True)
-    tiny.runtime.seals.seal()
-    largest = PaddedShape(StepKind.SHARED, 4, 4)
-    kernel = tiny.runtime.selections[0].kernel(StepKind.SHARED).bound
-    held = tiny.runtime.seals.tensors()
-    assert held["schedule_0"].numel() >= kernel.schedule.words(largest)
-    assert held["workspace"].numel() >= kernel.workspace_words(largest) > 4 * 6 * 16
-
-
 def test_captures_leave_out_shared_steps_that_no_layer_can_share(device: torch.device) -> None:
     """The other graphs of a deterministic runtime are captured, and the report gives the reason why these are not."""
     tiny = Tiny.build(
         device, "torch" if device.type == "cpu" else "triton", (2,), shared_prefixes=True, deterministic=True
     )
-    report = StepRunner(tiny.runtime, tiny.forward, recorder_for(device)).capture_all()
+    report = tiny.runner().capture_all()
     assert [bucket.key.shape.kind for bucket in report.buckets].count(StepKind.DECODE) == 1
     ((shape, reason),) = report.skipped.items()
     assert shape == PaddedShape(StepKind.SHARED, 2, 2)

@@ -19,7 +19,6 @@ from rocm_attn.capture.graphs import capture_shapes, recorder_for, shape_name
 from rocm_attn.capture.split_forward import SplitForward, side_by_side
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import DONE, main
-from rocm_attn.errors import BadTensor
 from rocm_attn.hip_graphs.forked import ForkedStream
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.hip_graphs.size_ladder import default_ladder
@@ -28,7 +27,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part, Step
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from tests.amd.graphs.small_models import Forgetful, Requests, Tiny, same
-from tests.amd.runtime.stepping import providers
+from tests.amd.worlds.problems import providers
 
 both = pytest.mark.parametrize("provider", providers())
 
@@ -52,8 +51,7 @@ def served(
     runner: StepRunner, tiny: Tiny, run: Callable[[StepBatch], Tensor], steps: Sequence[Sequence[int]] = SPLIT
 ) -> list[Tensor]:
     """Returns the rows of these steps of fresh requests. run: called for each step except the prompts"""
-    requests = Requests(tiny.runtime)
-    requests.admit(5)
+    requests = tiny.admitted(5)
     for seq, length in enumerate(PROMPTS):
         runner.run_eagerly(_only(requests, seq, length))
     outs = [run(requests.batch(q_len)).clone() for q_len in steps]
@@ -121,29 +119,6 @@ def test_trees_of_drafts_are_verified_in_halves(provider: str, device: torch.dev
     chains = [tree.parents for tree in trees]
     trees[:] = [TreeMask(torch.full_like(parents, NO_PARENT)) for parents in chains]
     assert not same(eager, outs("eager")), "a tree that is left out shows"
-
-
-@both
-def test_split_and_whole_graphs_serve_in_turn(provider: str, device: torch.device) -> None:
-    """A(large) - B(small) - A', each whole and split: every graph refills the buffers that it reads."""
-    steps = [[1] * 5, [1], [1] * 5, [1] * 2, [1] * 4]
-    outs = []
-    for graphs in (False, True):
-        tiny = build(device, provider)
-        runner = runner_of(tiny, graphs=graphs)
-        number = 0
-
-        def either(batch: StepBatch, runner: StepRunner = runner) -> Tensor:
-            nonlocal number
-            number += 1
-            return (runner.run, partial(runner.run, halves=2))[number % 2](batch)
-
-        outs.append(served(runner, tiny, either, [step for step in steps for _ in range(2)]))
-    assert same(*outs)
-    assert runner.counters.captures == 4
-    keys = [bucket.key for bucket in runner.capture_report().buckets]
-    assert len(set(keys)) == len(keys)
-    assert sorted(key.shape.num_children for key in keys) == [1, 1, 2, 2]
 
 
 @both
@@ -274,38 +249,12 @@ def test_a_split_forward_that_is_bitwise_is_captured(provider: str, device: torc
 
 
 @both
-def test_reopening_makes_room_for_larger_halves(provider: str, device: torch.device) -> None:
-    tiny = build(device, provider, (2,))
-    runner = runner_of(tiny)
-    served(runner, tiny, partial(runner.run, halves=2))
-    before = runner.counters.replays
-    runner.reopen((16,), (12,))
-    outs = served(runner, tiny, partial(runner.run, halves=2))
-    assert runner.counters.replays - before >= len(SPLIT) - 1
-    other = build(device, provider, (16,))
-    eager = runner_of(other, graphs=False)
-    for mine, want in zip(outs, served(eager, other, partial(eager.run, halves=2)), strict=True):
-        assert not rows_beyond_bounds(mine, want)
-
-
-@both
-def test_a_forward_with_the_wrong_number_of_rows_is_refused(provider: str, device: torch.device) -> None:
-    tiny = build(device, provider)
-    forward = tiny.forward
-    runner = StepRunner(
-        tiny.runtime, lambda step: forward(step)[:1] if step.plan.shape.num_children > 1 else forward(step), None
-    )
-    with pytest.raises(BadTensor, match="forward returned 1 rows for 4 padded sequences"):
-        served(runner, tiny, partial(runner.run, halves=2))
-
-
-@both
 def test_a_noted_split_step_is_replayed_as_one(
     provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = build(device, provider)
     flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), flight=flight)
+    runner = tiny.runner(flight=flight)
     served(runner, tiny, partial(runner.run, halves=2))
     assert [shape_name(step.shape) for step in flight.steps()][:2] == [
         "decode of 8 sequences in two halves",

@@ -19,7 +19,7 @@ from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.step.protocols import NO_WATCHDOG, Steps
 from rocm_attn.watch.watched_steps import WatchedSteps
 from tests.amd.graphs.small_models import Tiny, same, serve
-from tests.amd.runtime.stepping import providers
+from tests.amd.worlds.problems import providers
 
 SECONDS = 0.05
 # Longer than any test: a watched step ends, or is reported, earlier.
@@ -151,7 +151,7 @@ def test_a_step_that_hangs_is_named_and_comes_out_the_same(
     provider: str, device: torch.device, reports: Reports
 ) -> None:
     tiny = Tiny.build(device, provider, [4])
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
+    runner = tiny.runner()
     runner.capture_all()
     outs = serve(runner, tiny.runtime)
     slow = WatchedSteps(SlowSteps(runner, reports), reports.watchdog())

@@ -11,8 +11,8 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
 from tests.amd.external.engines import VLLM, Engine, FlashInfer, Replay, SGLang
-from tests.amd.guards.serving import ALL_ON
-from tests.amd.runtime.stepping import providers
+from tests.amd.worlds.problems import providers
+from tests.amd.worlds.world import ALL_ON
 
 each_provider = pytest.mark.parametrize("provider", providers())
 

@@ -14,12 +14,12 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
 from rocm_attn.problem import EarlierSelection, KVEncoding, PoolKind, Problem, Scales
-from tests.amd.guards.rotating import LAYER as ROTATED
-from tests.amd.guards.rotating import Rotating
-from tests.amd.guards.serving import PROVIDERS, Serving
 from tests.amd.guards.test_selections import PAGES, TOKENS
-from tests.amd.runtime.sparse_world import SparseWorld, indexer, latent_layer, layer
-from tests.amd.runtime.stepping import Request, providers, small_problem
+from tests.amd.guards.ways import PROVIDERS
+from tests.amd.worlds.problems import indexer, latent_layer, layer, providers, small_problem
+from tests.amd.worlds.rotating import LAYER as ROTATED
+from tests.amd.worlds.rotating import Rotating
+from tests.amd.worlds.world import Request, World
 
 POOL, CAP = 6, 4
 POOLS = Indexing(0.25, top=2, key_tokens=2, last_unit=LastUnit.ADDED)
@@ -32,7 +32,7 @@ def lengths_around(page_size: int, max_kv_len: int) -> list[int]:
     return sorted({0, 1, max(page_size - 1, 1), page_size, page_size + 1, max_kv_len})
 
 
-def grow_to(serving: Serving, requests: list[Request], lengths: list[int]) -> None:
+def grow_to(serving: World, requests: list[Request], lengths: list[int]) -> None:
     """Runs two steps: all but the last token of each request, then that token. A length of 0 brings none in either."""
     for short in (1, 0):
         q_len = [max(length - short, 0) - r.kv_len for r, length in zip(requests, lengths, strict=True)]
@@ -94,7 +94,7 @@ def test_sequences_of_every_count_and_length_whatever_pages_hold(
 def test_rows_of_every_count_and_length_are_turned_stored_gated_and_turned_back(
     provider: str, page_size: int, graphs: bool, device: torch.device
 ) -> None:
-    walk(replace(ROTATED, page_size=page_size), provider, CAP, graphs=graphs, device=device, make=Rotating)
+    walk(replace(ROTATED, page_size=page_size), provider, CAP, graphs=graphs, device=device, kind=Rotating)
 
 
 @pytest.mark.fast(2)
@@ -113,7 +113,7 @@ def test_selections_for_sequences_of_every_count_and_length(
     provider: str, indexing: Indexing, of: Callable[..., Problem], graphs: bool, device: torch.device
 ) -> None:
     """Lengths are one key, as many as are selected, one more, and whole pages with and without one more token."""
-    world = SparseWorld([of(indexer(indexing)), of(EarlierSelection(indexing))], device, provider, graphs=graphs)
+    world = World.selecting([of(indexer(indexing)), of(EarlierSelection(indexing))], device, provider, graphs=graphs)
     lengths = [1, 3, 4, 5, 8, 9, 20]
     for count in range(1, 5):
         requests = [world.admit() for _ in range(count)]
@@ -123,7 +123,7 @@ def test_selections_for_sequences_of_every_count_and_length(
             world.step(requests, new)
             world.step(requests, [1] * count)
         for request in requests:
-            world.runtime.table.free(request.row)
+            world.free(request)
 
 
 def walk(
@@ -133,16 +133,16 @@ def walk(
     *,
     graphs: bool,
     device: torch.device,
-    make: Callable[..., Serving] = Serving,
+    kind: type[World] = World,
 ) -> None:
     """Serves every number of sequences at every length around the edges of pages.
 
-    largest: sequences that graphs take; make: makes the server
+    largest: sequences that graphs take; kind: of world
     """
     page_size = problem.page_size
     max_kv_len = 2 * page_size + 3
     lengths = lengths_around(page_size, max_kv_len)
-    serving = make(
+    serving = kind.one_layer(
         device,
         graphs=graphs,
         provider=provider,
@@ -156,7 +156,7 @@ def walk(
     )
     for count, pad_to in COUNTS:
         for first in range(0, len(lengths), max(count, 1)):
-            requests = serving.admit(count)
+            requests = serving.admit_all(count)
             wanted = [lengths[(first + seq) % len(lengths)] for seq in range(count)]
             grow_to(serving, requests, wanted)
             # Then one more token each, if there is room: a decode step whatever the lengths were.
@@ -169,8 +169,8 @@ def walk(
 
 
 def test_more_sequences_than_requests_can_be_are_refused(device: torch.device) -> None:
-    serving = Serving(device, graphs=False, max_num_seqs=POOL)
-    requests = serving.admit(POOL)
+    serving = World.one_layer(device, graphs=False, max_num_seqs=POOL)
+    requests = serving.admit_all(POOL)
     serving.step(requests, [2] * POOL)
     twice = np.array([request.row for request in requests] * 2, np.int32)
     beyond_the_table = np.arange(1, 2 * POOL + 1, dtype=np.int32)

@@ -11,8 +11,10 @@ from rocm_attn.errors import BadTensor, CapacityExceeded
 from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.step.head_weights import HeadWeights
-from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving, in_each_way
-from tests.amd.runtime.stepping import Request, small_problem
+from tests.amd.guards.ways import PROVIDERS, in_each_way
+from tests.amd.worlds.bounds import run_within_bounds
+from tests.amd.worlds.problems import small_problem
+from tests.amd.worlds.world import ALL_ON, Request, World
 
 
 @pytest.mark.fast
@@ -24,22 +26,22 @@ def test_a_batch_padded_beyond_the_pool_keeps_all_of_its_sequences(
     """Seed 004: a pool of 5 rows, and batches padded to a multiple of 8 or 16 for the ranks."""
     ladder = default_ladder(5, alignment)
     assert ladder.sizes == (alignment,)
-    serving = Serving(device, ALL_ON, graphs=graphs, provider=provider, capture_sizes=ladder.sizes)
-    requests = serving.admit(5)
+    serving = World.one_layer(device, ALL_ON, graphs=graphs, provider=provider, capture_sizes=ladder.sizes)
+    requests = serving.admit_all(5)
     for request, length in zip(requests, [5, 1, 9, 4, 3], strict=True):
         serving.step([request], [length])
     serving.step(requests, [1] * 5)
     serving.step(requests[:2], [1, 1])
 
-    serving = Serving(
+    serving = World.one_layer(
         device, Guards().without("capacity"), graphs=graphs, provider=provider, capture_sizes=ladder.sizes
     )
     if provider == "csr":
         # The report's own error: a size of the padded batch meets a size of the pool.
         with pytest.raises(RuntimeError, match=rf"size of tensor a \({alignment}\) must match .* b \(5\)"):
-            serving.run(serving.admit(1), [5])
+            serving.run(serving.admit_all(1), [5])
         return
-    requests = serving.admit(5)
+    requests = serving.admit_all(5)
     with pytest.raises(BadTensor, match=f"5 rows for {alignment} padded sequences"):
         serving.run(requests, [1] * 5)
     # No step has written the results of padded sequences beyond the pool.
@@ -52,7 +54,7 @@ def test_a_kernel_launched_for_the_padded_batch_stays_inside_its_buffers(device:
     shape = PaddedShape(StepKind.DECODE, 16, 16)
     readable = {}
     for guards in (ALL_ON, Guards().without("capacity")):
-        serving = Serving(device, guards, graphs=True, provider="csr", capture_sizes=(16,))
+        serving = World.one_layer(device, guards, graphs=True, provider="csr", capture_sizes=(16,))
         buffers = serving.runtime.core.memory._sealed
         needed = {name: spec.elements(shape) for name, spec in buffers._specs.items()}
         readable[guards] = {name for name, tensor in buffers.tensors().items() if tensor.numel() >= needed[name]}
@@ -76,8 +78,8 @@ def test_a_kernel_launched_for_the_padded_batch_stays_inside_its_buffers(device:
 def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.device) -> None:
     larger = PaddedShape(StepKind.DECODE, 64, 64)
 
-    serving = Serving(device, ALL_ON, graphs=True, provider=provider)
-    requests = serving.admit(2)
+    serving = World.one_layer(device, ALL_ON, graphs=True, provider=provider)
+    requests = serving.admit_all(2)
     serving.run(requests, [4, 3])
     serving.step(requests, [1, 1])
     sealed = serving.runtime.core.memory._sealed
@@ -87,12 +89,12 @@ def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.d
 
     if device.type == "cuda":
         return  # with the guard off, the graph reads freed memory, which ends the process
-    serving = Serving(device, Guards().without("sealed_growth"), graphs=True, provider=provider)
-    requests = serving.admit(2)
+    serving = World.one_layer(device, Guards().without("sealed_growth"), graphs=True, provider=provider)
+    requests = serving.admit_all(2)
     serving.run(requests, [4, 3])
     serving.step(requests, [1, 1])
     serving.runtime.core.memory._sealed.ensure(larger)
-    serving.run_published(requests, [1, 1])
+    run_within_bounds(serving, requests, [1, 1])
     # The new step was published to the new buffers; the graph has repeated the previous step from the old ones.
     assert not serving.is_right(requests, [1, 1])
     page = serving.runtime.table.pages_of(requests[0].row)[1]
@@ -101,11 +103,10 @@ def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.d
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_head_weights_are_not_replaced_under_a_graph(provider: str, device: torch.device) -> None:
-    def served(guards: Guards) -> tuple[Serving, list[Request]]:
+    def served(guards: Guards) -> tuple[World, list[Request]]:
         """Returns a request that decodes through a graph of a layer with sinks."""
-        serving = Serving(device, guards, graphs=True, provider=provider, problem=small_problem(has_sinks=True))
-        serving.runtime.head_weights.set(0, HeadWeights(torch.zeros(6, device=serving.runtime.device)))
-        requests = serving.admit(1)
+        serving = World.one_layer(device, guards, graphs=True, provider=provider, problem=small_problem(has_sinks=True))
+        requests = serving.admit_all(1)
         serving.step(requests, [1])
         serving.step(requests, [1])
         assert serving.runner.counters.replays == 2

@@ -9,8 +9,8 @@ import torch
 
 from rocm_attn.guards.registry import Guards
 from rocm_attn.machine.target import detect_target
-from tests.amd.runtime.stepping import deterministic_providers, small_problem
 from tests.amd.runtime.token_stories import ALL_ON, Story, Teller, Told, same_bits
+from tests.amd.worlds.problems import deterministic_providers, small_problem
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])

@@ -23,9 +23,9 @@ from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.problem import Indexer, KVEncoding, Problem, Scales
 from rocm_attn.step.external_step import ExternalStep
 from rocm_attn.step.kv_scales import KVScales
-from tests.amd.guards.serving import ALL_ON, Serving
-from tests.amd.runtime.sparse_world import layer as sparse_layer
-from tests.amd.runtime.stepping import Request, providers, small_problem
+from tests.amd.worlds.problems import layer as sparse_layer
+from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.world import ALL_ON, Request, World
 
 each_provider = pytest.mark.parametrize("provider", providers())
 FN = small_problem(16, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER)
@@ -69,10 +69,10 @@ def test_a_writer_and_a_reader_of_different_formats_are_not_built(
         def __init__(self, problems: list[Problem], spaces: list[Space], **sizes: object) -> None:
             super().__init__([written] * len(problems), spaces, **sizes)  # type: ignore[arg-type]
 
-    Serving(device, graphs=False, provider=provider, problem=read)
+    World.one_layer(device, graphs=False, provider=provider, problem=read)
     monkeypatch.setattr("rocm_attn.runtime.HybridKVPool", PoolOfTheWriter)
-    with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .*; its kernels need .*float8_e4m3fn"):
-        Serving(device, graphs=False, provider=provider, problem=read)
+    with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .*; its kernels are for .*float8_e4m3fn"):
+        World.one_layer(device, graphs=False, provider=provider, problem=read)
 
 
 def test_pages_that_are_not_what_their_format_says_are_refused(device: torch.device) -> None:
@@ -317,28 +317,17 @@ def test_index_pages_of_another_format_are_not_adopted(provider: str, device: to
 
 
 @each_provider
-def test_an_engines_factors_do_not_move_under_a_graph(provider: str, device: torch.device) -> None:
-    engine = Adopted(device, provider)
-    engine.bind(FN.page_format)
-    engine.attention.seal()
-    engine.bind(FN.page_format)
-    engine.scales = (engine.scales[0].clone(), engine.scales[1])
-    with pytest.raises(WrongState, match=r"the pages of layer 0 have moved, and graphs read the old ones"):
-        engine.bind(FN.page_format)
-
-
-@each_provider
 def test_factors_are_not_replaced_under_a_graph(provider: str, device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER)
 
-    def served(guards: Guards) -> tuple[Serving, list[Request]]:
+    def served(guards: Guards) -> tuple[World, list[Request]]:
         """Serves a request that decodes through a graph, and another one after scales have changed."""
-        serving = Serving(device, guards, graphs=True, provider=provider, problem=problem)
-        requests = serving.admit(1)
+        serving = World.one_layer(device, guards, graphs=True, provider=provider, problem=problem)
+        requests = serving.admit_all(1)
         serving.step(requests, [1])
         serving.free(*requests)
         serving.runtime.set_kv_scales(0, KVScales(0.02, 0.03))
-        requests = serving.admit(1)
+        requests = serving.admit_all(1)
         serving.run(requests, [1])
         assert serving.runner.counters.replays == 2
         return serving, requests

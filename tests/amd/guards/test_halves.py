@@ -7,19 +7,17 @@ import re
 import pytest
 import torch
 
-from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import CapacityExceeded
 from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS
-from tests.amd.guards.serving import ALL_ON, DEVICE_FAULT, Serving, in_each_way, run_elsewhere
+from tests.amd.guards.ways import DEVICE_FAULT, in_each_way, run_elsewhere
+from tests.amd.worlds.world import ALL_ON, World
 
 
-def padded_beyond(device: torch.device, guards: Guards, provider: str, alignment: int, *, graphs: bool) -> Serving:
+def padded_beyond(device: torch.device, guards: Guards, provider: str, alignment: int, *, graphs: bool) -> World:
     """Returns a server with a pool of 5 rows, whose steps are padded to multiples of `alignment` and may be split."""
     sizes = default_ladder(5, alignment).sizes
-    return Serving(device, guards, graphs=graphs, provider=provider, capture_sizes=sizes, split_steps=True)
+    return World.one_layer(device, guards, graphs=graphs, provider=provider, capture_sizes=sizes, split_steps=True)
 
 
 @pytest.mark.fast
@@ -30,7 +28,7 @@ def test_both_halves_of_a_batch_padded_beyond_the_pool_keep_their_sequences(
 ) -> None:
     """Seed 004, for the halves: a pool of 5 rows, whose steps are padded to 8 or 16 and split in two."""
     sound = padded_beyond(device, ALL_ON, provider, alignment, graphs=graphs)
-    requests = sound.admit(5)
+    requests = sound.admit_all(5)
     for request, length in zip(requests, [5, 1, 9, 4, 3], strict=True):
         sound.step([request], [length])
     for count in (5, 2, 4, 1, 3, 5):
@@ -43,7 +41,7 @@ def test_both_halves_of_a_batch_padded_beyond_the_pool_keep_their_sequences(
         "import torch\nfrom tests.amd.guards.test_halves import *\n"
         f"cut_short = padded_beyond(torch.device({device.type!r}), "
         f'Guards().without("capacity"), {provider!r}, {alignment}, graphs={graphs})\n'
-        "cut_short.run(cut_short.admit(5), [1] * 5, halves=True)"
+        "cut_short.run(cut_short.admit_all(5), [1] * 5, halves=True)"
     )
     assert off.returncode != 0
     # The report's own error: a size of the second half meets the rest of the pool's size after the first.
@@ -53,10 +51,10 @@ def test_both_halves_of_a_batch_padded_beyond_the_pool_keep_their_sequences(
 LENGTHS = [5, 1, 9, 4, 3]
 
 
-def prefilled(device: torch.device, guards: Guards, provider: str, *, graphs: bool) -> Serving:
+def prefilled(device: torch.device, guards: Guards, provider: str, *, graphs: bool) -> World:
     """Returns five requests whose next steps may be split."""
-    serving = Serving(device, guards, graphs=graphs, provider=provider, split_steps=True)
-    for request, length in zip(serving.admit(5), LENGTHS, strict=True):
+    serving = World.one_layer(device, guards, graphs=graphs, provider=provider, split_steps=True)
+    for request, length in zip(serving.admit_all(5), LENGTHS, strict=True):
         serving.step([request], [length])
     return serving
 
@@ -64,14 +62,14 @@ def prefilled(device: torch.device, guards: Guards, provider: str, *, graphs: bo
 @in_each_way
 def test_each_half_of_a_step_has_memory_of_its_own(provider: str, graphs: bool, device: torch.device) -> None:
     sound = prefilled(device, ALL_ON, provider, graphs=graphs)
-    sound.step(sound.world.requests, [1] * 5, halves=True)
+    sound.step(sound.requests, [1] * 5, halves=True)
 
     # The echo would report that one half has overwritten the other's counts.
     off = run_elsewhere(
         "import torch\nfrom tests.amd.guards.test_halves import *\n"
         'guards = Guards().without("child_ranges").without("echo_check", "last_steps")\n'
         f"shared = prefilled(torch.device({device.type!r}), guards, {provider!r}, graphs={graphs})\n"
-        "requests = shared.world.requests\nshared.run(requests, [1] * 5, halves=True)\n"
+        "requests = shared.requests\nshared.run(requests, [1] * 5, halves=True)\n"
         "print('right' if shared.is_right(requests, [1] * 5) else 'wrong')"
     )
     assert off.stdout == "wrong\n" or re.search(DEVICE_FAULT, off.stderr), off.stdout + off.stderr
@@ -79,8 +77,8 @@ def test_each_half_of_a_step_has_memory_of_its_own(provider: str, graphs: bool, 
 
 def test_the_inputs_of_the_last_two_steps_wait_in_slots_of_their_own(device: torch.device) -> None:
     """A device that is two split steps late still finds each half's inputs."""
-    serving = Serving(device, ALL_ON, graphs=False, split_steps=True)
-    requests = serving.admit(5)
+    serving = World.one_layer(device, ALL_ON, graphs=False, split_steps=True)
+    requests = serving.admit_all(5)
     serving.step(requests, [3, 1, 4, 1, 5])
     for _ in range(3):
         serving.step(requests, [1] * 5, halves=True)
@@ -96,24 +94,3 @@ def test_the_inputs_of_the_last_two_steps_wait_in_slots_of_their_own(device: tor
         for half in (slice(0, 3), slice(3, 5))
         for ago in (0, 1)
     }
-
-
-def test_buffers_of_halves_grow_by_themselves_and_not_under_a_graph(device: torch.device) -> None:
-    shape = PaddedShape(StepKind.DECODE, 8, 8, 2)
-    serving = Serving(device, ALL_ON, graphs=False, provider="csr", split_steps=True)
-    buffers = serving.runtime.core.memory._open
-    buffers.ensure(PaddedShape(StepKind.DECODE, 8, 8))
-    whole = {name: tensor.numel() for name, tensor in buffers.tensors().items()}
-    buffers.ensure(shape)
-    grown = {name for name, tensor in buffers.tensors().items() if tensor.numel() > whole[name]}
-    # Two headers of four words, and twice five boundaries; the second ones start at a whole unit of 16 bytes.
-    assert "counts" in grown
-    assert "kv_len" not in grown
-    assert all(buffers.step_view(name, shape, 1).numel() for name in ("counts", "q_indptr", "page_indptr"))
-
-    serving = Serving(device, ALL_ON, graphs=True, provider="csr", split_steps=True)
-    with pytest.raises(CapacityExceeded, match="raise the largest of capture_sizes"):
-        serving.runtime.core.memory._sealed.ensure(PaddedShape(StepKind.DECODE, 64, 64, 2))
-    requests = serving.admit(3)
-    serving.step(requests, [4, 2, 3])
-    serving.step(requests, [1, 1, 1], halves=True)

@@ -22,8 +22,9 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import make_plan
 from tests.amd.guards.csr_kernels import CsrSchedule, csr_provider
-from tests.amd.guards.serving import PROVIDERS, Serving
-from tests.amd.runtime.stepping import World, small_problem
+from tests.amd.guards.ways import PROVIDERS
+from tests.amd.worlds.problems import small_problem
+from tests.amd.worlds.world import World
 
 BUFFERS_OF_NEED = {
     Need.PAGE_LIST: {"page_indptr", "page_list", "last_page_len"},
@@ -94,19 +95,19 @@ def test_schedules_are_shared_only_where_they_are_equal(kind: StepKind) -> None:
 def test_a_token_without_a_page_sets_the_error_word_of_its_step_alone(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
-    serving = Serving(device, Guards().without("batch_check"), graphs=graphs, provider=provider)
+    serving = World.one_layer(device, Guards().without("batch_check"), graphs=graphs, provider=provider)
 
     def error_word() -> int:
         return int(serving.runtime.seals.tensors()["counts"][ERROR_WORD])
 
-    requests = serving.admit(2)
+    requests = serving.admit_all(2)
     serving.step(requests, [3, 3])
     serving.step(requests, [1, 1])
     assert error_word() == 0
     serving.run(requests, [1, 1], reserve=False)
     assert error_word() == TOKEN_WITHOUT_PAGE
     serving.free(*requests)
-    requests = serving.admit(2)
+    requests = serving.admit_all(2)
     serving.step(requests, [2, 3])
     serving.step(requests, [1, 1])
     assert error_word() == 0

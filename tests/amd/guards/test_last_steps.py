@@ -21,8 +21,8 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.host_ring import HostRing
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.guards.late_device import LateDevice
-from tests.amd.guards.serving import ALL_ON, Serving
-from tests.amd.runtime.stepping import small_problem
+from tests.amd.worlds.problems import small_problem
+from tests.amd.worlds.world import ALL_ON, World
 
 CPU = torch.device("cpu")
 
@@ -119,14 +119,6 @@ def test_second_halves_of_two_split_steps_are_both_reported_by_whole_steps() -> 
     made.check_device()
 
 
-def test_a_second_half_that_was_right_is_not_reported() -> None:
-    made = runtime()
-    for _ in range(3):
-        assert faults(lambda: split_step(made, batch(10, 9)), 3) == []
-        assert faults(lambda: step(made, batch(9, 10)), 7) == []
-    made.check_device()
-
-
 @pytest.mark.parametrize("launch", ["publish", "device_inputs"])
 def test_a_fault_is_kept_when_a_launch_of_the_next_step_fails(launch: str) -> None:
     made = runtime()
@@ -149,7 +141,7 @@ def test_a_fault_is_kept_when_a_launch_of_the_next_step_fails(launch: str) -> No
 
 def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() -> None:
     """A later launch of the step fails before the device has begun; the previous step's echo arrives after that."""
-    serving, late = Serving(CPU, graphs=False), LateDevice()
+    serving, late = World.one_layer(CPU, graphs=False), LateDevice()
     publisher = serving.runtime.gate._publisher
 
     def later(launch: Callable[..., None]) -> Callable[..., None]:
@@ -161,7 +153,7 @@ def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() 
     ops = replace(publisher._ops, publish=later(publisher._ops.publish))
     publisher._ops = ops
     publisher._lines[0].ring = HostRing(CPU, depth=2, new_fence=late.fence)
-    (request,) = serving.admit(1)
+    (request,) = serving.admit_all(1)
     serving.runtime.table.reserve(request.row, 1)
     one = np.array([1], np.int32)
     plain = StepBatch(np.array([request.row]), one, one, NO_TOKEN_IDS)
@@ -188,15 +180,3 @@ def replace_inputs(plain: StepBatch) -> StepBatch:
     """Returns the same step with lengths that the device knows."""
     inputs = DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32))
     return StepBatch(plain.rows, plain.kv_len, plain.q_len, NO_TOKEN_IDS, inputs=inputs)
-
-
-def test_a_runner_asks_the_device_too() -> None:
-    serving = Serving(CPU, graphs=True)
-    requests = serving.admit(2)
-    serving.step(requests, [3, 5])
-    counts = serving.runtime.gate._publisher._lines[0].counts
-    assert counts is not None
-    counts[3] = TOKEN_WITHOUT_PAGE
-    with pytest.raises(DeviceFault, match="a new token had no page of its own"):
-        serving.runner.check_device()
-    serving.runner.check_device()

@@ -11,7 +11,8 @@ from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.kernels.metadata.step_tensors import Need, Unit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.buffers import BufferSpec, StepBuffers, TableSizes
-from tests.amd.guards.serving import PROVIDERS, Serving, in_each_way
+from tests.amd.guards.ways import PROVIDERS, in_each_way
+from tests.amd.worlds.world import World
 
 WIDTH = 3
 # One more buffer of each dtype, with a pad that no other one has.
@@ -57,21 +58,9 @@ def test_a_short_buffer_grows_whatever_the_others_hold(spec: BufferSpec) -> None
     assert (view == spec.pad).all()
 
 
-def test_a_smaller_step_gets_the_first_elements_of_what_a_larger_one_left() -> None:
-    buffers = StepBuffers(SPECS, torch.device("cpu"))
-    buffers.ensure(decode(40))
-    epoch = buffers.epoch
-    buffers.ensure(decode(3))
-    assert buffers.epoch == epoch
-    for spec in SPECS:
-        view = buffers.step_view(spec.name, decode(3))
-        assert view.numel() == spec.elements(decode(3))
-        assert view.data_ptr() == buffers.tensors()[spec.name].data_ptr()
-
-
 def test_lengths_stay_64_bit_when_they_grow(device: torch.device) -> None:
-    serving = Serving(device, graphs=False, provider="csr", capture_sizes=(2,))
-    requests = serving.admit(5)
+    serving = World.one_layer(device, graphs=False, provider="csr", capture_sizes=(2,))
+    requests = serving.admit_all(5)
     for count in (1, 3, 5):
         serving.step(requests[:count], [4] * count)
         for buffers in (serving.runtime.core.memory._sealed, serving.runtime.core.memory._open):
@@ -87,14 +76,14 @@ def test_every_kind_of_step_is_right_when_it_is_padded_beyond_the_pool(
     provider: str, alignment: int, graphs: bool, device: torch.device
 ) -> None:
     """The pool has 5 rows; sequence and token counts are padded to multiples of 8 or 16."""
-    serving = Serving(
+    serving = World.one_layer(
         device,
         graphs=graphs,
         provider=provider,
         capture_sizes=default_ladder(5, alignment).sizes,
         capture_tokens=default_ladder(20, alignment).sizes,
     )
-    requests = serving.admit(5)
+    requests = serving.admit_all(5)
     steps = [
         (5, [2, 3, 4, 5, 6]),  # extend
         (5, [1, 1, 1, 1, 1]),  # decode
@@ -116,8 +105,8 @@ def test_every_kind_of_step_is_right_when_it_is_padded_beyond_the_pool(
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_steps_above_the_largest_graph_grow_buffers_of_their_own(provider: str, device: torch.device) -> None:
-    serving = Serving(device, graphs=True, provider=provider, capture_sizes=(2,), num_pages=100)
-    requests = serving.admit(5)
+    serving = World.one_layer(device, graphs=True, provider=provider, capture_sizes=(2,), num_pages=100)
+    requests = serving.admit_all(5)
     serving.step(requests[:2], [3, 2])
     serving.step(requests[:2], [1, 1])
     sealed = {name: tensor.data_ptr() for name, tensor in serving.runtime.seals.tensors().items()}
@@ -127,17 +116,3 @@ def test_steps_above_the_largest_graph_grow_buffers_of_their_own(provider: str, 
     assert {name: tensor.data_ptr() for name, tensor in serving.runtime.seals.tensors().items()} == sealed
     assert serving.runner.counters.replays == 5
     assert serving.runtime.core.memory._open.tensors()["kv_len"].numel() >= 70
-
-
-def test_buffers_grow_silently_until_they_are_sealed(device: torch.device) -> None:
-    serving = Serving(device, graphs=False, capture_sizes=(1, 2, 8, 24))
-    requests = serving.admit(5)
-    buffers = serving.runtime.core.memory._sealed
-    epochs = []
-    for count, pad_to in ((1, None), (2, None), (5, None), (5, 24), (1, None)):
-        serving.run(requests[:count], [4] * count)
-        serving.step(requests[:count], [1] * count, pad_to)
-        epochs.append(buffers.epoch)
-    assert epochs == sorted(epochs)
-    assert epochs[-1] > epochs[0]
-    assert buffers.tensors()["kv_len"].numel() >= 24

@@ -12,25 +12,26 @@ import torch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.oracle.reference import attend_sequence
-from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving, each_way, in_each_way, run_elsewhere
-from tests.amd.runtime.stepping import Request, deterministic_providers, providers, small_problem
+from tests.amd.guards.ways import PROVIDERS, each_way, in_each_way, run_elsewhere
 from tests.amd.tolerances import assert_same_but_for_rounding
+from tests.amd.worlds.problems import deterministic_providers, providers, small_problem
+from tests.amd.worlds.world import ALL_ON, Request, World
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
-def crowd_then_two(serving: Serving) -> tuple[list[Request], Request]:
+def crowd_then_two(serving: World) -> tuple[list[Request], Request]:
     """Seed 001: five requests, then two of them next to pads in the places of the others. One row has a new owner.
 
     Returns the two and the new owner, whose row was the fifth request's; the two were run last.
     """
-    crowd = serving.admit(5)
+    crowd = serving.admit_all(5)
     for request, length in zip(crowd, [4, 3, 2, 5, 6], strict=True):
         serving.run([request], [length])
     serving.run(crowd, [1] * 5)
     row = crowd[4].row
     serving.free(*crowd[2:])
-    (stranger,) = serving.admit(1)
+    (stranger,) = serving.admit_all(1)
     assert stranger.row == row
     serving.run([stranger], [9])
     serving.run(crowd[:2], [1, 1])
@@ -39,11 +40,11 @@ def crowd_then_two(serving: Serving) -> tuple[list[Request], Request]:
 
 @in_each_way
 def test_padded_sequences_are_rewritten_every_step(provider: str, graphs: bool, device: torch.device) -> None:
-    serving = Serving(device, ALL_ON, graphs=graphs, provider=provider, pad_q=0.0)
+    serving = World.one_layer(device, ALL_ON, graphs=graphs, provider=provider, pad_q=0.0)
     two, _ = crowd_then_two(serving)
-    serving.check(two, [1, 1])
+    serving.check_step(two, [1, 1])
 
-    serving = Serving(device, Guards().without("pads"), graphs=graphs, provider=provider, pad_q=0.0)
+    serving = World.one_layer(device, Guards().without("pads"), graphs=graphs, provider=provider, pad_q=0.0)
     two, stranger = crowd_then_two(serving)
     # A query of zeros weighs all keys alike: the pad holds the mean of seven tokens of the stranger, which it has read.
     read = stranger.v[0][:7].mean(0).repeat_interleave(3, 0)
@@ -55,15 +56,15 @@ def test_padded_sequences_are_rewritten_every_step(provider: str, graphs: bool, 
 def test_padded_sequences_are_rewritten_in_extend_steps(graphs: bool, device: torch.device) -> None:
     """The same in steps of several tokens, which have padded tokens in addition to padded sequences."""
 
-    def four_then_two(guards: Guards) -> tuple[Serving, list[Request]]:
-        serving = Serving(device, guards, graphs=graphs, capture_sizes=(4,), capture_tokens=(16,), pad_q=0.0)
-        crowd = serving.admit(4)
+    def four_then_two(guards: Guards) -> tuple[World, list[Request]]:
+        serving = World.one_layer(device, guards, graphs=graphs, capture_sizes=(4,), capture_tokens=(16,), pad_q=0.0)
+        crowd = serving.admit_all(4)
         serving.run(crowd, [2, 2, 2, 2])
         serving.run(crowd[:2], [2, 2])
         return serving, crowd
 
     serving, crowd = four_then_two(ALL_ON)
-    serving.check(crowd[:2], [2, 2])
+    serving.check_step(crowd[:2], [2, 2])
     serving, crowd = four_then_two(Guards().without("pads"))
     # Tokens 4 and 5 continue the third request; the second of them sees the two tokens that it has.
     read = crowd[2].v[0].mean(0).repeat_interleave(3, 0)
@@ -75,9 +76,10 @@ def test_stale_new_token_counts_index_out_of_range(device: torch.device) -> None
 
     def second_step(guards: str) -> CompletedProcess[str]:
         return run_elsewhere(
-            "import torch\nfrom tests.amd.guards.serving import *\n"
-            f"serving = Serving(torch.device({device.type!r}), {guards}, graphs=False, capture_tokens=(16, 32))\n"
-            "crowd = serving.admit(5)\nserving.run(crowd, [4, 3, 2, 5, 6])\nserving.step(crowd[:2], [2, 3])\n"
+            "import torch\nfrom tests.amd.worlds.world import *\n"
+            f"serving = World.one_layer(torch.device({device.type!r}), {guards}, graphs=False, "
+            "capture_tokens=(16, 32))\n"
+            "crowd = serving.admit_all(5)\nserving.run(crowd, [4, 3, 2, 5, 6])\nserving.step(crowd[:2], [2, 3])\n"
             "print('right')"
         )
 
@@ -91,8 +93,8 @@ def test_stale_new_token_counts_index_out_of_range(device: torch.device) -> None
 @both_ways
 def test_pads_of_kernels_that_need_a_token_read_page_zero(graphs: bool, device: torch.device) -> None:
     """With min_kv_len 1, as for kernels that divide by the length, the token is the reserved page's, so V is zero."""
-    serving = Serving(device, graphs=graphs, provider="csr_min_1", pad_q=1.0)
-    crowd = serving.admit(5)
+    serving = World.one_layer(device, graphs=graphs, provider="csr_min_1", pad_q=1.0)
+    crowd = serving.admit_all(5)
     for q_len in ([4, 3, 2, 5, 6], [1] * 5):
         serving.run(crowd, q_len)
     serving.run(crowd[:2], [1, 1])
@@ -103,11 +105,11 @@ def test_pads_of_kernels_that_need_a_token_read_page_zero(graphs: bool, device: 
 @each_way(*PROVIDERS, "csr_min_1")
 def test_padded_tokens_are_never_stored(provider: str, graphs: bool, device: torch.device) -> None:
     def padded_rows(guards: Guards) -> torch.Tensor:
-        serving = Serving(device, guards, graphs=graphs, provider=provider, pad_q=0.0)
-        requests = serving.admit(2)
+        serving = World.one_layer(device, guards, graphs=graphs, provider=provider, pad_q=0.0)
+        requests = serving.admit_all(2)
         serving.run(requests, [4, 3])
         serving.run(requests, [1, 1])
-        assert serving.world.page_zero_is_zero() == (guards is ALL_ON)
+        assert serving.page_zero_is_zero() == (guards is ALL_ON)
         return serving.out[2:8]
 
     assert not padded_rows(ALL_ON).any()
@@ -119,8 +121,8 @@ def test_padded_tokens_are_never_stored(provider: str, graphs: bool, device: tor
 @both_ways
 def test_the_reserved_row_is_never_written(graphs: bool, device: torch.device) -> None:
     def padded_rows(guards: Guards) -> tuple[torch.Tensor, torch.Tensor]:
-        serving = Serving(device, guards, graphs=graphs, provider="csr_min_1", pad_q=0.0)
-        requests = serving.admit(2)
+        serving = World.one_layer(device, guards, graphs=graphs, provider="csr_min_1", pad_q=0.0)
+        requests = serving.admit_all(2)
         serving.run(requests, [4, 3])
         table = serving.runtime.table
         table.full.entries_host[0, 0] = table.pages_of(requests[0].row)[0]
@@ -138,12 +140,12 @@ def test_the_reserved_row_is_never_written(graphs: bool, device: torch.device) -
 def test_nothing_of_an_earlier_step_stays_after_the_last_page(graphs: bool, device: torch.device) -> None:
     def after(guards: Guards) -> tuple[list[int], list[int]]:
         """Returns the entries after the only page of the only sequence, in the page list and in its dense row."""
-        serving = Serving(device, guards, graphs=graphs, provider="csr")
-        crowd = serving.admit(3)
+        serving = World.one_layer(device, guards, graphs=graphs, provider="csr")
+        crowd = serving.admit_all(3)
         serving.step(crowd, [9, 13, 5])
         serving.step(crowd, [1, 1, 1])
         serving.free(*crowd)
-        requests = serving.admit(1)
+        requests = serving.admit_all(1)
         serving.step(requests, [2])
         serving.step(requests, [1])
         buffers = serving.runtime.seals.tensors()
@@ -166,13 +168,13 @@ def test_what_lies_after_a_sequence_in_its_page_is_not_read(
 ) -> None:
     problem = small_problem(page_size)
     requests_q_len = [5, page_size - 1]
-    serving = Serving(device, ALL_ON, graphs=graphs, provider=provider, problem=problem)
-    requests = serving.admit(2)
+    serving = World.one_layer(device, ALL_ON, graphs=graphs, provider=provider, problem=problem)
+    requests = serving.admit_all(2)
     serving.step(requests, requests_q_len)
     serving.step(requests, [1, 1])
 
-    serving = Serving(device, Guards().without("v_mask"), graphs=graphs, provider=provider, problem=problem)
-    requests = serving.admit(2)
+    serving = World.one_layer(device, Guards().without("v_mask"), graphs=graphs, provider=provider, problem=problem)
+    requests = serving.admit_all(2)
     serving.run(requests, requests_q_len)
     assert serving.out[:5].isnan().all()
     serving.run(requests, [1, 1])
@@ -191,12 +193,12 @@ def test_a_v_that_is_no_number_stays_with_the_tokens_that_see_it(
     if deterministic and provider not in deterministic_providers():
         return
 
-    def attended(guards: Guards) -> tuple[Serving, list[bool]]:
+    def attended(guards: Guards) -> tuple[World, list[bool]]:
         """Runs a chunk of eight tokens; the seventh has such a V. Returns whether each token's result is right."""
-        serving = Serving(device, guards, graphs=False, provider=provider, deterministic=deterministic)
-        runtime, requests = serving.runtime, serving.admit(1)
-        step = runtime.step(serving.world.batch(requests, [8])).parts[0]
-        q, k, v = serving.world.qkv(serving.problem, step)
+        serving = World.one_layer(device, guards, graphs=False, provider=provider, deterministic=deterministic)
+        runtime, requests = serving.runtime, serving.admit_all(1)
+        step = runtime.step(serving.batch(requests, [8])).parts[0]
+        q, k, v = serving.qkv(serving.problem, step)
         stored = v.clone()
         v[6, 1, 3], stored[6, 1, 3] = value, 0.0
         out = torch.empty_like(q)

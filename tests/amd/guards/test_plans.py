@@ -14,16 +14,18 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import GraphStale
 from rocm_attn.guards.registry import Guards
-from tests.amd.guards.serving import ALL_ON, Serving, in_each_way
-from tests.amd.runtime.stepping import Request, small_problem
+from tests.amd.guards.ways import in_each_way
+from tests.amd.worlds.bounds import run_within_bounds
+from tests.amd.worlds.problems import small_problem
+from tests.amd.worlds.world import ALL_ON, Request, World
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
-def across_a_bucket(device: torch.device, guards: Guards, graphs: bool) -> tuple[Serving, list[Request]]:
+def across_a_bucket(device: torch.device, guards: Guards, graphs: bool) -> tuple[World, list[Request]]:
     """Grows a request from 63 to 65 tokens. Graphs of the torch provider are captured for lengths up to 64, 128, ..."""
-    serving = Serving(device, guards, graphs=graphs, problem=small_problem(16), max_kv_len=128)
-    requests = serving.admit(2)
+    serving = World.one_layer(device, guards, graphs=graphs, problem=small_problem(16), max_kv_len=128)
+    requests = serving.admit_all(2)
     serving.step(requests, [63, 5])
     serving.step(requests, [1, 1])
     serving.run(requests, [1, 1])
@@ -34,7 +36,7 @@ def across_a_bucket(device: torch.device, guards: Guards, graphs: bool) -> tuple
 def test_a_plan_reads_nothing_that_a_captured_kernel_writes(graphs: bool, device: torch.device) -> None:
     """Seed 000: a step planned from a buffer that the last step's forward has written gets that step's plan."""
     serving, requests = across_a_bucket(device, ALL_ON, graphs)
-    serving.check(requests, [1, 1])
+    serving.check_step(requests, [1, 1])
     serving, requests = across_a_bucket(device, Guards().without("planner_inputs"), graphs)
     assert not serving.is_right(requests, [1, 1])
 
@@ -42,7 +44,7 @@ def test_a_plan_reads_nothing_that_a_captured_kernel_writes(graphs: bool, device
 @both_ways
 def test_a_longer_step_takes_another_graph(graphs: bool, device: torch.device) -> None:
     serving, requests = across_a_bucket(device, ALL_ON, graphs)
-    serving.check(requests, [1, 1])
+    serving.check_step(requests, [1, 1])
     serving, requests = across_a_bucket(device, Guards().without("graph_key"), graphs)
     assert not serving.is_right(requests, [1, 1])
 
@@ -64,8 +66,8 @@ def sharing_memory(tensor: Tensor, others: Mapping[str, Tensor]) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
 def test_what_a_plan_reads_shares_no_memory_with_what_graphs_read_or_write(device: torch.device) -> None:
-    serving = Serving(device, graphs=True, provider="csr")
-    requests = serving.admit(2)
+    serving = World.one_layer(device, graphs=True, provider="csr")
+    requests = serving.admit_all(2)
     serving.step(requests, [4, 3])
     serving.step(requests, [1, 1])
     sealed = serving.runtime.seals.tensors()
@@ -82,9 +84,9 @@ def test_what_a_plan_reads_shares_no_memory_with_what_graphs_read_or_write(devic
 
 @in_each_way
 def test_derived_tensors_are_filled_by_every_step(provider: str, graphs: bool, device: torch.device) -> None:
-    def two_decodes(guards: Guards) -> tuple[Serving, list[Request]]:
-        serving = Serving(device, guards, graphs=graphs, provider=provider)
-        requests = serving.admit(3)
+    def two_decodes(guards: Guards) -> tuple[World, list[Request]]:
+        serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
+        requests = serving.admit_all(3)
         for request, length in zip(requests, [4, 3, 7], strict=True):
             serving.run([request], [length])
         serving.step(requests, [1, 1, 1])
@@ -92,7 +94,7 @@ def test_derived_tensors_are_filled_by_every_step(provider: str, graphs: bool, d
         return serving, requests
 
     serving, requests = two_decodes(ALL_ON)
-    serving.check(requests, [1, 1, 1])
+    serving.check_step(requests, [1, 1, 1])
     assert serving.runtime.seals.tensors()["position_of_token"][:3].tolist() == [5, 4, 8]
     serving, requests = two_decodes(Guards().without("full_refresh"))
     assert not serving.is_right(requests, [1, 1, 1])
@@ -103,10 +105,10 @@ def test_derived_tensors_are_filled_by_every_step(provider: str, graphs: bool, d
 
 
 def test_a_graph_of_memory_that_moved_is_refused(device: torch.device) -> None:
-    def moved(guards: Guards) -> tuple[Serving, list[Request]]:
+    def moved(guards: Guards) -> tuple[World, list[Request]]:
         """A decode step is captured, then its buffers move because another guard is off, and their owner reports it."""
-        serving = Serving(device, guards.without("sealed_growth"), graphs=True)
-        requests = serving.admit(2)
+        serving = World.one_layer(device, guards.without("sealed_growth"), graphs=True)
+        requests = serving.admit_all(2)
         serving.run(requests, [4, 3])
         serving.step(requests, [1, 1])
         serving.runtime.core.memory._sealed.ensure(PaddedShape(StepKind.DECODE, 64, 64))
@@ -119,7 +121,7 @@ def test_a_graph_of_memory_that_moved_is_refused(device: torch.device) -> None:
     if device.type == "cuda":
         return  # with the guard off, the graph reads freed memory, which ends the process
     serving, requests = moved(Guards().without("graph_epoch"))
-    serving.run_published(requests, [1, 1])
+    run_within_bounds(serving, requests, [1, 1])
     # A repetition of the previous step: the new token was stored to its slot.
     assert not serving.is_right(requests, [1, 1])
     page = serving.runtime.table.pages_of(requests[0].row)[1]

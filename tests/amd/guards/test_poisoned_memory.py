@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.amd.guards.serving import PROVIDERS, Serving, in_each_way
-from tests.amd.runtime.stepping import Request
+from tests.amd.guards.ways import PROVIDERS, in_each_way
+from tests.amd.worlds.world import Request, World
 
 # New tokens of up to five requests, step by step: every kind of step, at several padded sizes, large before small.
 STEPS = [
@@ -27,7 +27,7 @@ STEPS = [
     [1, 1, 1],
 ]
 
-Before = Callable[[Serving], None]
+Before = Callable[[World], None]
 
 
 def fill_with_bytes(tensor: Tensor) -> None:
@@ -48,10 +48,10 @@ def serve(device: torch.device, provider: str, graphs: bool, before: Before) -> 
 
     The request with the most tokens is freed in between, and another one takes its place.
     """
-    serving = Serving(
+    serving = World.one_layer(
         device, graphs=graphs, provider=provider, capture_sizes=(2, 8), capture_tokens=(8, 16), num_pages=80
     )
-    requests = serving.admit(5)
+    requests = serving.admit_all(5)
     results = []
     for _ in range(2):
         for q_len in STEPS:
@@ -59,18 +59,18 @@ def serve(device: torch.device, provider: str, graphs: bool, before: Before) -> 
             serving.step(requests[: len(q_len)], q_len)
             results += [tensor[: serving.num_padded].clone() for tensor in (serving.out, serving.lse)]
         serving.free(requests[0])
-        requests[:1] = serving.admit(1)
+        requests[:1] = serving.admit_all(1)
     if graphs:
         assert serving.runner.counters.replays == 2 * (len(STEPS) - 3)
     return results
 
 
-def without_live_tokens(serving: Serving) -> Tensor:
+def without_live_tokens(serving: World) -> Tensor:
     """Returns bool [pages, page_size]: slots without a request's token, except page 0, which is always zero."""
     problem, table = serving.problem, serving.runtime.table
     dead = torch.ones(serving.runtime.pool.num_pages, problem.page_size, dtype=torch.bool)
     dead[0] = False
-    for request in serving.world.requests:
+    for request in serving.requests:
         pages = table.pages_of(request.row)
         for kv_index in range(request.kv_len):
             dead[int(pages[kv_index // problem.page_size]), kv_index % problem.page_size] = False
@@ -88,7 +88,7 @@ def test_a_step_writes_all_that_it_reads(
     Only the counts are exempt: the next step reads the result of the previous one there.
     """
 
-    def poison(serving: Serving) -> None:
+    def poison(serving: World) -> None:
         memory = serving.runtime.core.memory
         for part in (memory._sealed, memory._open):
             for name, tensor in part.tensors().items():
@@ -108,7 +108,7 @@ def test_no_slot_without_a_live_token_is_read(graphs: bool, provider: str, sides
     """NaN in K, in V and in both: in page tails, in free pages and in pages that were freed."""
 
     def fill_dead(value: float) -> Before:
-        def before(serving: Serving) -> None:
+        def before(serving: World) -> None:
             pages, dead = serving.runtime.pool.layer(0), without_live_tokens(serving)
             for side in "kv":
                 getattr(pages, side)[dead] = value if side in sides else 0.0
@@ -123,8 +123,8 @@ def test_no_slot_without_a_live_token_is_read(graphs: bool, provider: str, sides
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_memory_that_is_given_back_and_taken_again_is_not_read_by_graphs(provider: str, device: torch.device) -> None:
     """Larger eager steps make their buffers grow, and the next owner gets the old memory and fills it."""
-    serving = Serving(device, graphs=True, provider=provider, capture_sizes=(1, 4), num_pages=80)
-    requests = serving.admit(5)
+    serving = World.one_layer(device, graphs=True, provider=provider, capture_sizes=(1, 4), num_pages=80)
+    requests = serving.admit_all(5)
     serving.step(requests, [3, 2, 4, 5, 6])
     held: list[Tensor] = []
     for pad_to in (None, 9, 33, 65, 140, 9):
@@ -139,35 +139,6 @@ def test_memory_that_is_given_back_and_taken_again_is_not_read_by_graphs(provide
     serving.runner.check_addresses()
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.parametrize(
-    ("large", "small"),
-    [([1] * 5, [1]), ([3, 3, 3, 3], [2, 2]), ([1, 6, 1, 2, 3], [1, 2])],
-    ids=["decode", "extend", "mixed"],
-)
-def test_a_small_step_between_large_ones_disturbs_neither(
-    large: Sequence[int], small: Sequence[int], provider: str, device: torch.device
-) -> None:
-    """Large, small, large again, in one padded shape; the small step has requests of its own, which then leave."""
-    outs = []
-    for graphs in (False, True):
-        serving = Serving(
-            device, graphs=graphs, provider=provider, capture_sizes=(8,), capture_tokens=(16,), max_num_seqs=8
-        )
-        requests = serving.admit(len(large))
-        out = []
-        for _ in range(2):
-            out.append(_outputs(serving, requests, large))
-            others = serving.admit(len(small))
-            out.append(_outputs(serving, others, small))
-            serving.free(*others)
-            out.append(_outputs(serving, requests, large))
-        outs.append(out)
-        assert serving.runner.counters.replays == (6 if graphs else 0)
-    assert all(torch.equal(eager, replayed) for eager, replayed in zip(*outs, strict=True))
-
-
-def _outputs(serving: Serving, requests: Sequence[Request], q_len: Sequence[int]) -> Tensor:
+def _outputs(serving: World, requests: Sequence[Request], q_len: Sequence[int]) -> Tensor:
     serving.step(requests, q_len)
     return serving.out[: serving.num_padded].clone()

@@ -19,24 +19,25 @@ from rocm_attn.kernels.refs.metadata import publish
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.host_ring import HostRing
 from tests.amd.guards.late_device import LateDevice
-from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving, in_each_way
-from tests.amd.runtime.stepping import Request
+from tests.amd.guards.ways import PROVIDERS, in_each_way
+from tests.amd.worlds.bounds import run_within_bounds
+from tests.amd.worlds.world import ALL_ON, Request, World
 
 
 @in_each_way
 def test_pages_reach_the_device_before_the_step_that_uses_them(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
-    def across_a_page(guards: Guards) -> tuple[Serving, list[Request]]:
+    def across_a_page(guards: Guards) -> tuple[World, list[Request]]:
         """A page is full; the next token goes to a new one."""
-        serving = Serving(device, guards, graphs=graphs, provider=provider)
-        requests = serving.admit(2)
+        serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
+        requests = serving.admit_all(2)
         serving.run(requests, [4, 2])
         serving.run(requests, [1, 1])
         return serving, requests
 
     serving, requests = across_a_page(ALL_ON)
-    serving.check(requests, [1, 1])
+    serving.check_step(requests, [1, 1])
     serving, requests = across_a_page(Guards().without("table_first").without("echo_check"))
     assert not serving.is_right(requests, [1, 1])
     # The device knows only the first page; the entry of this step's page is still page 0, where the token was dropped.
@@ -64,12 +65,12 @@ class Fails:
 def test_changes_survive_a_launch_that_fails(
     provider: str, launch: str, graphs: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tried_again(guards: Guards) -> tuple[Serving, list[Request]]:
+    def tried_again(guards: Guards) -> tuple[World, list[Request]]:
         """A fork continues in a copy of the page that it shares; the launch fails at the first attempt."""
-        serving = Serving(device, guards, graphs=graphs, provider=provider)
-        (parent,) = serving.admit(1)
+        serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
+        (parent,) = serving.admit_all(1)
         serving.run([parent], [6])
-        family = [parent, serving.world.fork(parent, 6)]
+        family = [parent, serving.fork(parent, 6)]
         publisher, pool = serving.runtime.gate._publisher, serving.runtime.pool.in_space(Space.FULL)
         if launch == "table_update":
             publisher._ops = replace(publisher._ops, table_update=Fails(publisher._ops.table_update))
@@ -81,7 +82,7 @@ def test_changes_survive_a_launch_that_fails(
         return serving, family
 
     serving, family = tried_again(ALL_ON)
-    serving.check(family, [1, 1])
+    serving.check_step(family, [1, 1])
     serving, family = tried_again(Guards().without("pending_changes"))
     assert not serving.is_right(family, [1, 1])
 
@@ -91,12 +92,12 @@ def test_changes_survive_a_launch_that_fails(
 def test_copies_that_failed_half_way_are_made_again_from_the_same_pages(
     provider: str, failing_call: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tried_again(guards: Guards) -> tuple[Serving, list[Request]]:
+    def tried_again(guards: Guards) -> tuple[World, list[Request]]:
         """Two forks continue in copies. The page of the first copy becomes free, and would be the second's target."""
-        serving = Serving(device, guards, graphs=False, provider=provider)
-        parents = serving.admit(2)
+        serving = World.one_layer(device, guards, graphs=False, provider=provider)
+        parents = serving.admit_all(2)
         serving.run(parents, [6, 6])
-        forks = [serving.world.fork(parent, 6) for parent in parents]
+        forks = [serving.fork(parent, 6) for parent in parents]
         table = serving.runtime.table
         table.reserve(forks[0].row, 7)
         serving.free(parents[0])
@@ -116,7 +117,7 @@ def test_copies_that_failed_half_way_are_made_again_from_the_same_pages(
         return serving, forks
 
     serving, forks = tried_again(ALL_ON)
-    serving.check(forks, [1, 1])
+    serving.check_step(forks, [1, 1])
     serving, forks = tried_again(Guards().without("copy_sources"))
     # K is copied before V: the overwritten part is the V of neither, or the K of the first alone.
     assert serving.is_right(forks, [1, 1]) == (failing_call == 1)
@@ -152,8 +153,8 @@ def test_graphs_take_their_inputs_until_a_step_was_too_long_for_their_slots(
     provider: str, device: torch.device
 ) -> None:
     """Later inputs are published, like those of steps with more inputs than rows and lengths of the host."""
-    serving = Serving(device, graphs=True, provider=provider)
-    requests = serving.admit(2)
+    serving = World.one_layer(device, graphs=True, provider=provider)
+    requests = serving.admit_all(2)
     publisher, launched = serving.runtime.gate._publisher, 0
     launch = publisher._ops.publish
 
@@ -183,16 +184,15 @@ def test_a_fault_on_the_device_is_reported_once_and_later_steps_are_right(
 ) -> None:
     def faults_of(guards: Guards) -> tuple[int, list[DeviceFault]]:
         """Gives the third step a length beyond its bound. Returns the errors of the steps after it."""
-        serving = Serving(device, guards, graphs=graphs, provider=provider)
-        requests = serving.admit(2)
+        serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
+        requests = serving.admit_all(2)
         serving.step(requests, [3, 5])
         serving.step(requests, [1, 1])
         faulty_step = serving.runtime.faults.step_number + 1
-        serving.run_within_bounds(
+        run_within_bounds(
+            serving,
             requests,
             [1, 1],
-            kv_room=[0, 0],
-            q_room=[0, 0],
             inputs=lambda kv_len: DeviceInputs(
                 kv_len=torch.tensor([kv_len[0] + 9, kv_len[1]], dtype=torch.int32, device=serving.runtime.device)
             ),

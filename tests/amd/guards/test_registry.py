@@ -24,10 +24,10 @@ from rocm_lab.faults.wrong_twins import WRONG_TWINS
 from rocm_serve.engine import Engine
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
-from tests.amd.guards.serving import Serving
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.tiny_model import tiny_model
-from tests.amd.runtime.stepping import small_problem
+from tests.amd.worlds.problems import small_problem
+from tests.amd.worlds.world import World
 
 each_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.id)
 
@@ -73,7 +73,7 @@ def test_a_runtime_is_built_with_any_safeguard_off_and_says_so(
     guard: Guard, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="rocm_attn"):
-        serving = Serving(device, Guards().without(guard.id), graphs=False)
+        serving = World.one_layer(device, Guards().without(guard.id), graphs=False)
     assert serving.runtime.guards.off == (guard.id,)
     assert f"safeguards are switched off: {guard.id}" in caplog.text
 
@@ -180,13 +180,6 @@ def test_the_command_prints_a_list_of_objects(
     listed = json.loads(capsys.readouterr().out)
     assert [set(guard) for guard in listed] == [{"id", "prevents", "report", "on", "test"}] * len(GUARDS)
     assert [guard["id"] for guard in listed if not guard["on"]] == ["capacity"]
-
-
-def test_the_command_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["guards"]) == DONE
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[: len(GUARDS)]] == [[guard.id, "on"] for guard in GUARDS]
-    assert "all on" in lines
 
 
 def test_the_command_refuses_a_wrong_environment_in_one_sentence(

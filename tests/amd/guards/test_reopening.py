@@ -14,24 +14,23 @@ from rocm_attn.errors import CapacityExceeded, DeviceFault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import TOKEN_WITHOUT_PAGE
 from rocm_attn.step.step import Part
-from tests.amd.guards.serving import ALL_ON, Serving
 from tests.amd.runtime.interrupts import interrupted_at
-from tests.amd.runtime.stepping import Request
+from tests.amd.worlds.world import ALL_ON, Request, World
 
 CPU = torch.device("cpu")
 
 
-def decoding(guards: Guards = ALL_ON) -> tuple[Serving, list[Request]]:
+def decoding(guards: Guards = ALL_ON) -> tuple[World, list[Request]]:
     """Returns requests whose decode steps of two sequences are replayed."""
-    serving = Serving(CPU, guards, graphs=True, capture_sizes=(1, 2))
-    requests = serving.admit(5)
+    serving = World.one_layer(CPU, guards, graphs=True, capture_sizes=(1, 2))
+    requests = serving.admit_all(5)
     serving.step(requests, [4, 3, 2, 2, 2])
     for _ in range(2):
         serving.step(requests[:2], [1, 1])
     return serving, requests
 
 
-def steps_of_all_sizes(serving: Serving, requests: list[Request]) -> bool:
+def steps_of_all_sizes(serving: World, requests: list[Request]) -> bool:
     """True if decode steps are right while their sizes grow, and when earlier sizes return."""
     right = True
     for count in (1, 2, 1, 4, 2, 1, 5, 2, 4):
@@ -118,7 +117,7 @@ def test_a_reopen_that_is_interrupted_at_any_line_serves_right(sizes: tuple[int,
         if line % 5 == 1:
             serving.runner.reopen((1, 2))
             serving.free(*requests)
-            requests = serving.admit(5)
+            requests = serving.admit_all(5)
             serving.step(requests, [4, 3, 2, 2, 2])
         line += apart
     assert line > 200
@@ -173,28 +172,28 @@ def test_a_rank_that_cannot_reopen_tells_the_others(monkeypatch: pytest.MonkeyPa
 # Two runners over one runtime: actions of the second one, and whether the first one's graphs still serve then.
 
 
-def refused(serving: Serving) -> None:
+def refused(serving: World) -> None:
     """Has its graph refused: forward reads a value on the host."""
 
     def forward(step: Part) -> torch.Tensor:
         int(step.token_ids.sum())
-        return serving._forward(step)
+        return serving.forward(step)
 
     serving.runner = StepRunner(serving.runtime, forward, recorder_for(CPU), check=NO_CHECK)
 
 
-def reopened(serving: Serving) -> None:
-    serving.runner = StepRunner(serving.runtime, serving._forward, recorder_for(CPU), check=NO_CHECK)
+def reopened(serving: World) -> None:
+    serving.runner = StepRunner(serving.runtime, serving.forward, recorder_for(CPU), check=NO_CHECK)
     serving.runner.reopen((1, 2, 4))
 
 
-def unsealed(serving: Serving) -> None:
+def unsealed(serving: World) -> None:
     serving.runtime.seals.unseal((1, 2))
 
 
 @pytest.mark.parametrize(("second", "keeps_graphs"), [(refused, True), (reopened, True), (unsealed, False)])
 def test_what_another_runner_of_the_runtime_does_makes_no_result_wrong(
-    second: Callable[[Serving], None], keeps_graphs: bool
+    second: Callable[[World], None], keeps_graphs: bool
 ) -> None:
     serving, requests = decoding()
     first = serving.runner
@@ -205,7 +204,7 @@ def test_what_another_runner_of_the_runtime_does_makes_no_result_wrong(
             serving.runner = runner
             assert steps_of_all_sizes(serving, requests[:5])
         serving.free(*requests)
-        requests = serving.admit(5)
+        requests = serving.admit_all(5)
         serving.runner = first
         serving.step(requests, [4, 3, 2, 2, 2])
     before = first.counters.replays

@@ -11,13 +11,15 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch, CapacityExceeded, DeviceFault
 from rocm_attn.guards.registry import Guards
-from tests.amd.guards.serving import ALL_ON, Serving, in_each_way
-from tests.amd.runtime.stepping import Request, providers
+from tests.amd.guards.ways import in_each_way
+from tests.amd.worlds.bounds import run_within_bounds
+from tests.amd.worlds.problems import providers
+from tests.amd.worlds.world import ALL_ON, Request, World
 
 
-def neighbours(serving: Serving) -> list[Request]:
+def neighbours(serving: World) -> list[Request]:
     """Returns two requests in adjacent rows, with 4 and 8 tokens in pages of 4."""
-    requests = serving.admit(2)
+    requests = serving.admit_all(2)
     assert requests[1].row == requests[0].row + 1
     serving.step(requests, [4, 8])
     return requests
@@ -28,13 +30,13 @@ def test_a_row_filled_past_its_width_stays_out_of_the_next_row(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
     """Seed 002: five pages for a row that holds four."""
-    serving = Serving(device, ALL_ON, graphs=graphs, provider=provider, max_kv_len=16)
+    serving = World.one_layer(device, ALL_ON, graphs=graphs, provider=provider, max_kv_len=16)
     first, second = neighbours(serving)
     with pytest.raises(CapacityExceeded, match="20 tokens exceed the 16 that a row can hold; raise max_kv_len"):
         serving.runtime.table.reserve(first.row, 20)
     serving.step([first, second], [1, 1])
 
-    serving = Serving(device, Guards().without("row_width"), graphs=graphs, provider=provider, max_kv_len=16)
+    serving = World.one_layer(device, Guards().without("row_width"), graphs=graphs, provider=provider, max_kv_len=16)
     first, second = neighbours(serving)
     lost = serving.runtime.table.pages_of(second.row)[0]
     serving.runtime.table.reserve(first.row, 20)
@@ -49,15 +51,15 @@ def test_a_row_filled_past_its_width_stays_out_of_the_next_row(
 def test_a_length_beyond_the_row_writes_no_other_requests_page(provider: str, device: torch.device) -> None:
     def second_before_and_after(guards: Guards) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns K of the second request's first page, before and after a step with too long a first length."""
-        serving = Serving(device, guards, graphs=True, provider=provider, max_kv_len=16, capture_sizes=(2,))
+        serving = World.one_layer(device, guards, graphs=True, provider=provider, max_kv_len=16, capture_sizes=(2,))
         first, second = neighbours(serving)
         runtime = serving.runtime
         page = int(runtime.table.pages_of(second.row)[0])
         before = runtime.pool.layer(0).k[page].clone()
-        step = runtime.stage(serving.world.batch([first, second], [1, 1])).parts[0]
+        step = runtime.stage(serving.batch([first, second], [1, 1])).parts[0]
         runtime.seals.tensors()["kv_len"][0] = 17
         runtime.gate.fill()
-        step.layers.store(0, serving.world.random(2, 2, 16), serving.world.random(2, 2, 16))
+        step.layers.store(0, serving.random(2, 2, 16), serving.random(2, 2, 16))
         runtime.end_step()
         return before, runtime.pool.layer(0).k[page]
 
@@ -70,19 +72,19 @@ def test_a_length_beyond_the_row_writes_no_other_requests_page(provider: str, de
 
 @in_each_way
 def test_requests_that_share_a_page_do_not_write_to_it(provider: str, graphs: bool, device: torch.device) -> None:
-    def parent_and_child(guards: Guards) -> tuple[Serving, list[Request]]:
+    def parent_and_child(guards: Guards) -> tuple[World, list[Request]]:
         """Continues both after a prefix of 6 tokens: one and a half pages."""
-        serving = Serving(device, guards, graphs=graphs, provider=provider)
-        (parent,) = serving.admit(1)
+        serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
+        (parent,) = serving.admit_all(1)
         serving.step([parent], [6])
-        family = [parent, serving.world.fork(parent, 6)]
+        family = [parent, serving.fork(parent, 6)]
         serving.run([family[1]], [1])
         serving.run([family[0]], [1])
         serving.run(family, [1, 1])
         return serving, family
 
     serving, family = parent_and_child(ALL_ON)
-    serving.check(family, [1, 1])
+    serving.check_step(family, [1, 1])
     serving, family = parent_and_child(Guards().without("copy_on_write"))
     assert not serving.is_right(family, [1, 1])
     # The child's token was overwritten by the parent's.
@@ -94,13 +96,13 @@ def test_requests_that_share_a_page_do_not_write_to_it(provider: str, graphs: bo
 
 @in_each_way
 def test_a_step_beyond_what_was_reserved_is_refused(provider: str, graphs: bool, device: torch.device) -> None:
-    serving = Serving(device, ALL_ON, graphs=graphs, provider=provider)
+    serving = World.one_layer(device, ALL_ON, graphs=graphs, provider=provider)
     requests = neighbours(serving)
     with pytest.raises(BadBatch, match=r"room for 4 tokens; call reserve\(1, 5\) first"):
         serving.run(requests, [1, 1], reserve=False)
     serving.step(requests, [1, 1])
 
-    serving = Serving(device, Guards().without("batch_check"), graphs=graphs, provider=provider)
+    serving = World.one_layer(device, Guards().without("batch_check"), graphs=graphs, provider=provider)
     requests = neighbours(serving)
     serving.run(requests, [1, 1], reserve=False)
     # Their new tokens went to page 0, which drops them: each attention has one extra key of zeros.
@@ -112,18 +114,16 @@ def test_a_step_beyond_what_was_reserved_is_refused(provider: str, graphs: bool,
 def test_a_length_beyond_its_bound_touches_no_other_request(provider: str, graphs: bool, device: torch.device) -> None:
     """The device has more new tokens for the first of two requests than the host has reserved."""
 
-    def run(guards: Guards) -> tuple[Serving, list[Request]]:
-        serving = Serving(device, guards, graphs=graphs, provider=provider, capture_tokens=(16,))
+    def run(guards: Guards) -> tuple[World, list[Request]]:
+        serving = World.one_layer(device, guards, graphs=graphs, provider=provider, capture_tokens=(16,))
         requests = neighbours(serving)
         q_len = torch.tensor([3, 2], dtype=torch.int32, device=serving.runtime.device)
-        serving.run_within_bounds(
-            requests, [2, 2], kv_room=[0, 0], q_room=[0, 0], inputs=lambda kv_len: DeviceInputs(q_len=q_len)
-        )
+        run_within_bounds(serving, requests, [2, 2], inputs=lambda kv_len: DeviceInputs(q_len=q_len))
         return serving, requests
 
     serving, requests = run(ALL_ON)
-    serving.check(requests, [2, 2])
-    with pytest.raises(DeviceFault, match="a length on the device was outside"):
+    serving.check_step(requests, [2, 2])
+    with pytest.raises(DeviceFault, match="a length on the device lay outside"):
         serving.runtime.check_device()
     serving, requests = run(Guards().without("length_bounds"))
     # The second one's tokens are treated as the tokens after them.
@@ -132,7 +132,7 @@ def test_a_length_beyond_its_bound_touches_no_other_request(provider: str, graph
 
 @pytest.mark.parametrize("guards", [ALL_ON, Guards().without("batch_check", "stored_tokens")], ids=["on", "off"])
 def test_a_freed_row_is_not_read(guards: Guards, device: torch.device) -> None:
-    serving = Serving(device, guards, graphs=False)
+    serving = World.one_layer(device, guards, graphs=False)
     first, second = neighbours(serving)
     serving.free(first)
     batch = StepBatch(np.array([first.row, second.row]), np.array([4, 8]), np.array([1, 1]), NO_TOKEN_IDS)

@@ -19,8 +19,8 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
-from tests.amd.guards.serving import ALL_ON
-from tests.amd.runtime.stepping import small_problem
+from tests.amd.worlds.problems import small_problem
+from tests.amd.worlds.world import ALL_ON
 
 CPU = torch.device("cpu")
 PROBLEM = small_problem()

@@ -15,10 +15,9 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import EarlierSelection
 from rocm_attn.step.step import Part
-from tests.amd.guards.serving import ALL_ON
 from tests.amd.guards.test_plans import sharing_memory
-from tests.amd.runtime.sparse_world import SparseRequest, SparseWorld, indexer, layer
-from tests.amd.runtime.stepping import providers
+from tests.amd.worlds.problems import indexer, layer, providers
+from tests.amd.worlds.world import ALL_ON, Request, World
 
 # Sequences that graphs are padded to. Selections are of pages: three of a sequence's pages, the last one among them.
 PADDED = 4
@@ -28,32 +27,24 @@ TOKENS = Indexing(0.25, top=4)
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
-class AnyLengths(SparseWorld):
+class AnyLengths(World):
     """Decodes at any length of requests whose tokens are all stored, so that few steps meet many distributions."""
 
-    def decode_at(self, requests: list[SparseRequest], kv_len: list[int]) -> None:
+    def decode_at(self, requests: list[Request], kv_len: list[int]) -> None:
         """Runs one decode step in which each request has kv_len tokens; its last one is written again."""
         rows = np.array([request.row for request in requests], np.int32)
         self.runtime.table.mark_stored(rows, np.array([request.kv_len for request in requests], np.int32))
         self.draw(len(requests))
         self.runner.run(StepBatch(rows, np.array(kv_len), np.ones(len(rows), np.int32), NO_TOKEN_IDS))
         for seq, (request, length) in enumerate(zip(requests, kv_len, strict=True)):
-            for stored, asked in zip(request.layers, self.asked, strict=True):
-                for held, new in ((stored.k, asked.k), (stored.v, asked.v), (stored.index, asked.index_k)):
-                    held[length - 1] = new[seq]
+            for number, asked in enumerate(self.rows):
+                for held, new in ((request.k, asked.k), (request.v, asked.v), (request.index, asked.index_k)):
+                    held[number][length - 1] = new[seq]
 
-    def check_at(self, requests: list[SparseRequest], kv_len: list[int]) -> None:
+    def check_at(self, requests: list[Request], kv_len: list[int]) -> None:
         """Checks that decode_at equals the reference."""
-        whole = [[(each.k, each.v, each.index) for each in request.layers] for request in requests]
-        try:
-            for request, length in zip(requests, kv_len, strict=True):
-                for each in request.layers:
-                    each.k, each.v, each.index = each.k[:length], each.v[:length], each.index[:length]
-            self.check(requests, [1] * len(requests))
-        finally:
-            for request, layers in zip(requests, whole, strict=True):
-                for each, (k, v, index) in zip(request.layers, layers, strict=True):
-                    each.k, each.v, each.index = k, v, index
+        cut = [request.first(request.row, length) for request, length in zip(requests, kv_len, strict=True)]
+        self.check_step(cut, [1] * len(requests))
 
     def boundaries(self) -> dict[str, Tensor]:
         """Returns every indptr of the last step, by name: its padded sequences, and the end."""
@@ -61,7 +52,7 @@ class AnyLengths(SparseWorld):
         return {name: tensor[: PADDED + 1] for name, tensor in sealed if name.endswith("indptr")}
 
 
-def random_steps(world: AnyLengths, steps: int) -> Iterator[tuple[list[SparseRequest], list[int]]]:
+def random_steps(world: AnyLengths, steps: int) -> Iterator[tuple[list[Request], list[int]]]:
     """Yields decode steps of one to four requests at random lengths, each after its run. Each request has 40 tokens."""
     requests = [world.admit() for _ in range(4)]
     for request in requests:
@@ -77,7 +68,7 @@ def random_steps(world: AnyLengths, steps: int) -> Iterator[tuple[list[SparseReq
 def dense_after_sparse(device: torch.device, provider: str, guards: Guards, graphs: bool) -> AnyLengths:
     """Returns a layer that selects pages, one that reuses them, and a dense one, which reads the step's boundaries."""
     problems = [layer(indexer(PAGES)), layer(EarlierSelection(PAGES)), layer()]
-    return AnyLengths(problems, device, provider, guards, graphs=graphs)
+    return AnyLengths.selecting(problems, device, provider, guards=guards, graphs=graphs)
 
 
 def is_monotone(boundaries: Tensor) -> bool:
@@ -114,18 +105,18 @@ def test_boundaries_stay_monotone_whatever_is_selected(provider: str, steps: int
 def test_a_layer_attends_to_no_other_selection_than_its_own(graphs: bool, device: torch.device) -> None:
     """Layer 0 attends after layer 1 has selected, and in a step without a selection."""
 
-    def late(guards: Guards) -> SparseWorld:
-        world = SparseWorld([layer(indexer(TOKENS)), layer(indexer(TOKENS))], device, guards=guards, graphs=graphs)
+    def late(guards: Guards) -> World:
+        world = World.selecting([layer(indexer(TOKENS)), layer(indexer(TOKENS))], device, guards=guards, graphs=graphs)
 
         def forward(step: Part) -> Tensor:
             at, layers = step.tokens, step.layers
-            for number, asked in enumerate(world.asked):
+            for number, asked in enumerate(world.rows):
                 layers.store(number, asked.k[at], asked.v[at])
                 layers.store_index(number, asked.index_k[at])
                 layers.select(number, asked.index_q[at], asked.weights[at])
-            for number, asked in enumerate(world.asked):
+            for number, asked in enumerate(world.rows):
                 layers.attend_selected(number, asked.q[at], asked.out[at])
-            return world.asked[0].out[at][step.last_token_of_seq.long()]
+            return world.rows[0].out[at][step.last_token_of_seq.long()]
 
         world.runner._forward = forward
         return world
@@ -142,20 +133,20 @@ def test_a_layer_attends_to_no_other_selection_than_its_own(graphs: bool, device
 
 
 def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
-    def second_step(guards: Guards) -> tuple[SparseWorld, SparseRequest]:
-        world = SparseWorld([layer(indexer(TOKENS))], device, guards=guards)
+    def second_step(guards: Guards) -> tuple[World, Request]:
+        world = World.selecting([layer(indexer(TOKENS))], device, guards=guards)
         request = world.admit()
         world.step([request], [12])
         world.draw(1)
         step = world.runtime.step(world.batch([request], [1])).parts[0]
         try:
-            asked, at = world.asked[0], step.tokens
+            asked, at = world.rows[0], step.tokens
             step.layers.store(0, asked.k[at], asked.v[at])
             step.layers.store_index(0, asked.index_k[at])
             step.layers.attend_selected(0, asked.q[at], asked.out[at])
         finally:
             world.runtime.end_step()
-        world.remember([request], [1])
+        world.keep([request], [1])
         return world, request
 
     with pytest.raises(WrongState, match="nothing was selected in this step"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,9 +14,9 @@ from rocm_attn.errors import BadBatch
 from rocm_attn.guards.registry import GUARDS, Guards
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import StepOps
-from tests.amd.guards.serving import ALL_ON, Serving
 from tests.amd.guards.test_poisoned_memory import fill_with_nan
-from tests.amd.runtime.stepping import Request, providers
+from tests.amd.worlds.problems import providers
+from tests.amd.worlds.world import ALL_ON, Request, World
 
 each_provider = pytest.mark.parametrize("provider", providers())
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -31,12 +31,12 @@ GROUPS = (
 )
 
 
-def family(device: torch.device, provider: str, graphs: bool, guards: Guards = ALL_ON) -> tuple[Serving, list[Request]]:
+def family(device: torch.device, provider: str, graphs: bool, guards: Guards = ALL_ON) -> tuple[World, list[Request]]:
     """Returns five requests that share 12 tokens and have more of their own."""
-    serving = Serving(device, guards, graphs=graphs, provider=provider, shared_prefixes=True)
-    (root,) = serving.admit(1)
+    serving = World.one_layer(device, guards, graphs=graphs, provider=provider, shared_prefixes=True)
+    (root,) = serving.admit_all(1)
     serving.step([root], [12])
-    requests = [root, *(serving.world.fork(root, 12) for _ in range(4))]
+    requests = [root, *(serving.fork(root, 12) for _ in range(4))]
     serving.step(requests, [2, 1, 3, 1, 4])
     return serving, requests
 
@@ -59,7 +59,7 @@ def groups_once(ops: StepOps) -> StepOps:
 @each_provider
 @both_ways
 def test_the_groups_of_an_earlier_step_do_not_stay(graphs: bool, provider: str, device: torch.device) -> None:
-    def regrouped(guards: Guards) -> tuple[Serving, list[Request]]:
+    def regrouped(guards: Guards) -> tuple[World, list[Request]]:
         serving, requests = family(device, provider, graphs, guards)
         serving.run_shared(requests[:3], GROUPS[1])
         serving.run_shared(requests[:3], [PrefixGroup(3, 12)])
@@ -67,12 +67,12 @@ def test_the_groups_of_an_earlier_step_do_not_stay(graphs: bool, provider: str, 
 
     (full_refresh,) = (guard for guard in GUARDS if guard.id == "full_refresh")
     serving, requests = regrouped(ALL_ON)
-    serving.check(requests, [1, 1, 1])
+    serving.check_step(requests, [1, 1, 1])
     serving, requests = regrouped(full_refresh.put_in(ALL_ON, groups_once))
     assert not serving.is_right(requests, [1, 1, 1])
 
 
-def serve(device: torch.device, provider: str, graphs: bool, before: Callable[[Serving], None]) -> list[Tensor]:
+def serve(device: torch.device, provider: str, graphs: bool, before: Callable[[World], None]) -> list[Tensor]:
     """Returns outputs and log-sum-exps of steps in GROUPS, and the first again. before: called ahead of each step"""
     serving, requests = family(device, provider, graphs)
     results = []
@@ -80,7 +80,7 @@ def serve(device: torch.device, provider: str, graphs: bool, before: Callable[[S
         before(serving)
         members = requests[: sum(group.num_seqs for group in groups)]
         serving.run_shared(members, groups)
-        serving.check(members, [1] * len(members))
+        serving.check_step(members, [1] * len(members))
         results += [tensor[: serving.num_padded].clone() for tensor in (serving.out, serving.lse)]
     assert serving.runner.counters.replays == (len(GROUPS) + 1 if graphs else 0)
     serving.runtime.check_device()
@@ -92,7 +92,7 @@ def serve(device: torch.device, provider: str, graphs: bool, before: Callable[[S
 def test_a_step_that_shares_writes_all_that_it_reads(graphs: bool, provider: str, device: torch.device) -> None:
     """Covers index buffers, schedules and workspace, prefix outputs included, of graphs and of eager steps."""
 
-    def poison(serving: Serving) -> None:
+    def poison(serving: World) -> None:
         for part in (serving.runtime.core.memory._sealed, serving.runtime.core.memory._open):
             for name, tensor in part.tensors().items():
                 if name != "counts":
@@ -104,23 +104,12 @@ def test_a_step_that_shares_writes_all_that_it_reads(graphs: bool, provider: str
 
 
 @each_provider
-def test_padded_sequences_belong_to_no_group(provider: str, device: torch.device) -> None:
-    """Steps are padded to 8 and, above the largest graph, to 9; q, k and v of pads are NaN."""
-    serving, requests = family(device, provider, graphs=False)
-    for pad_to in (8, 9):
-        for groups in GROUPS[:2]:
-            members: Sequence[Request] = requests[: sum(group.num_seqs for group in groups)]
-            serving.run_shared(members, groups, pad_to)
-            serving.check(members, [1] * len(members))
-
-
-@each_provider
 def test_what_rows_do_not_share_is_not_read_for_them(provider: str, device: torch.device) -> None:
     """With the guard off, groups are not checked, and a sequence gets its neighbour's data."""
 
-    def strangers(guards: Guards) -> tuple[Serving, list[Request]]:
-        serving = Serving(device, guards, graphs=False, provider=provider)
-        requests = serving.admit(2)
+    def strangers(guards: Guards) -> tuple[World, list[Request]]:
+        serving = World.one_layer(device, guards, graphs=False, provider=provider)
+        requests = serving.admit_all(2)
         serving.step(requests, [9, 9])
         return serving, requests
 

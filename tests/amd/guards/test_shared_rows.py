@@ -10,19 +10,19 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.kept_pages import KeptIds
-from tests.amd.guards.serving import ALL_ON, Serving, in_each_way
-from tests.amd.runtime.stepping import Request, take_back
+from tests.amd.guards.ways import in_each_way
+from tests.amd.worlds.world import ALL_ON, Request, World, take_back
 
 
 @in_each_way
 def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool, device: torch.device) -> None:
-    def parent_and_child(guards: Guards) -> tuple[Serving, Request, Request]:
+    def parent_and_child(guards: Guards) -> tuple[World, Request, Request]:
         """Parent and child share ten tokens in two and a half pages, of which the parent removes five."""
-        serving = Serving(device, guards, graphs=graphs, provider=provider)
-        (parent,) = serving.admit(1)
+        serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
+        (parent,) = serving.admit_all(1)
         serving.step([parent], [9])
         serving.step([parent], [1])
-        child = serving.world.fork(parent, 10)
+        child = serving.fork(parent, 10)
         take_back(parent, 5)
         return serving, parent, child
 
@@ -38,23 +38,23 @@ def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool
 
     serving, parent, child = parent_and_child(Guards().without("shared_floor"))
     serving.run([parent], [1])
-    serving.check([parent], [1])
+    serving.check_step([parent], [1])
     serving.run([child], [1])
     assert not serving.is_right([child], [1])
 
 
 @in_each_way
 def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: bool, device: torch.device) -> None:
-    def parent_and_heir(guards: Guards) -> tuple[Serving, Request, Request]:
+    def parent_and_heir(guards: Guards) -> tuple[World, Request, Request]:
         """Two pages are kept, of which the row that stored them removes five tokens."""
-        serving = Serving(device, guards, graphs=graphs, provider=provider)
-        (parent,) = serving.admit(1)
+        serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
+        (parent,) = serving.admit_all(1)
         serving.step([parent], [7])
         serving.step([parent], [1])
-        heir = serving.world.begin_over(parent, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
+        heir = serving.begin_over(parent, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
         serving.free(heir)  # kept pages stay, without a row
         take_back(parent, 5)
-        heir = serving.world.begin_over(heir, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
+        heir = serving.begin_over(heir, serving.runtime.table.kept.keep(parent.row, 0, 2), 8)
         return serving, parent, heir
 
     serving, parent, heir = parent_and_heir(ALL_ON)
@@ -68,18 +68,18 @@ def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: boo
 
     serving, parent, heir = parent_and_heir(Guards().without("shared_floor"))
     serving.run([parent], [1])
-    serving.check([parent], [1])
+    serving.check_step([parent], [1])
     serving.run([heir], [1])
     assert not serving.is_right([heir], [1])
 
 
 @in_each_way
 def test_dropped_pages_are_not_begun_over(provider: str, graphs: bool, device: torch.device) -> None:
-    def dropped(guards: Guards) -> tuple[Serving, Request, KeptIds]:
+    def dropped(guards: Guards) -> tuple[World, Request, KeptIds]:
         """Two pages were kept and dropped; then others are kept."""
-        serving = Serving(device, guards, graphs=graphs, provider=provider)
+        serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
         table = serving.runtime.table
-        first, other = serving.admit(2)
+        first, other = serving.admit_all(2)
         serving.step([first, other], [8, 8])
         ids = table.kept.keep(first.row, 0, 2)
         table.kept.drop(ids)
@@ -87,22 +87,22 @@ def test_dropped_pages_are_not_begun_over(provider: str, graphs: bool, device: t
         return serving, first, ids
 
     serving, first, ids = dropped(ALL_ON)
-    with pytest.raises(WrongState, match="is not the id of a kept page: it was dropped already"):
-        serving.world.begin_over(first, ids, 8)
-    serving.step([serving.world.begin_over(first, serving.runtime.table.kept.keep(first.row, 0, 2), 8)], [1])
+    with pytest.raises(WrongState, match="is not the id of a page that is kept: it was dropped already"):
+        serving.begin_over(first, ids, 8)
+    serving.step([serving.begin_over(first, serving.runtime.table.kept.keep(first.row, 0, 2), 8)], [1])
 
     serving, first, ids = dropped(Guards().without("kept_ids"))
-    over = serving.world.begin_over(first, ids, 8)
+    over = serving.begin_over(first, ids, 8)
     serving.run([over], [1])
     assert not serving.is_right([over], [1])
 
 
 @in_each_way
 def test_tokens_that_were_never_stored_are_not_read(provider: str, graphs: bool, device: torch.device) -> None:
-    def with_a_gap(guards: Guards) -> tuple[Serving, Request, StepBatch]:
+    def with_a_gap(guards: Guards) -> tuple[World, Request, StepBatch]:
         """Three tokens are stored, and a step begins at the eighth."""
-        serving = Serving(device, guards, graphs=graphs, provider=provider)
-        (request,) = serving.admit(1)
+        serving = World.one_layer(device, guards, graphs=graphs, provider=provider)
+        (request,) = serving.admit_all(1)
         serving.step([request], [2])
         serving.step([request], [1])
         serving.runtime.table.reserve(request.row, 9)

@@ -125,14 +125,6 @@ def test_a_replay_within_a_capture_is_torchs_and_tells_nothing() -> None:
     assert machine.replays() == [7]
 
 
-def test_nothing_asks_whether_the_default_stream_is_captured() -> None:
-    machine = Machine()
-    machine.graph.replay()
-    asked = machine.asked
-    machine.graph.replay()
-    assert machine.asked == asked
-
-
 @pytest.mark.parametrize(
     ("version", "known"),
     [

@@ -41,15 +41,6 @@ def test_default_steps_grow_with_the_size_and_padding_stays_bounded(largest: int
     assert all(ladder.fit(n) - n <= max(7, n // 16) for n in range(1, largest + 1))
 
 
-def test_default_ladder_up_to_256_has_35_sizes() -> None:
-    assert default_ladder(256).sizes == (1, 2, 4, 8, *range(16, 257, 8))
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_an_aligned_ladder_may_exceed_the_largest_asked_for(ranks: int) -> None:
-    assert default_ladder(5, ranks).largest == -(-5 // ranks) * ranks
-
-
 @pytest.mark.parametrize("sizes", [(), (0, 1), (2, 1), (1, 1), (1, 2.0), (True, 2)])
 def test_sizes_that_make_no_ladder_are_refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(BadLadder):

@@ -16,7 +16,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import MOST_RAGGED, StepPlan
-from tests.amd.runtime.stepping import small_problem
+from tests.amd.worlds.problems import small_problem
 
 CPU = torch.device("cpu")
 ROOM = 64

@@ -33,8 +33,8 @@ from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Part
 from tests.amd.external.engines import SGLang
 from tests.amd.graphs.small_models import Requests, Tiny, same, serve
-from tests.amd.runtime.sparse_world import SparseWorld, indexer, layer
-from tests.amd.runtime.stepping import small_problem
+from tests.amd.worlds.problems import indexer, layer, small_problem
+from tests.amd.worlds.world import World
 
 OPS = torch.ops.rocm_attn
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.nightly)  # compiles C++ on a CPU
@@ -376,7 +376,7 @@ def test_a_latent_layers_v_stays_part_of_k(device: torch.device) -> None:
 def test_layers_that_select_keys_are_operations_too(graphs: bool, device: torch.device) -> None:
     indexing = Indexing(0.25, top=5)
     problems = [layer(indexer(indexing)), layer(EarlierSelection(indexing)), layer()]
-    world = SparseWorld(problems, device)
+    world = World.selecting(problems, device)
     calls = compiled_layers(world.runtime)
 
     def forward(step: Part) -> Tensor:

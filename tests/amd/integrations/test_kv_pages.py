@@ -13,7 +13,7 @@ from rocm_attn.integrations.kv_passport import KVPassport
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
 from rocm_attn.paging.index_spaces import Space
 from tests.amd.integrations.test_kv_transfer import Story, runtime_of, storages
-from tests.amd.runtime.stepping import small_problem
+from tests.amd.worlds.problems import small_problem
 
 
 def test_pages_are_sent_only_with_the_tokens_that_are_stored_in_them(device: torch.device) -> None:

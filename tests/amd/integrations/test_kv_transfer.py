@@ -26,8 +26,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.external.engines import VLLM, Engine, SGLang
-from tests.amd.runtime.sparse_world import indexer, layer
-from tests.amd.runtime.stepping import small_problem
+from tests.amd.worlds.problems import indexer, layer, small_problem
 
 FN, FNUZ = KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ
 POISON = 173

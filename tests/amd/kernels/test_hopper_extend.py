@@ -47,9 +47,9 @@ from tests.amd.kernels.attention_cases import (
 )
 from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
 from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
-from tests.amd.runtime.stepping import small_problem
 from tests.amd.runtime.token_stories import Story, Teller
 from tests.amd.tolerances import assert_attention_close
+from tests.amd.worlds.problems import small_problem
 
 pytestmark = OF_HOPPERS_KERNELS
 

@@ -19,8 +19,8 @@ from rocm_attn.providers.triton import TritonExtend
 from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM, TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
 from tests.amd.kernels.gpus import IS_HOPPER
-from tests.amd.runtime.stepping import small_problem
 from tests.amd.runtime.token_stories import Story, Teller
+from tests.amd.worlds.problems import small_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no other GPU has a kernel for prompts alone")]
 

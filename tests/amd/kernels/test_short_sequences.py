@@ -20,7 +20,8 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens, likely_q_len
 from rocm_attn.providers.select import Selection, select
 from tests.amd.graphs.small_models import Requests, Tiny
-from tests.amd.runtime.stepping import World, small_problem
+from tests.amd.worlds.problems import small_problem
+from tests.amd.worlds.world import World
 
 BF16 = torch.bfloat16
 # Three sequences, one with many more new tokens than the mean, by which the tiles are chosen.

@@ -69,7 +69,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.kernels.launches_of_tensors import of_pack_mask
-from tests.amd.runtime.stepping import padded_to
+from tests.amd.worlds.world import padded_to
 
 SMALL_POOL_BYTES = 64 << 20
 # Above this Triton can no longer assume that an offset fits 32 bits, and generates other code.

@@ -17,7 +17,8 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from tests.amd.runtime.stepping import World, small_problem
+from tests.amd.worlds.problems import small_problem
+from tests.amd.worlds.world import World
 
 # Left out under the interpreter by day: no Triton kernel runs here, and the host stage runs it every time.
 pytestmark = pytest.mark.fast(interpreted=0)
@@ -82,14 +83,6 @@ def test_a_bad_tensor_is_named_and_the_step_goes_on(world: World, argument: str,
     world.runtime.end_step()
 
 
-def test_lse_of_the_wrong_shape_is_named(world: World) -> None:
-    step = world.runtime.step(world.batch(world.requests, [1, 1])).parts[0]
-    q, k, v = world.qkv(world.problems[0], step)
-    with pytest.raises(BadTensor, match="lse has shape"):
-        step.layers.store_and_attend(0, q, k, v, torch.empty_like(q), torch.empty(3))
-    world.runtime.end_step()
-
-
 def test_a_layer_that_does_not_exist_is_named(world: World) -> None:
     step = world.runtime.step(world.batch(world.requests, [1, 1])).parts[0]
     _, k, v = world.qkv(world.problems[0], step)
@@ -116,16 +109,6 @@ def test_calls_out_of_order_are_refused(world: World) -> None:
     with pytest.raises(WrongState, match="no step"):
         world.runtime.gate.fill()
     world.step(world.requests, [1, 1])
-
-
-def test_the_layers_of_an_earlier_step_are_refused(world: World) -> None:
-    earlier = world.runtime.step(world.batch(world.requests, [1, 1])).parts[0]
-    rows = torch.zeros(len(earlier.token_ids), 2, 16, device=world.runtime.device)
-    world.runtime.end_step()
-    world.runtime.step(world.batch(world.requests, [3, 2]))
-    with pytest.raises(WrongState, match="the step of these layers has ended"):
-        earlier.layers.store(0, rows, rows)
-    world.runtime.end_step()
 
 
 def test_the_layers_of_an_earlier_step_of_the_same_plan_are_refused(world: World) -> None:
@@ -158,17 +141,6 @@ def test_a_pool_that_cannot_be_is_refused(device: torch.device) -> None:
         build([small_problem()], num_pages=2**30)
     with pytest.raises(CapacityExceeded, match="max_num_seqs"):
         build([small_problem()], max_num_seqs=0)
-
-
-def test_capture_sizes_that_make_no_ladder_are_refused(device: torch.device) -> None:
-    for sizes in ([], [0], [4, 2]):
-        with pytest.raises(BadSetting, match="capture_sizes"):
-            World.build([small_problem()], device, PROVIDER, capture_sizes=sizes)
-
-
-def test_no_capture_sizes_say_how_to_do_without_graphs() -> None:
-    with pytest.raises(BadSetting, match=r"capture_sizes is empty.*build the StepRunner with recorder=None"):
-        RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=8, capture_sizes=())
 
 
 @pytest.mark.parametrize("name", ["deterministic", "shared_prefixes", "split_steps"])
@@ -204,14 +176,6 @@ def test_pages_of_more_tokens_than_a_gpu_serves_are_refused_on_a_cpu_too() -> No
             device="cpu",
         )
     assert all("page_size 256 is outside 1..128" in reason for reason in caught.value.reasons)
-
-
-def test_a_choice_that_cannot_serve_lists_every_reason() -> None:
-    problem = Problem(192, 1, 640, torch.bfloat16, 256, v_head_dim=640, scale=0.1)
-    with pytest.raises(Unsupported) as caught:
-        select(problem, known_target("gfx942"), "triton")
-    for reason in ("head_dim 640", "v_head_dim 640", "page_size 256", "192 query heads"):
-        assert any(reason in line for line in caught.value.reasons), reason
 
 
 def test_triton_on_a_plain_cpu_says_which_archs_it_serves() -> None:

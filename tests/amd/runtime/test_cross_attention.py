@@ -1,4 +1,4 @@
-"""Cross-attention: a second runtime holds the encoder's KV, which is stored once and only attended to afterwards."""
+"""Layers that attend to K and V which they did not store: an encoder's, in a second runtime, or another layer's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch
 from rocm_attn.oracle.reference import attend_sequence
-from tests.amd.runtime.stepping import Request, World, providers, small_problem
 from tests.amd.tolerances import assert_attention_close
+from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.world import Request, World
 
 CROSS = replace(small_problem(has_sinks=True), causal=False)
 
@@ -84,3 +85,29 @@ def test_a_prompt_that_is_longer_than_the_encoder_goes_in_chunks(device: torch.d
         step.layers.attend(0, q[part], out[part])
         world.runtime.end_step()
     assert_attention_close(out, want, torch.float32)
+
+
+# the runtime's layers: one with a window and one without, each storing K and V
+STORING = [small_problem(window_left=6), small_problem()]
+
+# the model's layers: the layers whose K and V they read; only the first two store any
+READS = (0, 1, 1, 0, 1)
+
+
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("provider", providers())
+def test_a_layer_that_stores_nothing_sees_what_another_stored(provider: str, device: torch.device) -> None:
+    world = World.build(STORING, device, provider)
+    old, new = world.admit(), world.admit()
+    for requests, q_len in (([old], [9]), ([old, new], [1, 12]), ([new, old], [1, 1]), ([old, new], [3, 1])):
+        batch = world.batch(requests, q_len)
+        step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(4))).parts[0]
+        for layer, read in enumerate(READS):
+            q, k, v = world.qkv(STORING[read], step)
+            if layer < len(STORING):
+                world.remember(layer, requests, q_len, k, v)
+                step.layers.store(layer, k, v)
+            out = torch.full_like(q, float("nan"))
+            step.layers.attend(read, q, out)
+            world.check(read, requests, q_len, q, out, None)
+        world.runtime.end_step()

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
 from rocm_attn.step.memory import DeviceStep
@@ -37,9 +36,8 @@ class Decoding:
     @classmethod
     def begin(cls, device: torch.device) -> Decoding:
         tiny = Tiny.build(device, "triton", [4])
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device))
-        requests = Requests(tiny.runtime)
-        requests.admit(3)
+        runner = tiny.runner()
+        requests = tiny.admitted(3)
         requests.run(runner, [5, 2, 7])
         requests.run(runner, [1, 1, 1])
         torch.cuda.synchronize(device)
@@ -164,9 +162,8 @@ def test_a_step_outlives_its_runtime(undelayed: list[Tensor], device: torch.devi
 
     def prefilled() -> tuple[StepRunner, Requests]:
         tiny = Tiny.build(device, "triton", [4])
-        requests = Requests(tiny.runtime)
-        requests.admit(3)
-        runner = StepRunner(tiny.runtime, tiny.forward, None)
+        requests = tiny.admitted(3)
+        runner = tiny.runner(graphs=False)
         requests.run(runner, [5, 2, 7])
         requests.run(runner, [1, 1, 1])
         return runner, requests

@@ -16,8 +16,8 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from tests.amd.kernels.matrix_unit import use_matrix_unit
-from tests.amd.runtime.stepping import deterministic_providers, small_problem
 from tests.amd.runtime.token_stories import Story, Teller, Told, same_bits
+from tests.amd.worlds.problems import deterministic_providers, small_problem
 
 # Under the interpreter a segment has 64 keys, on a GPU 512 or more, with torch 128.
 NUM_TOKENS = 150
@@ -154,21 +154,6 @@ def test_a_sequence_gives_the_same_bits_in_every_way(
 
 @pytest.mark.fast(interpreted=0)
 @both
-def test_every_chunk_size_gives_the_same_bits(provider: str, device: torch.device) -> None:
-    problem = small_problem(3, num_q_heads=4, num_kv_heads=4)
-    story = Story.random(problem, 90, 2)
-    teller = Teller(device, provider, problem)
-    alone = teller.tell(teller.begin(story), (90,))
-    for chunk in (2, 5, 8, 13, 21, 34, 55, 89) if provider == "torch" or device.type == "cuda" else (34, 89):
-        told = teller.begin(story)
-        while told.num_told < 90:
-            teller.step([(told, min(chunk, 90 - told.num_told))])
-        assert same_bits(told, alone), f"chunks of {chunk} tokens"
-        teller.free(told)
-
-
-@pytest.mark.fast(interpreted=0)
-@both
 def test_the_log_sum_exp_that_is_not_asked_for_changes_no_output(provider: str, device: torch.device) -> None:
     problem = small_problem(has_sinks=True)
     teller = Teller(device, provider, problem)
@@ -213,19 +198,6 @@ def test_a_provider_without_such_kernels_is_refused(provider: str, arch: str, re
     with pytest.raises(Unsupported, match=f"no deterministic kernel of provider '{provider}' serves decode") as refused:
         select(small_problem(16), known_target(arch), provider, deterministic=True)
     assert any(reason in line for line in refused.value.reasons)
-
-
-@pytest.mark.fast(interpreted=0)
-@both
-def test_graphs_of_the_two_modes_have_keys_of_their_own(provider: str, device: torch.device) -> None:
-    keys = []
-    for deterministic in (False, True):
-        teller = Teller(device, provider, small_problem(), deterministic=deterministic, graphs=True)
-        assert all(each.deterministic == deterministic for each in teller.runtime.selections)
-        teller.tell(teller.begin(Story.random(teller.problem, 5, 4)), (4, 1))
-        keys.append({bucket.key for bucket in teller.runner.capture_report().buckets})
-    assert keys[0]
-    assert not keys[0] & keys[1]
 
 
 # Layers of real models; long enough for several segments of the GPU's tiles.

@@ -15,29 +15,29 @@ from torch import Tensor
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor, DeviceFault, Unsupported
 from rocm_attn.providers.contract import LayerKernel
-from tests.amd.graphs.small_models import Requests, Tiny
-from tests.amd.guards.serving import Serving
-from tests.amd.runtime.stepping import Request, providers
+from tests.amd.graphs.small_models import Tiny
+from tests.amd.worlds.bounds import run_within_bounds
+from tests.amd.worlds.problems import providers
+from tests.amd.worlds.world import Request, World
 
 pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
-def ints(values: Sequence[int], like: Serving) -> Tensor:
+def ints(values: Sequence[int], like: World) -> Tensor:
     """Returns int32 on the device of a runtime."""
     return torch.tensor(values, dtype=torch.int32, device=like.runtime.device)
 
 
 def serving_with_prompts(
     provider: str, device: torch.device, prompts: Sequence[int], *, graphs: bool
-) -> tuple[Serving, list[Request]]:
+) -> tuple[World, list[Request]]:
     """Returns requests with these prompts; their later steps may be replayed, at one padded shape of each kind."""
-    serving = Serving(device, graphs=graphs, provider=provider, capture_tokens=(32,), num_pages=120)
-    requests = serving.admit(len(prompts))
+    serving = World.one_layer(device, graphs=graphs, provider=provider, capture_tokens=(32,), num_pages=120)
+    requests = serving.admit_all(len(prompts))
     serving.step(requests, prompts)
     return serving, requests
 
@@ -47,14 +47,13 @@ def test_decode_steps_take_kv_lengths_from_the_device(provider: str, graphs: boo
     """The host is one to seven tokens ahead; the bucket and the graph are those of ordinary decode steps."""
     serving, requests = serving_with_prompts(provider, device, [5, 2, 9], graphs=graphs)
     for room in ([1, 1, 1], [0, 3, 0], [7, 0, 2]):
-        serving.run_within_bounds(
+        run_within_bounds(
+            serving,
             requests,
             [1, 1, 1],
             kv_room=room,
-            q_room=[0, 0, 0],
-            inputs=lambda kv_len: DeviceInputs(kv_len=ints(kv_len, serving)),
         )
-        serving.check(requests, [1, 1, 1])
+        serving.check_step(requests, [1, 1, 1])
         serving.step(requests, [1, 1, 1])
     serving.runtime.check_device()
     counters = serving.runner.counters
@@ -68,33 +67,20 @@ def test_accepted_drafts_are_counted_on_the_device(provider: str, graphs: bool, 
     for q_len in ([4, 1, 2, 3], [0, 4, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [4, 4, 4, 4]):
         room = [4 - new for new in q_len]
         taken = ints(q_len, serving)
-        serving.run_within_bounds(
+        run_within_bounds(
+            serving,
             requests,
             q_len,
             kv_room=room,
             q_room=room,
             inputs=lambda kv_len, taken=taken: DeviceInputs(kv_len=ints(kv_len, serving), q_len=taken),  # type: ignore[misc]
         )
-        serving.check(requests, q_len)
+        serving.check_step(requests, q_len)
         assert taken.tolist() == q_len
     serving.step(requests, [1, 1, 1, 1])
     serving.runtime.check_device()
     counters = serving.runner.counters
     assert counters.replays == (counters.steps if graphs else 0)
-
-
-def test_a_sequence_that_ended_on_the_device_takes_no_token(provider: str, device: torch.device) -> None:
-    serving, requests = serving_with_prompts(provider, device, [5, 2, 9], graphs=False)
-    for q_len in ([1, 0, 1], [0, 0, 1], [0, 0, 0]):
-        serving.run_within_bounds(
-            requests,
-            q_len,
-            kv_room=[1, 1, 1],
-            q_room=[1 - new for new in q_len],
-            inputs=lambda kv_len, q_len=q_len: DeviceInputs(kv_len=ints(kv_len, serving), q_len=ints(q_len, serving)),  # type: ignore[misc]
-        )
-        serving.check(requests, q_len)
-    serving.runtime.check_device()
 
 
 @dataclass(frozen=True)
@@ -130,7 +116,8 @@ def test_lengths_of_the_device_give_bitwise_what_the_hosts_give(
     for on_device in (False, True):
         serving, requests = serving_with_prompts(provider, device, case.prompts, graphs=False)
         if on_device:
-            serving.run_within_bounds(
+            run_within_bounds(
+                serving,
                 requests,
                 case.q_len,
                 kv_room=case.kv_room,
@@ -141,7 +128,7 @@ def test_lengths_of_the_device_give_bitwise_what_the_hosts_give(
             )
         else:
             serving.run(requests, case.q_len)
-        serving.check(requests, case.q_len)
+        serving.check_step(requests, case.q_len)
         serving.runtime.check_device()
         outs.append((serving.num_padded, serving.out[: serving.num_padded].clone(), serving.lse.nan_to_num()))
     assert outs[0][0] == outs[1][0] == 32
@@ -173,7 +160,7 @@ def test_no_value_on_the_device_leads_out_of_what_was_reserved(
         NO_TOKEN_IDS,
         inputs=DeviceInputs(kv_len=ints(kv_len, serving), q_len=ints(q_len, serving)),
     )
-    for rows in (serving.q, serving.k, serving.v):
+    for rows in vars(serving.rows[0]).values():
         rows.zero_()
     serving.runner.run(batch)
     fits = all(0 <= new <= bound and new <= kv <= 8 for kv, new, bound in zip(kv_len, q_len, (3, 2), strict=True))
@@ -192,9 +179,8 @@ def test_token_ids_come_from_the_device(provider: str, graphs: bool, device: tor
     outs = []
     for on_device in (False, True):
         tiny = Tiny.build(device, provider, [4])
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device) if graphs else None)
-        requests = Requests(tiny.runtime)
-        requests.admit(3)
+        runner = tiny.runner(graphs=graphs)
+        requests = tiny.admitted(3)
         rows = [requests.run(runner, [4, 2, 7])]
         sampled = torch.zeros(3, dtype=torch.int32, device=tiny.runtime.device)
         for _ in range(3):
@@ -215,8 +201,7 @@ def verified(tiny: Tiny, runner: StepRunner, prompt: int, num_seqs: int) -> tupl
 
     The host's bounds are as loose as they may be: the last of four tokens would be one past the end.
     """
-    requests = Requests(tiny.runtime)
-    requests.admit(num_seqs)
+    requests = tiny.admitted(num_seqs)
     requests.run(runner, [prompt] * num_seqs)
     kv_len = [prompt + 1] * num_seqs
     for row in requests.rows:
@@ -240,7 +225,7 @@ def test_a_graph_for_lengths_on_the_device_is_checked_on_other_requests(
     found = []
     for graphs in (False, True):
         tiny = Tiny.build(device, provider, [4], (16,), max_num_seqs=max_num_seqs)
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device) if graphs else None)
+        runner = tiny.runner(graphs=graphs)
         found.append(verified(tiny, runner, 11, 3))
         assert runner.counters.graphs_off == ""
         assert runner.counters.replays == (1 if graphs and max_num_seqs > 3 else 0)
@@ -282,8 +267,8 @@ def test_new_tokens_that_the_device_leaves_out_leave_no_gap(provider: str, devic
 
 def test_token_ids_after_what_the_device_takes_are_zero(provider: str, device: torch.device) -> None:
     """Ids of drafts that were not taken would be looked up in the embedding."""
-    serving = Serving(device, graphs=False, provider=provider)
-    rows = np.array([request.row for request in serving.admit(2)], np.int32)
+    serving = World.one_layer(device, graphs=False, provider=provider)
+    rows = np.array([request.row for request in serving.admit_all(2)], np.int32)
     most = np.array([3, 3], np.int32)
     serving.runtime.table.reserve_all(rows, most)
     # The tokens that the device does not take lie before the new tokens.
@@ -308,14 +293,14 @@ def test_a_step_without_sequences_may_have_inputs_on_the_device(provider: str, d
     serving, requests = serving_with_prompts(provider, device, [5, 2], graphs=False)
     nothing = ints([], serving)
     inputs = DeviceInputs(kv_len=nothing, q_len=nothing, token_ids=nothing)
-    serving.run_within_bounds([], [], kv_room=[], q_room=[], inputs=lambda kv_len: inputs)
-    serving.check([], [])
+    run_within_bounds(serving, [], [], kv_room=[], q_room=[], inputs=lambda kv_len: inputs)
+    serving.check_step([], [])
     serving.step(requests, [1, 1])
     serving.runtime.check_device()
 
 
 def test_tensors_that_do_not_fit_the_step_are_refused(provider: str, device: torch.device) -> None:
-    serving = Serving(device, graphs=False, provider=provider)
+    serving = World.one_layer(device, graphs=False, provider=provider)
     lengths = ints([1, 1], serving)
     with pytest.raises(BadTensor, match=r"q_len is a torch.int64 tensor of shape"):
         DeviceInputs(q_len=lengths.long())
@@ -332,9 +317,9 @@ def test_tensors_that_do_not_fit_the_step_are_refused(provider: str, device: tor
 
 
 def test_tensors_of_another_device_are_refused_before_the_step_begins(provider: str, device: torch.device) -> None:
-    serving = Serving(device, graphs=False, provider=provider)
-    requests = serving.admit(1)
-    batch = serving.world.batch(requests, [1])
+    serving = World.one_layer(device, graphs=False, provider=provider)
+    requests = serving.admit_all(1)
+    batch = serving.batch(requests, [1])
     elsewhere = DeviceInputs(kv_len=torch.empty(1, dtype=torch.int32, device="meta"))
     for _ in range(2):
         with pytest.raises(BadTensor, match="the step's lengths or token ids are on meta; the runtime is on"):
@@ -343,16 +328,16 @@ def test_tensors_of_another_device_are_refused_before_the_step_begins(provider: 
 
 
 def test_a_kernel_that_must_know_lengths_on_the_host_is_named(provider: str, device: torch.device) -> None:
-    serving = Serving(device, graphs=False, provider=provider)
+    serving = World.one_layer(device, graphs=False, provider=provider)
     (selection,) = serving.runtime.selections
     needy = {
         kind: LayerKernel(replace(kernel.row, needs_host_lengths=True), kernel.bound)
         for kind, kernel in selection.kernels.items()
     }
     serving.runtime.gate.planner._selections = (replace(selection, kernels=needy),)
-    requests = serving.admit(1)
+    requests = serving.admit_all(1)
     serving.step(requests, [1])
-    batch = serving.world.batch(requests, [1])
+    batch = serving.batch(requests, [1])
     for _ in range(2):
         with pytest.raises(Unsupported, match=f"{provider}.decode cannot run with the lengths of a step on"):
             serving.runtime.stage(replace(batch, inputs=DeviceInputs(kv_len=ints([2], serving))))

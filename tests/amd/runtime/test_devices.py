@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.step_runner import StepRunner
-from tests.amd.runtime.stepping import World, small_problem
-from tests.amd.runtime.test_step_runner import Model, serve
+from tests.amd.graphs.small_models import Tiny, come_and_go, same
+from tests.amd.worlds.problems import small_problem
+from tests.amd.worlds.world import World
 
 pytestmark = pytest.mark.gpu
 
@@ -24,13 +23,12 @@ def test_a_runtime_works_on_a_gpu_that_is_not_the_current_one(provider: str) -> 
         world.step(requests, [1, 1, 1])
         outs = []
         for graphs in (False, True):
-            model = Model.build(device, provider, [1, 2, 4, 8])
-            runner = StepRunner(model.runtime, model.forward, recorder_for(device) if graphs else None)
-            outs.append(serve(model, runner, [3, 5, 1]))
+            tiny = Tiny.build(device, provider)
+            runner = tiny.runner(graphs=graphs)
+            outs.append(come_and_go(runner, tiny.runtime, [3, 5, 1]))
         assert torch.cuda.current_device() == 0
-    for eager, replayed in zip(*outs, strict=True):
-        assert eager.device == device
-        assert torch.equal(eager, replayed)
+    assert all(out.device == device for out in outs[0])
+    assert same(*outs)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

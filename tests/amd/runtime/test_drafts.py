@@ -14,20 +14,20 @@ from rocm_attn.batch.mask import StepMask
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadBatch, BadTensor, CapacityExceeded, DeviceFault, Unsupported, WrongState
-from tests.amd.runtime.drafting import Round, begin_round, run_round
-from tests.amd.runtime.stepping import World, providers, small_problem
+from rocm_attn.errors import BadBatch, BadTensor, DeviceFault, Unsupported, WrongState
+from tests.amd.worlds.drafting import DraftWorld
+from tests.amd.worlds.problems import providers, small_problem
 
 pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
 
 
 def world_of(
     provider: str, device: torch.device, branches: int, *, page_size: int = 4, window_left: int = -1, swa: bool = False
-) -> World:
+) -> DraftWorld:
     """Two layers; the second may have a window and a separate pool."""
     problem = small_problem(page_size, custom_mask=branches > 1)
     problems = [problem, replace(problem, window_left=window_left)]
-    return World.build(
+    return DraftWorld.build(
         problems,
         device,
         provider,
@@ -36,6 +36,17 @@ def world_of(
         swa_kept=16 if swa else 0,
         max_kv_len=48,
     )
+
+
+@pytest.mark.fast(interpreted=2)
+@pytest.mark.parametrize("branches", [1, 2])
+def test_a_round_of_two_sequences(provider: str, branches: int, device: torch.device) -> None:
+    """A round in short, for the interpreter of every run."""
+    world = world_of(provider, device, branches, page_size=2)
+    requests = world.admit_all(2)
+    world.step(requests, [3, 1])
+    world.step_round(requests, Drafts(branches, 2))
+    world.runtime.check_device()
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
@@ -47,8 +58,8 @@ def test_drafts_see_their_prefix_their_ancestors_and_themselves(
     world = world_of(provider, device, branches, page_size=page_size)
     requests = [world.admit() for _ in range(3)]
     world.step(requests, [5, 1, 8])
-    for seed, steps in enumerate([3, 1, 2]):
-        run_round(world, requests, Round.drawn(Drafts(branches, steps), 3, seed))
+    for steps in (3, 1, 2):
+        world.step_round(requests, Drafts(branches, steps))
         world.step(requests, [1, 2, 1])
     world.runtime.check_device()
     assert world.page_zero_is_zero()
@@ -59,7 +70,7 @@ def test_lengths_on_the_device_move_drafts_and_nothing_else(branches: int, provi
     world = world_of(provider, device, branches)
     requests = [world.admit() for _ in range(3)]
     world.step(requests, [5, 1, 8])
-    run_round(world, requests, replace(Round.drawn(Drafts(branches, 2), 3, 0), room=[3, 0, 7], pad_to=5))
+    world.step_round(requests, Drafts(branches, 2), pad_to=5, room=[3, 0, 7])
     world.step(requests, [1, 1, 1])
     world.runtime.check_device()
 
@@ -70,10 +81,10 @@ def test_a_round_runs_as_two_halves_in_turn(branches: int, provider: str, device
     world = world_of(provider, device, branches)
     requests = [world.admit() for _ in range(3)]
     world.step(requests, [5, 1, 8])
-    round_ = replace(Round.drawn(Drafts(branches, 2), 3, 0), halves=True)
-    run_round(world, requests, round_)
-    run_round(world, requests[:1], replace(round_, parents=[p[:1] for p in round_.parents]))
-    run_round(world, requests, replace(round_, room=[0, 2, 1]))
+    drafts = Drafts(branches, 2)
+    world.step_round(requests, drafts, halves=True)
+    world.step_round(requests[:1], drafts, halves=True)
+    world.step_round(requests, drafts, halves=True, room=[0, 2, 1])
     world.step(requests, [1, 1, 1])
     world.runtime.check_device()
 
@@ -90,8 +101,8 @@ def test_windows_count_back_from_the_depth_of_a_draft(
     world = world_of(provider, device, branches, window_left=window_left, swa=swa)
     requests = [world.admit() for _ in range(2)]
     world.step(requests, [9, 3])
-    for seed in range(2):
-        run_round(world, requests, Round.drawn(Drafts(branches, 4), 2, seed))
+    for _ in range(2):
+        world.step_round(requests, Drafts(branches, 4))
         world.step(requests, [2, 1])
     world.runtime.check_device()
 
@@ -103,7 +114,7 @@ def test_a_parent_that_no_branch_is_is_told(wrong: int, provider: str, device: t
     requests = [world.admit() for _ in range(3)]
     world.step(requests, [5, 1, 8])
     for late in (1, 2, 0):
-        batch = begin_round(world, requests, Round(drafts, []))
+        batch = world.round_batch(requests, drafts)
         round_ = world.runtime.step(batch, world.runtime.plan(batch, PadTo(5)))
         for number in (1, 2):
             parents = torch.zeros(5, 2, dtype=torch.int32, device=world.runtime.device)
@@ -119,9 +130,8 @@ def test_a_parent_that_no_branch_is_is_told(wrong: int, provider: str, device: t
 
 def test_a_round_without_sequences_is_legal(provider: str, device: torch.device) -> None:
     world = world_of(provider, device, 2)
-    round_ = Round(Drafts(2, 3), [[], [], []])
-    run_round(world, [], round_)
-    run_round(world, [], replace(round_, halves=True))
+    world.step_round([], Drafts(2, 3))
+    world.step_round([], Drafts(2, 3), halves=True)
     world.runtime.check_device()
 
 
@@ -165,7 +175,7 @@ def test_a_draft_step_waits_for_its_parents(provider: str, device: torch.device)
     world = world_of(provider, device, 2)
     request = world.admit()
     world.step([request], [5])
-    drafts = world.runtime.step(begin_round(world, [request], Round(Drafts(2, 3), []))).parts
+    drafts = world.runtime.step(world.round_batch([request], Drafts(2, 3))).parts
     q, k, v = world.qkv(world.problems[0], drafts[0])
     out = torch.zeros_like(q)
     with pytest.raises(WrongState, match=r"call set_parents\(\) or keep_branches\(\)"):
@@ -204,13 +214,3 @@ def test_a_round_stays_within_what_was_reserved_for_it(provider: str, device: to
     with pytest.raises(DeviceFault, match="a length on the device was outside"):
         runtime.check_device()
     world.step([one, other], [1, 1])
-
-
-def test_drafts_beyond_a_rows_width_are_refused_before_anything_is_published(
-    provider: str, device: torch.device
-) -> None:
-    world = world_of(provider, device, 1)
-    request = world.admit()
-    world.step([request], [40])
-    with pytest.raises(CapacityExceeded):
-        begin_round(world, [request], Round(Drafts(1, 9), []))

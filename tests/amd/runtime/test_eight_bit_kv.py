@@ -14,8 +14,8 @@ from rocm_attn.problem import KVEncoding, PoolKind, Scales
 from rocm_attn.providers.contract import Limits
 from rocm_attn.providers.select import select
 from rocm_attn.step.kv_scales import KVScales
-from tests.amd.guards.serving import Serving
-from tests.amd.runtime.stepping import World, deterministic_providers, providers, small_problem
+from tests.amd.worlds.problems import deterministic_providers, providers, small_problem
+from tests.amd.worlds.world import World
 
 ENCODINGS = [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ, KVEncoding.E5M2]
 EVERY_SCALES = [Scales.LAYER, Scales.HEAD, Scales.TOKEN]
@@ -52,11 +52,11 @@ def given(scales: Scales) -> KVScales:
     )
 
 
-def serve(serving: Serving) -> None:
+def serve(serving: World) -> None:
     """Requests that begin, go on in chunks, decode, and leave, with pads."""
     if serving.problem.kv_scales is not Scales.TOKEN:
         serving.runtime.set_kv_scales(0, given(serving.problem.kv_scales))
-    requests = serving.admit(3)
+    requests = serving.admit_all(3)
     serving.step(requests, [9, 1, 4])
     serving.step(requests, [3, 1, 7])
     for pad_to in (None, 8):
@@ -73,7 +73,7 @@ def test_steps_read_what_steps_have_quantised(
     graphs: bool, provider: str, scales: Scales, encoding: KVEncoding, device: torch.device
 ) -> None:
     problem = small_problem(kv_encoding=encoding, kv_scales=scales, has_sinks=False)
-    serving = Serving(device, graphs=graphs, provider=provider, problem=problem)
+    serving = World.one_layer(device, graphs=graphs, provider=provider, problem=problem)
     serve(serving)
     assert (serving.runner.counters.replays > 0) == graphs
 
@@ -83,7 +83,7 @@ def test_steps_read_what_steps_have_quantised(
 @pytest.mark.parametrize("provider", deterministic_providers())
 def test_deterministic_steps_read_eight_bits_too(provider: str, scales: Scales, device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=scales)
-    serving = Serving(device, graphs=False, provider=provider, problem=problem, deterministic=True)
+    serving = World.one_layer(device, graphs=False, provider=provider, problem=problem, deterministic=True)
     serve(serving)
 
 
@@ -139,8 +139,8 @@ def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
 @each_provider
 def test_graphs_use_factors_that_were_given_after_they_were_made(provider: str, device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD)
-    serving = Serving(device, graphs=True, provider=provider, problem=problem)
-    requests = serving.admit(2)
+    serving = World.one_layer(device, graphs=True, provider=provider, problem=problem)
+    requests = serving.admit_all(2)
     serving.step(requests, [3, 1])
     serving.step(requests, [1, 1])
     captured = serving.runner.counters.captures
@@ -148,7 +148,7 @@ def test_graphs_use_factors_that_were_given_after_they_were_made(provider: str, 
         serving.runtime.set_kv_scales(0, given(Scales.HEAD))
     serving.free(*requests)
     serving.runtime.set_kv_scales(0, given(Scales.HEAD))
-    requests = serving.admit(2)
+    requests = serving.admit_all(2)
     serving.step(requests, [3, 1])
     serving.step(requests, [1, 1])
     assert serving.runner.counters.captures == captured
@@ -156,7 +156,7 @@ def test_graphs_use_factors_that_were_given_after_they_were_made(provider: str, 
 
 def test_factors_that_no_code_can_be_divided_by_are_refused_and_change_nothing(device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD)
-    runtime = Serving(device, graphs=False, provider=providers()[0], problem=problem).runtime
+    runtime = World.one_layer(device, graphs=False, provider=providers()[0], problem=problem).runtime
     refused: list[tuple[KVScales, str]] = [
         (KVScales(torch.tensor([1.0, 0.0]), torch.ones(2)), r"k of layer 0 are \[1.0, 0.0\]; each must be a positive"),
         (KVScales(torch.ones(2), torch.tensor([1.0, float("nan")])), "v of layer 0 are"),
@@ -173,19 +173,19 @@ def test_factors_that_no_code_can_be_divided_by_are_refused_and_change_nothing(d
     with pytest.raises(BadTensor, match="layer 1 does not exist"):
         runtime.set_kv_scales(1, KVScales(1.0, 1.0))
     latent = replace(problem, num_kv_heads=1, v_head_dim=8, pool=PoolKind.LATENT, kv_scales=Scales.LAYER)
-    runtime = Serving(device, graphs=False, provider="torch", problem=latent).runtime
-    with pytest.raises(BadTensor, match="its V is a part of its K, so give the same for both"):
+    runtime = World.one_layer(device, graphs=False, provider="torch", problem=latent).runtime
+    with pytest.raises(BadTensor, match="its V is a part of its K, so give both the same"):
         runtime.set_kv_scales(0, KVScales(2.0**-5, 2.0**-11))
     runtime.set_kv_scales(0, KVScales(2.0**-5, 2.0**-5))
     of_tokens = replace(problem, kv_scales=Scales.TOKEN)
-    runtime = Serving(device, graphs=False, provider=providers()[0], problem=of_tokens).runtime
-    with pytest.raises(BadTensor, match="a scale for each token and KV head; scales can be set only by"):
+    runtime = World.one_layer(device, graphs=False, provider=providers()[0], problem=of_tokens).runtime
+    with pytest.raises(BadTensor, match="a scale for each token and KV head; only factors of a layer"):
         runtime.set_kv_scales(0, KVScales(1.0, 1.0))
 
 
 def test_factors_of_a_checkpoint_are_doubled_where_its_codes_are_worth_half(device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.LAYER)
-    runtime = Serving(device, graphs=False, provider=providers()[0], problem=problem).runtime
+    runtime = World.one_layer(device, graphs=False, provider=providers()[0], problem=problem).runtime
     runtime.set_kv_scales(0, KVScales(0.25, torch.tensor(0.5), made_for=KVEncoding.E4M3FN))
     pages = runtime.pool.layer(0)
     assert pages.k_scale is not None

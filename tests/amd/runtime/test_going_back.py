@@ -20,8 +20,8 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
-from tests.amd.guards.serving import Serving
-from tests.amd.runtime.stepping import Request, World, providers, small_problem, take_back
+from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.world import Request, World, take_back
 
 each_provider = pytest.mark.parametrize("provider", providers())
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -119,33 +119,6 @@ def test_who_holds_its_pages_alone_again_goes_back_freely(provider: str, freed: 
 
 @pytest.mark.fast(interpreted=0)
 @each_provider
-def test_tokens_after_what_is_shared_are_taken_back_freely(provider: str, device: torch.device) -> None:
-    """They are drafts of both sides, in a page that both began in."""
-    world = World.build([small_problem()], device, provider)
-    parent, child = family(world, 6, 6)
-    for _ in range(3):
-        world.step([parent, child], [4, 3])
-        take_back(parent, 4)
-        take_back(child, 2)
-    world.step([parent, child], [1, 1])
-
-
-@each_provider
-def test_a_parent_goes_on_in_a_page_whose_first_tokens_it_shares(provider: str, device: torch.device) -> None:
-    """Pages were reserved before the fork, so no page is copied: the child's tokens lie before the parent's."""
-    world = World.build([small_problem()], device, provider)
-    parent = world.admit()
-    world.runtime.table.reserve(parent.row, 16)
-    world.step([parent], [7])
-    child = world.fork(parent, 5)
-    world.step([parent], [1])
-    world.step([parent, child], [1, 1])
-    take_back(parent, 4)
-    world.step([parent, child], [1, 1])
-
-
-@pytest.mark.fast(interpreted=0)
-@each_provider
 def test_both_spaces_keep_what_is_shared(provider: str, device: torch.device) -> None:
     problems = [small_problem(window_left=3), small_problem()]
     world = World.build(problems, device, provider, swa_pages=24, swa_kept=4)
@@ -216,15 +189,15 @@ def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool
 def test_a_length_on_the_device_does_not_lead_into_what_is_shared(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
-    serving = Serving(device, graphs=graphs, provider=provider, capture_tokens=(8,))
-    parent, other = serving.admit(2)
+    serving = World.one_layer(device, graphs=graphs, provider=provider, capture_tokens=(8,))
+    parent, other = serving.admit_all(2)
     serving.step([parent, other], [9, 3])
-    child = serving.world.fork(parent, 8)
-    batch = serving.world.batch([child, other], [2, 2])
+    child = serving.fork(parent, 8)
+    batch = serving.batch([child, other], [2, 2])
     kv_len = torch.tensor([8, 5], dtype=torch.int32, device=serving.runtime.device)
     lengths = DeviceInputs(kv_len=kv_len, q_len=torch.full_like(kv_len, 2))
     serving.run_batch([child, other], [2, 2], replace(batch, inputs=lengths))
-    serving.check([child, other], [2, 2])
+    serving.check_step([child, other], [2, 2])
     faults = []
     for _ in range(3):  # if a graph was made first, the batch was published twice
         try:
@@ -234,31 +207,6 @@ def test_a_length_on_the_device_does_not_lead_into_what_is_shared(
     assert faults
     assert all("let a step begin within the tokens that its row shares with another" in fault for fault in faults)
     serving.step([parent], [1])
-
-
-@pytest.mark.fast(interpreted=0)
-@each_provider
-@both_ways
-def test_lengths_on_the_device_go_back_where_the_other_row_is_gone(
-    provider: str, graphs: bool, device: torch.device
-) -> None:
-    serving = Serving(device, graphs=graphs, provider=provider, capture_tokens=(8,))
-    (parent,) = serving.admit(1)
-    serving.step([parent], [9])
-    child = serving.world.fork(parent, 9)
-    serving.free(parent)
-    take_back(child, 2)
-    serving.run_within_bounds(
-        [child],
-        [2],
-        kv_room=[2],
-        q_room=[0],
-        inputs=lambda kv_len: DeviceInputs(
-            kv_len=torch.tensor(kv_len, dtype=torch.int32, device=serving.runtime.device)
-        ),
-    )
-    serving.check([child], [2])
-    serving.runtime.check_device()
 
 
 class Fails(Exception):

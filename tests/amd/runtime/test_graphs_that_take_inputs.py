@@ -1,34 +1,36 @@
-"""Steps whose graph takes their inputs leave the same state as other steps, and refuse the same batches."""
+"""Steps whose graph takes their inputs: they leave what other steps leave, also after a launch that failed."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.mask import TreeMask
-from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
-from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.graphs import capture_shapes, recorder_for, takes_inputs
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, DeviceFault, GraphStale, WrongState
+from rocm_attn.hip_graphs.recorder import uncounted
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
-from rocm_attn.machine.agreement import alone
+from rocm_attn.kernels.metadata.slot_layout import MOST_RUNS, MOST_TAKEN
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.gate import StepGate
+from rocm_attn.step.gate import AGAIN, StepGate
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight
+from rocm_attn.step.publisher import STEPS_UNTIL_COMPARED, GraphRuns
 from rocm_attn.step.step import Part, Step
 from tests.amd.runtime.interrupts import every_line, interrupted_at
-from tests.amd.runtime.stepping import small_problem
+from tests.amd.runtime.test_interrupts import Counted
+from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.world import Request, World
 
 # Left out under the interpreter by day: the kernels are torch's, and the host stage runs it every time.
 pytestmark = pytest.mark.fast(interpreted=0)
@@ -140,18 +142,6 @@ def _left(served: Going) -> tuple[object, ...]:
         runtime.gate.last.batch.kv_len.tolist(),
         (counters.steps, counters.replays, counters.real_seqs, counters.padded_seqs),
     )
-
-
-def test_a_step_that_stores_its_tokens_once_more_is_right(ran: list[bool]) -> None:
-    served = Going()
-    ran.clear()
-    again = served.batch()
-    served.runner.run(again)
-    served.check(again, served.runner.run(again))  # its tokens are stored once more
-    assert ran == [True, True]
-    served.kv_len = again.kv_len
-    served.step()
-    served.runtime.check_device()
 
 
 def test_what_is_refused_is_refused_with_its_sentence_and_nothing_is_lost(ran: list[bool]) -> None:
@@ -279,28 +269,6 @@ def test_no_other_step_begins_within_one(begin: str, ran: list[bool]) -> None:
     served.runtime.check_device()
 
 
-def test_no_other_step_begins_within_one_that_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Going()
-    inner = served.batch()
-    last = served.runtime.gate.last
-    assert last is not None
-    (entry,) = served.runner._graph_of_plan.values()
-    replay, tried = entry.recording.replay, list[bool]()
-
-    def with_another() -> None:
-        with pytest.raises(WrongState, match="a step cannot begin, because a step was staged"):
-            served.runner.run(inner)
-        tried.append(True)
-        replay()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(entry.recording, "replay", with_another)
-        served.runner.run_again(last.batch)
-    assert tried == [True]
-    served.step()
-    served.runtime.check_device()
-
-
 @pytest.mark.parametrize("ask", ["check", "report", "report_own", "forget"])
 def test_the_device_is_not_asked_while_inputs_wait_for_their_graph(ask: str, ran: list[bool]) -> None:
     """The graph would run on the inputs of the step before it."""
@@ -347,24 +315,6 @@ def test_graphs_that_were_given_up_take_no_inputs_and_hold_no_outputs(ran: list[
     served.runtime.check_device()
 
 
-def test_a_step_from_another_device_is_right(ran: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Going()
-    ran.clear()
-    monkeypatch.setattr("rocm_attn.step.gate.is_current", lambda device: False)
-    served.step()
-    assert ran == [True]
-
-
-def test_a_step_that_may_not_store_does_not_run_again() -> None:
-    served = Going()
-    runtime = served.runtime
-    runtime.table.fork(int(served.rows[1]), int(served.kv_len[1]))
-    runtime.stage(StepBatch(served.rows, served.kv_len, np.ones(NUM_SEQS, np.int32), NO_TOKEN_IDS))
-    assert runtime.gate.stores.refusal
-    runtime.gate.abandon()
-    assert not served.runner.may_run_again
-
-
 def test_a_flight_recorder_is_told_of_a_step_and_of_what_broke_it_off(
     ran: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,36 +344,6 @@ def test_a_flight_recorder_is_told_of_a_step_and_of_what_broke_it_off(
     assert ran[-1]
     assert isinstance(told.failures[-1], GraphStale)
     assert told.noted[-1][1] == served.runner._pinned.epoch
-
-
-@pytest.mark.parametrize("apart", [5, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_flight_recorder_hears_of_no_refusal_and_no_interrupt_before_its_step(apart: int) -> None:
-    told, heard = Told(), 0
-    served = Going(told)
-
-    def step() -> None:
-        batch = served.batch()
-        served.runner.run(batch)
-        served.kv_len = batch.kv_len
-
-    for _ in every_line(step, apart, whole=4):
-        failures, told.failures = told.failures, []
-        assert len(failures) <= 1
-        heard += len(failures)
-        noted, told.noted = told.noted, told.noted[:1]
-        if failures:
-            assert len(noted) > 1
-        served.kv_len = served.runtime.table.tokens.stored_len[served.rows]
-        if served.kv_len.max() > MAX_KV_LEN - 10:
-            told.noted.clear()
-            served = Going(told)
-        for _ in range(2):
-            served.step()
-        told.noted = told.noted[:1]
-    assert heard
-    with pytest.raises(BadBatch):
-        served.runner.run(StepBatch(served.rows, served.kv_len + 2000, np.ones(NUM_SEQS, np.int32), NO_TOKEN_IDS))
-    assert not told.failures
 
 
 def test_a_fault_is_counted_and_told_once(ran: list[bool]) -> None:
@@ -480,43 +400,212 @@ def test_a_seal_that_was_renewed_has_a_graph_made_anew(ran: list[bool]) -> None:
         assert ran[-1]
 
 
-def test_ranks_that_agree_and_unusual_steps_are_right(ran: list[bool]) -> None:
-    served = Going()
-    ran.clear()
-    run, ones = served.runner.run, np.ones(NUM_SEQS, np.int32)
-    batch = served.batch()
-    served.check(batch, run(batch, PadTo(PADDED)))
-    served.kv_len = batch.kv_len
-    batch = served.batch()
-    inputs = DeviceInputs(token_ids=torch.from_numpy(batch.token_ids.copy()))
-    served.check(batch, run(StepBatch(served.rows, batch.kv_len, ones, NO_TOKEN_IDS, inputs=inputs)))
-    served.kv_len = batch.kv_len
-    apart = SharedPrefixes([PrefixGroup(1, 0)] * NUM_SEQS)
-    batch = served.batch()
-    run(StepBatch(served.rows, batch.kv_len, ones, batch.token_ids, prefixes=apart))
-    served.kv_len = batch.kv_len
-    tree = TreeMask(torch.full((NUM_SEQS, 1), -1, dtype=torch.int32))
-    masked = StepBatch(served.rows, served.batch().kv_len, ones, NO_TOKEN_IDS, mask=tree)
-    with pytest.raises(BadBatch, match="no layer uses one"):
-        run(masked)
-    # No graph has that many tokens of a sequence.
-    chunk = StepBatch(served.rows, served.kv_len + 2, 2 * ones, NO_TOKEN_IDS)
-    served.runtime.table.reserve_all(served.rows, chunk.kv_len)
-    run(chunk)
-    served.kv_len = chunk.kv_len
-    served.runtime.agree = lambda found: dict(found)
-    served.step()
-    served.runtime.agree = alone
-    served.step()
-    assert ran[-1]
+each_end = pytest.mark.parametrize("launches", [False, True], ids=["not launched", "launched"])
 
 
-def test_pages_that_leave_a_window_are_given_back(ran: list[bool]) -> None:
-    served = Going(window=64)
-    ran.clear()
-    before = served.runner.counters.swa_pages_in_use
-    for _ in range(80):
-        served.step()
-    assert ran == [True] * 80
-    assert served.runner.counters.swa_pages_in_use <= before
+class _LaunchFails(Exception):
+    """An error that a driver may raise."""
+
+
+def _failing(replay: Callable[[], object], launches: bool) -> None:
+    if launches:
+        replay()
+    raise _LaunchFails
+
+
+def _after_a_launch_that_failed(device: torch.device, *, launches: bool) -> tuple[World, list[Request]]:
+    """Returns three requests, the first two of which were to be in a step whose graph takes its inputs."""
+    serving = World.one_layer(device, graphs=True, provider=providers()[-1])
+    requests = serving.admit_all(3)
+    serving.step(requests, [3, 5, 2])
+    for _ in range(3):
+        serving.step(requests[:2], [1, 1])
+    (entry,) = (graph for graph in serving.runner._graph_of_plan.values() if graph.takes_inputs)
+    replay = uncounted(entry.recording).replay
+    with pytest.MonkeyPatch.context() as patch:
+        fails = partial(_failing, replay, launches)
+        patch.setattr(entry.recording, "replay", partial(serving.runtime.graph_runs.run, fails))
+        with pytest.raises(_LaunchFails):
+            serving.run(requests[:2], [1, 1])
+    return serving, requests
+
+
+@each_end
+def test_the_step_after_a_launch_that_failed_takes_its_own_inputs(launches: bool, device: torch.device) -> None:
+    """It has other requests, in another order, and so has the one after it."""
+    serving, (first, second, third) = _after_a_launch_that_failed(device, launches=launches)
+    replays = serving.runner.counters.replays
+    for requests in ([third, second], [first, third], [second, first], [third, first]):
+        serving.step(requests, [1, 1])
+    assert serving.runner.counters.replays == replays + 4
+    serving.runtime.check_device()
+
+
+def test_a_count_that_is_not_lost_leaves_a_step_the_inputs_of_the_one_that_failed(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has counted the run that failed, and the host has not: the host's inputs are not due."""
+
+    def run(self: GraphRuns, replay: Callable[[], object]) -> None:
+        replay()
+        self.number = (self.number + 1) & MOST_RUNS
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphRuns, "run", run)
+        serving, (_, second, third) = _after_a_launch_that_failed(device, launches=True)
+        patch.setattr(GraphRuns, "lose_count", lambda self: None)
+        serving.run([third, second], [1, 1])
+        assert not serving.is_right([third, second], [1, 1])
+
+
+@each_end
+def test_a_run_that_raises_is_followed_by_a_number_that_host_and_device_share(launches: bool) -> None:
+    runs = GraphRuns(CPU)
+
+    def replay() -> None:
+        runs.on_device.add_(1)
+
+    for _ in range(2):
+        assert runs.next() == runs.on_device.item()
+        runs.run(replay)
+    assert (runs.number, runs.on_device.item()) == (2, 2)
+    with pytest.raises(_LaunchFails):
+        runs.run(partial(_failing, replay, launches))
+    number = runs.next()
+    assert number == runs.on_device.item()
+    assert number not in range(4), "a slot that was written for the run that failed is not due"
+    runs.run(replay)
+    assert runs.next() == number + 1 == runs.on_device.item()
+
+
+def test_a_step_of_more_sequences_than_one_program_takes_is_published() -> None:
+    """Padded sequences may be more than its tokens: prompts are padded to all of the sequences."""
+    most = MOST_TAKEN + 1
+    options = RuntimeOptions(
+        num_pages=most + 8,
+        max_num_seqs=most,
+        max_kv_len=16,
+        provider="torch",
+        capture_sizes=(1, most),
+        capture_tokens=(64,),
+    )
+    runtime = build_runtime([small_problem()], options, device=CPU)
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 2)
+    one = np.array([2], np.int32)
+    batch = StepBatch(np.array([row], np.int32), one, one, np.zeros(2, np.int32))
+    found = dict[bool, set[bool]]()
+    for shape in capture_shapes(runtime.padding):
+        if shape.num_halves == 1 and 2 <= shape.num_tokens <= MOST_TAKEN:
+            step = runtime.stage(batch, runtime.plan(batch, shape))
+            found.setdefault(shape.num_seqs > MOST_TAKEN, set()).add(takes_inputs(runtime, step))
+            runtime.gate.abandon()
+    assert found == {True: {False}, False: {True}}
+
+
+def _one_too_many() -> Counted:
+    """Returns a state in which the device has counted one run fewer than the host, as if a driver had lost a launch."""
+    served = Counted(graphs=True)
+    for number in range(4):
+        served.run("whole", number)
+    assert served.runner._takers
+    served.runtime.graph_runs.number += 1
+    return served
+
+
+def test_a_run_that_the_device_has_not_counted_is_told_some_steps_later() -> None:
+    """Each step would have the inputs of the previous one, and none would report it."""
+    served = _one_too_many()
+
+    def steps() -> None:
+        for number in range(STEPS_UNTIL_COMPARED + 2):
+            served.runner.run(served.batch(number))
+
+    with pytest.raises(DeviceFault, match=r"the inputs of step \d+ never reached the device"):
+        steps()
+    for number in range(2 * STEPS_UNTIL_COMPARED):
+        served.run("whole", number)
     served.runtime.check_device()
+
+
+def test_a_count_that_is_not_compared_is_wrong_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphRuns, "_compare", lambda self: None)
+    served = _one_too_many()
+    served.runner.run(served.batch(100))
+    for number in range(101, 101 + 2 * STEPS_UNTIL_COMPARED):
+        (rows,) = served.runner.run(served.batch(number))
+        assert bool((rows == number - 1).all())
+
+
+def test_an_answer_that_comes_late_is_that_of_its_question() -> None:
+    """The host continues meanwhile, and so does the device."""
+    runs, is_reached = GraphRuns(CPU), False
+
+    class Late:
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            raise AssertionError("nobody waits")
+
+        def query(self) -> bool:
+            return is_reached
+
+    runs._answered = Late()
+    for step in range(3 * STEPS_UNTIL_COMPARED):
+        is_reached = step % 7 == 0
+        assert runs.next() == runs.number == runs.on_device.item() == step
+        runs.run(lambda: runs.on_device.add_(1))
+
+
+@pytest.mark.parametrize("launches", [False, True], ids=["not launched", "launched"])
+def test_a_step_whose_graph_broke_off_does_not_run_again(launches: bool) -> None:
+    """Its inputs may not be on the device, which would take those of the step before for them."""
+    served = Counted(graphs=True)
+    for number in range(3):
+        served.run("whole", number)
+    assert served.runner.may_run_again
+    with _replay_raises(served, launches=launches), pytest.raises(KeyboardInterrupt):
+        served.run("whole", 3)
+    assert not served.runner.may_run_again
+    with pytest.raises(WrongState, match="no whole step was staged last that could run again"):
+        served.runtime.stage(served.batch(1), AGAIN)
+    served.run("whole", 4)
+    assert served.runner.may_run_again
+
+
+@pytest.mark.parametrize("word", [0, TOKEN_WITHOUT_PAGE])
+def test_a_fault_of_a_step_that_was_interrupted_after_its_launch_is_told(word: int) -> None:
+    """Its graph has run, unlike the work after a publication that was broken off."""
+    served = Counted(graphs=True)
+    for number in range(3):
+        served.run("whole", number)
+    step = served.runtime.faults.step_number + 1
+    with _replay_raises(served, launches=True, word=word), pytest.raises(KeyboardInterrupt):
+        served.run("whole", 3)
+    told = []
+    for number in range(6):
+        try:
+            served.run("whole", 4 + number)
+        except DeviceFault as fault:
+            told.append((number, fault.step))
+    assert told == ([(2, step)] if word else [])
+    served.runtime.check_device()
+
+
+@contextmanager
+def _replay_raises(served: Counted, *, launches: bool, word: int = 0) -> Iterator[None]:
+    """The graph that takes inputs is interrupted before it is launched or after; then it has left this error word."""
+    (entry,) = (graph for graph in served.runner._graph_of_plan.values() if graph.takes_inputs)
+    replay, last = uncounted(entry.recording).replay, served.runtime.gate.last
+    assert last is not None
+
+    def interrupted() -> None:
+        if launches:
+            replay()
+            last.inputs.counts[ERROR_WORD] = word
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entry.recording, "replay", partial(served.runtime.graph_runs.run, interrupted))
+        yield

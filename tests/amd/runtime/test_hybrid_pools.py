@@ -12,27 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
-from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded, DeviceFault, NeverFits, OutOfPages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from tests.amd.graphs.small_models import VOCABULARY
-from tests.amd.guards.serving import Serving
-from tests.amd.runtime.stepping import (
-    Request,
-    World,
-    free_pages,
-    poison_free_pages,
-    providers,
-    small_problem,
-    take_back,
-)
+from tests.amd.worlds.bounds import lengths_on_device, run_within_bounds
+from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.world import Request, World, poison_free_pages, take_back
 
 pytestmark = pytest.mark.fast(interpreted=0)
 each_provider = pytest.mark.parametrize("provider", providers())
@@ -182,7 +170,7 @@ def test_a_fork_shares_the_window(provider: str, device: torch.device) -> None:
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_graphs_are_replayed_across_evictions(graphs: bool, halves: bool, provider: str, device: torch.device) -> None:
-    serving = Serving(
+    serving = World.one_layer(
         device,
         graphs=graphs,
         provider=provider,
@@ -192,11 +180,11 @@ def test_graphs_are_replayed_across_evictions(graphs: bool, halves: bool, provid
         capture_tokens=(16,),
         split_steps=True,
     )
-    requests = serving.admit(3)
+    requests = serving.admit_all(3)
     serving.step(requests, [3, 9, 4], halves=halves)
     for step in range(9):
         serving.run(requests, [1, 1, 1] if step % 3 else [2, 5, 1], halves=halves)
-        serving.check(requests, [1, 1, 1] if step % 3 else [2, 5, 1])
+        serving.check_step(requests, [1, 1, 1] if step % 3 else [2, 5, 1])
         poison_free_pages(serving.runtime)
     if graphs:
         assert serving.runner.counters.replays > 6
@@ -206,46 +194,18 @@ def test_graphs_are_replayed_across_evictions(graphs: bool, halves: bool, provid
 
 
 @each_provider
-def test_a_graph_of_a_hybrid_model_is_checked_on_probe_requests(provider: str, device: torch.device) -> None:
-    world = hybrid(device, provider, capture_sizes=(2,))
-    problems = world.problems
-    table = torch.randn(VOCABULARY, 4 * 16, generator=world.generator).to(world.runtime.device)
-
-    def forward(step: object) -> torch.Tensor:
-        rows = table[step.token_ids].view(-1, 4, 16)  # type: ignore[attr-defined]
-        outs = []
-        for layer, problem in enumerate(problems):
-            q = rows.repeat(1, 2, 1)[:, : problem.num_q_heads]
-            out = torch.empty_like(q)
-            step.layers.store_and_attend(layer, q, rows[:, :2], rows[:, 2:], out)  # type: ignore[attr-defined]
-            outs.append(out[step.last_token_of_seq].flatten(1))  # type: ignore[attr-defined]
-        return torch.cat(outs, 1)
-
-    runner = StepRunner(world.runtime, forward, recorder_for(world.runtime.device))
-    report = runner.capture_all()
-    assert not report.graphs_off
-    assert report.buckets
-    assert all("bitwise" in bucket.check for bucket in report.buckets)
-    assert_accounts(world)
-    assert all(table.num_free_pages == table.num_usable_pages for table in world.runtime.table.spaces)
-
-
-@each_provider
 def test_lengths_that_only_the_device_knows_give_nothing_back_until_the_host_knows(
     provider: str, device: torch.device
 ) -> None:
-    serving = Serving(device, graphs=False, provider=provider, problem=small_problem(window_left=6), swa_pages=30)
-    runtime, (request,) = serving.runtime, serving.admit(1)
+    serving = World.one_layer(
+        device, graphs=False, provider=provider, problem=small_problem(window_left=6), swa_pages=30
+    )
+    runtime, (request,) = serving.runtime, serving.admit_all(1)
     serving.step([request], [20])
-    on_device = runtime.device
-
-    def inputs(kv_len: list[int]) -> DeviceInputs:
-        return DeviceInputs(kv_len=torch.tensor(kv_len, dtype=torch.int32, device=on_device))
-
     for _ in range(4):
         # The bound is 12 tokens too long: a window before it would be another one.
-        serving.run_within_bounds([request], [1], kv_room=[12], q_room=[0], inputs=inputs)
-        serving.check([request], [1])
+        run_within_bounds(serving, [request], [1], kv_room=[12])
+        serving.check_step([request], [1])
         poison_free_pages(runtime)
     held = np.count_nonzero(runtime.table.pages_of(request.row, Space.SWA))
     assert held == 9
@@ -253,25 +213,12 @@ def test_lengths_that_only_the_device_knows_give_nothing_back_until_the_host_kno
     # 24 - 6 = 18 is in page 4, and 36 tokens have room
     assert np.count_nonzero(runtime.table.pages_of(request.row, Space.SWA)) == 5
     poison_free_pages(runtime)
-    serving.run_within_bounds([request], [1], kv_room=[3], q_room=[0], inputs=inputs)
-    serving.check([request], [1])
+    run_within_bounds(serving, [request], [1], kv_room=[3])
+    serving.check_step([request], [1])
     # The token at 19 is in page 4 and sees 13, in a page that was given back.
-    serving.run_within_bounds([request], [1], kv_room=[3], q_room=[0], inputs=lambda _: inputs([20]))
-    with pytest.raises(DeviceFault, match="the first key that a new token sees was in a page"):
+    run_within_bounds(serving, [request], [1], kv_room=[3], inputs=lambda _: lengths_on_device(serving, [20]))
+    with pytest.raises(DeviceFault, match="the first key that a new token sees lay in a page that its row does not"):
         runtime.check_device()
-
-
-@each_provider
-def test_pools_of_both_spaces_are_allocated_for_their_own_layers(provider: str, device: torch.device) -> None:
-    runtime = hybrid(device, provider).runtime
-    assert [runtime.pool.space_of_layer(layer) for layer in range(3)] == [Space.SWA, Space.FULL, Space.SWA]
-    full, swa = (runtime.pool.in_space(space) for space in (Space.FULL, Space.SWA))
-    assert (len(full.layers), len(swa.layers)) == (1, 2)
-    assert runtime.pool.layer(1) is full.layers[0]
-    assert runtime.pool.layer(2) is swa.layers[1]
-    assert runtime.pool.num_bytes == full.num_bytes + swa.num_bytes
-    assert full.num_pages == 65
-    assert {"table", "swa_table", "slot_of_token", "swa_slot_of_token"} <= set(runtime.seals.tensors())
 
 
 def build(device: torch.device, problems: Sequence[Problem], **settings: int) -> AttentionRuntime:
@@ -291,14 +238,3 @@ def test_a_pool_for_windows_that_cannot_be_is_refused(device: torch.device) -> N
     row = table.admit()
     with pytest.raises(NeverFits, match=r"4 pages of the SWA space for 16 tokens and there are 3; raise swa_pages"):
         table.reserve(row, 16)
-
-
-def test_a_window_in_one_pool_with_the_others_gives_nothing_back(device: torch.device) -> None:
-    runtime = build(device, [small_problem(window_left=2)])
-    row = runtime.table.admit()
-    runtime.table.reserve(row, 16)
-    runtime.step(StepBatch(np.array([row]), np.array([16]), np.array([16]), NO_TOKEN_IDS))
-    runtime.end_step()
-    assert runtime.options.swa_pages == 0
-    assert (runtime.table.pages_of(row) > 0).all()
-    assert free_pages(runtime, Space.FULL) == [5, 6, 7]

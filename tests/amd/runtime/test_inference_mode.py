@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rocm_attn.errors import DeviceFault
-from tests.amd.guards.serving import Serving
-from tests.amd.runtime.stepping import providers
+from tests.amd.worlds.problems import providers
+from tests.amd.worlds.world import Rows, World
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "inference": torch.inference_mode,
@@ -28,13 +28,13 @@ def test_what_grows_in_one_mode_serves_in_the_other(
 ) -> None:
     first, second = (MODES[mode] for mode in order)
     with torch.inference_mode(False):
-        serving = Serving(device, graphs=graphs, provider=provider, max_num_seqs=8, capture_sizes=(2, 4))
+        serving = World.one_layer(device, graphs=graphs, provider=provider, max_num_seqs=8, capture_sizes=(2, 4))
     with first():
-        requests = serving.admit(4)
+        requests = serving.admit_all(4)
         serving.step(requests, [3, 9, 1, 2])
         serving.step(requests, [1] * 4)
         # A copy of a page, and buffers above the largest graph.
-        requests.append(serving.world.fork(requests[0], 4))
+        requests.append(serving.fork(requests[0], 4))
         serving.step(requests, [1] * 5)
     with second():
         serving.step(requests, [2] * 5)
@@ -56,11 +56,10 @@ def test_a_runtime_that_was_built_in_inference_mode_serves_outside_of_it(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
     with torch.inference_mode():
-        serving = Serving(device, graphs=graphs, provider=provider)
+        serving = World.one_layer(device, graphs=graphs, provider=provider)
     # The tensors of the test's own model are not checked.
-    for name in ("q", "k", "v", "out", "lse"):
-        setattr(serving, name, getattr(serving, name).clone())
-    requests = serving.admit(2)
+    serving.rows = [Rows(*(rows.clone() for rows in vars(serving.rows[0]).values()))]
+    requests = serving.admit_all(2)
     serving.step(requests, [3, 1])
     serving.step(requests, [1, 1])
     assert not any(tensor.is_inference() for tensor in serving.runtime.seals.tensors().values())
@@ -69,8 +68,8 @@ def test_a_runtime_that_was_built_in_inference_mode_serves_outside_of_it(
 
 def test_a_fault_is_told_outside_of_the_mode_that_the_step_ran_in(device: torch.device) -> None:
     with torch.inference_mode():
-        serving = Serving(device, graphs=True)
-        requests = serving.admit(2)
+        serving = World.one_layer(device, graphs=True)
+        requests = serving.admit_all(2)
         serving.step(requests, [3, 1])
         serving.runtime.table.full.entries.zero_()
         serving.run(requests, [1, 1])

@@ -21,8 +21,9 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
-from tests.amd.runtime.stepping import World, deterministic_providers, providers, small_problem
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
+from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.world import World
 
 serving = pytest.mark.parametrize("provider", providers())
 
@@ -73,13 +74,6 @@ def test_shared_prefixes_are_read_once(provider: str, device: torch.device) -> N
     world.step([first], [13])
     requests = [first, world.fork(first, 12), world.fork(first, 12)]
     world.step(requests, [1, 1, 1], prefixes=SharedPrefixes([PrefixGroup(3, 12)]))
-
-
-@pytest.mark.parametrize("provider", deterministic_providers())
-def test_deterministic_kernels_serve_latent_layers(provider: str, device: torch.device) -> None:
-    options = RuntimeOptions(num_pages=64, max_num_seqs=4, max_kv_len=64, provider=provider, deterministic=True)
-    runtime = build_runtime([latent_problem()], options, device=device)
-    assert runtime.selections[0].deterministic
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
-from tests.amd.runtime.stepping import World, providers, small_problem
+from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.world import World
 
 GEMMA2 = [small_problem(window_left=6, logits_soft_cap=1.5), small_problem(logits_soft_cap=1.5)]
 GPT_OSS = [small_problem(window_left=5, has_sinks=True), small_problem(has_sinks=True)]
@@ -45,11 +46,6 @@ def test_every_kind_of_layer_equals_the_oracle(problems: list[Problem], provider
     assert world.page_zero_is_zero()
 
 
-def test_layers_that_differ_have_kernels_of_their_own(device: torch.device) -> None:
-    world = World.build([*GPT_OSS, GPT_OSS[0]], device, "torch")
-    assert [selection.problem for selection in world.runtime.selections] == GPT_OSS
-
-
 def test_a_step_wants_the_sinks_of_every_layer(device: torch.device) -> None:
     runtime = build_runtime(
         GPT_OSS, RuntimeOptions(provider="torch", num_pages=8, max_num_seqs=2, max_kv_len=16), device=device
@@ -65,6 +61,7 @@ BAD_WEIGHTS = {
     "too many": (HeadWeights(torch.zeros(7)), r"sinks has shape \[7\]; the layer needs \[6\], one per query head"),
     "one for each row": (HeadWeights(torch.zeros(6, 1)), r"sinks has shape \[6, 1\]"),
     "whole numbers": (HeadWeights(torch.zeros(6, dtype=torch.int32)), "sinks is torch.int32; it must be floating poin"),
+    "on meta": (HeadWeights(torch.zeros(6, device="meta")), "sinks is on meta, where tensors have no values; load it"),
 }
 
 
@@ -75,7 +72,7 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(
     world = World.build(GPT_OSS, device, "torch")
     before = world.runtime.head_weights.of(0)
     with pytest.raises(BadTensor, match=complaint):
-        world.runtime.head_weights.set(0, weights.to(world.runtime.device))
+        world.runtime.head_weights.set(0, weights)
     assert world.runtime.head_weights.of(0) is before
     world.step([world.admit()], [3])
 
@@ -104,34 +101,6 @@ def test_weights_are_copied_from_wherever_they_are(given: Callable[[], torch.Ten
     assert now.tolist() == [0, 1, 2, 3, 4, 5]
     assert (now.dtype, now.device, now.requires_grad) == (torch.float32, world.runtime.device, False)
     world.step([world.admit()], [3])
-
-
-def test_weights_that_were_set_in_inference_mode_can_be_set_outside_of_it(device: torch.device) -> None:
-    options = RuntimeOptions(provider="torch", num_pages=8, max_num_seqs=2, max_kv_len=16)
-    runtime = build_runtime(GPT_OSS, options, device=device)
-    with torch.inference_mode():
-        runtime.head_weights.set(0, HeadWeights(torch.zeros(6)))
-    runtime.head_weights.set(0, HeadWeights(torch.ones(6)))
-    sinks = runtime.head_weights.of(0).sinks
-    assert sinks is not None
-    assert sinks.tolist() == [1] * 6
-
-
-def test_a_layer_that_does_not_exist_is_refused(device: torch.device) -> None:
-    world = World.build(GPT_OSS, device, "torch")
-    with pytest.raises(BadTensor, match="layer 2 does not exist; the runtime has layers 0 to 1"):
-        world.runtime.head_weights.set(2, HeadWeights())
-
-
-def test_weights_without_values_are_refused(device: torch.device) -> None:
-    world = World.build(GPT_OSS, device, "torch")
-    with pytest.raises(BadTensor, match="sinks is on the meta device"):
-        world.runtime.head_weights.set(0, HeadWeights(torch.zeros(6, device="meta")))
-
-
-def test_what_graphs_read_includes_the_head_weights(device: torch.device) -> None:
-    world = World.build([*GPT_OSS, *BLOOM], device, "torch")
-    assert {"sinks_0", "sinks_1", "alibi_slopes_2"} <= set(world.runtime.seals.tensors())
 
 
 def test_a_kernel_without_a_feature_is_refused_by_name() -> None:

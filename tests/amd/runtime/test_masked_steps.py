@@ -13,13 +13,12 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import NO_MASK, StepMask, TreeMask, kv_positions
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import BadBatch, BadTensor, Unsupported
+from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
-from rocm_attn.machine.target import known_target
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.providers.select import select
-from tests.amd.runtime.stepping import Request, World, packed, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
+from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.world import Request, World, packed
 
 MASKED = small_problem(custom_mask=True)
 
@@ -101,15 +100,6 @@ def random_positions(world: World, requests: Sequence[Request], q_len: Sequence[
         for request, new in zip(requests, q_len, strict=True)
     ]
     return torch.cat(rows).int().to(world.runtime.device)
-
-
-@pytest.mark.fast(interpreted=0)
-@each_provider
-def test_a_token_may_see_what_lies_after_it(provider: str, device: torch.device) -> None:
-    """An image's tokens see each other, in both directions."""
-    world, requests = world_of(device, provider)
-    mask = torch.ones(6, 15, dtype=torch.bool)
-    world.step(requests[:1], [6], visible=[mask])
 
 
 @each_provider
@@ -277,11 +267,6 @@ def test_bits_of_a_mask_are_not_split(device: torch.device) -> None:
         world.runtime.step(batch, world.runtime.plan(batch, halves=2))
 
 
-def test_aiter_is_not_chosen_for_masks() -> None:
-    with pytest.raises(Unsupported, match=r"no kernel of provider 'aiter' serves .*masked steps"):
-        select(MASKED, known_target("gfx942"), "aiter")
-
-
 def test_masked_steps_have_a_plan_of_their_own(device: torch.device) -> None:
     """A step with a mask and one without must not share a graph, even if their sizes are equal."""
     world, requests = world_of(device, "torch")
@@ -293,15 +278,3 @@ def test_masked_steps_have_a_plan_of_their_own(device: torch.device) -> None:
         world.runtime.end_step()
     assert kinds == [StepKind.DECODE, StepKind.MASKED, StepKind.DECODE]
     assert batch.mask is NO_MASK
-
-
-def test_runtimes_without_masked_layers_hold_no_memory_for_masks(device: torch.device) -> None:
-    held = [set(World.build([p], device, "torch").runtime.seals.tensors()) for p in (small_problem(), MASKED)]
-    assert held[1] - held[0] == {
-        "draft_parents",
-        "mask_words",
-        "mask_indptr",
-        "mask_positions",
-        "mask_start",
-    }
-    assert np.all([name not in held[0] for name in ("mask_words", "mask_indptr")])

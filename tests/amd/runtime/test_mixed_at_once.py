@@ -6,14 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import known_target
@@ -21,8 +18,7 @@ from rocm_attn.providers import mixed
 from rocm_attn.providers.contract import NO_SCHEDULE, BoundKernel, StepBounds
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.providers.select import select
-from tests.amd.graphs.small_models import Requests, Tiny
-from tests.amd.runtime.stepping import providers, small_problem
+from tests.amd.worlds.problems import small_problem
 
 SHAPE = PaddedShape(StepKind.MIXED, 4, 64)
 
@@ -95,19 +91,3 @@ def test_kernels_run_at_once_where_that_was_measured(arch: str, is_at_once: bool
     problem = replace(small_problem(dtype=torch.bfloat16), page_size=16)
     kernel = select(problem, known_target(arch), "triton").kernel(StepKind.MIXED).bound
     assert isinstance(kernel, MixedAtOnce) == is_at_once
-
-
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("provider", providers())
-def test_a_replay_of_a_mixed_step_is_bitwise_the_eager_one(provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider, (4,), (16,))
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
-    requests = Requests(tiny.runtime)
-    requests.admit(4)
-    runner.run(requests.batch([30, 7, 1, 12]))
-    for q_len in ([1, 9, 1, 2], [1, 1, 1, 13]):
-        batch = requests.batch(q_len)
-        assert np.count_nonzero(batch.q_len == 1) >= 2
-        rows = runner.run(batch).clone()
-        assert torch.equal(rows, runner.run_eagerly(batch))
-    assert runner.counters.replays == 2, runner.counters

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.mask import StepMask, kv_positions
-from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import VOCABULARY, Requests, Tiny
-from tests.amd.runtime.stepping import padded_to, providers
+from tests.amd.worlds.problems import providers
+from tests.amd.worlds.world import padded_to
 
 pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
 
@@ -61,13 +60,12 @@ def held(step: Part) -> dict[str, list[int]]:
 def served(device: torch.device, provider: str, count: int, custom_mask: bool = False) -> tuple[Tiny, Requests]:
     """Returns requests of eight tokens, whose rows are not in order."""
     tiny = Tiny.build(device, provider, (2, 4), (16,), custom_mask=custom_mask)
-    requests = Requests(tiny.runtime)
-    requests.admit(4)
+    requests = tiny.admitted(4)
     tiny.runtime.table.free(requests.rows[0])
     requests.rows = [*requests.rows[:0:-1], tiny.runtime.table.admit()][:count]
     requests.kv_len = [0] * count
     if count:
-        requests.run(StepRunner(tiny.runtime, tiny.forward, None), [8] * count)
+        requests.run(tiny.runner(graphs=False), [8] * count)
     return tiny, requests
 
 
@@ -92,25 +90,6 @@ def test_a_half_says_so_of_its_own_sequences_and_tokens(q_len: list[int], provid
     cut = split.parts[0].num_seqs
     for half, part in zip(split.parts, (slice(0, cut), slice(cut, None)), strict=True):
         assert held(half) == by_hand(requests.rows[part], q_len[part], half)
-    tiny.runtime.end_step()
-
-
-def test_a_masked_step_says_so_too(provider: str, device: torch.device) -> None:
-    tiny, requests = served(device, provider, 3, custom_mask=True)
-    batch = requests.batch([2, 1, 3])
-    cells = torch.full((-(-int((batch.kv_len * batch.q_len).sum()) // 8),), 255, dtype=torch.uint8, device=device)
-    batch = replace(batch, mask=StepMask(cells, kv_positions(batch.kv_len, batch.q_len, tiny.runtime.device)))
-    step = tiny.runtime.step(batch).parts[0]
-    assert held(step) == by_hand(requests.rows, [2, 1, 3], step)
-    tiny.runtime.end_step()
-
-
-def test_a_step_that_shares_prefixes_says_so_too(provider: str, device: torch.device) -> None:
-    tiny, requests = served(device, provider, 1)
-    requests.fork(2, 8)
-    batch = replace(requests.batch([1, 1, 1]), prefixes=SharedPrefixes([PrefixGroup(3, 8)]))
-    step = tiny.runtime.step(batch).parts[0]
-    assert held(step) == by_hand(requests.rows, [1, 1, 1], step)
     tiny.runtime.end_step()
 
 
@@ -149,8 +128,7 @@ def test_a_forward_counts_the_tokens_of_each_request_by_their_rows(
     recorder = recorder_for(tiny.runtime.device) if graphs else None
     runner = StepRunner(tiny.runtime, forward, recorder)
     runner.capture_all()
-    requests = Requests(tiny.runtime)
-    requests.admit(4)
+    requests = tiny.admitted(4)
     seen.zero_()
     bias.copy_(torch.arange(9))
     want = torch.zeros_like(seen)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.errors import BadTensor, DeviceFault, WrongState
+from rocm_attn.errors import BadTensor, DeviceFault
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable, RowNorm
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import PoolKind, Problem
@@ -20,8 +20,10 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Part
-from tests.amd.guards.rotating import Rotating
-from tests.amd.runtime.stepping import World, providers, small_problem
+from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.rotating import LAYER as ROTATED
+from tests.amd.worlds.rotating import Rotating
+from tests.amd.worlds.world import World
 
 CPU = torch.device("cpu")
 
@@ -31,8 +33,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("provider", providers())
 def test_attention_sees_rows_that_were_normalised_and_turned(provider: str, graphs: bool, device: torch.device) -> None:
     """Chunks, then decodes with pads, then both; K of one step is read by later ones."""
-    serving = Rotating(device, graphs=graphs, provider=provider, capture_tokens=(1, 8))
-    requests = serving.admit(2)
+    serving = Rotating.one_layer(device, problem=ROTATED, graphs=graphs, provider=provider, capture_tokens=(1, 8))
+    requests = serving.admit_all(2)
     for q_len in ([5, 1], [1, 1], [1, 1], [3, 1]):
         serving.step(requests, q_len)
     serving.step(requests[:1], [1], pad_to=2)
@@ -42,8 +44,8 @@ def test_attention_sees_rows_that_were_normalised_and_turned(provider: str, grap
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("provider", providers())
 def test_both_halves_of_a_split_step_turn_at_their_own_positions(provider: str, device: torch.device) -> None:
-    serving = Rotating(device, graphs=True, provider=provider, split_steps=True)
-    requests = serving.admit(3)
+    serving = Rotating.one_layer(device, problem=ROTATED, graphs=True, provider=provider, split_steps=True)
+    requests = serving.admit_all(3)
     serving.step(requests, [5, 2, 7])
     for _ in range(2):
         serving.step(requests, [1, 1, 1], halves=True)
@@ -52,14 +54,14 @@ def test_both_halves_of_a_split_step_turn_at_their_own_positions(provider: str, 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, under the interpreter
 @pytest.mark.parametrize("provider", providers())
 def test_a_token_beyond_the_table_is_reported_and_harms_no_other_request(provider: str, device: torch.device) -> None:
-    serving = Rotating(device, graphs=False, provider=provider)
+    serving = Rotating.one_layer(device, problem=ROTATED, graphs=False, provider=provider)
     table = serving.work.rope
     assert table is not None
     short = QkvWork(RopeTable(table.cos_sin[:6].contiguous(), table.pairs, table.at_end), *norms_of(serving.work))
-    long, other = serving.admit(2)
+    long, other = serving.admit_all(2)
     serving.step([long, other], [6, 3])
     serving.work = short
-    serving.runner.run(serving.world.batch([long], [1]))
+    serving.runner.run(serving.batch([long], [1]))
     serving.work = QkvWork(table, *norms_of(short))
     with pytest.raises(DeviceFault, match="infinite or NaN"):
         serving.runtime.check_device()
@@ -85,15 +87,6 @@ def test_tails_of_pages_are_zeroed_for_kernels_that_multiply_them(device: torch.
     for side in (world.runtime.pool.layer(0).k, world.runtime.pool.layer(0).v):
         assert side[last_page, :2].any()
         assert not side[last_page, 2:].any()
-
-
-def test_a_layer_that_turns_nothing_and_gates_nothing_launches_nothing(device: torch.device) -> None:
-    world = World.build([small_problem()], device, providers()[0])
-    step = world.runtime.step(world.batch([world.admit()], [3])).parts[0]
-    out = torch.randn(step.token_ids.shape[0], 6, 16, device=world.runtime.device)
-    before = out.clone()
-    step.layers.finish(0, out)
-    assert torch.equal(out, before)
 
 
 LATENT = Problem(4, 1, 72, torch.float32, 4, v_head_dim=64, scale=0.1, pool=PoolKind.LATENT)
@@ -168,13 +161,3 @@ CALLS: dict[str, Callable[[LayerCalls, torch.Tensor], None]] = {
     "rope_queries": lambda layers, x: layers.rope_queries(0, x, x, QkvWork()),
     "finish": lambda layers, x: layers.finish(0, x),
 }
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_after_a_step_are_refused(name: str) -> None:
-    runtime, step = running(small_problem())
-    x = torch.zeros(step.token_ids.shape[0], 6, 16)
-    CALLS[name](step.layers, x)
-    runtime.end_step()
-    with pytest.raises(WrongState):
-        CALLS[name](step.layers, x)

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import random_mask
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
+from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, Unsupported
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
-from tests.amd.runtime.stepping import Request, World, providers, small_problem
+from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.world import Request, World
 
 each_provider = pytest.mark.parametrize("provider", providers())
 
@@ -74,15 +75,6 @@ def test_groups_have_prefixes_of_their_own(provider: str, device: torch.device) 
         decode(world, [*first, alone, *second], [PrefixGroup(3, 8), PrefixGroup(1, 0), PrefixGroup(2, 16)], pad_to)
     decode(world, [*second, *first], [PrefixGroup(2, 20), PrefixGroup(1, 0), PrefixGroup(2, 4)])
     decode(world, [alone], [PrefixGroup(1, 4)])
-
-
-@each_provider
-def test_sequences_may_be_nothing_but_the_prefix_and_a_token(provider: str, device: torch.device) -> None:
-    world = World.build([small_problem()], device, provider)
-    root = world.admit()
-    world.step([root], [16])
-    requests = [root, world.fork(root, 16)]
-    decode(world, requests, [PrefixGroup(2, 16)])
 
 
 @each_provider
@@ -277,35 +269,12 @@ def test_prefixes_that_no_layer_can_share_are_refused(problem: Problem, reason: 
     world.runtime.end_step()
 
 
-def test_deterministic_kernels_share_nothing() -> None:
-    """The softmax would be cut at the end of a prefix."""
-    selection = select(small_problem(), known_target("cpu"), "torch", deterministic=True)
-    assert StepKind.SHARED not in selection.kernels
-    assert "shared: not torch.shared_prefix: a sequence's result may depend on the batch" in selection.lines()
-
-
 def test_bfloat16_is_refused_where_triton_interprets_it_wrongly() -> None:
     """The results were off by 8e8, and nothing was reported."""
     problem, interpreter = replace(small_problem(page_size=16), dtype=torch.bfloat16), known_target("interpreter")
     with pytest.raises(Unsupported, match="multiplies the bits of bfloat16 as whole numbers"):
         select(problem, interpreter, "triton")
     assert select(problem, interpreter, "auto").provider == "torch"
-
-
-def test_auto_shares_prefixes_by_triton_beside_aiters_kernels() -> None:
-    selection = select(replace(small_problem(page_size=16), dtype=torch.bfloat16), known_target("gfx942"), "auto")
-    assert selection.kernel(StepKind.SHARED).row.name == "triton.shared_prefix"
-
-
-def test_steps_that_share_have_a_plan_of_their_own(device: torch.device) -> None:
-    """A step that shares and one that does not must not share a graph, even if their sizes are equal."""
-    world, requests = world_of(device)
-    batch = world.batch(requests, [1, 1])
-    kinds = []
-    for prefixes in (NO_PREFIXES, SharedPrefixes([PrefixGroup(2, 8)]), NO_PREFIXES):
-        kinds.append(world.runtime.step(replace(batch, prefixes=prefixes)).plan.key.shape.kind)
-        world.runtime.end_step()
-    assert kinds == [StepKind.DECODE, StepKind.SHARED, StepKind.DECODE]
 
 
 @given(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.errors import BadBatch, BadProblem, BadTensor, DeviceFault, Unsupported, WrongState
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
@@ -20,9 +18,9 @@ from rocm_attn.providers.select import select
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.kernels.matrix_unit import use_matrix_unit
-from tests.amd.runtime.sparse_world import SparseWorld, indexer, latent_layer, layer
-from tests.amd.runtime.stepping import providers
 from tests.amd.tolerances import assert_attention_close
+from tests.amd.worlds.problems import indexer, latent_layer, layer, providers
+from tests.amd.worlds.world import World
 
 TOKENS = Indexing(0.25, top=5)
 BLOCKS = Indexing(0.25, top=3, unit_keys=4, first=1, last=1)
@@ -40,7 +38,7 @@ def short(indexing: Indexing) -> list[Problem]:
     return [layer(indexer(indexing)), layer(EarlierSelection(indexing)), layer()]
 
 
-def serve(world: SparseWorld) -> None:
+def serve(world: World) -> None:
     """Serves prompts, mixed steps and decodes of requests that come at different times."""
     first, second = world.admit(), world.admit()
     world.step([first], [9])
@@ -64,39 +62,21 @@ def serve(world: SparseWorld) -> None:
     ],
 )
 def test_layers_attend_to_what_is_chosen(kind: str, graphs: bool, device: torch.device) -> None:
-    serve(SparseWorld(short(KINDS[kind]), device, graphs=graphs, capture_tokens=(16,)))
+    serve(World.selecting(short(KINDS[kind]), device, graphs=graphs, capture_tokens=(16,)))
 
 
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("provider", providers())
 def test_every_provider_attends_to_what_is_chosen(provider: str, device: torch.device) -> None:
     """The case is cut to a size that an interpreter runs in seconds."""
-    world = SparseWorld(short(BLOCKS)[:2], device, provider, graphs=True, max_kv_len=16, max_tokens=12)
+    world = World.selecting(short(BLOCKS)[:2], device, provider, graphs=True, max_kv_len=16, max_tokens=12)
     request = world.admit()
     world.step([request], [9])
     world.step([request], [1])
 
 
 def test_latents_are_attended_by_selections(device: torch.device) -> None:
-    serve(SparseWorld([latent_layer(indexer(TOKENS)), latent_layer(EarlierSelection(TOKENS))], device, graphs=True))
-
-
-@both_ways
-def test_a_selection_of_all_keys_gives_what_attention_to_all_gives(graphs: bool, device: torch.device) -> None:
-    world = SparseWorld([layer(indexer(WIDE)), layer()], device, graphs=graphs)
-    request = world.admit()
-    world.run([request], [20])
-    sparse, dense = world.asked
-    dense.q.copy_(sparse.q)
-    world.draw(1)
-    for asked in (sparse, dense):
-        asked.k[0], asked.v[0], asked.q[0] = 0.5, 0.25, 1.0
-    request.layers[1].k, request.layers[1].v = request.layers[0].k, request.layers[0].v
-    pages = [world.runtime.pool.layer(number) for number in range(2)]
-    pages[1].k.copy_(pages[0].k)
-    pages[1].v.copy_(pages[0].v)
-    world.runner.run(world.batch([request], [1]))
-    torch.testing.assert_close(sparse.out[0], dense.out[0], rtol=1e-5, atol=1e-6)
+    serve(World.selecting([latent_layer(indexer(TOKENS)), latent_layer(EarlierSelection(TOKENS))], device, graphs=True))
 
 
 def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN) -> Problem:
@@ -129,9 +109,11 @@ def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
 ) -> None:
     """A prompt, a chunk over it and a decode step: a layer over all keys, and a layer that selects all keys."""
     use_matrix_unit(monkeypatch)
-    world = SparseWorld([problem], device, provider, deterministic=provider == "triton", max_kv_len=48, max_tokens=48)
+    world = World.selecting(
+        [problem], device, provider, deterministic=provider == "triton", max_kv_len=48, max_tokens=48
+    )
     world.runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device))
-    request, asked = world.admit(), world.asked[0]
+    request, asked = world.admit(), world.rows[0]
     for new in (33, 5, 1):
         world.draw(new)
         step = world.runtime.step(world.batch([request], [new])).parts[0]
@@ -143,16 +125,16 @@ def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
         to_all = torch.full_like(asked.out[at], float("nan"))
         layers.attend(0, asked.q[at], to_all)
         world.runtime.end_step()
-        world.remember([request], [new])
+        world.keep([request], [new])
         assert to_all[:new].isfinite().all()
-        if world.deterministic:
+        if world.runtime.options.deterministic:
             assert torch.equal(asked.out[:new], to_all[:new])
         assert_attention_close(asked.out[:new], to_all[:new].double(), problem.dtype)
 
 
 def test_requests_that_share_pages_share_their_index_keys(device: torch.device) -> None:
     """A fork copies a page that is partly filled, including its index keys."""
-    world = SparseWorld(short(TOKENS), device)
+    world = World.selecting(short(TOKENS), device)
     first = world.admit()
     world.step([first], [10])
     second = world.fork(first, 10)
@@ -161,7 +143,7 @@ def test_requests_that_share_pages_share_their_index_keys(device: torch.device) 
 
 
 def test_halves_of_a_step_select_for_themselves(device: torch.device) -> None:
-    world = SparseWorld([layer(indexer(TOKENS)), layer(EarlierSelection(TOKENS))], device)
+    world = World.selecting([layer(indexer(TOKENS)), layer(EarlierSelection(TOKENS))], device)
     requests = [world.admit() for _ in range(4)]
     for request, length in zip(requests, (7, 12, 9, 5), strict=True):
         world.run([request], [length])
@@ -170,23 +152,23 @@ def test_halves_of_a_step_select_for_themselves(device: torch.device) -> None:
     split = world.runtime.step(batch, world.runtime.plan(batch, halves=2))
     try:
         for half in split.parts:
-            for number, asked in enumerate(world.asked):
+            for number, asked in enumerate(world.rows):
                 half.layers.store(number, asked.k[half.tokens], asked.v[half.tokens])
-            half.layers.store_index(0, world.asked[0].index_k[half.tokens])
+            half.layers.store_index(0, world.rows[0].index_k[half.tokens])
         for half in split.parts:  # both halves select before either attends
-            half.layers.select(0, world.asked[0].index_q[half.tokens], world.asked[0].weights[half.tokens])
+            half.layers.select(0, world.rows[0].index_q[half.tokens], world.rows[0].weights[half.tokens])
         for half in split.parts:
-            for number, asked in enumerate(world.asked):
+            for number, asked in enumerate(world.rows):
                 half.layers.attend_selected(number, asked.q[half.tokens], asked.out[half.tokens])
     finally:
         world.runtime.end_step()
-    world.remember(requests, [1, 1, 1, 1])
-    world.check(requests, [1, 1, 1, 1])
+    world.keep(requests, [1, 1, 1, 1])
+    world.check_step(requests, [1, 1, 1, 1])
 
 
 def test_a_step_that_stored_no_index_keys_has_not_stored(device: torch.device) -> None:
-    world = SparseWorld([layer(indexer(TOKENS))], device)
-    request, asked = world.admit(), world.asked[0]
+    world = World.selecting([layer(indexer(TOKENS))], device)
+    request, asked = world.admit(), world.rows[0]
     world.draw(6)
     step = world.runtime.step(world.batch([request], [6])).parts[0]
     at = step.tokens
@@ -194,14 +176,14 @@ def test_a_step_that_stored_no_index_keys_has_not_stored(device: torch.device) -
     with pytest.raises(BadBatch, match="stored"):
         step.layers.select(0, asked.index_q[at])
     world.runtime.end_step()
-    world.remember([request], [6])
+    world.keep([request], [6])
     with pytest.raises(BadBatch, match="stored"):
         world.runner.run(world.batch([request], [1]))
 
 
 def test_bad_calls_say_what_is_wrong(device: torch.device) -> None:
-    world = SparseWorld(short(TOKENS), device)
-    request, asked = world.admit(), world.asked[0]
+    world = World.selecting(short(TOKENS), device)
+    request, asked = world.admit(), world.rows[0]
     world.draw(4)
     step = world.runtime.step(world.batch([request], [4])).parts[0]
     at, layers = step.tokens, step.layers
@@ -252,9 +234,9 @@ def test_indexers_that_cannot_be_are_refused(make: object, says: str) -> None:
 
 def test_a_selection_that_no_earlier_layer_makes_is_refused(device: torch.device) -> None:
     with pytest.raises(BadProblem, match="no layer before it has an Indexer"):
-        SparseWorld([layer(EarlierSelection(TOKENS)), layer(indexer(TOKENS))], device)
+        World.selecting([layer(EarlierSelection(TOKENS)), layer(indexer(TOKENS))], device)
     with pytest.raises(BadProblem, match="give both the same"):
-        SparseWorld([layer(indexer(TOKENS)), layer(EarlierSelection(BLOCKS))], device)
+        World.selecting([layer(indexer(TOKENS)), layer(EarlierSelection(BLOCKS))], device)
 
 
 def test_a_layer_that_no_kernel_selects_for_is_refused_with_reasons() -> None:
@@ -282,7 +264,7 @@ def test_index_keys_count_in_what_pages_take() -> None:
 
 
 def test_what_pads_read_of_index_pages_is_watched(device: torch.device) -> None:
-    world = SparseWorld([layer(indexer(TOKENS))], device)
+    world = World.selecting([layer(indexer(TOKENS))], device)
     request = world.admit()
     world.step([request], [5])
     world.runtime.check_device()
@@ -291,23 +273,10 @@ def test_what_pads_read_of_index_pages_is_watched(device: torch.device) -> None:
         world.runtime.check_device()
 
 
-def test_a_selection_is_in_the_memory_that_graphs_read(device: torch.device) -> None:
-    world = SparseWorld(short(TOKENS), device, graphs=True)
-    request = world.admit()
-    world.step([request], [5])
-    world.step([request], [1])
-    sealed = world.runtime.seals.tensors()
-    assert {"selection_units", "selection_counts", "index_pages_0"} <= set(sealed)
-    units = sealed["selection_units"][: TOKENS.top].tolist()
-    assert units == sorted(units)
-    batch = StepBatch(np.array([request.row]), np.array([6]), np.array([1]), NO_TOKEN_IDS)
-    assert world.runtime.gate.planner.plan(batch, None, 1).key.kernels[0].describe().count(" beside ") == 2
-
-
 def test_a_caller_may_choose_and_is_heard_of_when_it_chooses_wrongly(device: torch.device) -> None:
     """Places outside of a sequence give no key, harm nothing, and are reported with their step."""
-    world = SparseWorld([layer(indexer(TOKENS))], device)
-    request, asked = world.admit(), world.asked[0]
+    world = World.selecting([layer(indexer(TOKENS))], device)
+    request, asked = world.admit(), world.rows[0]
     world.run([request], [6])
 
     def decode(chosen: list[int]) -> torch.Tensor:
@@ -325,15 +294,15 @@ def test_a_caller_may_choose_and_is_heard_of_when_it_chooses_wrongly(device: tor
         step.layers.give_selection(0, units, counts)
         step.layers.attend_selected(0, asked.q[at], asked.out[at])
         world.runtime.end_step()
-        world.remember([request], [1])
+        world.keep([request], [1])
         return asked.out[0].clone()
 
     right = decode([1, 4, 6])
-    stored, dense = request.layers[0], layer()
+    dense = layer()
     seen = torch.zeros(1, 7, dtype=torch.bool, device=device)
     seen[0, [1, 4, 6]] = True
     assert_attention_close(
-        right[None], attend_sequence(asked.q[:1], stored.k, stored.v, dense, visible=seen)[0], dense.dtype
+        right[None], attend_sequence(asked.q[:1], request.k[0], request.v[0], dense, visible=seen)[0], dense.dtype
     )
     world.runtime.check_device()
     wrong = decode([1, 4, 900])

@@ -11,8 +11,8 @@ import torch
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
 from rocm_attn.step.step import Part, Step
-from tests.amd.runtime.stepping import Request, World, padded_to, providers, small_problem
-from tests.amd.tolerances import assert_same_but_for_rounding
+from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.world import Request, World, padded_to
 
 pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.fast(interpreted=0)]
 
@@ -96,31 +96,6 @@ def test_the_halves_do_not_wait_for_each_other(
     for _ in range(2):
         split_step(world, requests, [1] * 5, order=order)
         split_step(world, requests[:3], [2, 1, 3], order=order)
-
-
-def test_a_split_step_stores_and_gives_what_a_whole_one_does(provider: str, device: torch.device) -> None:
-    outs, stored = [], []
-    for split in (False, True):
-        world = build(device, provider)
-        requests = [world.admit() for _ in range(5)]
-        world.step(requests, [5, 1, 9, 4, 3])
-        batch = world.batch(requests, [1] * 5)
-        rows = torch.randn(5, 6, 16, generator=torch.Generator().manual_seed(1)).to(device)
-        step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(8), halves=1 + split))
-        parts = list(zip(step.parts, (rows[:3], rows[3:]) if split else (rows,), strict=True))
-        real = []
-        for part, inputs in parts:
-            q = torch.full((len(part.token_ids), 6, 16), float("nan"), device=device)
-            q[: len(inputs)] = inputs
-            out = torch.empty_like(q)
-            part.layers.store_and_attend(0, q, q[:, :2], q[:, 2:4], out)
-            real.append(out[: len(inputs)])
-        world.runtime.end_step()
-        outs.append(torch.cat(real))
-        pages = world.runtime.pool.layer(0)
-        stored.append(torch.cat([pages.k, pages.v], -1))
-    assert torch.equal(stored[0].nan_to_num(7.0), stored[1].nan_to_num(7.0))
-    assert_same_but_for_rounding(outs[0], outs[1])
 
 
 def test_token_ids_and_positions_go_with_their_half(provider: str, device: torch.device) -> None:

@@ -9,8 +9,8 @@ import torch
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import CapacityExceeded, WrongState
-from tests.amd.runtime.stepping import World, providers, small_problem
-from tests.amd.tolerances import assert_same_but_for_rounding
+from tests.amd.worlds.problems import providers, small_problem
+from tests.amd.worlds.world import World
 
 pytestmark = pytest.mark.parametrize("provider", providers())
 
@@ -25,16 +25,6 @@ def test_prefill_then_decode_equals_dense_attention(provider: str, page_size: in
     world.step(requests, [1, page_size, page_size + 1])
     for _ in range(3):
         world.step(requests, [1, 1, 1])
-    assert world.page_zero_is_zero()
-
-
-def test_chunked_extend_mixed_with_decodes_equals_dense_attention(provider: str, device: torch.device) -> None:
-    world = World.build([small_problem()], device, provider)
-    old, new = world.admit(), world.admit()
-    world.step([old], [7])
-    for chunk in (5, 1, 4, 3):
-        world.step([old, new], [1, chunk])
-    world.step([new, old], [2, 1])
     assert world.page_zero_is_zero()
 
 
@@ -57,25 +47,6 @@ def test_a_step_without_sequences_runs(provider: str, device: torch.device) -> N
     assert world.page_zero_is_zero()
 
 
-def test_a_sequence_may_bring_no_new_token(provider: str, device: torch.device) -> None:
-    world = World.build([small_problem()], device, provider)
-    first, idle, last = (world.admit() for _ in range(3))
-    world.step([first, idle, last], [3, 0, 2])
-    world.step([first, idle, last], [1, 0, 1])
-    world.step([idle, first], [0, 0])
-
-
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("pad_to", [3, *(pytest.param(pad_to, marks=pytest.mark.nightly) for pad_to in (4, 8, 16)), 33])
-def test_padding_beyond_the_pools_rows_changes_nothing(provider: str, pad_to: int, device: torch.device) -> None:
-    world = World.build([small_problem()], device, provider, max_num_seqs=3, num_pages=40)
-    requests = [world.admit() for _ in range(3)]
-    world.step(requests, [5, 1, 9], pad_to=pad_to)
-    world.step(requests, [1, 1, 1], pad_to=pad_to)
-    world.step(requests[:1], [1], pad_to=pad_to)
-    assert world.page_zero_is_zero()
-
-
 @pytest.mark.fast(interpreted=0)
 def test_a_step_that_is_padded_as_other_ranks_are_equals_dense_attention(provider: str, device: torch.device) -> None:
     """One token each, several, a sequence alone, and none, with room for tokens that another rank may have."""
@@ -84,19 +55,6 @@ def test_a_step_that_is_padded_as_other_ranks_are_equals_dense_attention(provide
     world.step(requests, [5, 1, 7], pad_to=PadTo(4, 16, 64))
     for count, q_len in ((3, [1, 1, 1]), (0, []), (1, [1]), (1, [6]), (3, [1, 0, 3])):
         world.step(requests[:count], q_len, pad_to=PadTo(4, 16, 64))
-    assert world.page_zero_is_zero()
-
-
-def test_a_large_step_leaves_nothing_after_for_a_small_one(provider: str, device: torch.device) -> None:
-    world = World.build([small_problem()], device, provider, capture_sizes=[8])
-    crowd = [world.admit() for _ in range(8)]
-    world.step(crowd, [4, 3, 2, 1, 5, 6, 7, 8])
-    world.step(crowd, [1] * 8)
-    for request in crowd[1:]:
-        world.free(request)
-    fresh = [world.admit() for _ in range(2)]
-    world.step(fresh, [2, 3])
-    world.step([crowd[0], *fresh], [1, 1, 1])
     assert world.page_zero_is_zero()
 
 
@@ -121,51 +79,6 @@ def test_a_fork_of_a_fork_without_a_step_between_copies_the_right_page(provider:
     world.runtime.table.reserve(child.row, 7)
     grandchild = world.fork(child, 6)
     world.step([grandchild, child, parent], [2, 1, 1])
-
-
-def test_freed_pages_serve_the_next_request(provider: str, device: torch.device) -> None:
-    world = World.build([small_problem(page_size=4)], device, provider, num_pages=6)
-    for _ in range(4):
-        request = world.admit()
-        world.step([request], [17])
-        world.step([request], [1])
-        world.free(request)
-    assert world.runtime.table.full.num_free_pages == 5
-
-
-def test_the_order_of_sequences_rows_and_pages_does_not_matter(provider: str, device: torch.device) -> None:
-    lengths = [9, 2, 14, 5]
-    outs = []
-    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
-        world = World.build([small_problem()], device, provider)
-        problem = world.problems[0]
-        burn = [world.admit() for _ in range(order[0] + 1)]
-        world.step(burn, [order[0] + 2] * len(burn))  # moves rows and pages of what follows
-        for request in burn:
-            world.free(request)
-        data = torch.Generator().manual_seed(7)
-        k = [torch.randn(n, 2, 16, generator=data).to(device) for n in lengths]
-        q = [torch.randn(n, 6, 16, generator=data).to(device) for n in lengths]
-        requests = [world.admit() for _ in lengths]
-        batch = world.batch([requests[i] for i in order], [lengths[i] for i in order])
-        step = world.runtime.step(batch).parts[0]
-        out = torch.empty(sum(lengths), 6, 16, device=device)
-        keys = torch.cat([k[i] for i in order])
-        step.layers.store_and_attend(0, torch.cat([q[i] for i in order]), keys, keys, out)
-        world.runtime.end_step()
-        parts = dict(zip(order, torch.split(out, [lengths[i] for i in order]), strict=True))
-        outs.append(torch.cat([parts[i] for i in range(4)]))
-        assert problem.page_size == 4
-    assert_same_but_for_rounding(outs[0], outs[1])
-
-
-def test_a_split_batch_equals_the_whole(provider: str, device: torch.device) -> None:
-    world = World.build([small_problem()], device, provider)
-    requests = [world.admit() for _ in range(4)]
-    world.step(requests, [3, 8, 1, 6])
-    world.step(requests[:2], [1, 1])
-    world.step(requests[2:], [1, 1])
-    world.step(requests, [1, 1, 1, 1])
 
 
 def test_strided_rows_are_served(provider: str, device: torch.device) -> None:

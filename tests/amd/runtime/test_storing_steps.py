@@ -23,7 +23,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls
-from tests.amd.runtime.stepping import providers, small_problem
+from tests.amd.worlds.problems import providers, small_problem
 
 with_triton = pytest.mark.skipif("triton" not in providers(), reason="only Triton's decode stores, and it cannot run")
 

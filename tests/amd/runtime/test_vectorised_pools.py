@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.cli import DONE, main
 from rocm_attn.errors import Unsupported
 from rocm_attn.guards.registry import Guards
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
-from rocm_attn.watch.flight_recorder import FlightRecorder
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
-from tests.amd.graphs.small_models import SERVED, Requests, Tiny, same, serve
-from tests.amd.guards.serving import Serving
-from tests.amd.runtime.stepping import World, small_problem
+from tests.amd.graphs.small_models import SERVED, Tiny, same, serve
 from tests.amd.vectorised import linear_keys, linear_values
+from tests.amd.worlds.problems import small_problem
+from tests.amd.worlds.world import World
 
 CPU = torch.device("cpu")
 VECTORISED = replace(small_problem(8, head_dim=24, v_head_dim=16), pool=PoolKind.VECTORIZED)
@@ -88,17 +83,17 @@ def test_layers_with_a_window_live_in_a_pool_of_their_own() -> None:
 
 @pytest.mark.parametrize("guards", [Guards(), Guards().without("store_drops")], ids=["on", "off"])
 def test_padded_tokens_are_never_stored(guards: Guards) -> None:
-    serving = Serving(CPU, guards, graphs=False, problem=VECTORISED, pad_q=0.0)
-    requests = serving.admit(2)
+    serving = World.one_layer(CPU, guards, graphs=False, problem=VECTORISED, pad_q=0.0)
+    requests = serving.admit_all(2)
     serving.run(requests, [4, 3])
     serving.run(requests, [1, 1])
-    assert serving.world.page_zero_is_zero() == (guards == Guards())
+    assert serving.page_zero_is_zero() == (guards == Guards())
 
 
 @pytest.mark.parametrize("guards", [Guards(), Guards().without("v_mask")], ids=["on", "off"])
 def test_what_lies_after_a_sequence_in_its_page_is_not_read(guards: Guards) -> None:
-    serving = Serving(CPU, guards, graphs=False, problem=VECTORISED)
-    serving.run(serving.admit(2), [5, 8])
+    serving = World.one_layer(CPU, guards, graphs=False, problem=VECTORISED)
+    serving.run(serving.admit_all(2), [5, 8])
     assert bool(serving.out[:5].isnan().all()) == (guards != Guards())
     # The second sequence fills its page: nothing lies after it.
     assert torch.isfinite(serving.out[5:13]).all()
@@ -110,7 +105,7 @@ def test_graphs_and_the_sampled_check_work_over_vectorised_pages() -> None:
         tiny = Tiny.build(CPU, "torch", [4], tokens=(8,), pool=pool)
         tap = LayerTap()
         tiny.around = tap.around
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
+        runner = tiny.runner()
         check = SampledCheck(runner, tiny.runtime, [tiny.problem] * 2, tap, every=1)
         results.append(serve(check, tiny.runtime, SERVED))
         counters = check.counters
@@ -121,20 +116,6 @@ def test_graphs_and_the_sampled_check_work_over_vectorised_pages() -> None:
         assert runner.counters.graphs_off == ""
         assert runner.counters.replays > 0
     assert same(*results)
-
-
-def test_a_dumped_step_is_replayed_over_vectorised_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = Tiny.build(CPU, "torch", [2, 4], tokens=(8,), pool=PoolKind.VECTORIZED)
-    flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU), flight=flight)
-    requests = Requests(tiny.runtime)
-    requests.admit(2)
-    requests.run(runner, [5, 3])
-    requests.run(runner, [1, 1])
-    dump = flight.dump("a test")
-    assert '"VECTORIZED"' in dump.read_text()
-    assert main(["replay-step", str(dump), "--device", "cpu"]) == DONE
-    assert "graph: agrees, bitwise equal to eager" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

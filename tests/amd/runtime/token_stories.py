@@ -25,8 +25,8 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
-from tests.amd.runtime.stepping import padded_to
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
+from tests.amd.worlds.world import padded_to
 
 ALL_ON = Guards()
 

@@ -30,7 +30,6 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.torch_ref import TorchExtend, TorchMasked
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.layers import StepLayers
-from rocm_attn.step.step import Part
 from rocm_lab.soak.alone import NoAloneCheck
 from rocm_lab.soak.soak import Soak, SoakFailed, SoakReport
 from rocm_lab.soak.world import LONG_KV_LEN, Action, Ladders, Request, Scenario, World
@@ -138,28 +137,13 @@ def test_rounds_of_drafts_show_nothing(device: torch.device) -> None:
     assert f"{report.actions['draft']} rounds of drafts" in str(report)
 
 
-def lengths_of_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_a_round_of_drafts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def draft_steps(original: Callable[..., None], steps: Sequence[StepTensors], *args: Any) -> None:
         original(steps, *args)
         for step in steps[1:]:
             step.kv_len.copy_(steps[0].kv_len)
 
     wrap(monkeypatch, metadata, "draft_steps", draft_steps)
-
-
-def every_branch_goes_on_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap(monkeypatch, Part, "set_parents", lambda _, part, __: part.keep_branches())
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [lengths_of_the_first_step, pytest.param(every_branch_goes_on_from_itself, marks=pytest.mark.nightly)],
-    ids=lambda plant: plant.__name__,
-)
-def test_a_fault_in_a_round_of_drafts_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
     finding = found(replace(ROUNDS, ladders=ALMOST_ALL_EAGER.ladders), 60).finding
     assert "(draft: " in finding.where
     assert "differs from the reference" in finding.what
@@ -243,17 +227,6 @@ def test_a_seed_gives_the_same_actions_each_time_and_another_seed_others() -> No
     assert actions_of(3) != actions_of(4)
 
 
-def test_a_suffix_that_begins_a_page_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_groups(original: Callable[..., None], step: StepTensors, page_size: int) -> None:
-        original(step, page_size)
-        step.suffix_page.add_((step.suffix_page > 0).int())
-
-    wrap(monkeypatch, metadata, "_write_groups", write_groups)
-    finding = found().finding
-    assert "share" in finding.where
-    assert "layer 0" in finding.where, "the layer with a window decodes the step without groups"
-
-
 def test_a_table_update_that_is_lost_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = Fuse(monkeypatch, 25)
 
@@ -294,20 +267,6 @@ def test_a_store_that_does_not_drop_pads_is_found(monkeypatch: pytest.MonkeyPatc
     assert "page 0 of layer 0" in str(found())
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("kernel", ["paged_decode", "paged_extend"])
-def test_a_kernel_that_forgets_the_last_token_of_a_full_page_is_found(
-    kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def attend(original: Callable[..., None], args: AttendArgs, **kwargs: Any) -> None:
-        kv_len = args.queries.kv_len
-        forgets = (kv_len % args.pages.k.shape[1] == 0) & (kv_len > 1)
-        original(args._replace(queries=replace(args.queries, kv_len=kv_len - forgets.int())), **kwargs)
-
-    wrap(monkeypatch, attention, kernel, attend)
-    assert "differs from the reference" in str(found())
-
-
 def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def paged_decode(original: Callable[..., None], args: AttendArgs, **kwargs: Any) -> None:
         original(args, **kwargs)
@@ -328,51 +287,6 @@ def test_a_tree_that_is_seen_as_a_chain_is_found(scenario: Scenario, monkeypatch
     assert "out differs from the reference" in failed.finding.what
     assert "(tree: masked, " in failed.finding.where
     assert "layer 0" in failed.finding.where
-
-
-def test_a_mask_of_an_earlier_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = Fuse(monkeypatch, 60)
-
-    def place_trees(original: Callable[..., None], *args: Any) -> None:
-        if not late():
-            original(*args)
-
-    wrap(monkeypatch, metadata, "place_trees", place_trees)
-    assert "(tree: masked, " in found(ALMOST_ALL_EAGER).finding.where
-
-
-@pytest.mark.nightly
-def test_positions_that_do_not_come_with_the_mask_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def place_trees(original: Callable[..., None], *args: Any) -> None:
-        original(*args)
-        to: StepTensors = args[-1]
-        to.mask_positions.zero_()
-
-    wrap(monkeypatch, metadata, "place_trees", place_trees)
-    assert "(tree: masked, " in found().finding.where
-
-
-@pytest.mark.nightly
-def test_what_rejected_drafts_leave_in_pages_is_met_by_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel sees one key too many, which is finite there: pages are NaN except where tokens were stored."""
-
-    def paged_decode(original: Callable[..., None], args: AttendArgs, **kwargs: Any) -> None:
-        queries, k_pages = args.queries, args.pages.k
-        kv_len, page_size = queries.kv_len, k_pages.shape[1]
-        page_no = (kv_len // page_size).clamp(max=args.table.shape[1] - 1)
-        page = args.table[queries.row_of_seq, page_no]
-        left_over = k_pages[page, kv_len % page_size].isfinite().all(-1).all(-1)
-        sees_more = left_over & (page > 0) & (kv_len > 0) & (kv_len < queries.max_kv_len)
-        original(args._replace(queries=replace(queries, kv_len=kv_len + sees_more.int())), **kwargs)
-
-    wrap(monkeypatch, attention, "paged_decode", paged_decode)
-    weights = {Action.ADMIT: 3, Action.TREE: 2, Action.DECODE: 4}
-    # There is room for all, so that no page changes hands before it is poisoned.
-    trees = replace(SMALL, weights=weights, num_pages=201, swa_pages=200, audit_every=1)
-    failed = found(trees)
-    assert "differs from the reference" in failed.finding.what
-    assert "(decode: " in failed.finding.where
-    assert soak(trees.without(Action.TREE), 60).worst_error < 1
 
 
 def test_an_output_that_is_not_written_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,12 +315,6 @@ def test_a_shared_page_that_is_not_copied_is_found(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.nightly
-def test_a_length_bucket_that_is_too_short_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rocm_attn.step.planner.kv_len_bucket", lambda length, limit: 64)
-    assert "differs from the reference" in str(found())
-
-
-@pytest.mark.nightly
 def test_a_buffer_that_moved_under_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def check_addresses(original: Callable[..., None], runner: StepRunner) -> None:
         table = runner._runtime.table.space(Space.FULL)
@@ -415,25 +323,6 @@ def test_a_buffer_that_moved_under_a_graph_is_named(monkeypatch: pytest.MonkeyPa
 
     wrap(monkeypatch, StepRunner, "check_addresses", check_addresses)
     assert f"step {SMALL.audit_every}: GraphStale: table was int32" in str(found())
-
-
-@pytest.mark.nightly
-def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepRunner, "check_addresses", lambda _: None)
-    moves = Fuse(monkeypatch, 66)
-
-    def plan(original: Callable[..., object], runtime: AttentionRuntime, *args: Any, **kwargs: Any) -> object:
-        if moves():
-            table = runtime.table.space(Space.FULL)
-            table.entries = table.entries.clone()
-        return original(runtime, *args, **kwargs)
-
-    wrap(monkeypatch, AttentionRuntime, "plan", plan)
-    failed = found()
-    assert failed.finding.step >= 66
-    # The graph reads the earlier table: its new tokens are in other pages, or in none.
-    signs = ("differs from the reference", "a new token had no page of its own")
-    assert any(sign in failed.finding.what for sign in signs), failed
 
 
 def test_a_fault_of_the_last_step_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

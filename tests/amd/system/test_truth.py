@@ -36,7 +36,7 @@ from rocm_attn.truth.check import Truth, TruthPlan, TruthReport
 from rocm_attn.truth.needle_layer import NeedleLayer
 from rocm_attn.truth.wide_pages import wrapping_pages
 from tests.amd.faulty_kernels import faulty, with_launches
-from tests.amd.runtime.stepping import providers
+from tests.amd.worlds.problems import providers
 
 SHORT = TruthPlan(lengths=(60, 200), first_chunk=50, chunk=90, decode_steps=2)
 TOKENS = Indexing(0.125, top=12)
@@ -126,27 +126,6 @@ def test_a_chunk_of_more_than_8192_tokens_loses_nothing(problem: Problem, device
     assert report.replays == report.steps
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", ["dense", "latents", "tokens", "blocks"])
-def test_every_needle_is_found_at_every_length(kind: str, device: torch.device) -> None:
-    """2k to 84k tokens, chunks of more than 8,192, and K pages of more than 4 GiB."""
-    layer = Problem(32, 8, 128, torch.bfloat16, 64, v_head_dim=128, scale=128**-0.5)
-    latent = Problem(16, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=192**-0.5, pool=PoolKind.LATENT)
-    tokens, blocks = Indexing(128**-0.5, top=2048), Indexing(128**-0.5, top=16, unit_keys=128, last=1)
-    problem = {
-        "dense": layer,
-        "latents": latent,
-        "tokens": replace(latent, indexer=Indexer(64, 128, tokens)),
-        "blocks": replace(layer, indexer=Indexer(4, 128, blocks)),
-    }[kind]
-    form = problem.page_format
-    num_pages = (9 << 29) // (max(form.side_elements) * form.page_size * form.encoding.dtype.itemsize)
-    report = truth([problem], device, TruthPlan(provider="triton", num_pages=num_pages))
-    assert report.pool_bytes > 4 << 30
-    assert report.passed, "\n".join(map(str, report.misses))
-
-
 def wide(problem: Problem = DENSE) -> TruthPlan:
     """Returns a plan over K pages of more than 4 GiB: on a CPU untouched memory is never allocated."""
     form = problem.page_format
@@ -163,6 +142,34 @@ def untouched_memory() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     yield
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+def offsets_wrap_at(page: int, *, page_size: int) -> Guards:
+    """Stores and reads wrap alike at a page, so that a read returns the last store at either place."""
+
+    def wrapped_ops(ops: StepOps) -> StepOps:
+        def store_kv(
+            k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
+        ) -> None:
+            slots = torch.where(slot_of_token >= page_size, slot_of_token % (page * page_size), slot_of_token)
+            ops.store_kv(k, v, slots, counts, pages, null_page=null_page)
+
+        return replace(ops, store_kv=store_kv)
+
+    return with_launches(partial(faulty, lambda args: args._replace(table=args.table % page)), wrapped_ops)
+
+
+def reading(encoding: Encoding) -> Callable[[AttendArgs], AttendArgs]:
+    """Returns a fault: pages are read in this encoding, whatever they were written in."""
+
+    def in_another(args: AttendArgs) -> AttendArgs:
+        pages = args.pages
+        k, v = (side.view(torch.uint8).view(encoding.dtype) for side in (pages.k, pages.v))
+        return args._replace(
+            pages=LayerPages(k, v, replace(pages.format, encoding=encoding), pages.k_scale, pages.v_scale)
+        )
+
+    return in_another
 
 
 @pytest.mark.usefixtures("untouched_memory")
@@ -186,23 +193,10 @@ def test_needles_lie_on_both_sides_of_what_32_bits_reach(device: torch.device) -
 
 @pytest.mark.usefixtures("untouched_memory")
 def test_offsets_of_32_bits_are_found(device: torch.device) -> None:
-    """Stores and reads wrap alike at 4 GiB, so that a read returns the last store at either place."""
     plan = wide(LARGE)
     wraps_at = wrapping_pages([LARGE], plan.num_pages)[1]
 
-    def wrapped_ops(ops: StepOps) -> StepOps:
-        def store_kv(
-            k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
-        ) -> None:
-            slots = torch.where(slot_of_token >= 16, slot_of_token % (wraps_at * 16), slot_of_token)
-            ops.store_kv(k, v, slots, counts, pages, null_page=null_page)
-
-        return replace(ops, store_kv=store_kv)
-
-    def wrapped(args: AttendArgs) -> AttendArgs:
-        return args._replace(table=args.table % wraps_at)
-
-    guards = with_launches(partial(faulty, wrapped), wrapped_ops)
+    guards = offsets_wrap_at(wraps_at, page_size=16)
     report = truth([LARGE], device, replace(plan, graphs=False), guards)
     assert not report.passed
     assert all(miss.visible for miss in report.misses)
@@ -212,14 +206,8 @@ def test_offsets_of_32_bits_are_found(device: torch.device) -> None:
     ("written", "read"), [(KVEncoding.E4M3FNUZ, Encoding.E4M3FN), (KVEncoding.E4M3FN, Encoding.E4M3FNUZ)]
 )
 def test_a_wrong_encoding_is_found(written: KVEncoding, read: Encoding, device: torch.device) -> None:
-    def in_another(args: AttendArgs) -> AttendArgs:
-        pages = args.pages
-        k, v = (side.view(torch.uint8).view(read.dtype) for side in (pages.k, pages.v))
-        form = replace(pages.format, encoding=read)
-        return args._replace(pages=LayerPages(k, v, form, pages.k_scale, pages.v_scale))
-
     problem = kept_in(written, Scales.LAYER, DENSE)
-    report = truth([problem], device, replace(SHORT, graphs=False), with_launches(partial(faulty, in_another)))
+    report = truth([problem], device, replace(SHORT, graphs=False), with_launches(partial(faulty, reading(read))))
     assert not report.passed
 
 
@@ -264,13 +252,18 @@ class _WithoutSelect:
         """Does nothing."""
 
 
-def test_a_stale_selection_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def select_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plants a fault: later steps reuse the selection of the first one."""
     once, run = SelectsOnce(), NeedleLayer.run
 
     def stale(layer: NeedleLayer, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:
         return run(layer, once.around(layers), number, num_tokens)
 
     monkeypatch.setattr(NeedleLayer, "run", stale)
+
+
+def test_a_stale_selection_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    select_once(monkeypatch)
     plan = replace(SHORT, graphs=False)
     report = truth(selecting(TOKENS)[:1], device, plan, Guards().without("fresh_selection"))
     assert not report.passed

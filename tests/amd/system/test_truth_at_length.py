@@ -8,29 +8,22 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.guards.registry import Guards
-from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
 from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import StepOps
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.truth.check import Truth, TruthPlan, TruthReport
-from rocm_attn.truth.needle_layer import NeedleLayer
 from rocm_attn.truth.wide_pages import wrapping_pages
 from tests.amd.faulty_kernels import faulty, with_launches
-from tests.amd.system.test_truth import SelectsOnce
+from tests.amd.system.test_truth import offsets_wrap_at, reading, select_once
 
 pytestmark = [
     pytest.mark.gpu,
@@ -135,17 +128,11 @@ def test_every_needle_is_found_in_codes_of_other_hardware(encoding: KVEncoding, 
     ("written", "read"), [(KVEncoding.E4M3FNUZ, Encoding.E4M3FN), (KVEncoding.E4M3FN, Encoding.E4M3FNUZ)]
 )
 def test_a_wrong_encoding_shows_at_every_length(written: KVEncoding, read: Encoding, device: torch.device) -> None:
-    def in_another(args: AttendArgs) -> AttendArgs:
-        pages = args.pages
-        k, v = (side.view(torch.uint8).view(read.dtype) for side in (pages.k, pages.v))
-        form = replace(pages.format, encoding=read)
-        return args._replace(pages=LayerPages(k, v, form, pages.k_scale, pages.v_scale))
-
     def for_another(selection: Selection) -> Selection:
         """Runs kernels that were chosen for pages of the other encoding over these."""
         problem = replace(selection.problem, kv_encoding=KVEncoding(read.value))
         kernels = select(problem, selection.target, "triton").kernels
-        return faulty(in_another, replace(selection, kernels=kernels))
+        return faulty(reading(read), replace(selection, kernels=kernels))
 
     assert_missed_at_every_length(found(coded(DENSE, written), device, guards=with_launches(for_another)))
 
@@ -165,35 +152,14 @@ def test_a_window_that_is_off_by_one_shows_at_every_length(by: int, device: torc
 
 
 def test_a_stale_selection_shows_at_every_length(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later steps reuse the selection of the first one."""
-    once, run = SelectsOnce(), NeedleLayer.run
-
-    def stale(layer: NeedleLayer, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:
-        return run(layer, once.around(layers), number, num_tokens)
-
-    monkeypatch.setattr(NeedleLayer, "run", stale)
+    select_once(monkeypatch)
     guards = Guards().without("fresh_selection")
     assert_missed_at_every_length(found(LAYERS["tokens"], device, replace(PLAN, graphs=False), guards))
 
 
 def test_offsets_of_32_bits_show_at_every_length(device: torch.device) -> None:
-    """Stores and reads wrap alike at 4 GiB, so that a read returns the last store at either place."""
-    page_size = DENSE.page_size
     wraps_at = wrapping_pages([DENSE], over_large_pages(DENSE, PLAN).num_pages)[-1]
-
-    def wrapped_ops(ops: StepOps) -> StepOps:
-        def store_kv(
-            k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
-        ) -> None:
-            slots = torch.where(slot_of_token >= page_size, slot_of_token % (wraps_at * page_size), slot_of_token)
-            ops.store_kv(k, v, slots, counts, pages, null_page=null_page)
-
-        return replace(ops, store_kv=store_kv)
-
-    def wrapped(args: AttendArgs) -> AttendArgs:
-        return args._replace(table=args.table % wraps_at)
-
-    guards = with_launches(partial(faulty, wrapped), wrapped_ops)
+    guards = offsets_wrap_at(wraps_at, page_size=DENSE.page_size)
     report = found(DENSE, device, replace(PLAN, graphs=False), guards)
     assert_missed_at_every_length(report)
     assert all(miss.visible for miss in report.misses)

@@ -1,0 +1,82 @@
+"""The layers of small worlds, and the providers that can run them here."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from rocm_attn.problem import (
+    ALL_KEYS,
+    UNLIMITED_WINDOW,
+    AllKeys,
+    EarlierSelection,
+    Indexer,
+    Indexing,
+    KVEncoding,
+    PoolKind,
+    Problem,
+    Scales,
+)
+
+
+def providers() -> list[str]:
+    """The providers that can run in this process; under Triton's interpreter, only the one that needs it."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return ["triton"]
+    return ["torch", "triton"] if torch.cuda.is_available() else ["torch"]
+
+
+def deterministic_providers() -> list[str]:
+    """Those of them that have deterministic kernels here: torch has none on a GPU."""
+    return [provider for provider in providers() if provider != "torch" or not torch.cuda.is_available()]
+
+
+def small_problem(
+    page_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    *,
+    num_q_heads: int = 6,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    v_head_dim: int = 16,
+    window_left: int = UNLIMITED_WINDOW,
+    logits_soft_cap: float = 0.0,
+    has_sinks: bool = False,
+    has_alibi_slopes: bool = False,
+    custom_mask: bool = False,
+    kv_encoding: KVEncoding = KVEncoding.LIKE_Q,
+    kv_scales: Scales = Scales.NONE,
+) -> Problem:
+    """Six query heads over two KV heads, with rows of 16 and plain scores, unless specified otherwise."""
+    return Problem(
+        num_q_heads,
+        num_kv_heads,
+        head_dim,
+        dtype,
+        page_size,
+        v_head_dim=v_head_dim,
+        scale=0.3,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        has_sinks=has_sinks,
+        has_alibi_slopes=has_alibi_slopes,
+        custom_mask=custom_mask,
+        kv_encoding=kv_encoding,
+        kv_scales=kv_scales,
+    )
+
+
+def indexer(indexing: Indexing, heads: int = 4, dim: int = 16) -> Indexer:
+    """Four heads of 16, unless specified otherwise."""
+    return Indexer(heads, dim, indexing)
+
+
+def layer(attends: AllKeys | Indexer | EarlierSelection = ALL_KEYS, *, page_size: int = 4) -> Problem:
+    """Four query heads over two KV heads of 16."""
+    return Problem(4, 2, 16, torch.float32, page_size, v_head_dim=16, scale=0.3, indexer=attends)
+
+
+def latent_layer(attends: AllKeys | Indexer | EarlierSelection = ALL_KEYS, *, page_size: int = 4) -> Problem:
+    """Four heads over latents of 16 in rows of 24."""
+    return Problem(4, 1, 24, torch.float32, page_size, v_head_dim=16, scale=0.3, pool=PoolKind.LATENT, indexer=attends)

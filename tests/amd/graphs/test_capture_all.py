@@ -162,7 +162,7 @@ def test_captures_after_another_runners_reopen_are_of_the_memory_that_there_is()
     first.check_addresses()
     tiny.runtime.seals.unseal((2,))
     first.check_addresses()
-    assert "reopen() makes graphs possible again" in first.capture_all().graphs_off
+    assert "to make graphs possible again" in first.capture_all().graphs_off
 
 
 CPU = torch.device("cpu")
@@ -229,7 +229,7 @@ def test_an_attempt_without_room_is_not_repeated_at_every_step(
 
     def refuse(runner: StepRunner[torch.Tensor], *_: object) -> str:
         attempts.append(runner.counters.steps)
-        return "too few pages are free to check it on"
+        return "too few free pages to check it"
 
     monkeypatch.setattr(StepRunner, "_capture", refuse)
     runner, requests = runner_of(tiny, 2), requests_of(tiny)

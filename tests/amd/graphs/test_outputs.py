@@ -159,7 +159,7 @@ def test_halves_with_different_trees_are_refused() -> None:
         tiny.runtime, lambda step: [tiny.forward(step)] if step.half else tiny.forward(step), None
     )
     requests = tiny.admitted(2)
-    with pytest.raises(BadTensor, match=r"Tensor for one half and list\(\[0\]: Tensor\) for the other; both have one"):
+    with pytest.raises(BadTensor, match=r"Tensor for one half and list\(\[0\]: Tensor\) for the other; both must have"):
         runner.run(requests.batch([3, 3]), halves=2)
 
 

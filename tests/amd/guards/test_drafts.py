@@ -250,7 +250,7 @@ def test_a_prefix_on_the_device_beyond_its_bound_reaches_no_neighbour(
 
     sound = round_beyond(ALL_ON)
     assert sound.round_is_right(sound.requests[:1])
-    with pytest.raises(DeviceFault, match="a length on the device lay outside"):
+    with pytest.raises(DeviceFault, match="a length on the device was outside"):
         sound.runtime.check_device()
     off = round_beyond(Guards().without("length_bounds"))
     assert not off.round_is_right(off.requests[:1])

@@ -71,7 +71,7 @@ def test_a_writer_and_a_reader_of_different_formats_are_not_built(
 
     World.one_layer(device, graphs=False, provider=provider, problem=read)
     monkeypatch.setattr("rocm_attn.runtime.HybridKVPool", PoolOfTheWriter)
-    with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .*; its kernels are for .*float8_e4m3fn"):
+    with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .*; its kernels need .*float8_e4m3fn"):
         World.one_layer(device, graphs=False, provider=provider, problem=read)
 
 

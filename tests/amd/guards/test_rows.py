@@ -123,7 +123,7 @@ def test_a_length_beyond_its_bound_touches_no_other_request(provider: str, graph
 
     serving, requests = run(ALL_ON)
     serving.check_step(requests, [2, 2])
-    with pytest.raises(DeviceFault, match="a length on the device lay outside"):
+    with pytest.raises(DeviceFault, match="a length on the device was outside"):
         serving.runtime.check_device()
     serving, requests = run(Guards().without("length_bounds"))
     # The second one's tokens are treated as the tokens after them.

@@ -87,7 +87,7 @@ def test_dropped_pages_are_not_begun_over(provider: str, graphs: bool, device: t
         return serving, first, ids
 
     serving, first, ids = dropped(ALL_ON)
-    with pytest.raises(WrongState, match="is not the id of a page that is kept: it was dropped already"):
+    with pytest.raises(WrongState, match="is not the id of a kept page: it was dropped already"):
         serving.begin_over(first, ids, 8)
     serving.step([serving.begin_over(first, serving.runtime.table.kept.keep(first.row, 0, 2), 8)], [1])
 

@@ -568,7 +568,7 @@ def test_a_step_whose_graph_broke_off_does_not_run_again(launches: bool) -> None
     with _replay_raises(served, launches=launches), pytest.raises(KeyboardInterrupt):
         served.run("whole", 3)
     assert not served.runner.may_run_again
-    with pytest.raises(WrongState, match="no whole step was staged last that could run again"):
+    with pytest.raises(WrongState, match="no whole step that can run again was staged last"):
         served.runtime.stage(served.batch(1), AGAIN)
     served.run("whole", 4)
     assert served.runner.may_run_again

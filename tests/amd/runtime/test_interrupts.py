@@ -209,9 +209,9 @@ def hasty_threads() -> Iterator[None]:
 def test_a_runtime_and_a_runner_are_not_copied(make: Callable[[object], object]) -> None:
     served = Counted(graphs=True)
     served.run("whole", 1)
-    with pytest.raises(NotCopied, match="a runtime cannot be copied or pickled: it owns a device's memory"):
+    with pytest.raises(NotCopied, match="a runtime cannot be copied or pickled"):
         make(served.runtime)
-    with pytest.raises(NotCopied, match="a StepRunner cannot be copied or pickled: its graphs refer to"):
+    with pytest.raises(NotCopied, match="a StepRunner cannot be copied or pickled"):
         make(served.runner)
     served.run("whole", 2)
 

@@ -61,7 +61,7 @@ BAD_WEIGHTS = {
     "too many": (HeadWeights(torch.zeros(7)), r"sinks has shape \[7\]; the layer needs \[6\], one per query head"),
     "one for each row": (HeadWeights(torch.zeros(6, 1)), r"sinks has shape \[6, 1\]"),
     "whole numbers": (HeadWeights(torch.zeros(6, dtype=torch.int32)), "sinks is torch.int32; it must be floating poin"),
-    "on meta": (HeadWeights(torch.zeros(6, device="meta")), "sinks is on meta, where tensors have no values; load it"),
+    "on meta": (HeadWeights(torch.zeros(6, device="meta")), "sinks is on the meta device"),
 }
 
 

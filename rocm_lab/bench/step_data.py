@@ -78,11 +78,11 @@ def random_steps(problem: Problem, batch: BatchSpec, count: int, device: torch.d
             generator=generator,
             dtype=problem.dtype,
         )
-        steps.append(step_over(problem, batch, q, pages, weights, mine.split(num_pages)))
+        steps.append(_step_over(problem, batch, q, pages, weights, mine.split(num_pages)))
     return steps
 
 
-def step_over(
+def _step_over(
     problem: Problem,
     batch: BatchSpec,
     q: Tensor,

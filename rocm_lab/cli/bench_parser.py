@@ -136,16 +136,6 @@ SHARED = o.option(
     "--shared-prefix", type=o.natural, default=0, metavar="TOKENS", help="tokens that all prompts begin with (none)"
 )
 
-DEFINITION = o.option("definition", metavar="DEFINITION.json", help="file that defines the computation")
-WORKLOADS = o.option("--workloads", required=True, metavar="FILE.jsonl", help="file of sizes and inputs, one per line")
-ROOT = o.option(
-    "--root", metavar="FOLDER", help="folder that paths of inputs are relative to (three above the workloads)"
-)
-RUN_REFERENCE = o.switch("--run-reference", "also run and time the definition's own source: a program of its author")
-SOLUTION = o.option("--solution", default="", metavar="FILE.json", help="run this source, a program of its author")
-SOLUTION_OUT = o.option("--solution-out", default="", metavar="FILE.json", help="write the solution that is run")
-TRACES_OUT = o.option("--traces-out", default="", metavar="FILE.jsonl", help="write the result of each workload")
-
 
 def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `bench` and its subcommands."""
@@ -172,10 +162,6 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plot = what.add_parser("plot", help="pictures of a run")
     _add(plot, (RESULT, FOLDER, PREFIX))
     _add_serving(what)
-    flashinfer = what.add_parser("flashinfer", help="workloads of flashinfer-bench; traces and our solution as files")
-    read = (DEFINITION, WORKLOADS, ROOT, REQUESTS.but(help="use the first N workloads only (all)"))
-    provider = o.PROVIDER.but(default="auto")
-    _add(flashinfer, (*read, o.DEVICE, provider, RUN_REFERENCE, SOLUTION, SOLUTION_OUT, TRACES_OUT, o.JSON))
 
 
 def _add_serving(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

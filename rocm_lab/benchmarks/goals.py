@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from rocm_lab.benchmarks.shape_sweep import Timed
+from rocm_lab.benchmarks.shape_sweep import timed_of
 
 RESULTS = Path(__file__).parent / "results"
 OWN, DETERMINISTIC, FA3, SDPA = "triton", "triton+deterministic", "fa3", "sdpa"
@@ -282,11 +282,7 @@ def sequences(row: Mapping[str, Any]) -> str:
 
 def random_shapes(results: Results) -> Mapping[str, float]:
     """A shape's distance from its limit relative to its neighbour's, or its time relative to its peer's."""
-    names = {field.name for field in fields(Timed)}
-    rows = [
-        Timed(**{name: value for name, value in row.items() if name in names})
-        for row in results.of("random_shapes")["rows"].values()
-    ]
+    rows = timed_of(results.of("random_shapes"))
     return {row.name: max(row.x_neighbour, row.x_peer if row.peer_us else 0.0) for row in rows}
 
 

@@ -149,7 +149,7 @@ def _sources(results: Results) -> str:
     names = dict.fromkeys(name for goal in GOALS if goal.is_measured(results) for name in goal.sources)
     lines = ["## Where the numbers are from\n"]
     for name in (*names, PROFILES):
-        line = f"`{name}_h200.json`: {machine_line(results.of(name)['machine']).strip()}"
+        line = f"`{name}_h200.json`: {machine_line(results.of(name)['machine'])}"
         commits = results.commits(name)
         lines.append(_wrapped(f"{line}; rows are of {', '.join(commits)}" if len(commits) > 1 else line, "- "))
     return "\n".join(lines) + "\n"

@@ -15,7 +15,7 @@ from typing import Any
 from rocm_lab.bench.choices import SUITES
 from rocm_lab.bench.plots import draw
 from rocm_lab.bench.result_file import Kept, read_result
-from rocm_lab.benchmarks.make_tables import random_shapes
+from rocm_lab.benchmarks.make_tables import section
 
 HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "results", HERE.parents[1] / "docs"
@@ -156,7 +156,7 @@ def whole_page(path: Path) -> str:
     """Returns the page of a result file, with the worst of the sweep and with energy, if they were measured."""
     parts = [page(read_result(path), path.name)]
     if SWEEP.exists():
-        parts.append(random_shapes(json.loads(SWEEP.read_text())))
+        parts.append(section(SWEEP.stem, json.loads(SWEEP.read_text())))
     if ENERGY.exists():
         parts.append(energy(read_result(ENERGY)))
     return "\n".join(parts)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import enum
 import math
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from rocm_attn.problem import UNLIMITED_WINDOW
 
@@ -272,6 +273,12 @@ class Timed:
     def is_cliff(self) -> bool:
         """True if it is too far from its neighbour, or from the best peer."""
         return max(self.x_neighbour, self.x_peer) > CLIFF
+
+
+def timed_of(result: Mapping[str, Any]) -> list[Timed]:
+    """Returns the rows of the result file of random_shapes.py."""
+    names = {field.name for field in fields(Timed)}
+    return [Timed(**{name: value for name, value in row.items() if name in names}) for row in result["rows"].values()]
 
 
 def worst(rows: Iterable[Timed], count: int) -> list[Timed]:

@@ -27,7 +27,7 @@ from rocm_lab.benchmarks.goals import (
     peers_by_floor,
 )
 from rocm_lab.benchmarks.goals_page import PAGE, page, peers_in_words
-from rocm_lab.benchmarks.make_tables import attention, round_time
+from rocm_lab.benchmarks.make_tables import section
 from rocm_lab.benchmarks.profile_misses import kernels_of, stalls_of
 from rocm_lab.benchmarks.summarize_attention import Pass, peers_of, row, summary
 
@@ -189,7 +189,7 @@ def test_rows_are_means_of_passes_and_peers_count_where_every_pass_has_them() ->
 
 def test_a_table_of_passes_says_their_mean_and_every_peer() -> None:
     passes = [Pass.of(raw(record("own", us), record("a", 5.0), record("b", 9.0))) for us in (2.0, 4.0)]
-    said = attention(summary(passes, {"one": ONE}))
+    said = section("attention_h200", summary(passes, {"one": ONE}))
     assert "us: mean of 2 passes; spread:" in said
     assert "| one | 3.0 | 66.7% |" in said
     assert "Every peer of the same run" in said
@@ -199,10 +199,10 @@ def test_a_table_of_passes_says_their_mean_and_every_peer() -> None:
 def test_a_table_of_one_pass_has_no_spread_and_says_where_peers_were_not_recorded() -> None:
     lines = raw(record("own", 2.0), record("a", 5.0)).splitlines()
     result = summary([Pass.of("\n".join(lines[1:]))], {"one": ONE})
-    said = attention(result)
+    said = section("attention_h200", result)
     assert result["missing"] is None
     assert "us: of one pass." in said
-    assert "spread" not in said
+    assert "| one | 2.0 |  |" in said
     assert "Every peer" not in said
     assert "an empty cell says nothing" in said
 
@@ -216,7 +216,7 @@ def test_a_step_without_drafts_is_drafted_by_nothing() -> None:
         {**row, "draft_tokens": 0, "drafter": "ngram", "topk": 1},
         {**row, "draft_tokens": 4, "drafter": "eagle:seeded", "topk": 2},
     ]
-    said = round_time({"machine": {"python_loop_us": 1}, "rows": rows}).splitlines()
+    said = section("round_time_h200", {"machine": {"python_loop_us": 1}, "rows": rows}).splitlines()
     assert [line.partition("| 1 |")[0] for line in said if line.startswith("| m |")] == [
         "| m |  |  | 8 | 0 ",
         "| m | eagle:seeded | 2 | 8 | 4 ",

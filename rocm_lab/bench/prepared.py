@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -72,6 +74,27 @@ def step_kind(q_len: Sequence[int], kv_len: Sequence[int]) -> StepKind:
     if min(q_len) == 1:
         return StepKind.MIXED
     return StepKind.PREFILL if list(q_len) == list(kv_len) else StepKind.EXTEND
+
+
+def step_of(kv_len: Sequence[int], q_len: Sequence[int], table: Tensor, **more: Tensor) -> StepTensors:
+    """Returns a step of sequences with these lengths, on the table's device. more: tensors that some kernels read"""
+    device = table.device
+    return StepTensors.of(
+        ints([], device),
+        counts=ints([len(kv_len), sum(q_len), 1, 0], device),
+        kv_len=ints(kv_len, device),
+        q_len=ints(q_len, device),
+        q_indptr=ints(accumulate(q_len, initial=0), device),
+        table=table,
+        row_of_seq=ints(range(len(kv_len)), device),
+        **more,
+    )
+
+
+def bounds_of_step(kv_len: Sequence[int], q_len: Sequence[int], kind: StepKind | None = None) -> StepBounds:
+    """Returns the bounds of such a step. kind: if not the one of step_kind()"""
+    shape = PaddedShape(kind or step_kind(q_len, kv_len), len(kv_len), sum(q_len))
+    return StepBounds(shape, max(q_len), max(kv_len))
 
 
 def ints(values: Iterable[int], device: torch.device) -> Tensor:

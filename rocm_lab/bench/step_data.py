@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
@@ -17,7 +16,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepBounds
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_lab.bench.batch_spec import BatchSpec
-from rocm_lab.bench.prepared import ints, step_kind
+from rocm_lab.bench.prepared import bounds_of_step, ints, step_of
 
 # Entries after the last page of a list or a table row, for kernels that read ahead. They name page 0.
 _READ_AHEAD = 256
@@ -56,11 +55,6 @@ class StepData:
         return self.q.device
 
 
-def kind_of(batch: BatchSpec) -> StepKind:
-    """Returns the kind of step that serves the batch."""
-    return step_kind(batch.q_len, batch.kv_len)
-
-
 def random_steps(problem: Problem, batch: BatchSpec, count: int, device: torch.device, seed: int) -> list[StepData]:
     """Returns `count` steps over separate pages of one pool; the same ones for the same arguments."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -91,7 +85,7 @@ def _step_over(
     pages_of_seq: Sequence[Tensor],
 ) -> StepData:
     """Returns a step of these queries over these pages. pages_of_seq: integer, on q's device"""
-    device, kind = q.device, kind_of(batch)
+    device = q.device
     num_seqs, num_tokens, kv_len, q_len = batch.num_seqs, batch.num_tokens, batch.kv_len, batch.q_len
     num_pages = [len(mine) for mine in pages_of_seq]
     table = torch.zeros(num_seqs, max(num_pages) + _READ_AHEAD, dtype=torch.int32, device=device)
@@ -104,22 +98,18 @@ def _step_over(
     places = torch.arange(problem.page_size, device=device)
     slots = [(mine[:, None] * problem.page_size + places).flatten() for mine in pages_of_seq]
     new_slots = [each[end - new : end] for each, end, new in zip(slots, kv_len, q_len, strict=True)]
-    step = StepTensors.of(
-        ints([], device),
-        counts=ints([num_seqs, num_tokens, 1, 0], device),
-        kv_len=lengths,
+    step = step_of(
+        kv_len,
+        q_len,
+        table,
         kv_len_int64=lengths.long(),
-        q_len=ints(q_len, device),
-        q_indptr=torch.tensor([0, *q_len]).cumsum(0).int().to(device),
         slot_of_token=torch.cat(new_slots).int(),
-        table=table,
         block_table=table,
         page_indptr=indptr,
         page_list=page_list,
         last_page_len=(lengths - 1) % problem.page_size + 1,
-        row_of_seq=torch.arange(num_seqs, dtype=torch.int32, device=device),
     )
-    bounds = StepBounds(PaddedShape(kind, num_seqs, num_tokens), max(q_len), max(kv_len))
+    bounds = bounds_of_step(kv_len, q_len)
     out = q.new_full((num_tokens, problem.num_q_heads, problem.v_head_dim), float("nan"))
     of_seq = tuple(mine.long() for mine in pages_of_seq)
     return StepData(problem, batch, step, bounds, q, out, pages, weights, of_seq)

@@ -1,6 +1,6 @@
 """The cost of deterministic mode: every case of the suites of `rocm-attn bench kernels`, in both modes, in turn.
 
-    python -m rocm_lab.benchmarks.deterministic_cost [--suites decode,verify] [--out FILE]
+    python -m rocm_lab.benchmarks.deterministic_cost [--out FILE]
 
 One layer's launches in a CUDA graph over pages past the L2; both modes are checked first, and take turns. Exits with 1,
 after writing the file, if a result is wrong or a step takes longer than TIMES_ALLOWED of the normal mode.
@@ -9,7 +9,6 @@ after writing the file, if a result is wrong or a step takes longer than TIMES_A
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,8 +23,8 @@ from rocm_lab.bench.clocks import clock_of
 from rocm_lab.bench.contestants import Own
 from rocm_lab.bench.energy import meter_of
 from rocm_lab.bench.kernels import KernelOptions, Race, Row, compile_ahead
-from rocm_lab.bench.machine import describe_machine
 from rocm_lab.bench.suites import Case, suite
+from rocm_lab.benchmarks.script import printed, write
 
 TIMES_ALLOWED = 1.5
 _OPTIONS = KernelOptions(rounds=9)
@@ -36,17 +35,12 @@ def main() -> None:
     """Measures, prints, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("rocm_lab/benchmarks/results/deterministic_cost_h200.json"))
-    parser.add_argument("--suites", default=",".join(SUITES), help="names, with commas between them")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
-    cases = [case for name in options.suites.split(",") for case in suite(name)]
+    cases = [case for name in SUITES for case in suite(name)]
     compile_ahead(cases, _MODES, device, max(1, len(os.sched_getaffinity(0)) - 2))
-    rows = []
-    for row in _measured(cases, device):
-        rows.append(row)
-        print(_line(row), flush=True)
-    result = {"machine": describe_machine(), "times_allowed": TIMES_ALLOWED, "rows": rows}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    rows = printed(_measured(cases, device))
+    write(options.out, times_allowed=TIMES_ALLOWED, rows=rows)
     sys.exit(any("times" not in row or row["times"] > TIMES_ALLOWED for row in rows))
 
 
@@ -69,15 +63,6 @@ def _row(normal: Row, deterministic: Row) -> dict[str, Any]:
         "times": round(deterministic.us / normal.us, 3),
         "kernel": deterministic.kernel.partition(":")[0],
     }
-
-
-def _line(row: dict[str, Any]) -> str:
-    if "wrong" in row:
-        return f"{row['case']:56} {row['wrong']}"
-    return (
-        f"{row['case']:56} {row['normal_us']:8.1f} us {row['deterministic_us']:8.1f} us {row['times']:.2f}"
-        f" {row['kernel']}"
-    )
 
 
 if __name__ == "__main__":

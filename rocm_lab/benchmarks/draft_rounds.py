@@ -8,8 +8,6 @@ knows. The floor is a plain read of K and V of every prefix, once for each draft
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +29,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part, Series
 from rocm_lab.bench.clocks import microseconds_of
-from rocm_lab.bench.machine import describe_machine
+from rocm_lab.benchmarks.script import parser_of, printed, write
 from rocm_lab.benchmarks.sparse_decode import floor_us
 
 PAGE_SIZE = 16
@@ -178,17 +176,8 @@ def gpu_us(run: Callable[[], object], device: torch.device, count: int = 20) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--only", type=int, nargs="*", default=list(range(len(SHAPES))), help="places in SHAPES (all)")
-    args = parser.parse_args()
-    device = torch.device("cuda")
-    rows = []
-    for place in args.only:
-        rows.append(measure(SHAPES[place], device))
-        print(rows[-1], flush=True)
-    with open(args.out, "w") as file:
-        json.dump({"machine": describe_machine(), "rows": rows}, file, indent=1)
+    options = parser_of(__doc__).parse_args()
+    write(options.out, rows=printed(measure(shape, torch.device("cuda")) for shape in SHAPES))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ decile of many steps is the host's time without disturbance.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 
@@ -21,7 +19,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_lab.bench.machine import describe_machine
+from rocm_lab.benchmarks.script import parser_of, printed, write
 
 NUM_LAYERS = 32
 WARM_UP, ROUNDS = 30, 200
@@ -33,14 +31,8 @@ MOST_TOKENS = 512
 
 def main() -> None:
     """Measures batches of three sizes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True)
-    args = parser.parse_args()
-    rows = [measure(num_seqs, torch.device("cuda")) for num_seqs in (1, 64, 256)]
-    for row in rows:
-        print(row)
-    with open(args.out, "w") as file:
-        json.dump({"machine": describe_machine(), "rows": rows}, file, indent=1)
+    options = parser_of(__doc__).parse_args()
+    write(options.out, rows=printed(measure(num_seqs, torch.device("cuda")) for num_seqs in (1, 64, 256)))
 
 
 def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:

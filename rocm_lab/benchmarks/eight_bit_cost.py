@@ -7,12 +7,9 @@ Exits with 1, after writing the file, if a step or a store takes longer than all
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -23,10 +20,10 @@ from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TRITON
 from rocm_lab.bench.clocks import microseconds_of
-from rocm_lab.bench.machine import describe_machine
 from rocm_lab.bench.prepared import ints, step_kind
 from rocm_lab.bench.step_data import random_pages
 from rocm_lab.benchmarks.one_layer import REPLAYS, ROUNDS, Batch, LayerGraph, medians_in_turn
+from rocm_lab.benchmarks.script import parser_of, write
 
 LLAMA_8B = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
 RANK_OF_70B = replace(LLAMA_8B, num_q_heads=8, num_kv_heads=1)
@@ -79,16 +76,12 @@ class Row:
 
 def main() -> None:
     """Measures, prints, and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     steps = [_step_row(case) for case in CASES]
     stores = [_store_row(num_tokens) for num_tokens in STORED_TOKENS]
     for row in (*steps, *stores):
         print(row, f"{row.times:.3f}")
-    rows = {"steps": steps, "stores": stores}
-    result = {"machine": describe_machine(), **{name: [asdict(row) for row in of] for name, of in rows.items()}}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, steps=[asdict(row) for row in steps], stores=[asdict(row) for row in stores])
     missed = [row.name for row in (*steps, *stores) if row.times > row.times_allowed]
     if missed:
         sys.exit(f"slower than they may be: {', '.join(missed)}")

@@ -8,8 +8,6 @@ attend. It is CPU time, so that other processes do not count.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +28,7 @@ from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.step.core import LaunchGuards, StepGuards
 from rocm_attn.step.external_step import ONE_EACH, ExternalStep
 from rocm_attn.step.publisher import PublishingGuards
-from rocm_lab.bench.machine import describe_machine
+from rocm_lab.benchmarks.script import parser_of, write
 from rocm_lab.faults.wrong_twins import EchoIgnored
 
 NUM_SEQS, MAX_KV_LEN = 64, 1024
@@ -121,14 +119,11 @@ def _median_us(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True)
-    args = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     rows = {name: measure(*given) for name, given in engines().items()}
     for name, row in rows.items():
         print(name, row)
-    with open(args.out, "w") as file:
-        json.dump({"machine": describe_machine(), "allowed_us": ALLOWED_US, "rows": rows}, file, indent=1)
+    write(options.out, allowed_us=ALLOWED_US, rows=rows)
 
 
 if __name__ == "__main__":

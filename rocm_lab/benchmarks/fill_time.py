@@ -9,8 +9,6 @@ stays in the L2, like the last step's table when a server runs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TritonDecode
 from rocm_lab.bench.clocks import microseconds_of
-from rocm_lab.bench.machine import describe_machine
+from rocm_lab.benchmarks.script import parser_of, printed, write
 
 KV_LEN = 32_768
 NUM_SEQS = (1, 8, 64, 256)
@@ -155,18 +153,10 @@ def measure(form: Form, num_seqs: int, device: torch.device) -> dict[str, str | 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True)
-    args = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
-    rows = []
-    for form in FORMS:
-        for num_seqs in NUM_SEQS:
-            rows.append(measure(form, num_seqs, device))
-            print(rows[-1])
-    result = {"machine": describe_machine(), "kv_len": KV_LEN, "fills": FILLS, "rounds": ROUNDS, "rows": rows}
-    with open(args.out, "w") as file:
-        json.dump(result, file, indent=1)
+    rows = printed(measure(form, num_seqs, device) for form in FORMS for num_seqs in NUM_SEQS)
+    write(options.out, kv_len=KV_LEN, fills=FILLS, rounds=ROUNDS, rows=rows)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ captured step took more than 2 % longer than the eager one or the capture took l
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -32,7 +30,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
-from rocm_lab.bench.machine import describe_machine
+from rocm_lab.benchmarks.script import parser_of, write
 
 LAYER = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
 NUM_LAYERS = 32
@@ -183,9 +181,7 @@ def give_memory_back() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
-    args = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     device = torch.device("cuda")
     captures = []
     for name in ("first in the process", "again"):
@@ -197,8 +193,7 @@ def main() -> None:
         steps.append(step_row(num_seqs, device))
         print(steps[-1])
         give_memory_back()
-    with open(args.out, "w") as file:
-        json.dump({"machine": describe_machine(), "captures": captures, "steps": steps}, file, indent=1)
+    write(options.out, captures=captures, steps=steps)
     slow = [row for row in captures if row["seconds"] > CAPTURE_SECONDS]
     slow += [row for row in steps if row["times_eager"] > SLOWER]
     sys.exit(1 if slow else 0)

@@ -5,8 +5,6 @@ python rocm_lab/benchmarks/host_time.py --out rocm_lab/benchmarks/results/host_t
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 
@@ -21,7 +19,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
-from rocm_lab.bench.machine import describe_machine
+from rocm_lab.benchmarks.script import parser_of, printed, write
 
 NUM_LAYERS = 32
 # max_kv_len has room for this number.
@@ -86,15 +84,8 @@ def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True)
-    args = parser.parse_args()
-    device = torch.device("cuda")
-    rows = [measure(num_seqs, device) for num_seqs in (1, 64, 256)]
-    for row in rows:
-        print(row)
-    with open(args.out, "w") as file:
-        json.dump({"machine": describe_machine(), "rows": rows}, file, indent=1)
+    options = parser_of(__doc__).parse_args()
+    write(options.out, rows=printed(measure(num_seqs, torch.device("cuda")) for num_seqs in (1, 64, 256)))
 
 
 if __name__ == "__main__":

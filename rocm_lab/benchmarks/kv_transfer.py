@@ -9,11 +9,8 @@ taken, every token that came back is compared with the original. Exits with 1 if
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -25,7 +22,7 @@ from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_lab.bench.machine import describe_machine
+from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 
 CUDA = torch.device("cuda", 0)
 BF16 = torch.bfloat16
@@ -46,16 +43,14 @@ CASES = (
 
 def main() -> None:
     """Measures, prints, and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    cases = [measured(*case) for case in CASES]
-    options.out.write_text(json.dumps({"machine": describe_machine(), "cases": cases}, indent=1) + "\n")
+    options = parser_of(__doc__).parse_args()
+    cases = printed(measured(*case) for case in CASES)
+    write(options.out, cases=cases)
     if not all(case["right"] for case in cases):
         raise SystemExit(1)
 
 
-def measured(name: str, num_layers: int, problem: Problem, kv_len: int) -> dict[str, object]:
+def measured(name: str, num_layers: int, problem: Problem, kv_len: int) -> Row:
     """Measures one case."""
     runtime = runtime_of(num_layers, problem, kv_len)
     exporter = KVExporter(runtime)
@@ -77,15 +72,13 @@ def measured(name: str, num_layers: int, problem: Problem, kv_len: int) -> dict[
         "torch export": device_us(lambda: by_torch(runtime, ids)),
         "host of an export": host_us(lambda: exporter.export(pages, extent, buffer)),
     }
-    result = {
+    return {
         "name": name,
         "right": all(moved_right(runtime, layer, ids, to) for layer in range(num_layers)),
         "megabytes": len(buffer) / 1e6,
         "us": {what: round(us, 1) for what, us in found.items()},
         "terabytes_per_s_read_and_written": round(2 * len(buffer) / found["export"] / 1e6, 2),
     }
-    print(json.dumps(result), flush=True)
-    return result
 
 
 def runtime_of(num_layers: int, problem: Problem, kv_len: int) -> AttentionRuntime:

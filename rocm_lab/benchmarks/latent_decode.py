@@ -1,43 +1,33 @@
 """The cost of absorbed latent attention in a decode step, compared with a plain read of the latents and its products.
 
-    python -m rocm_lab.benchmarks.latent_decode --out RESULTS/latent_decode_h200.json [--candidates] [--cases N]
+    python -m rocm_lab.benchmarks.latent_decode --out RESULTS/latent_decode_h200.json
 
 Times are of one layer in a graph, its schedule built in it. floor: a streaming read of the latents; products: their
 time at the rate of a large matrix product; limit: the larger of both. Each is timed after a pause; sustained is the
 time after half a second of the same work, when the GPU's power limit has lowered the clock, which is reported with it.
-With --candidates other tiles are timed too.
 Exits with 1, after writing the file, if a result is wrong or a case takes longer than allowed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 
-from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.select import select
 from rocm_attn.providers.split_latents import cut_of_latents
 from rocm_attn.providers.tiles import latent_decode_tiles_of_table
 from rocm_attn.providers.triton_latent import LatentDecode
-from rocm_lab.bench.machine import describe_machine
-from rocm_lab.bench.prepared import Prepared, ints, step_kind
+from rocm_lab.bench.prepared import Prepared, bounds_of_step, step_of
+from rocm_lab.benchmarks.script import parser_of, printed, write
 from rocm_lab.benchmarks.sparse_decode import floor_us, microseconds
 
 # |result - reference| / |reference| in bfloat16.
@@ -97,25 +87,6 @@ CASES = (
     Case(16, 128, 4096, coded=True),
     Case(128, 128, 4096, coded=True),
 )
-CANDIDATES = {
-    16: (
-        *(LatentTiles(16, 32, 4, 3, 2, row_cost=cost, chains=chains) for cost in (1, 2, 4) for chains in (1, 2)),
-        LatentTiles(16, 32, 4, 4, 1, chains=2),
-        LatentTiles(16, 32, 4, 2, 3, chains=2),
-        LatentTiles(16, 32, 8, 3, 2),
-        LatentTiles(16, 64, 8, 2, 2),
-    ),
-    128: (
-        LatentTiles(64, 64, 8, 2),
-        LatentTiles(64, 64, 8, 1),
-        LatentTiles(64, 32, 8, 3),
-        LatentTiles(64, 32, 8, 2),
-        LatentTiles(64, 64, 8, 2, row_cost=4),
-        LatentTiles(32, 32, 8, 3, 2),
-        LatentTiles(32, 32, 8, 2, 2),
-        LatentTiles(32, 64, 8, 2),
-    ),
-}
 
 
 def prepared(case: Case) -> Prepared:
@@ -131,25 +102,17 @@ def prepared(case: Case) -> Prepared:
     k = (k * 64).to(torch.float8_e4m3fn) if case.coded else k
     pages = LayerPages(k, k[..., :512], problem.page_format, scale, scale)
     table = (torch.randperm(num_pages - 1, generator=generator, device=_DEVICE) + 1).int().view(case.num_seqs, -1)
-    q_len = (case.q_len,) * case.num_seqs
-    kind = step_kind(q_len, (case.kv_len,) * case.num_seqs)
-    step = StepTensors.of(
-        ints([], _DEVICE),
-        counts=ints([case.num_seqs, num_tokens, 1, 0], _DEVICE),
-        kv_len=ints([case.kv_len] * case.num_seqs, _DEVICE),
-        q_len=ints(q_len, _DEVICE),
-        q_indptr=ints(range(0, num_tokens + 1, case.q_len), _DEVICE),
-        table=table,
-        row_of_seq=torch.arange(case.num_seqs, dtype=torch.int32, device=_DEVICE),
-    )
-    bounds = StepBounds(PaddedShape(kind, case.num_seqs, num_tokens), case.q_len, case.kv_len)
-    kernel = select(problem, detect_target(_DEVICE), "triton").kernel(kind).bound
+    kv_len, q_len = (case.kv_len,) * case.num_seqs, (case.q_len,) * case.num_seqs
+    step, bounds = step_of(kv_len, q_len, table), bounds_of_step(kv_len, q_len)
+    kernel = select(problem, detect_target(_DEVICE), "triton").kernel(bounds.shape.kind).bound
     return Prepared.of(kernel, step, bounds, (q, out), pages)
 
 
-def with_tiles(made: Prepared, case: Case, tiles: LatentTiles) -> Prepared:
-    """Returns the same step by the kernel that is specific to no arch, in these tiles."""
-    cut = cut_of_latents(tiles, case.problem, detect_target(_DEVICE), most=case.q_len)
+def by_plain_kernel(made: Prepared, case: Case) -> Prepared:
+    """Returns the same step by the kernel that is specific to no arch."""
+    target = detect_target(_DEVICE)
+    tiles = latent_decode_tiles_of_table(case.problem, target, case.q_len)
+    cut = cut_of_latents(tiles, case.problem, target, most=case.q_len)
     kernel = LatentDecode(case.problem, scores_of(case.problem), cut, tiles)
     return Prepared.of(kernel, made.step, made.bounds, (made.args.q, made.args.out), made.args.pages)
 
@@ -202,8 +165,8 @@ def products_us(operations: int) -> float:
     return microseconds(product) * operations / (2 * _MATRIX**3)
 
 
-def rows_of(case: Case, *, candidates: bool) -> Iterator[dict[str, Any]]:
-    """Yields times of a case: with the tiles of the table, then with candidates."""
+def row_of(case: Case) -> dict[str, Any]:
+    """Returns times of a case."""
     made = prepared(case)
     error = error_of(made, case)
     torch.cuda.synchronize()
@@ -211,9 +174,9 @@ def rows_of(case: Case, *, candidates: bool) -> Iterator[dict[str, Any]]:
     us, floor, products = time_of(made), floor_us(case.latent_bytes), products_us(case.operations)
     sustained_us, clock_mhz = sustained(made)
     limit = max(floor, products)
-    tiles = latent_decode_tiles_of_table(case.problem, detect_target(_DEVICE), case.q_len)
-    plain_us = time_of(with_tiles(made, case, tiles)) if _OF_HOPPER in made.kernel.describe() else None
-    yield {
+    plain_us = time_of(by_plain_kernel(made, case)) if _OF_HOPPER in made.kernel.describe() else None
+    torch.cuda.empty_cache()
+    return {
         "case": str(case),
         "kernel": made.kernel.describe(),
         "us": us,
@@ -226,31 +189,14 @@ def rows_of(case: Case, *, candidates: bool) -> Iterator[dict[str, Any]]:
         "clock_mhz_sustained": clock_mhz,
         "error": error,
     }
-    for tiles in CANDIDATES.get(case.heads, ()) if candidates and not case.coded and case.q_len == 1 else ():
-        try:
-            other = with_tiles(made, case, tiles)
-            yield {"case": str(case), "tiles": asdict(tiles), "us": time_of(other), "error": error_of(other, case)}
-        except (RuntimeError, triton.runtime.errors.OutOfResources) as refusal:
-            yield {"case": str(case), "tiles": asdict(tiles), "refused": str(refusal)[:100]}
 
 
 def main() -> None:
     """Measures, prints, and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--candidates", action="store_true", help="of the first three cases, other tiles too")
-    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many cases")
-    options = parser.parse_args()
-    rows = []
-    for place, case in enumerate(CASES[: options.cases]):
-        for row in rows_of(case, candidates=options.candidates and place < 3):
-            rows.append(row)
-            print(row, flush=True)
-        torch.cuda.empty_cache()
-    options.out.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
-    wrong = [row for row in rows if row.get("error", 0.0) > _MOST_ERROR]
-    slow = [row for row in rows if row.get("times_allowed") and row["times_limit"] > row["times_allowed"]]
-    sys.exit(bool(wrong or slow))
+    options = parser_of(__doc__).parse_args()
+    rows = printed(map(row_of, CASES))
+    write(options.out, rows=rows)
+    sys.exit(any(row["error"] > _MOST_ERROR or 0 < row["times_allowed"] < row["times_limit"] for row in rows))
 
 
 if __name__ == "__main__":

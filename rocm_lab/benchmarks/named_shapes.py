@@ -9,19 +9,16 @@ writing the file, if a result is wrong.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rocm_attn.problem import UNLIMITED_WINDOW
-from rocm_lab.bench.machine import describe_machine
 from rocm_lab.benchmarks.random_shapes import FlashAttention3, ceilings, check_all, microseconds, own_run
+from rocm_lab.benchmarks.script import parser_of, write
 from rocm_lab.benchmarks.shape_sweep import Shape, Work
 
 PAGE_SIZE = 16
@@ -81,8 +78,7 @@ def named_shapes() -> list[tuple[str, str, Shape]]:
 
 def main() -> None:
     """Measures all of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--fa3", default="", help="a shared library of FlashAttention-3, as vLLM ships it")
     parser.add_argument("--processes", type=int, default=15)
     args = parser.parse_args()
@@ -101,8 +97,7 @@ def main() -> None:
         print(row, flush=True)
         rows.append(row)
         torch.cuda.empty_cache()
-    result = {"machine": describe_machine(), "ceilings": limits, "rows": rows}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(args.out, ceilings=limits, rows=rows)
     sys.exit(any(isinstance(row["error"], str) for row in rows))
 
 

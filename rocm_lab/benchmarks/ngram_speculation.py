@@ -10,15 +10,13 @@ decode steps round differently, and the file contains the number of equal ones.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from dataclasses import replace
 
 import torch
 
-from rocm_lab.bench.machine import describe_machine
+from rocm_lab.benchmarks.script import parser_of, write
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel, load_model
 from rocm_serve.options import EngineOptions
@@ -95,8 +93,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
@@ -126,9 +123,8 @@ def main() -> None:
             print(figures, flush=True)
             if args.dtype == "float32" and tokens != expected:
                 failures.append(f"{num_seqs} sequences, {num_drafts} drafts: tokens differ")
-            with open(args.out, "w") as file:
-                how = {"dtype": args.dtype, "speculative": args.speculative.split(":")[0], "topk": args.topk}
-                json.dump({"machine": describe_machine(), **how, "rows": rows}, file, indent=1)
+            speculative = args.speculative.split(":")[0]
+            write(args.out, dtype=args.dtype, speculative=speculative, topk=args.topk, rows=rows)
     print(*failures, sep="\n")
     sys.exit(bool(failures))
 

@@ -9,13 +9,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import BoundKernel, StepBounds
+from rocm_attn.providers.contract import BoundKernel
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_lab.bench.clocks import microseconds_of
-from rocm_lab.bench.prepared import Prepared, ints, step_kind
+from rocm_lab.bench.prepared import Prepared, bounds_of_step, step_of
 from rocm_lab.bench.step_data import random_pages
 
 SETS = 3  # of pages; together they exceed the L2
@@ -67,25 +65,15 @@ def medians_in_turn(graphs: Sequence[LayerGraph]) -> list[float]:
 
 def _prepared(problem: Problem, kernel: BoundKernel, batch: Batch, generator: torch.Generator) -> Prepared:
     device = torch.device("cuda", 0)
-    num_seqs, num_tokens, page = len(batch.kv_len), sum(batch.q_len), problem.page_size
-    num_pages = sum(batch.kv_len) // page
-    shape = PaddedShape(step_kind(batch.q_len, batch.kv_len), num_seqs, num_tokens)
+    num_seqs, num_pages = len(batch.kv_len), sum(batch.kv_len) // problem.page_size
     table = (torch.randperm(num_pages, device=device, generator=generator).int() + 1).view(num_seqs, -1)
-    step = StepTensors.of(
-        ints([], device),
-        counts=ints([num_seqs, num_tokens, 1, 0], device),
-        kv_len=ints(batch.kv_len, device),
-        q_len=ints(batch.q_len, device),
-        q_indptr=torch.tensor([0, *batch.q_len]).cumsum(0).int().to(device),
-        table=table,
-        row_of_seq=torch.arange(num_seqs, dtype=torch.int32, device=device),
-    )
-    bounds = StepBounds(shape, max(batch.q_len), max(batch.kv_len))
+    step = step_of(batch.kv_len, batch.q_len, table)
 
     def rows(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device=device, generator=generator).to(problem.dtype)
 
-    q = rows(num_tokens, problem.num_q_heads, problem.head_dim)
+    q = rows(sum(batch.q_len), problem.num_q_heads, problem.head_dim)
     weights = HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device)
-    out = q.new_empty(num_tokens, problem.num_q_heads, problem.v_head_dim)
+    out = q.new_empty(*q.shape[:2], problem.v_head_dim)
+    bounds = bounds_of_step(batch.kv_len, batch.q_len)
     return Prepared.of(kernel, step, bounds, (q, out), random_pages(problem, num_pages + 1, generator), weights)

@@ -28,10 +28,10 @@ import torch
 from rocm_lab.bench.choices import ALL_SUITES
 from rocm_lab.bench.contestant import Launch
 from rocm_lab.bench.contestants import contestants
-from rocm_lab.bench.machine import describe_machine
 from rocm_lab.bench.step_data import random_steps
 from rocm_lab.bench.suites import suite
 from rocm_lab.benchmarks.goals import GOALS, Profiled
+from rocm_lab.benchmarks.script import write
 
 SECTIONS = (
     "SpeedOfLight",
@@ -54,8 +54,6 @@ def main() -> None:
     """Compiles, profiles and writes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fa3", default="", help="shared library of FlashAttention-3")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
-    parser.add_argument("--columns", type=Path, help="write ncu's own table there")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--launch", help="internal: launch these cases, a JSON list")
     args = parser.parse_args()
@@ -64,7 +62,7 @@ def main() -> None:
         return
     if args.out is None:
         parser.error("--out is missing")
-    wanted = [each for each in profiled() if args.only in each.case]
+    wanted = profiled()
     context = multiprocessing.get_context("spawn")
     with context.Pool(min(12, len(wanted), len(os.sched_getaffinity(0)))) as pool:
         failures = pool.starmap(_compiled, [(each, args.fa3) for each in wanted])
@@ -73,14 +71,11 @@ def main() -> None:
             print(f"{each.case} by {each.provider}: {failure}", file=sys.stderr)
     served = [each for each, failure in zip(wanted, failures, strict=True) if not failure]
     table = _counters(served, args.fa3)
-    if args.columns:
-        args.columns.write_text(table)
     rows = [
         {"case": each.case, "provider": each.provider, "kernels": kernels}
         for each, kernels in zip(served, kernels_of(table), strict=True)
     ]
-    result = {"machine": describe_machine(), "rows": rows}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(args.out, rows=rows)
 
 
 def profiled() -> list[Profiled]:

@@ -29,16 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.select import select
 from rocm_lab.bench.clocks import GraphClock, Timed, median_of
 from rocm_lab.bench.machine import commit, describe_machine
-from rocm_lab.bench.prepared import Prepared, ints, step_kind
+from rocm_lab.bench.prepared import Prepared, bounds_of_step, ints, step_kind, step_of
 from rocm_lab.benchmarks.powers import LANES, POWERS, powers_kernel
 from rocm_lab.benchmarks.shape_sweep import LAUNCHES_US, Shape, random_shapes
 
@@ -87,20 +84,12 @@ def cases_of(shape: Shape, count: int) -> list[Case]:
     num_pages = sum(pages)
     orders = (torch.randperm(num_pages * count, device=device, generator=generator).int() + 1).view(count, -1)
     k, v = (rows(num_pages * count + 1, shape.page_size, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-    bounds = StepBounds(PaddedShape(kernel.row.kind, num_seqs, num_tokens), max(shape.q_len), max(shape.kv_len))
+    bounds = bounds_of_step(shape.kv_len, shape.q_len, kernel.row.kind)
     cases = []
     for order in orders:
         table = torch.zeros(num_seqs, max(pages), dtype=torch.int32, device=device)
         table[is_page] = order
-        step = StepTensors.of(
-            ints([], device),
-            counts=ints([num_seqs, num_tokens, 1, 0], device),
-            kv_len=ints(shape.kv_len, device),
-            q_len=ints(shape.q_len, device),
-            q_indptr=torch.tensor([0, *shape.q_len]).cumsum(0).int().to(device),
-            table=table,
-            row_of_seq=torch.arange(num_seqs, dtype=torch.int32, device=device),
-        )
+        step = step_of(shape.kv_len, shape.q_len, table)
         q = rows(num_tokens, shape.num_q_heads, shape.head_dim)
         out = torch.full_like(q, float("nan"))
         cases.append(Case(Prepared.of(kernel.bound, step, bounds, (q, out), LayerPages.plain(k, v)), problem))

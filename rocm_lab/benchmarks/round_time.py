@@ -17,10 +17,9 @@ idle:   the GPU's, by events around the launches of each step, in a separate run
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,7 +29,7 @@ import torch
 
 from rocm_attn.models.config import ModelConfig
 from rocm_attn.step.host_ring import Fence
-from rocm_lab.bench.machine import describe_machine
+from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 from rocm_lab.benchmarks.steps_ahead import BOUND_BY_THE_HOST, MODELS, event, python_us
 from rocm_lab.benchmarks.tensor_parallel import RandomOnDevice
 from rocm_serve.engine import Engine
@@ -220,10 +219,12 @@ def idle(engine: Engine) -> dict[str, float]:
 
 def main() -> None:
     """Measures every number of sequences and of drafts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True)
-    args = parser.parse_args()
-    rows = []
+    options = parser_of(__doc__).parse_args()
+    write(options.out, of_machine={"python_loop_us": python_us()}, rows=printed(rows()))
+
+
+def rows() -> Iterator[Row]:
+    """Yields the figures of each model, number of sequences and drafter."""
     for name, (num_seqs_of, drafts_of) in MEASURED.items():
         loaded = going_round(replace(MODELS[name], context_len=4096), len(MODELS[name].layers))
         drafters = DRAFTERS if name == BOUND_BY_THE_HOST else ()
@@ -232,10 +233,7 @@ def main() -> None:
             for num_drafts, drafter, topk in [*how, *((WITH_MODELS, *each) for each in drafters)]:
                 engine_with = partial(engine_of, loaded, num_seqs, num_drafts, drafter, topk)
                 what = {"model": name, "num_seqs": num_seqs, "draft_tokens": num_drafts, "drafter": drafter}
-                rows.append({**what, "topk": topk, **measure(engine_with(), num_seqs), **idle(engine_with())})
-                print(rows[-1], flush=True)
-    with open(args.out, "w") as file:
-        json.dump({"machine": {**describe_machine(), "python_loop_us": python_us()}, "rows": rows}, file, indent=1)
+                yield {**what, "topk": topk, **measure(engine_with(), num_seqs), **idle(engine_with())}
 
 
 if __name__ == "__main__":

@@ -7,11 +7,8 @@ Exits with 1, after writing the file, if one cost more than allowed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -19,9 +16,9 @@ from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import select
-from rocm_lab.bench.machine import describe_machine
 from rocm_lab.bench.prepared import step_kind
 from rocm_lab.benchmarks.one_layer import Batch, LayerGraph, medians_in_turn
+from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 
 TIMES_ALLOWED = 1.03
 
@@ -53,18 +50,15 @@ CASES = tuple(
 
 def main() -> None:
     """Measures, prints, and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    rows, worst = [], 0.0
-    for case in CASES:
-        plain, featured = medians_in_turn([_graph(problem, case.batch) for problem in (case.plain, case.featured)])
-        rows.append({"case": case.name, "plain_us": plain, "us": featured, "times": featured / plain})
-        worst = max(worst, featured / plain)
-        print(rows[-1], flush=True)
-    result = {"machine": describe_machine(), "times_allowed": TIMES_ALLOWED, "rows": rows}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    sys.exit(worst > TIMES_ALLOWED)
+    options = parser_of(__doc__).parse_args()
+    rows = printed(map(_row, CASES))
+    write(options.out, times_allowed=TIMES_ALLOWED, rows=rows)
+    sys.exit(any(row["times"] > TIMES_ALLOWED for row in rows))
+
+
+def _row(case: Case) -> Row:
+    plain, featured = medians_in_turn([_graph(problem, case.batch) for problem in (case.plain, case.featured)])
+    return {"case": case.name, "plain_us": plain, "us": featured, "times": featured / plain}
 
 
 def _graph(problem: Problem, batch: Batch) -> LayerGraph:

@@ -7,14 +7,11 @@ python -m rocm_lab.benchmarks.soak --speculative --rounds 10000 --seed 16 \\
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from pathlib import Path
 
 import torch
 
-from rocm_lab.bench.machine import describe_machine
+from rocm_lab.benchmarks.script import parser_of, write
 from rocm_lab.soak.soak import Soak
 from rocm_lab.soak.world import Scenario
 
@@ -26,14 +23,13 @@ def say_steps(steps: int) -> None:
 
 def main() -> None:
     """Raises SoakFailed at the first finding; there is no result file then."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int)
     length.add_argument("--rounds", type=int, help="as in `rocm-attn soak --rounds`")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--speculative", action="store_true", help="as in `rocm-attn soak --speculative`")
     parser.add_argument("--device", default="cuda", help="cuda (bfloat16, our kernels) or cpu (float32, torch's)")
-    parser.add_argument("--out", type=Path, required=True, help="the result file")
     options = parser.parse_args()
     scenario, device = Scenario.of_seed(options.seed), torch.device(options.device)
     soak = Soak(
@@ -43,11 +39,10 @@ def main() -> None:
         provider="torch" if device.type == "cpu" else "triton",
         dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
     )
-    machine = describe_machine()  # before the soak: the checkout may move while it runs
     report = (
         soak.run(options.steps, say_steps) if options.rounds is None else soak.run_rounds(options.rounds, say_steps)
     )
-    options.out.write_text(json.dumps({"machine": machine, "report": report.as_dict()}, indent=1))
+    write(options.out, report=report.as_dict())
     print(report)
 
 

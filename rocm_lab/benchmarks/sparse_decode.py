@@ -1,25 +1,20 @@
 """The cost of sparse attention in a decode step: index scores, top-k, attention over the selection, and all of them.
 
-    python -m rocm_lab.benchmarks.sparse_decode --out rocm_lab/benchmarks/results/sparse_decode_h200.json [--candidates]
+    python -m rocm_lab.benchmarks.sparse_decode --out rocm_lab/benchmarks/results/sparse_decode_h200.json
 
 Each time is reported with its floor, a plain streaming read of the bytes that have to be read once: index keys and
-their scales, and the selected rows. With --candidates other tiles are timed too. Exits with 1, after writing the file,
+their scales, and the selected rows. Exits with 1, after writing the file,
 if a result is wrong or the first case takes longer than allowed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -41,7 +36,7 @@ from rocm_attn.kernels.sparse.top_k import launch_top_k
 from rocm_attn.kernels.tuning.sparse_tiles import IndexTiles, SelectedTiles, index_tiles, selected_tiles
 from rocm_attn.machine.target import detect_target
 from rocm_lab.bench.clocks import microseconds_of
-from rocm_lab.bench.machine import describe_machine
+from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 
 TIMES_ALLOWED = 1.5
 ROUNDS, REPLAYS = 7, 5
@@ -93,16 +88,6 @@ CASES = (
     Case("32 index heads, 256 x 8k", 256, 8192, V32, 32),
     Case("32 index heads pooled by 4, 64 x 64k", 64, 65536, POOLED, 32),
     Case("blocks of 128, 64 x 64k", 64, 65536, M3, 4, (64, 4), (128, 128), 128),
-)
-INDEX_CANDIDATES = tuple(
-    IndexTiles(key_block, 64, warps, stages, per_cu)
-    for key_block, warps, stages in ((64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 4), (128, 8, 3), (256, 8, 2))
-    for per_cu in (4, 16)
-)
-SELECTED_CANDIDATES = tuple(
-    SelectedTiles(16, key_block, warps, stages, per_cu)
-    for key_block, warps, stages in ((32, 4, 3), (32, 8, 3), (32, 8, 4), (64, 8, 2), (64, 8, 3), (16, 4, 4))
-    for per_cu in (1, 2, 4)
 )
 
 
@@ -251,8 +236,8 @@ def error_of(made: Prepared, tiles: IndexTiles, selected: SelectedTiles) -> floa
     return max(wrong, float((out - args.out[:1]).float().norm() / out.float().norm()))
 
 
-def rows_of(case: Case, arch: str, *, candidates: bool) -> list[dict[str, Any]]:
-    """Returns times of a case: with the tiles of the table, then with candidates."""
+def rows_of(case: Case, arch: str) -> Iterator[Row]:
+    """Yields times of the parts of a case."""
     made = prepared(case)
     tiles = index_tiles(arch, heads=case.index_heads, dim=128, key_dtype=torch.float8_e4m3fn, coded_q=case.coded_q)
     selected = selected_tiles(
@@ -263,50 +248,23 @@ def rows_of(case: Case, arch: str, *, candidates: bool) -> list[dict[str, Any]]:
         dtype=torch.bfloat16,
         is_coded=False,
     )
-    rows: list[dict[str, Any]] = []
     error = error_of(made, tiles, selected)
     for piece, (run, num_bytes) in pieces(made, tiles, selected).items():
-        floor = floor_us(num_bytes)
-        us = microseconds(run)
-        rows.append({"case": case.name, "piece": piece, "us": us, "floor_us": floor, "error": error})
-        print(rows[-1], flush=True)
-    if candidates:
-        for other in INDEX_CANDIDATES:
-            rows.append({"case": case.name, "piece": "scores", **_timed(made, "scores", other, selected)})
-            print(rows[-1], flush=True)
-        for each in SELECTED_CANDIDATES:
-            rows.append({"case": case.name, "piece": "attention", **_timed(made, "attention", tiles, each)})
-            print(rows[-1], flush=True)
-    return rows
-
-
-def _timed(made: Prepared, piece: str, tiles: IndexTiles, selected: SelectedTiles) -> dict[str, Any]:
-    """Returns a candidate's time, or the reason why it has none."""
-    what = asdict(tiles if piece == "scores" else selected)
-    try:
-        run, _ = pieces(made, tiles, selected)[piece]
-        return {"tiles": what, "us": microseconds(run)}
-    except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
-        return {"tiles": what, "refused": str(error)[:100]}
+        floor, us = floor_us(num_bytes), microseconds(run)
+        yield {"case": case.name, "piece": piece, "us": us, "floor_us": floor, "error": error}
 
 
 def main() -> None:
     """Measures, prints, and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--candidates", action="store_true")
-    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many cases")
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     arch = detect_target(_DEVICE).arch
     rows = []
-    for case in CASES[: options.cases]:
-        rows += rows_of(case, arch, candidates=options.candidates)
+    for case in CASES:
+        rows += printed(rows_of(case, arch))
         torch.cuda.empty_cache()
-    result = {"machine": describe_machine(), "times_allowed": TIMES_ALLOWED, "rows": rows}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, times_allowed=TIMES_ALLOWED, rows=rows)
     first = next(row for row in rows if row["piece"] == "all")
-    wrong = [row["case"] for row in rows if row.get("error", 0.0) > _MOST_ERROR]
-    sys.exit(bool(wrong) or first["us"] > TIMES_ALLOWED * first["floor_us"])
+    sys.exit(any(row["error"] > _MOST_ERROR for row in rows) or first["us"] > TIMES_ALLOWED * first["floor_us"])
 
 
 if __name__ == "__main__":

@@ -9,28 +9,23 @@ in the mask. Times are of one layer in a graph, its schedule built in it. floor:
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
 from rocm_attn.kernels.metadata.place_trees import launch_place_trees
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.select import select
-from rocm_lab.bench.machine import describe_machine
-from rocm_lab.bench.prepared import Prepared, ints, step_kind
+from rocm_lab.bench.prepared import Prepared, bounds_of_step, ints, step_kind, step_of
 from rocm_lab.bench.step_data import random_pages
+from rocm_lab.benchmarks.script import parser_of, printed, write
 from rocm_lab.benchmarks.sparse_decode import floor_us, microseconds
 
 # |result - reference| / |reference| in bfloat16.
@@ -100,14 +95,11 @@ def made(case: Case) -> Made:
     drawn = torch.randint(1 << 30, (case.num_seqs, nodes), generator=generator, device=_DEVICE)
     parents = (drawn % (torch.arange(nodes, device=_DEVICE) + 1) - 1).int()
     table = (torch.randperm(num_pages - 1, generator=generator, device=_DEVICE) + 1).int().view(case.num_seqs, -1)
-    step = StepTensors.of(
-        ints([], _DEVICE),
-        counts=ints([case.num_seqs, num_tokens, 1, 0], _DEVICE),
-        kv_len=ints([case.kv_len] * case.num_seqs, _DEVICE),
-        q_len=ints([case.q_len] * case.num_seqs, _DEVICE),
-        q_indptr=ints(range(0, num_tokens + 1, case.q_len), _DEVICE),
-        table=table,
-        row_of_seq=torch.arange(case.num_seqs, dtype=torch.int32, device=_DEVICE),
+    kv_len, q_len = (case.kv_len,) * case.num_seqs, (case.q_len,) * case.num_seqs
+    step = step_of(
+        kv_len,
+        q_len,
+        table,
         mask_start=ints([0] * case.num_seqs, _DEVICE),
         mask_words=ints([0] * (num_tokens * nodes // MAX_MASK_BLOCK + 1), _DEVICE),
         mask_positions=ints([0] * num_tokens, _DEVICE),
@@ -120,12 +112,11 @@ def made(case: Case) -> Made:
     chosen = select(problem, detect_target(_DEVICE), "triton")
 
     def prepared(kind: StepKind) -> Prepared:
-        bounds = StepBounds(PaddedShape(kind, case.num_seqs, num_tokens), case.q_len, case.kv_len)
+        bounds = bounds_of_step(kv_len, q_len, kind)
         out = q.new_empty(num_tokens, problem.num_q_heads, problem.v_head_dim)
         return Prepared.of(chosen.kernel(kind).bound, step, bounds, (q, out), pages)
 
-    plain = step_kind((case.q_len,) * case.num_seqs, (case.kv_len,) * case.num_seqs)
-    return Made(case, prepared(StepKind.MASKED), prepared(plain), parents)
+    return Made(case, prepared(StepKind.MASKED), prepared(step_kind(q_len, kv_len)), parents)
 
 
 def time_of(prepared: Prepared) -> float:
@@ -179,6 +170,7 @@ def row_of(case: Case) -> dict[str, Any]:
     it = made(case)
     error, floor = error_of(it), floor_us(case.read_bytes)
     masked, plain = time_of(it.masked), time_of(it.plain)
+    torch.cuda.empty_cache()
     return {
         "case": case.name,
         "kernel": it.masked.kernel.describe(),
@@ -195,16 +187,9 @@ def row_of(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     """Measures, prints, and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--case", type=int, action="append", help="the place of a case in the list; not given: all")
-    options = parser.parse_args()
-    rows = []
-    for case in CASES if options.case is None else [CASES[place] for place in options.case]:
-        rows.append(row_of(case))
-        print({name: value for name, value in rows[-1].items() if name != "kernel"}, flush=True)
-        torch.cuda.empty_cache()
-    options.out.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    options = parser_of(__doc__).parse_args()
+    rows = printed(map(row_of, CASES))
+    write(options.out, rows=rows)
     sys.exit(any(row["error"] > _MOST_ERROR or row["too_slow"] for row in rows))
 
 

@@ -10,8 +10,6 @@ than 1 % of the time is idle with steps ahead, but for a model whose steps are s
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -23,7 +21,7 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.models.config import ModelConfig
 from rocm_attn.step.protocols import Steps
-from rocm_lab.bench.machine import describe_machine
+from rocm_lab.benchmarks.script import parser_of, write
 from rocm_lab.benchmarks.tensor_parallel import RandomOnDevice, model_of
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
@@ -141,9 +139,7 @@ def python_us() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True)
-    args = parser.parse_args()
+    args = parser_of(__doc__).parse_args()
     device, rows, failures = torch.device("cuda"), [], []
     for name, config in MODELS.items():
         loaded = loaded_model(config, device)
@@ -157,8 +153,7 @@ def main() -> None:
                 failures.append(f"{name}, {how}: tokens differ")
             if figures["idle_share"] > MOST_IDLE and name != BOUND_BY_THE_HOST:
                 failures.append(f"{name}, {how}: {figures['idle_share']:.1%} idle with steps ahead")
-    with open(args.out, "w") as file:
-        json.dump({"machine": {**describe_machine(), "python_loop_us": python_us()}, "rows": rows}, file, indent=1)
+    write(args.out, of_machine={"python_loop_us": python_us()}, rows=rows)
     print(*failures, sep="\n")
     sys.exit(bool(failures))
 

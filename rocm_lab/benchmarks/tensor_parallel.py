@@ -12,9 +12,7 @@ wrong or the rest takes more than 40 us per layer.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import multiprocessing
 import os
 import statistics
@@ -47,7 +45,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from rocm_lab.bench.clocks import microseconds_of
-from rocm_lab.bench.machine import describe_machine
+from rocm_lab.benchmarks.script import parser_of, write
 from rocm_serve.models.attention_weights import HeadWeights
 from rocm_serve.models.mlp_weights import DenseWeights
 from rocm_serve.models.model import Model
@@ -58,6 +56,7 @@ from tests.amd.tolerances import LOGITS
 PAGE_SIZE = 16
 DECODES = ((1, 1024), (8, 1024), (64, 1024), (256, 1024))  # sequences, tokens of each
 ALLOWED_REST_US = 40.0  # per layer
+NUM_RANKS = (1, 2, 4)  # those beyond the GPUs are left out
 ROUNDS, STEPS = 7, 10  # medians of rounds of STEPS steps in a row
 
 
@@ -110,9 +109,7 @@ class RandomOnDevice:
 class Served:
     """A model over a runtime with pages for num_seqs requests of `most` tokens, with a graph of num_seqs decoding."""
 
-    def __init__(
-        self, config: ModelConfig, weights: ModelWeights, ranks: Ranks, *, num_seqs: int, most: int, provider: str
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, ranks: Ranks, *, num_seqs: int, most: int) -> None:
         self.config = config.on_one_of(ranks.shard.num_ranks)
         self.runtime = build_runtime(
             self.config.attention.problems(dtype=weights.dtype, page_size=PAGE_SIZE),
@@ -121,7 +118,6 @@ class Served:
                 max_num_seqs=num_seqs,
                 max_kv_len=most,
                 capture_sizes=[num_seqs],
-                provider=provider,
             ),
             device=weights.device,
             agree=ranks.agree,
@@ -162,12 +158,12 @@ class Served:
         return StepBatch(self.rows, lengths, np.ones(len(self.rows), np.int32), ids)
 
 
-def greedy_tokens(config: ModelConfig, ranks: Ranks, device: torch.device, provider: str) -> list[list[int]]:
+def greedy_tokens(config: ModelConfig, ranks: Ranks, device: torch.device) -> list[list[int]]:
     """Returns the greedy tokens of 8 prompts, in float32."""
     weights = load_weights(
         RandomOnDevice(config, device), config, dtype=torch.float32, device=device, shard=ranks.shard
     )
-    served = Served(config, weights, ranks, num_seqs=8, most=64, provider=provider)
+    served = Served(config, weights, ranks, num_seqs=8, most=64)
     served.admit()
     tokens = _prompts(config, 24)
     new: list[Tensor] = []
@@ -180,9 +176,9 @@ def greedy_tokens(config: ModelConfig, ranks: Ranks, device: torch.device, provi
     return picked
 
 
-def forced_logits(config: ModelConfig, weights: ModelWeights, ranks: Ranks, provider: str) -> Tensor:
+def forced_logits(config: ModelConfig, weights: ModelWeights, ranks: Ranks) -> Tensor:
     """float32 [8, 5, vocab] on the CPU: a prompt of 64 tokens in one step, then 4 replayed ones of given tokens."""
-    served = Served(config, weights, ranks, num_seqs=8, most=80, provider=provider)
+    served = Served(config, weights, ranks, num_seqs=8, most=80)
     served.admit()
     tokens = _prompts(config, 68)
     steps = [(64, tokens[:, :64]), *((end, tokens[:, end - 1 : end]) for end in range(65, 69))]
@@ -204,26 +200,16 @@ class Clock:
     device: torch.device
     meet: Callable[[], object]
 
-    def us(self, run: Callable[[], object], times: int = STEPS) -> float:
-        """Returns microseconds of one run: the median of rounds of `times` runs, which all ranks begin together."""
+    def us(self, run: Callable[[], object]) -> float:
+        """Returns microseconds of one run: the median of rounds of STEPS runs, which all ranks begin together."""
         for _ in range(3):
             run()
         rounds = []
         for _ in range(ROUNDS):
-            self._wait()
-            self.meet()
-            if self.device.type == "cuda":
-                rounds.append(microseconds_of(run, times))
-            else:
-                started = time.perf_counter()
-                for _ in range(times):
-                    run()
-                rounds.append((time.perf_counter() - started) * 1e6 / times)
-        return float(statistics.median(rounds))
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            self.meet()
+            rounds.append(microseconds_of(run, STEPS))
+        return float(statistics.median(rounds))
 
 
 def decode_row(served: Served, ranks: Ranks, clock: Clock, num_seqs: int, kv_len: int) -> dict[str, Any]:
@@ -315,28 +301,25 @@ def gather(weights: ModelWeights, ranks: Ranks, num_seqs: int) -> Callable[[], T
     return lambda: ranks.gathered(own) + 0
 
 
-def on_rank(rank: int, num_ranks: int, folder: Path, is_tiny: bool, device_type: str) -> dict[str, Any]:
+def on_rank(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
     """Returns all results of one number of ranks; the same on each of them, except times."""
-    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", rank)
+    device, big = torch.device("cuda", rank), LLAMA_8B
     ranks, meet = _joined(rank, num_ranks, folder, device)
-    big = model_of((9, 3, 16), 96, 128, 517, 2, 128) if is_tiny else LLAMA_8B
-    provider = "torch" if device_type == "cpu" else "auto"
-    tokens = greedy_tokens(SMALL if not is_tiny else big, ranks, device, provider)
+    tokens = greedy_tokens(SMALL, ranks, device)
     reference = folder / "reference.pt"
     if num_ranks == 1:
         exact = load_weights(RandomOnDevice(big, device), big, dtype=torch.float32, device=device)
-        torch.save(forced_logits(big, exact, ranks, provider), reference)
+        torch.save(forced_logits(big, exact, ranks), reference)
         del exact
-    give_memory_back(device)
+    give_memory_back()
     weights = load_weights(RandomOnDevice(big, device), big, dtype=torch.bfloat16, device=device, shard=ranks.shard)
-    logits, expected = forced_logits(big, weights, ranks, provider), torch.load(reference)
+    logits, expected = forced_logits(big, weights, ranks), torch.load(reference)
     error = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
     rows = []
     for num_seqs, kv_len in DECODES:
-        give_memory_back(device)
-        longest = min(kv_len, big.context_len)
-        served = Served(big, weights, ranks, num_seqs=num_seqs, most=longest, provider=provider)
-        rows.append(decode_row(served, ranks, Clock(device, meet), num_seqs, longest))
+        give_memory_back()
+        served = Served(big, weights, ranks, num_seqs=num_seqs, most=kv_len)
+        rows.append(decode_row(served, ranks, Clock(device, meet), num_seqs, kv_len))
         del served
     return {
         "ranks": num_ranks,
@@ -347,22 +330,19 @@ def on_rank(rank: int, num_ranks: int, folder: Path, is_tiny: bool, device_type:
     }
 
 
-def give_memory_back(device: torch.device) -> None:
+def give_memory_back() -> None:
     """Frees the memory of previous models, whose graphs and functions refer to each other."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def _joined(rank: int, num_ranks: int, folder: Path, device: torch.device) -> tuple[Ranks, Callable[[], object]]:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    torch.cuda.set_device(device)
     if num_ranks == 1:
         return ONE_RANK, lambda: None
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "gloo" if device.type == "cpu" else "nccl"
     meeting = folder / f"ranks{num_ranks}"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
+    dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
     assert dist.group.WORLD is not None
     ranks = RanksOfGroup(dist.group.WORLD)
     return ranks, lambda: ranks.least(0)
@@ -374,13 +354,13 @@ def _send(pipe: Any, *arguments: Any) -> None:
     os._exit(0)
 
 
-def of_ranks(num_ranks: int, folder: Path, is_tiny: bool, device_type: str) -> dict[str, Any]:
+def of_ranks(num_ranks: int, folder: Path) -> dict[str, Any]:
     """Returns rank 0's result. Raises RuntimeError if a rank ends without an answer, or tokens differ between ranks."""
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_send, args=(theirs, rank, num_ranks, folder, is_tiny, device_type))
+        process = context.Process(target=_send, args=(theirs, rank, num_ranks, folder))
         process.start()
         theirs.close()
         processes.append(process)
@@ -404,23 +384,13 @@ def of_ranks(num_ranks: int, folder: Path, is_tiny: bool, device_type: str) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
-    parser.add_argument(
-        "--ranks", default="1,2,4", help="numbers of ranks, 1 first; those beyond the GPUs are left out"
-    )
-    parser.add_argument(
-        "--tiny", action="store_true", help="a tiny model in place of Llama's sizes, for a trial on a CPU"
-    )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    args = parser.parse_args()
-    num_gpus = torch.cuda.device_count() if args.device == "cuda" else max(map(int, args.ranks.split(",")))
+    args = parser_of(__doc__).parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for num_ranks in (int(number) for number in args.ranks.split(",")):
-            if num_ranks <= num_gpus:
+        for num_ranks in NUM_RANKS:
+            if num_ranks <= torch.cuda.device_count():
                 started = time.perf_counter()
-                results.append(of_ranks(num_ranks, Path(folder), args.tiny, args.device))
+                results.append(of_ranks(num_ranks, Path(folder)))
                 print({**results[-1], "tokens": "...", "rows": "..."}, f"{time.perf_counter() - started:.0f} s")
                 for row in results[-1]["rows"]:
                     print(row)
@@ -429,11 +399,8 @@ def main() -> None:
     shown = [{**result, "tokens_equal": result["tokens"] == tokens} for result in results]
     for result in shown:
         del result["tokens"]
-    machine = {**describe_machine(), "nccl": _nccl_version()}
-    with open(args.out, "w") as file:
-        json.dump(
-            {"machine": machine, "allowed_rest_us": ALLOWED_REST_US, "results": shown, "wrong": wrong}, file, indent=1
-        )
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    write(args.out, of_machine={"nccl": nccl}, allowed_rest_us=ALLOWED_REST_US, results=shown, wrong=wrong)
     print("\n".join(wrong) or "all right")
     sys.exit(1 if wrong else 0)
 
@@ -453,12 +420,6 @@ def _wrong(results: Sequence[Mapping[str, Any]]) -> list[str]:
             if row["rest_us_a_layer"] > ALLOWED_REST_US
         ]
     return wrong
-
-
-def _nccl_version() -> str:
-    if not torch.cuda.is_available():
-        return "none"
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

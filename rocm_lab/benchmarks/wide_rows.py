@@ -1,44 +1,41 @@
 """Rows of up to 512 elements, and a layer's work on its rows around attention: correctness on this GPU, and speed.
 
-    python -m rocm_lab.benchmarks.wide_rows --out rocm_lab/benchmarks/results/wide_rows_h200.json [--tiles]
+    python -m rocm_lab.benchmarks.wide_rows --out rocm_lab/benchmarks/results/wide_rows_h200.json
 
 Processes in parallel compile the kernels and compare; then one measures. Errors are against torch's kernels in float32
 over the same pages. "limit" is the time to copy half of the bytes that must be read, or that of the products at the
-speed of a large one, whichever is longer. --tiles also times other tiles for rows of 512 than those in use. Exits with
+speed of a large one, whichever is longer. Exits with
 1, after writing the file, if something is wrong or slower than allowed.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, RowNorm, TokenPlaces
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import BoundKernel, PoolSize
 from rocm_attn.providers.select import select
 from rocm_attn.providers.torch_ref import TORCH
-from rocm_attn.providers.triton import TRITON, TritonDecode, TritonExtend
+from rocm_attn.providers.triton import TRITON
 from rocm_lab.bench.clocks import microseconds_of
-from rocm_lab.bench.machine import describe_machine
 from rocm_lab.bench.prepared import ints, step_kind
 from rocm_lab.bench.step_data import random_pages
 from rocm_lab.benchmarks.one_layer import REPLAYS, ROUNDS, Batch, LayerGraph, medians_in_turn
+from rocm_lab.benchmarks.script import parser_of, write
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda", 0)
@@ -95,9 +92,7 @@ CODED_ALLOWED = 1.1
 
 def main() -> None:
     """Measures, prints, and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tiles", action="store_true", help="time other tiles for rows of 512 too")
+    parser = parser_of(__doc__)
     parser.add_argument("--processes", type=int, default=15)
     options = parser.parse_args()
     work = list(itertools.product(LAYERS, TOKENS))
@@ -110,18 +105,10 @@ def main() -> None:
     ceilings = _ceilings()
     steps = [_timed(*timed, ceilings) for timed in TIMED]
     rows = dict(itertools.starmap(_row_work, work))
-    tiles = list(_other_tiles()) if options.tiles else []
-    result = {
-        "machine": describe_machine(),
-        "ceilings": ceilings,
-        "errors": errors,
-        "steps": steps,
-        "row_work": rows,
-        "tiles": tiles,
-    }
-    for part in ("errors", "steps", "row_work", "tiles"):
-        print(part, json.dumps(result[part], indent=1))
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    result: dict[str, Any] = {"errors": errors, "steps": steps, "row_work": rows}
+    for name, part in result.items():
+        print(name, json.dumps(part, indent=1))
+    write(options.out, ceilings=ceilings, **result)
     wrong = [name for name, error in errors.items() if not error <= LARGEST_ERROR]
     slow = [name for name, row in rows.items() if row["coded_us"] > CODED_ALLOWED * row["fused_us"]]
     if wrong or slow:
@@ -250,45 +237,6 @@ def _times(calls: list[Callable[[], object]], repeats: int = 32) -> list[float]:
         graphs.append(graph)
     rounds = [[microseconds_of(graph.replay, REPLAYS) / repeats for graph in graphs] for _ in range(ROUNDS)]
     return [median(times) for times in zip(*rounds, strict=True)]
-
-
-def _other_tiles() -> Iterator[dict[str, object]]:
-    """Yields microseconds of rows of 512 by tiles that compile without spills."""
-    decodes = [
-        DecodeTiles(key_block, 8, stages, programs, transposed)
-        for key_block, stages, programs, transposed in (
-            (32, 3, 1, False),
-            (32, 2, 1, False),
-            (16, 2, 2, False),
-            (16, 3, 2, False),
-            (16, 4, 1, False),
-            (32, 2, 1, True),
-            (16, 2, 2, True),
-            (16, 3, 1, True),
-        )
-    ]
-    extends = [ExtendTiles(32, key_block, 8, stages) for key_block, stages in ((32, 2), (32, 1), (16, 2), (16, 3))]
-    for name, problem, batch in TIMED:
-        if problem.head_dim != 512:
-            continue
-        bound = _kernel(problem, batch, "triton")
-        for tiles in decodes if isinstance(bound, TritonDecode) else extends:
-            try:
-                (us,) = medians_in_turn([LayerGraph.capture(problem, _with_tiles(bound, tiles), batch)])
-            except (RuntimeError, ValueError) as error:  # it does not fit a GPU
-                yield {"name": name, "tiles": str(tiles), "error": str(error)[:80]}
-            else:
-                yield {"name": name, "tiles": str(tiles), "us": us}
-
-
-def _with_tiles(bound: BoundKernel, tiles: DecodeTiles | ExtendTiles) -> BoundKernel:
-    if isinstance(bound, TritonDecode) and isinstance(tiles, DecodeTiles):
-        programs = detect_target(CUDA).compute_units * tiles.programs_per_cu
-        cut = DecodeCut.of(tiles, num_kv_heads=bound.problem.num_kv_heads, programs=programs, window_left=-1)
-        return replace(bound, tiles=tiles, cut=cut)
-    assert isinstance(bound, TritonExtend)
-    assert isinstance(tiles, ExtendTiles)
-    return replace(bound, tiles=tiles, cut=ExtendCut.of(tiles, gqa_ratio=bound.problem.gqa_ratio))
 
 
 if __name__ == "__main__":

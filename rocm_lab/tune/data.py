@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -19,6 +18,7 @@ from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_lab.bench.prepared import bounds_of_step, step_of
 
 # The number of last new tokens per sequence that are compared: the reference takes float64 for each and each key.
 _MOST_TOKENS = 8
@@ -66,21 +66,10 @@ class StepData:
         """A step with the sizes of random(), without data: to compile for."""
         num_pages = [-(-length // problem.page_size) for length in lengths.kv_len]
         tables = torch.zeros(sets, len(num_pages), max(num_pages), dtype=torch.int32, device=device)
-        num_tokens, num_seqs = sum(lengths.q_len), len(lengths.q_len)
+        num_tokens = sum(lengths.q_len)
         pool = KVPool([problem], num_pages=1 + sets * sum(num_pages), page_size=problem.page_size, device=device)
 
-        def ints(values: Sequence[int]) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.int32, device=device)
-
-        step = StepTensors.of(
-            ints([]),
-            counts=ints([num_seqs, num_tokens, 1, 0]),
-            kv_len=ints(lengths.kv_len),
-            q_len=ints(lengths.q_len),
-            q_indptr=torch.tensor([0, *lengths.q_len]).cumsum(0).int().to(device),
-            table=tables[0],
-            row_of_seq=ints(range(num_seqs)),
-        )
+        step = step_of(lengths.kv_len, lengths.q_len, tables[0])
         q = torch.empty(num_tokens, problem.num_q_heads, problem.head_dim, dtype=problem.dtype, device=device)
         out = q.new_empty(num_tokens, problem.num_q_heads, problem.v_head_dim)
         of_lse = torch.empty(out.shape[:2], device=device) if lse else None
@@ -106,8 +95,7 @@ class StepData:
     @property
     def bounds(self) -> StepBounds:
         """The bounds of the step that the host knows."""
-        of = self.lengths
-        return StepBounds(PaddedShape(of.kind, len(of.q_len), sum(of.q_len)), max(of.q_len), max(of.kv_len))
+        return bounds_of_step(self.lengths.kv_len, self.lengths.q_len, self.lengths.kind)
 
     def runs(self, kernel: BoundKernel) -> list[tuple[AttendArgs, StepTensors]]:
         """One run per set of pages: the layer's arguments, with a schedule that is built, and its step."""

@@ -1,0 +1,35 @@
+"""The command line of a benchmark, and the result file that it writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rocm_lab.bench.machine import describe_machine
+
+Row = dict[str, Any]
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Returns a parser that knows --out. doc: the script's own"""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the result file")
+    return parser
+
+
+def printed(rows: Iterable[Row]) -> list[Row]:
+    """Returns all rows, each of which is printed once it is measured."""
+    found = []
+    for row in rows:
+        found.append(row)
+        print(row, flush=True)
+    return found
+
+
+def write(out: Path, *, of_machine: Row | None = None, **result: Any) -> None:
+    """Writes a result file. of_machine: said of the machine besides its description"""
+    whole = {"machine": {**describe_machine(), **(of_machine or {})}, **result}
+    out.write_text(json.dumps(whole, indent=1) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from rocm_attn.errors import DeviceFault, RocmAttnError
@@ -18,6 +19,12 @@ class Refused:
 
 
 REFUSED: Final = Refused()
+
+
+def in_another_thread(body: Callable[[], T]) -> T:
+    """Returns what a function gives in a thread of its own. Raises what it does."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(body).result()
 
 
 class Calls(ABC):

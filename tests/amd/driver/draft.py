@@ -12,51 +12,9 @@ from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs, Inputs
 from rocm_attn.batch.mask import NO_MASK, StepMask
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes
 from rocm_attn.batch.step_batch import StepBatch
-from tests.amd.driver.model import NOT_FINITE_ID, looked_up
-from tests.amd.driver.oracle import Bools, Tokens
-
-
-@dataclass(slots=True)
-class Member:
-    """One sequence of a step.
-
-    begin:      the place of its first new token
-    ids:        of the new tokens
-    positions:  of the new tokens; their places, unless the step has a mask
-    kv_bound, q_bound: what the host says of its lengths
-    kv_on_device, q_on_device: what the device says, where it says anything; beyond the bounds in a step that must fail
-    shows:      bool [new tokens, kv_len] of a step with a mask
-    """
-
-    row: int
-    begin: int
-    ids: list[int]
-    positions: list[int]
-    kv_bound: int
-    q_bound: int
-    kv_on_device: int
-    q_on_device: int
-    shows: Bools | None = None
-
-    @classmethod
-    def of(cls, row: int, begin: int, ids: list[int]) -> Member:
-        """A sequence whose lengths the host knows."""
-        end = begin + len(ids)
-        return cls(row, begin, ids, list(range(begin, end)), end, len(ids), end, len(ids))
-
-    @property
-    def kv_len(self) -> int:
-        """Tokens after the step."""
-        return self.begin + len(self.ids)
-
-    @property
-    def looked_up(self) -> list[int]:
-        """The entries that the new tokens look up."""
-        return [looked_up(token_id, position) for token_id, position in zip(self.ids, self.positions, strict=True)]
-
-    def tokens(self) -> Tokens:
-        """The new tokens, for the oracle."""
-        return Tokens(self.looked_up, self.kv_len, self.positions, self.shows)
+from tests.amd.driver.model import NOT_FINITE_ID
+from tests.amd.driver.oracle import Bools
+from tests.amd.driver.seq import Seq
 
 
 @dataclass(slots=True)
@@ -70,7 +28,7 @@ class Draft:
     is_bad:      whether every runtime must refuse it
     """
 
-    seqs: list[Member]
+    seqs: list[Seq]
     on_device: frozenset[str] = frozenset()
     has_mask: bool = False
     prefixes: Prefixes = NO_PREFIXES
@@ -130,8 +88,8 @@ class Draft:
     def words(self) -> str:
         """For the log."""
         seqs = ", ".join(
-            f"row {seq.row} [{seq.begin}, {seq.kv_len})"
-            + (f" of {seq.kv_bound}/{seq.q_bound}" if (seq.kv_bound, seq.q_bound) != (seq.kv_len, len(seq.ids)) else "")
+            f"row {seq.row} [{seq.begin}, {seq.end})"
+            + (f" of {seq.kv_bound}/{seq.q_bound}" if (seq.kv_bound, seq.q_bound) != (seq.end, len(seq.ids)) else "")
             for seq in self.seqs
         )
         notes = [*self.notes, *sorted(self.on_device), *(["mask"] if self.has_mask else [])]

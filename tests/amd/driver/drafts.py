@@ -8,9 +8,10 @@ import numpy as np
 
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.errors import OutOfPages
-from tests.amd.driver.draft import Draft, Member
+from tests.amd.driver.draft import Draft
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.model import NOT_FINITE_ID, VOCABULARY
+from tests.amd.driver.seq import Seq
 from tests.amd.driver.world import World
 
 
@@ -25,7 +26,7 @@ def plain(world: World) -> Draft | None:
         count = min(rng.choice((1, longest, rng.randint(fewest, longest))), world.runtime.max_kv_len - begin)
         if longest == 1 and count < 1:
             continue
-        seqs.append(Member.of(row, begin, _ids(world, row, begin, count)))
+        seqs.append(Seq(row, begin, _ids(world, row, begin, count)))
     if not _reserve(world, seqs):
         return None
     draft = Draft(seqs, is_plain=not any(world.requests[seq.row].may_be_refused for seq in seqs))
@@ -34,7 +35,7 @@ def plain(world: World) -> Draft | None:
 
 def going_on(world: World, rows: Sequence[int]) -> Draft:
     """These rows take a token each, for which they have room."""
-    return Draft([Member.of(row, world.end(row), _ids(world, row, world.end(row), 1)) for row in rows])
+    return Draft([Seq(row, world.end(row), _ids(world, row, world.end(row), 1)) for row in rows])
 
 
 def back(world: World) -> Draft | None:
@@ -47,7 +48,7 @@ def back(world: World) -> Draft | None:
             world.truncate(row, begin)
         count = min(world.rng.randint(1, 6), world.runtime.max_kv_len - begin)
         if count:
-            seqs.append(Member.of(row, begin, _ids(world, row, begin, count, anew=0.6)))
+            seqs.append(Seq(row, begin, _ids(world, row, begin, count, anew=0.6)))
     if not seqs or not _reserve(world, seqs):
         return None
     return _padded(world, Draft(seqs, notes=["goes back"]))
@@ -59,7 +60,7 @@ def gap(world: World) -> Draft | None:
     begin = max(world.end(row), world.requests[row].doubtful) + world.rng.randint(1, 9)
     if begin >= world.runtime.max_kv_len:
         return None
-    seqs = [Member.of(row, begin, _ids(world, row, begin, 1))]
+    seqs = [Seq(row, begin, _ids(world, row, begin, 1))]
     return Draft(seqs, notes=["leaves a gap"]) if _reserve(world, seqs) else None
 
 
@@ -72,8 +73,8 @@ def masked(world: World) -> Draft | None:
     for row in _some(world):
         begin = world.end(row)
         count = min(rng.randint(0, 6), world.runtime.max_kv_len - begin)
-        seq = Member.of(row, begin, _ids(world, row, begin, count))
-        shows = np.random.default_rng(rng.randrange(2**32)).random((count, seq.kv_len)) < rng.choice((0.3, 0.7, 1.0))
+        seq = Seq(row, begin, _ids(world, row, begin, count))
+        shows = np.random.default_rng(rng.randrange(2**32)).random((count, seq.end)) < rng.choice((0.3, 0.7, 1.0))
         if rng.random() < 0.5:
             shows[:, :begin] = True
         seq.shows = shows
@@ -106,7 +107,7 @@ def shared(world: World) -> Draft | None:
                 break
             common, count = fewer, count + 1
         groups.append(PrefixGroup(count, common * page_size if count > 1 else 0))
-    seqs = [Member.of(row, at, _ids(world, row, at, 1)) for row, at in ((row, world.end(row)) for row in rows)]
+    seqs = [Seq(row, at, _ids(world, row, at, 1)) for row, at in ((row, world.end(row)) for row in rows)]
     if not _reserve(world, seqs):
         return None
     kept = world.kept_prefixes
@@ -131,11 +132,11 @@ def on_device(world: World) -> Draft | None:
         count = rng.randint(0, bound) if "q_len" in names else bound
         if bound < 1:
             continue
-        seq = Member.of(row, begin, _ids(world, row, begin, count, anew=0.3))
+        seq = Seq(row, begin, _ids(world, row, begin, count, anew=0.3))
         seq.q_bound = bound
         # A length of the host's is what the device has.
         most = world.runtime.max_kv_len
-        seq.kv_bound = min(most, max(seq.kv_len, bound) + rng.randint(0, 4)) if "kv_len" in names else seq.kv_len
+        seq.kv_bound = min(most, max(seq.end, bound) + rng.randint(0, 4)) if "kv_len" in names else seq.end
         if "kv_len" not in names and bound > seq.kv_bound:
             continue
         seqs.append(seq)
@@ -186,7 +187,7 @@ def bad(world: World) -> Draft | None:
     """A batch that no runtime may take."""
     rng = world.rng
     seqs = [
-        Member.of(row, begin, _ids(world, row, begin, 1))
+        Seq(row, begin, _ids(world, row, begin, 1))
         for row, begin in ((row, world.end(row)) for row in _some(world))
         if begin < world.runtime.max_kv_len
     ]
@@ -195,7 +196,7 @@ def bad(world: World) -> Draft | None:
     draft, seq = Draft(seqs), rng.choice(seqs)
     taken = set(world.requests)
     spoil: dict[str, Callable[[], object]] = {
-        "a row twice": lambda: seqs.append(Member.of(seq.row, seq.begin, seq.ids)),
+        "a row twice": lambda: seqs.append(Seq(seq.row, seq.begin, seq.ids)),
         "row 0": lambda: setattr(seq, "row", 0),
         "a negative row": lambda: setattr(seq, "row", -1),
         "a row that is not admitted": lambda: setattr(
@@ -257,7 +258,7 @@ def _ids(world: World, row: int, begin: int, count: int, anew: float = 0.15) -> 
     return [rng.randint(1, VOCABULARY - 1) if other else script[begin + token] for token in range(count)]
 
 
-def _reserve(world: World, seqs: list[Member]) -> bool:
+def _reserve(world: World, seqs: list[Seq]) -> bool:
     """Make room for what the host says of the sequences; requests outside of the step are given up where that helps."""
     rows, lengths = [seq.row for seq in seqs], [seq.kv_bound for seq in seqs]
     if world.rng.random() < 0.1:
@@ -288,7 +289,7 @@ def _add_masks(world: World, draft: Draft) -> None:
     draft.has_mask = True
     for seq in draft.seqs:
         generator = np.random.default_rng(world.rng.randrange(2**32))
-        seq.shows = generator.random((len(seq.ids), seq.kv_len)) < 0.6
+        seq.shows = generator.random((len(seq.ids), seq.end)) < 0.6
 
 
 def _padded(world: World, draft: Draft) -> Draft:

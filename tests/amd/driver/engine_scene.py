@@ -14,16 +14,16 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.compiled import compiled_layers
-from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
 from rocm_attn.paging.adopted import CsrSource, Source, TableSource, TableUnit
 from rocm_attn.problem import Problem
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep, Lengths
-from rocm_attn.step.head_weights import HeadWeights
 from tests.amd.driver.calls import Calls
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.model import Model
+from tests.amd.driver.movers import Movers, Sent
 from tests.amd.driver.oracle import UNKNOWN, Oracle
-from tests.amd.driver.scene import Sent, Seq, make_exact
+from tests.amd.driver.scene import make_exact
+from tests.amd.driver.seq import Seq
 
 ENGINE_KINDS = ("in place", "gathered", "slots", "lists", "watched")
 PAGE, WIDTH, ROWS, NUM_PAGES = 4, 12, 8, 60
@@ -100,8 +100,7 @@ class EngineScene(Calls):
 
     def renew_movers(self) -> None:
         """Makes the exporter and the importer of the pages that are bound now."""
-        self.exporter = KVExporter(self.attention)
-        self.importer = KVImporter(self.attention, self.exporter.passport)
+        self.movers = Movers.of(self.attention, len(self.model.layers))
 
     def fresh_kv(self, dim: int) -> Tensor:
         """Pages of a layer in which everything is NaN, but page 0 where it belongs to no one."""
@@ -198,13 +197,7 @@ class EngineScene(Calls):
 
     def set_weights(self) -> None:
         """New sinks."""
-        generator = torch.Generator().manual_seed(self.rng.randrange(2**31))
-        layers = []
-        for number, layer in enumerate(self.model.layers):
-            weights = HeadWeights.random(layer.problem, generator)
-            self.attention.set_head_weights(number, weights.to(self.device))
-            layers.append(layer.for_oracle(weights))
-        self.oracle.layers = layers
+        self.oracle.layers = self.model.renew_weights(self.rng, self.attention.set_head_weights)
 
     # Steps
 

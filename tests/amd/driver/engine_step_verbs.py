@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rocm_attn.external import Bounds
 from rocm_attn.step.external_step import ONE_EACH, BoolCells, ExternalStep
-from tests.amd.driver.calls import REFUSED
+from tests.amd.driver.calls import REFUSED, in_another_thread
 from tests.amd.driver.engine_scene import MOST_SEQS, NUM_PAGES, PAGE, ROWS, WIDTH, EngineScene, Graph
 from tests.amd.driver.finding import Finding
-from tests.amd.driver.model import no_turn
+from tests.amd.driver.model import attend_turned
 from tests.amd.driver.oracle import UNKNOWN
-from tests.amd.driver.scene import Seq
+from tests.amd.driver.seq import Seq
 
 # Whole steps
 
@@ -86,16 +86,7 @@ def rows_worked(scene: EngineScene) -> None:
         scene.attention.fill()
         outs, entries = [], scene.entries_of(seqs, step.padded_tokens)
         for number, layer in enumerate(scene.model.layers):
-            q, k, v = layer.of(entries)
-            out, _ = layer.room(q)
-            work, turned = no_turn(layer.problem.head_dim, WIDTH * PAGE, scene.device), torch.zeros_like(q)
-            if scene.rng.random() < 0.5:
-                calls.rope_queries(number, q, turned, work)
-                calls.store(number, k, v)
-            else:
-                calls.rope_and_store(number, q, k, v, turned, work)
-            calls.attend(number, turned, out)
-            calls.finish(number, out, undo=work.rope)
+            out, _ = attend_turned(calls, number, layer, entries, apart=scene.rng.random() < 0.5)
             outs.append(out)
         return outs
 
@@ -284,29 +275,18 @@ def of_a_thread(scene: EngineScene) -> None:
         return
     step, takes_over = scene.step(seqs), scene.rng.random() < 0.5
     had_begun = scene.attention.step_number > 0
-    given: list[Any] = []
 
-    def body() -> None:
-        try:
-            if takes_over:
-                scene.attention.take_over()
-            scene.attention.begin(step)
-            scene.attention.fill()
-            given.append(scene.forward(seqs, step.padded_tokens, scene.attention.layers))
-        except BaseException as error:
-            given.append(error)
-
-    def elsewhere() -> list[Tensor]:
-        thread = threading.Thread(target=body)
-        thread.start()
-        thread.join()
-        if isinstance(given[0], BaseException):
-            raise given[0]
-        outs: list[Tensor] = given[0]
-        return outs
+    def body() -> list[Tensor]:
+        if takes_over:
+            scene.attention.take_over()
+        scene.attention.begin(step)
+        scene.attention.fill()
+        return scene.forward(seqs, step.padded_tokens, scene.attention.layers)
 
     refused = "" if takes_over or not had_begun else "another thread has a step"
-    outs = scene.call(f"a thread's step{', which takes over' * takes_over}", elsewhere, wrong=refused)
+    outs = scene.call(
+        f"a thread's step{', which takes over' * takes_over}", partial(in_another_thread, body), wrong=refused
+    )
     right(scene, "a thread's step", seqs, outs)
     if outs is not REFUSED:
         scene.begun = None
@@ -348,9 +328,15 @@ def replay(scene: EngineScene) -> None:
     """The graph serves a step."""
     if scene.graph is None:
         return capture(scene)
-    seqs, graph = scene.seqs(count=1), scene.graph
-    if not seqs:
-        return None
+    if seqs := scene.seqs(count=1):
+        right(scene, "a replay", seqs, replayed(scene, "a replay", seqs))
+    return None
+
+
+def replayed(scene: EngineScene, what: str, seqs: list[Seq]) -> Any:
+    """Returns what the graph gives for a step, or REFUSED."""
+    graph = scene.graph
+    assert graph is not None
 
     def body() -> list[Tensor]:
         scene.begun = None
@@ -361,8 +347,7 @@ def replay(scene: EngineScene) -> None:
         graph.recording.replay()
         return graph.outs
 
-    right(scene, "a replay", seqs, scene.call("a replay", body))
-    return None
+    return scene.call(what, body)
 
 
 def _captured(scene: EngineScene, num_seqs: int, kv_len: Tensor, rows: Tensor) -> ExternalStep:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rocm_attn.paging.adopted import CsrSource, TableSource
 from rocm_attn.paging.index_spaces import Space
 from tests.amd.driver.calls import REFUSED
 from tests.amd.driver.engine_scene import NUM_PAGES, PAGE, ROWS, WIDTH, EngineScene
-from tests.amd.driver.engine_step_verbs import _captured, right, run, wrong
+from tests.amd.driver.engine_step_verbs import replayed, right, run, wrong
 from tests.amd.driver.finding import Finding
-from tests.amd.driver.scene import Sent, Seq
+from tests.amd.driver.movers import Sent
+from tests.amd.driver.seq import Seq
 
 # Tables and pages
 
@@ -69,18 +69,7 @@ def _fewer_rows(scene: EngineScene) -> None:
 
 def replay_of_rows(scene: EngineScene, seqs: list[Seq]) -> None:
     """A replay over a row that its table has no more."""
-    graph = scene.graph
-    assert graph is not None
-
-    def body() -> None:
-        graph.kv_len.zero_()[: len(seqs)] = scene.ints([seq.end for seq in seqs])
-        graph.rows.zero_()[: len(seqs)] = scene.ints([seq.row for seq in seqs])
-        graph.entries.zero_()[: len(seqs)] = scene.entries_of(seqs, len(seqs))
-        scene.attention.begin(_captured(scene, len(seqs), graph.kv_len, graph.rows))
-        graph.recording.replay()
-
-    scene.begun = None
-    given = scene.call("a replay over fewer rows", body)
+    given = replayed(scene, "a replay over fewer rows", seqs)
     if given is not REFUSED and not scene.listen():
         raise Finding("a replay over a row that the table has no more was not reported")
     scene.give_up([seq.row for seq in seqs])
@@ -175,31 +164,23 @@ def export(scene: EngineScene) -> None:
     row = scene.rng.choice(rows)
     kv_len = scene.length(row)
     listed = scene.pages[row][: -(-kv_len // PAGE)]
-    exporter, bad = scene.exporter, scene.rng.random() < 0.2
+    movers, bad = scene.movers, scene.rng.random() < 0.2
     if bad:
         listed = [*listed[:-1], NUM_PAGES + 1]
     by_layers = scene.rng.random() < 0.4
 
-    def body() -> tuple[Any, Tensor]:
-        pages = {Space.FULL: listed}
-        extent = exporter.extent(pages, kv_len)
-        buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=scene.device)
-        first = 0
-        for layer in range(2) if by_layers else ():
-            end = first + exporter.num_layer_bytes(extent, layer)
-            exporter.export_layer(layer, pages, extent, buffer[first:end])
-            first = end
-        if not by_layers:
-            exporter.export(pages, extent, buffer)
-        return extent, buffer
-
-    given = scene.call(f"export of row {row}", body, wrong="there is no such page" * bad)
+    pages = {Space.FULL: listed}
+    given = scene.call(
+        f"export of row {row}",
+        lambda: movers.export(pages, kv_len, scene.device, by_layers=by_layers),
+        wrong="there is no such page" * bad,
+    )
     if given is not REFUSED:
         extent, buffer = given
         scene.sent.append(Sent(extent, buffer, list(scene.oracle.kv[row]), by_layers))
     scene.call(
         "export of a row",
-        lambda: exporter.export_row(row, kv_len, torch.zeros(0)),
+        lambda: movers.exporter.export_row(row, kv_len, torch.zeros(0)),
         wrong="rows of an engine are not known",
     )
 
@@ -217,16 +198,7 @@ def import_(scene: EngineScene) -> None:
     if len(listed[Space.FULL]) * PAGE < len(sent.stored):
         return None
 
-    def body() -> None:
-        first = 0
-        for layer in range(2) if sent.by_layers else ():
-            end = first + scene.exporter.num_layer_bytes(sent.extent, layer)
-            scene.importer.import_layer(layer, listed, sent.extent, sent.buffer[first:end])
-            first = end
-        if not sent.by_layers:
-            scene.importer.import_pages(listed, sent.extent, sent.buffer)
-
-    if scene.call(f"import into row {row}", body) is not REFUSED:
+    if scene.call(f"import into row {row}", lambda: scene.movers.import_(listed, sent)) is not REFUSED:
         scene.oracle.begin(row, list(sent.stored))
-    scene.call("a row of a runtime", lambda: scene.importer.admit(sent.extent), wrong="an engine has none")
+    scene.call("a row of a runtime", lambda: scene.movers.importer.admit(sent.extent), wrong="an engine has none")
     return None

@@ -35,7 +35,7 @@ from tests.amd.driver.engine_step_verbs import (
 from tests.amd.driver.engine_table_verbs import admit, bind, bind_wrong, export, import_, release, share, use, write
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.oracle import UNKNOWN
-from tests.amd.driver.scene import Seq
+from tests.amd.driver.seq import Seq
 
 Verb = Callable[[EngineScene], None]
 

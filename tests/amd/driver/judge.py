@@ -7,9 +7,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tests.amd.driver.draft import Draft, Member
+from tests.amd.driver.draft import Draft
 from tests.amd.driver.model import LayerTables
 from tests.amd.driver.oracle import Answer, Layer
+from tests.amd.driver.seq import Seq
 from tests.amd.driver.world import World
 
 Ints = npt.NDArray[np.int64]
@@ -104,11 +105,11 @@ def _values(answer: Answer, out: npt.NDArray[np.float64], lse: npt.NDArray[np.fl
     return "" if same[usable].all() else f"the LSE of token {int(np.argmin(same[usable].all(1)))} is wrong"
 
 
-def _bits(world: World, number: int, layer: Layer, seq: Member, answer: Answer, tables: LayerTables, at: Ints) -> str:
+def _bits(world: World, number: int, layer: Layer, seq: Seq, answer: Answer, tables: LayerTables, at: Ints) -> str:
     """Checks a deterministic runtime: a token with the same KV has had the same bits before."""
     if seq.shows is not None:
         return ""
-    kv = tuple(world.oracle.kv[seq.row][: seq.kv_len])
+    kv = tuple(world.oracle.kv[seq.row][: seq.end])
     wants_lse = tables.problem.wants_lse
     for token, place in enumerate(at.tolist()):
         if not answer.sound[token]:

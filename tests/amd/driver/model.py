@@ -6,7 +6,10 @@ the driver looks at every row of it after the step, whether it ran eagerly or as
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +26,7 @@ VOCABULARY = 12  # ids 1 up to, but not including, this one are tokens; graphs a
 NOT_FINITE_ID = VOCABULARY  # its V holds an infinity and a NaN
 PLACES = 5  # positions that differ by a multiple of this look the same
 MAX_TOKENS = 512
+TURNED_PLACES = 64  # positions of rows that are turned
 
 
 def looked_up(token_id: int, position: int) -> int:
@@ -109,6 +113,21 @@ def no_turn(dim: int, positions: int, device: torch.device) -> QkvWork:
     return QkvWork(RopeTable(table.to(device)))
 
 
+def attend_turned(calls: Any, number: int, layer: LayerTables, entry: Tensor, *, apart: bool) -> tuple[Tensor, Any]:
+    """A layer of a step whose rows are turned, by 0: before they are stored, or as they are. Returns out and lse."""
+    q, k, v = layer.of(entry)
+    out, lse = layer.room(q)
+    work, turned = no_turn(layer.problem.head_dim, TURNED_PLACES, q.device), torch.zeros_like(q)
+    if apart:
+        calls.rope_queries(number, q, turned, work)
+        calls.store(number, k, v)
+    else:
+        calls.rope_and_store(number, q, k, v, turned, work)
+    calls.attend(number, turned, out, lse)
+    calls.finish(number, out, undo=no_turn(layer.problem.v_head_dim, TURNED_PLACES, q.device).rope)
+    return out, lse
+
+
 class Model:
     """Layers over one another's heads: none reads another's output.
 
@@ -121,6 +140,16 @@ class Model:
         self.token_ids, self.positions, self.last_token_of_seq = torch.zeros(
             3, MAX_TOKENS, dtype=torch.int32, device=device
         )
+
+    def renew_weights(self, rng: random.Random, take: Callable[[int, HeadWeights], None]) -> list[Layer]:
+        """Gives every layer that has sinks or slopes new ones, others none. Returns the layers for the oracle."""
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        layers = []
+        for number, layer in enumerate(self.layers):
+            weights = HeadWeights.random(layer.problem, generator)
+            take(number, weights.to(layer.q.device))
+            layers.append(layer.for_oracle(weights))
+        return layers
 
     def forget(self) -> None:
         """Put what no step writes in the place of everything that was written."""

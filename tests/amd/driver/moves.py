@@ -211,7 +211,7 @@ def steps_overlap(world: World) -> None:
     _must_raise_wrong_state(world.runtime.gate.fill)
     for seq in draft.seqs:  # what was begun may be taken for stored
         world.oracle.store(seq.row, seq.begin, [UNKNOWN] * len(seq.ids))
-        world.requests[seq.row].doubtful = max(world.requests[seq.row].doubtful, seq.kv_len)
+        world.requests[seq.row].doubtful = max(world.requests[seq.row].doubtful, seq.end)
 
 
 def wiped_table(world: World) -> None:

@@ -22,52 +22,22 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.compiled import compiled_layers
-from rocm_attn.integrations.kv_passport import KVExtent
-from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Series, Step
 from tests.amd.driver.calls import Calls
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.model import NOT_FINITE_ID, PLACES, VOCABULARY, Model, looked_up
-from tests.amd.driver.oracle import UNKNOWN, Bools, Oracle, Tokens
+from tests.amd.driver.movers import Movers, Sent
+from tests.amd.driver.oracle import UNKNOWN, Oracle
+from tests.amd.driver.seq import Seq
 
 CHAIN, TREE = Drafts(1, 3), Drafts(2, 2)
 MAX_SEQS, MAX_ROWS, MAX_KV_LEN, NUM_PAGES = 4, 8, 40, 64
 KINDS = ("plain", "graphs", "windows", "latent", "eight bits")
 WITH_GRAPHS = ("graphs", "windows", "eight bits")
-
-
-@dataclass(slots=True)
-class Seq:
-    """One sequence of a step: its new tokens and, where the step has a mask, their positions and what they see."""
-
-    row: int
-    begin: int
-    ids: list[int]
-    positions: list[int] = field(default_factory=list)
-    shows: Bools | None = None
-
-    def __post_init__(self) -> None:
-        if not self.positions:
-            self.positions = list(range(self.begin, self.end))
-
-    @property
-    def end(self) -> int:
-        """Tokens after the step."""
-        return self.begin + len(self.ids)
-
-    @property
-    def stored(self) -> list[int]:
-        """The entries that the new tokens look up."""
-        return [looked_up(token_id, position) for token_id, position in zip(self.ids, self.positions, strict=True)]
-
-    def tokens(self) -> Tokens:
-        """For the oracle."""
-        return Tokens(self.stored, self.end, self.positions, self.shows)
 
 
 @dataclass(slots=True)
@@ -79,16 +49,6 @@ class Begun:
     lives: dict[int, int]
     changes: dict[int, int]
     done: set[tuple[int, int]] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class Sent:
-    """An export: a buffer, and the entries that its tokens look up. by_layers: each layer has a stretch of its own"""
-
-    extent: KVExtent
-    buffer: Tensor
-    stored: list[int]
-    by_layers: bool = False
 
 
 @dataclass(slots=True)
@@ -151,8 +111,7 @@ class Scene(Calls):
 
     def renew_movers(self) -> None:
         """Makes the exporter and the importer, with the present scales."""
-        self.exporter = KVExporter(self.runtime)
-        self.importer = KVImporter(self.runtime, self.exporter.passport)
+        self.movers = Movers.of(self.runtime, len(self.model.layers))
 
     # Rows and lengths
 
@@ -253,13 +212,7 @@ class Scene(Calls):
 
     def set_weights(self) -> None:
         """Give every layer that has sinks new ones."""
-        generator = torch.Generator().manual_seed(self.rng.randrange(2**31))
-        layers = []
-        for number, layer in enumerate(self.model.layers):
-            weights = HeadWeights.random(layer.problem, generator)
-            self.runtime.head_weights.set(number, weights.to(self.device))
-            layers.append(layer.for_oracle(weights))
-        self.oracle.layers = layers
+        self.oracle.layers = self.model.renew_weights(self.rng, self.runtime.head_weights.set)
 
     def ints(self, values: Any) -> Tensor:
         """int32, on the device."""

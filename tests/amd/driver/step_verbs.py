@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,18 +19,11 @@ from rocm_attn.errors import RocmAttnError
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.step import Step
-from tests.amd.driver.calls import REFUSED
+from tests.amd.driver.calls import REFUSED, in_another_thread
 from tests.amd.driver.finding import Finding
-from tests.amd.driver.model import looked_up, no_turn
-from tests.amd.driver.scene import (
-    CHAIN,
-    MAX_ROWS,
-    TREE,
-    Begun,
-    Scene,
-    Seq,
-    draft_id,
-)
+from tests.amd.driver.model import attend_turned, looked_up
+from tests.amd.driver.scene import CHAIN, MAX_ROWS, TREE, Begun, Scene, draft_id
+from tests.amd.driver.seq import Seq
 
 PARENTS = [-1, 0, 0, 0, 2]  # of a verified tree; its path 0, 2, 4 is accepted
 PATH = [0, 2, 4]
@@ -145,16 +137,8 @@ def step_with_rows_worked(scene: Scene) -> None:
             calls = scene.one_of("layers", (part.layers, scene.compiled.of(part)))
             entry, rows = scene.model.entries(part), []
             for number, layer in enumerate(scene.model.layers):
-                q, k, v = layer.of(entry)
-                out, lse = layer.room(q)
-                work, turned = no_turn(layer.problem.head_dim, 64, scene.device), torch.zeros_like(q)
-                if scene.is_latent or scene.rng.random() < 0.5:
-                    calls.rope_queries(number, q, turned, work)
-                    calls.store(number, k, v)
-                else:
-                    calls.rope_and_store(number, q, k, v, turned, work)
-                calls.attend(number, turned, out, lse)
-                calls.finish(number, out, undo=no_turn(layer.problem.v_head_dim, 64, scene.device).rope)
+                apart = scene.is_latent or scene.rng.random() < 0.5
+                out, lse = attend_turned(calls, number, layer, entry, apart=apart)
                 rows.append(layer.keep(part, out, lse))
         return torch.cat(rows, 1)[: batch.num_seqs]
 
@@ -180,21 +164,7 @@ def step_of_a_thread(scene: Scene) -> None:
     """A step by another thread: refused while this one has one."""
 
     def run(scene: Scene, batch: StepBatch) -> Tensor:
-        given: list[Any] = []
-
-        def body() -> None:
-            try:
-                given.append(finish_by_hand(scene, scene.runtime.step(batch), batch))
-            except BaseException as error:
-                given.append(error)
-
-        thread = threading.Thread(target=body)
-        thread.start()
-        thread.join()
-        if isinstance(given[0], BaseException):
-            raise given[0]
-        rows: Tensor = given[0]
-        return rows
+        return in_another_thread(lambda: finish_by_hand(scene, scene.runtime.step(batch), batch))
 
     plain_step(scene, run, "a step of another thread")
 

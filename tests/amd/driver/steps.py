@@ -99,7 +99,7 @@ def _failed(world: World, draft: Draft, cause: BaseException) -> None:
             continue
         # On the device a step may begin anywhere below its bound.
         begin = min(seq.begin, max(0, seq.kv_bound - seq.q_bound))
-        world.oracle.store(seq.row, begin, [-1] * (max(seq.kv_len, min(seq.kv_bound, seq.kv_on_device)) - begin))
+        world.oracle.store(seq.row, begin, [-1] * (max(seq.end, min(seq.kv_bound, seq.kv_on_device)) - begin))
         request = world.requests[seq.row]
         # Where it was to go back it may have ended before it did.
         request.doubtful = max(request.doubtful, seq.kv_bound, request.end)
@@ -116,10 +116,10 @@ def _passed(world: World, draft: Draft, rows: Tensor, fault: ExpectedFault, shap
             world.free(seq.row)
         return True
     for seq in draft.seqs:
-        world.oracle.store(seq.row, seq.begin, seq.looked_up)
+        world.oracle.store(seq.row, seq.begin, seq.stored)
         request = world.requests[seq.row]
-        if seq.ids or seq.kv_len > request.end:
-            request.end = seq.kv_len
+        if seq.ids or seq.end > request.end:
+            request.end = seq.end
         elif seq.q_bound and seq.kv_bound < request.end:
             # For all that the host knows, it went back.
             request.end, request.may_be_refused = seq.kv_bound, True

@@ -11,13 +11,8 @@ from torch import Tensor
 from rocm_attn.paging.state_slots import require_state_slots
 from tests.amd.driver.calls import REFUSED
 from tests.amd.driver.finding import Finding
-from tests.amd.driver.scene import (
-    MAX_KV_LEN,
-    MAX_ROWS,
-    Kept,
-    Scene,
-    Sent,
-)
+from tests.amd.driver.movers import Sent
+from tests.amd.driver.scene import MAX_KV_LEN, MAX_ROWS, Kept, Scene
 
 # Rows and kept pages
 
@@ -238,7 +233,7 @@ def export_pages(scene: Scene) -> None:
 
 
 def _export(scene: Scene, way: str) -> None:
-    exporter, row = scene.exporter, scene.a_row()
+    movers, row = scene.movers, scene.a_row()
     length = scene.length(row)
     kv_len = scene.rng.choice((length, length, max(1, length - 2), length + 1))
     wrong = "it has no such tokens" if row not in scene.oracle.kv or kv_len > length else ""
@@ -246,20 +241,11 @@ def _export(scene: Scene, way: str) -> None:
         wrong = ""
 
     def run() -> tuple[Any, Tensor]:
-        pages = exporter.pages_of(row, kv_len)
-        extent = exporter.extent(pages, kv_len)
-        buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=scene.device)
-        if way == "row":
-            return exporter.export_row(row, kv_len, buffer), buffer
-        if way == "pages":
-            exporter.export(pages, extent, buffer)
-            return extent, buffer
-        first = 0
-        for layer in range(len(scene.model.layers)):
-            end = first + exporter.num_layer_bytes(extent, layer)
-            exporter.export_layer(layer, pages, extent, buffer[first:end])
-            first = end
-        return extent, buffer
+        pages = movers.exporter.pages_of(row, kv_len)
+        if way != "row":
+            return movers.export(pages, kv_len, scene.device, by_layers=way == "layers")
+        buffer = movers.room(movers.exporter.extent(pages, kv_len), scene.device)
+        return movers.exporter.export_row(row, kv_len, buffer), buffer
 
     given = scene.call(f"export {kv_len} of row {row} by {way}", run, wrong=wrong)
     if given is not REFUSED and kv_len <= length:
@@ -276,8 +262,8 @@ def import_row(scene: Scene) -> None:
     if sent.by_layers and scene.kind == "windows":
         return None
     if sent.by_layers:
-        return _import_layers(scene, sent)
-    row = scene.call("importer.admit", lambda: scene.importer.admit(sent.extent))
+        return _import_pages(scene, sent, "layers")
+    row = scene.call("importer.admit", lambda: scene.movers.importer.admit(sent.extent))
     if row is REFUSED:
         return None
     scene.admitted(row)
@@ -285,7 +271,7 @@ def import_row(scene: Scene) -> None:
     target = row if scene.kind == "windows" or scene.rng.random() < 0.8 else scene.a_row()
     given = scene.call(
         f"import into row {target}",
-        lambda: scene.importer.import_row(target, sent.extent, sent.buffer),
+        lambda: scene.movers.importer.import_row(target, sent.extent, sent.buffer),
         wrong="it is no request's" if target not in scene.oracle.kv else "",
     )
     if given is not REFUSED:
@@ -304,34 +290,19 @@ def import_pages(scene: Scene) -> None:
         return export_row(scene)
     if scene.kind == "windows":  # pages of tokens that were not sent become 0 there; import_row() refuses them
         return import_row(scene)
-    row = scene.call("importer.admit", lambda: scene.importer.admit(sent.extent))
-    if row is REFUSED:
-        return None
-    scene.admitted(row)
-
-    def run() -> None:
-        pages = scene.importer.pages_of(row, sent.extent.kv_len)
-        scene.importer.import_pages(pages, sent.extent, sent.buffer)
-        scene.runtime.table.mark_stored([row], [sent.extent.kv_len])
-
-    if scene.call(f"import the pages of row {row}", run) is not REFUSED:
-        scene.oracle.begin(row, list(sent.stored))
-    return None
+    return _import_pages(scene, sent, "pages")
 
 
-def _import_layers(scene: Scene, sent: Sent) -> None:
-    row = scene.call("importer.admit", lambda: scene.importer.admit(sent.extent))
+def _import_pages(scene: Scene, sent: Sent, what: str) -> None:
+    importer = scene.movers.importer
+    row = scene.call("importer.admit", lambda: importer.admit(sent.extent))
     if row is REFUSED:
         return
     scene.admitted(row)
 
     def run() -> None:
-        pages, first = scene.importer.pages_of(row, sent.extent.kv_len), 0
-        for layer in range(len(scene.model.layers)):
-            end = first + scene.exporter.num_layer_bytes(sent.extent, layer)
-            scene.importer.import_layer(layer, pages, sent.extent, sent.buffer[first:end])
-            first = end
+        scene.movers.import_(importer.pages_of(row, sent.extent.kv_len), sent)
         scene.runtime.table.mark_stored([row], [sent.extent.kv_len])
 
-    if scene.call(f"import the layers of row {row}", run) is not REFUSED:
+    if scene.call(f"import the {what} of row {row}", run) is not REFUSED:
         scene.oracle.begin(row, list(sent.stored))

@@ -17,11 +17,8 @@ from rocm_attn.step.kv_scales import KVScales
 from tests.amd.driver.calls import REFUSED
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.oracle import UNKNOWN
-from tests.amd.driver.scene import (
-    MAX_KV_LEN,
-    Scene,
-    Seq,
-)
+from tests.amd.driver.scene import MAX_KV_LEN, Scene
+from tests.amd.driver.seq import Seq
 from tests.amd.driver.step_verbs import (
     again_by_hand,
     again_by_runner,

@@ -20,7 +20,6 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.head_weights import HeadWeights
 from tests.amd.driver.finding import Finding
 from tests.amd.driver.model import VOCABULARY, Model
 from tests.amd.driver.oracle import Oracle
@@ -166,13 +165,7 @@ class World:
 
     def set_weights(self) -> None:
         """Give every layer that has sinks or slopes new ones, at random; others none."""
-        generator = torch.Generator().manual_seed(self.rng.randrange(2**31))
-        layers = []
-        for number, layer in enumerate(self.model.layers):
-            weights = HeadWeights.random(layer.problem, generator)
-            self.runtime.head_weights.set(number, weights.to(self.runtime.device))
-            layers.append(layer.for_oracle(weights))
-        self.oracle.layers = layers
+        self.oracle.layers = self.model.renew_weights(self.rng, self.runtime.head_weights.set)
 
     def spaces(self) -> list[Space]:
         """The spaces that rows have pages in."""

@@ -45,7 +45,6 @@ measure speculative
 measure sparse_decode
 measure wide_rows
 measure score_cost
-measure named_shapes
 measure profile_misses
 measure random_shapes
 measure tensor_parallel

@@ -12,7 +12,6 @@ reports the shape and ends; the others continue. Exits with 1 if a result is wro
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -20,23 +19,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.synchronize import Lock
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.select import select
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.bench.ceilings import measured_ceilings
 from rocm_lab.bench.clocks import GraphClock, Timed, median_of
+from rocm_lab.bench.contestant import Launch, NotServed
+from rocm_lab.bench.contestants import Own
 from rocm_lab.bench.machine import commit, describe_machine
-from rocm_lab.bench.prepared import Prepared, bounds_of_step, ints, step_kind, step_of
+from rocm_lab.bench.peers.flash_attention import FlashAttention3
+from rocm_lab.bench.step_data import StepData, random_steps
 from rocm_lab.benchmarks.powers import LANES, POWERS, powers_kernel
+from rocm_lab.benchmarks.script import parser_of
 from rocm_lab.benchmarks.shape_sweep import LAUNCHES_US, Shape, random_shapes
 
 COUNT, SEED = 300, 14
@@ -53,16 +52,14 @@ MOST_RESERVED = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A shape's layer with data."""
+    """A shape's layer with data, and its launch."""
 
-    prepared: Prepared
-    problem: Problem
+    data: StepData
+    launch: Launch
 
 
 def cases_of(shape: Shape, count: int) -> list[Case]:
     """Returns cases with separate pages, which lie anywhere in a pool of all."""
-    device = torch.device("cuda", 0)
-    generator = torch.Generator(device).manual_seed(1)
     problem = Problem(
         shape.num_q_heads,
         shape.num_kv_heads,
@@ -73,61 +70,31 @@ def cases_of(shape: Shape, count: int) -> list[Case]:
         scale=shape.head_dim**-0.5,
         window_left=shape.window_left,
     )
-    kernel = select(problem, detect_target(device), "triton").kernel(step_kind(shape.q_len, shape.kv_len))
-    num_seqs, num_tokens = len(shape.q_len), sum(shape.q_len)
-    pages = [-(-kv_len // shape.page_size) for kv_len in shape.kv_len]
-    is_page = torch.arange(max(pages), device=device) < ints(pages, device)[:, None]
-
-    def rows(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, device=device, generator=generator, dtype=torch.bfloat16)
-
-    num_pages = sum(pages)
-    orders = (torch.randperm(num_pages * count, device=device, generator=generator).int() + 1).view(count, -1)
-    k, v = (rows(num_pages * count + 1, shape.page_size, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-    bounds = bounds_of_step(shape.kv_len, shape.q_len, kernel.row.kind)
-    cases = []
-    for order in orders:
-        table = torch.zeros(num_seqs, max(pages), dtype=torch.int32, device=device)
-        table[is_page] = order
-        step = step_of(shape.kv_len, shape.q_len, table)
-        q = rows(num_tokens, shape.num_q_heads, shape.head_dim)
-        out = torch.full_like(q, float("nan"))
-        cases.append(Case(Prepared.of(kernel.bound, step, bounds, (q, out), LayerPages.plain(k, v)), problem))
-    return cases
+    batch = BatchSpec.of_lengths((new, kv_len - new) for kv_len, new in zip(shape.kv_len, shape.q_len, strict=True))
+    steps = random_steps(problem, batch, count, torch.device("cuda", 0), seed=1)
+    return [Case(data, Own("triton").prepare(data)) for data in steps]
 
 
 def error_of(shape: Shape, case: Case) -> float:
     """Returns the error of a few tokens, relative to float32: |out - wanted| / |wanted|, the largest of all."""
-    args = case.prepared.args
+    data, scale = case.data, case.data.problem.scale
     num_seqs = len(shape.q_len)
     worst = 0.0
     for seq in sorted({0, num_seqs // 2, num_seqs - 1}):
         kv_len, q_len = shape.kv_len[seq], shape.q_len[seq]
-        pages = args.table[seq, : -(-kv_len // shape.page_size)].long()
-        k, v = (side[pages].flatten(0, 1)[:kv_len].float() for side in (args.pages.k, args.pages.v))
+        pages = data.step.table[seq, : -(-kv_len // shape.page_size)].long()
+        k, v = (side[pages].flatten(0, 1)[:kv_len].float() for side in (data.pages.k, data.pages.v))
         for new in sorted({0, q_len // 2, q_len - 1})[:SAMPLED]:
             token, end = sum(shape.q_len[:seq]) + new, kv_len - q_len + new + 1
             begin = max(0, end - 1 - shape.window_left) if shape.is_windowed else 0
-            q = args.q[token].float().view(shape.num_kv_heads, shape.gqa_ratio, shape.head_dim)
-            scores = torch.einsum("hrd,khd->hrk", q, k[begin:end]) * case.problem.scale
+            q = data.q[token].float().view(shape.num_kv_heads, shape.gqa_ratio, shape.head_dim)
+            scores = torch.einsum("hrd,khd->hrk", q, k[begin:end]) * scale
             wanted = torch.einsum("hrk,khd->hrd", scores.softmax(-1), v[begin:end]).flatten(0, 1)
-            found = args.out[token].float()
+            found = data.out[token].float()
             worst = max(worst, float((found - wanted).norm() / wanted.norm()))
             if not math.isfinite(float(found.sum())):
                 return float("inf")
     return worst
-
-
-def checked(shape: Shape) -> tuple[Shape, float, str]:
-    """Compiles the kernels of a shape and compares: returns its error, and the failure."""
-    try:
-        (case,) = cases_of(shape, 1)
-        case.prepared.attend()
-        error, failure = _compared(shape, case)
-    except Exception as raised:
-        error, failure = float("inf"), _said(raised)
-    torch.cuda.empty_cache()
-    return shape, error, failure
 
 
 def _compared(shape: Shape, case: Case) -> tuple[float, str]:
@@ -152,23 +119,17 @@ def num_sets(shape: Shape) -> int:
     return min(MOST_SETS, max(1, -(-PAST_L2 // max(shape.num_bytes, 1))))
 
 
-def microseconds(shape: Shape, new_run: Callable[[Case], Callable[[], object]]) -> float:
-    """Returns the time of one layer. new_run: makes the launches of a case's layer"""
-    return _microseconds(cases_of(shape, num_sets(shape)), new_run)
-
-
-def _microseconds(cases: Sequence[Case], new_run: Callable[[Case], Callable[[], object]]) -> float:
+def _microseconds(cases: Sequence[Case]) -> float:
     """Returns the time of one layer. Afterwards the cases hold the results of the last replay."""
-    runs = [new_run(case) for case in cases]
 
     def all_runs() -> None:
-        for run in runs:
-            run()
+        for case in cases:
+            case.launch.run()
 
     timed = _graph_of(all_runs)
     us = median_of(timed, ROUNDS) / len(cases)
     for case in cases:
-        case.prepared.args.out.fill_(float("nan"))
+        case.data.out.fill_(float("nan"))
     timed.run(0.0)
     return us
 
@@ -177,51 +138,11 @@ def _graph_of(work: Callable[[], object]) -> Timed:
     return GraphClock(torch.device("cuda", torch.cuda.current_device()), ROUND_US).timed((work,))
 
 
-def own_run(case: Case) -> Callable[[], object]:
-    """This library's run."""
-    return case.prepared.attend
-
-
-class FlashAttention3:
-    """FlashAttention-3 as vLLM builds it, from its shared library."""
-
-    def __init__(self, library: str) -> None:
-        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
-        self._ops: Any = torch.ops._vllm_fa3_C
-
-    def serves(self, shape: Shape) -> bool:
-        """True if it has a kernel for such heads."""
-        return shape.head_dim % 8 == 0 and shape.head_dim <= 256
-
-    def run_of(self, shape: Shape) -> Callable[[Case], Callable[[], object]]:
-        """Returns a function that makes its run of a case, with metadata made before."""
-
-        def new_run(case: Case) -> Callable[[], object]:
-            args, step = case.prepared.args, case.prepared.step
-            window = (shape.window_left, 0) if shape.is_windowed else (-1, -1)
-            longest = max(shape.q_len), max(shape.kv_len)
-            sizes = len(shape.q_len), *longest, shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim
-            lengths = step.kv_len, step.q_indptr, *(None,) * 4
-            metadata = self._ops.get_scheduler_metadata(
-                *sizes, torch.bfloat16, *lengths, shape.page_size, 0, True, *window, False, 0, None, 0
-            )
-            kv = args.q, args.pages.k, args.pages.v, None, None, None, args.out
-            of_seqs = step.q_indptr, None, None, None, step.kv_len, *longest, args.table
-            rest = case.problem.scale, True, *window, 0.0, True, metadata, 0, None, 0, None, 1, 0, None
-            return lambda: self._ops.fwd(*kv, *of_seqs, *(None,) * 8, *rest)
-
-        return new_run
-
-
 def ceilings() -> dict[str, float]:
     """Returns the bytes that this GPU copies, and the operations of products that it does, per second."""
-    source = torch.ones(256 << 20, dtype=torch.bfloat16, device="cuda")
-    target = torch.empty_like(source)
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    product = torch.empty_like(a)
-    copy_us = median_of(_graph_of(lambda: torch.neg(source, out=target)), ROUNDS)
-    product_us = median_of(_graph_of(lambda: torch.mm(a, b, out=product)), ROUNDS)
-    return {"bytes_per_s": 4e6 * source.numel() / copy_us, "flops_per_s": 2e6 * 8192**3 / product_us}
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = measured_ceilings(device, torch.bfloat16, GraphClock(device, ROUND_US))
+    return {"bytes_per_s": found.copied_per_s, "flops_per_s": found.flops_per_s}
 
 
 def powers_per_s() -> float:
@@ -270,7 +191,7 @@ class Worker:
                     cases[each] = cases_of(each, num_sets(each))
                     torch.cuda.synchronize()
                 # This compiles. It also makes one launch, which may run while another process times.
-                cases[each][0].prepared.attend()
+                cases[each][0].launch.run()
             except Exception as failure:
                 wrong[str(each)] = _said(failure)
         with self._gpu:
@@ -295,7 +216,7 @@ class Worker:
         of_each: dict[Shape, float] = {}
         for each, mine in cases.items():
             try:
-                of_each[each] = round(_microseconds(mine, own_run), 2)
+                of_each[each] = round(_microseconds(mine), 2)
             except RuntimeError as failure:
                 wrong[str(each)] = f"in a graph: {_said(failure)}"
                 return {}
@@ -304,12 +225,18 @@ class Worker:
         if wrong:
             return {}
         times: dict[str, Any] = {"us": of_each[shape], "neighbour_us": of_each[shape.neighbour()]}
-        if self._peer is not None and self._peer.serves(shape):
-            try:
-                times |= {"peer": "FA3", "peer_us": round(_microseconds(cases[shape], self._peer.run_of(shape)), 2)}
-            except RuntimeError as refusal:
-                times["peer_refuses"] = str(refusal).splitlines()[0]
+        if self._peer is not None:
+            times |= self._of_peer(self._peer, cases[shape])
         return times | {"error": found[shape][0]}
+
+    def _of_peer(self, peer: FlashAttention3, cases: Sequence[Case]) -> dict[str, Any]:
+        try:
+            theirs = [Case(case.data, peer.prepare(case.data)) for case in cases]
+            return {"peer": "FA3", "peer_us": round(_microseconds(theirs), 2)}
+        except NotServed:
+            return {}
+        except RuntimeError as refusal:
+            return {"peer_refuses": str(refusal).splitlines()[0]}
 
 
 # The worker of a process of a pool; made by _begin.
@@ -341,8 +268,7 @@ def row_of(shape: Shape, found: Measured, limits: dict[str, float], powers: floa
 
 def main() -> None:
     """Measures a part of the shapes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--part", default="1/1", help="which part of the shapes, as 1/4 (default: all)")
     parser.add_argument("--fa3", default="", help="a shared library of FlashAttention-3, as vLLM ships it")
     parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
@@ -374,24 +300,6 @@ def main() -> None:
     done = [number for number in numbered if str(number) in kept["rows"] or str(number) in kept["wrong"]]
     print(f"{len(done)} of {len(numbered)} shapes; wrong: {kept['wrong'] or 'none'}")
     sys.exit(bool(kept["wrong"]))
-
-
-def check_all(shapes: Sequence[Shape], processes: int, until: float) -> dict[Shape, float | str]:
-    """Returns errors of shapes, or their faults, for those that are compiled in time.
-
-    until: of time.monotonic()
-    """
-    each = list(dict.fromkeys(shapes))
-    errors: dict[Shape, float | str] = {}
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        checks = pool.imap_unordered(checked, each)
-        with suppress(multiprocessing.TimeoutError):
-            for _ in each:
-                shape, error, failure = checks.next(max(0.1, until - time.monotonic()))
-                if wrong := _what_is_wrong(error, failure):
-                    print(f"WRONG {shape}: {wrong}", flush=True)
-                errors[shape] = wrong or error
-    return errors
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def test_a_process_only_compiles_while_another_one_has_the_gpu(
     error: float, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = Gpu()
-    cases = [Mock(prepared=Mock(attend=gpu.notes("compile", None)))]
+    cases = [Mock(launch=Mock(run=gpu.notes("compile", None)))]
     for owner, name, result in (
         (sweep, "cases_of", cases),
         (sweep, "error_of", error),
@@ -212,7 +212,7 @@ def test_what_the_last_replay_leaves_is_compared_too(monkeypatch: pytest.MonkeyP
     assert found.wrong == {str(shape.neighbour()): "after replays: error inf"}
     assert not found.times
     for case in cases:
-        assert case.prepared.args.out.fill_.call_count == 2
+        assert case.data.out.fill_.call_count == 2
     assert timed.run.call_count == 2
 
 

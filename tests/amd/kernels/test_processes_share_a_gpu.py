@@ -52,10 +52,10 @@ def replay(barrier: Barrier, failures: SimpleQueue[str]) -> None:
     try:
         for name, each in SHAPES.items():
             (case,) = cases_of(each, 1)
-            case.prepared.attend()
-            out = case.prepared.args.out
+            case.launch.run()
+            out = case.data.out
             wanted = out.clone()
-            timed = clock.timed((case.prepared.attend,))
+            timed = clock.timed((case.launch.run,))
             out.fill_(float("nan"))
             barrier.wait()
             timed.run(SECONDS)

@@ -9,7 +9,7 @@ from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import PROVIDERS
 from rocm_attn.machine.target import detect_target
 from rocm_attn.providers.contract import KernelRow, PoolSize
-from rocm_attn.providers.select import Selection, select
+from rocm_attn.providers.select import select
 from rocm_attn.selection.kernels import missing_kernels
 from rocm_lab.bench.contestant import Contestant, Launch, NotServed
 from rocm_lab.bench.prepared import Prepared
@@ -30,6 +30,17 @@ class Own:
 
     def prepare(self, data: StepData) -> Launch:
         """Does the same as Contestant.prepare."""
+        row, prepared = self.prepared(data)
+        return Launch(
+            prepared.attend,
+            lambda: data.out,
+            f"{row.name}: {prepared.kernel.describe()}",
+            row.rounds_products,
+            row.rounds_queries,
+        )
+
+    def prepared(self, data: StepData) -> tuple[KernelRow, Prepared]:
+        """Returns the row that serves the step, and its kernel over the data. Raises NotServed."""
         target = detect_target(data.device)
         pool = PoolSize(data.pages.k.shape[0], data.bounds.max_kv_len, data.batch.num_seqs)
         try:
@@ -43,21 +54,8 @@ class Own:
             )
         except Unsupported as refusal:
             raise NotServed("; ".join(refusal.reasons) or refusal.summary) from refusal
-        row, prepared = _bound(selection, data)
-        return Launch(
-            prepared.attend,
-            lambda: data.out,
-            f"{row.name}: {prepared.kernel.describe()}",
-            row.rounds_products,
-            row.rounds_queries,
-        )
-
-
-def _bound(selection: Selection, data: StepData) -> tuple[KernelRow, Prepared]:
-    """Returns the row that serves the step, and its kernel over the data."""
-    kernel = selection.kernel(data.kind)
-    rows = (data.q, data.out)
-    return kernel.row, Prepared.of(kernel.bound, data.step, data.bounds, rows, data.pages, data.weights)
+        kernel, rows = selection.kernel(data.kind), (data.q, data.out)
+        return kernel.row, Prepared.of(kernel.bound, data.step, data.bounds, rows, data.pages, data.weights)
 
 
 def contestants(names: tuple[str, ...], fa3_library: str) -> Mapping[str, Contestant]:

@@ -30,7 +30,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part, Series
 from rocm_lab.bench.clocks import microseconds_of
 from rocm_lab.benchmarks.script import parser_of, printed, write
-from rocm_lab.benchmarks.sparse_decode import floor_us
+from rocm_lab.benchmarks.timing import floor_us
 
 PAGE_SIZE = 16
 ROUNDS = 60

@@ -18,23 +18,24 @@ from typing import Any
 
 import torch
 
-from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.providers.select import select
 from rocm_attn.providers.split_latents import cut_of_latents
 from rocm_attn.providers.tiles import latent_decode_tiles_of_table
 from rocm_attn.providers.triton_latent import LatentDecode
-from rocm_lab.bench.prepared import Prepared, bounds_of_step, step_of
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.bench.contestants import Own
+from rocm_lab.bench.judge import Truth
+from rocm_lab.bench.prepared import Prepared
+from rocm_lab.bench.step_data import StepData, random_steps
 from rocm_lab.benchmarks.script import parser_of, printed, write
-from rocm_lab.benchmarks.sparse_decode import floor_us, microseconds
+from rocm_lab.benchmarks.timing import DEVICE, floor_us, microseconds
 
 # |result - reference| / |reference| in bfloat16.
 _MOST_ERROR = 5e-3
 # Part of the names of Hopper's own kernels, next to which the plain ones are timed.
 _OF_HOPPER = "triton.hopper_"
-_DEVICE = torch.device("cuda", 0)
 _MATRIX = 8192
 _PAUSE_SECONDS, _LOAD_SECONDS = 1.0, 0.5
 
@@ -89,32 +90,20 @@ CASES = (
 )
 
 
-def prepared(case: Case) -> Prepared:
-    """Returns random latents in pages in random order, and the kernel that the triton provider binds."""
-    generator = torch.Generator(_DEVICE).manual_seed(0)
-    problem, num_tokens = case.problem, case.num_seqs * case.q_len
-    pages_of_seq = -(-case.kv_len // case.page_size)
-    num_pages = case.num_seqs * pages_of_seq + 1
-    k = torch.randn(num_pages, case.page_size, 1, 576, generator=generator, device=_DEVICE, dtype=torch.bfloat16)
-    q = torch.randn(num_tokens, case.heads, 576, generator=generator, device=_DEVICE, dtype=torch.bfloat16)
-    out = torch.empty(num_tokens, case.heads, 512, device=_DEVICE, dtype=torch.bfloat16)
-    scale = torch.full((1,), 1 / 64, device=_DEVICE) if case.coded else None
-    k = (k * 64).to(torch.float8_e4m3fn) if case.coded else k
-    pages = LayerPages(k, k[..., :512], problem.page_format, scale, scale)
-    table = (torch.randperm(num_pages - 1, generator=generator, device=_DEVICE) + 1).int().view(case.num_seqs, -1)
-    kv_len, q_len = (case.kv_len,) * case.num_seqs, (case.q_len,) * case.num_seqs
-    step, bounds = step_of(kv_len, q_len, table), bounds_of_step(kv_len, q_len)
-    kernel = select(problem, detect_target(_DEVICE), "triton").kernel(bounds.shape.kind).bound
-    return Prepared.of(kernel, step, bounds, (q, out), pages)
+def data_of(case: Case) -> StepData:
+    """Returns random latents in pages in random order."""
+    batch = BatchSpec.of_lengths([(case.q_len, case.kv_len - case.q_len)] * case.num_seqs)
+    (data,) = random_steps(case.problem, batch, 1, DEVICE, seed=0)
+    return data
 
 
-def by_plain_kernel(made: Prepared, case: Case) -> Prepared:
-    """Returns the same step by the kernel that is specific to no arch."""
-    target = detect_target(_DEVICE)
+def by_plain_kernel(data: StepData, case: Case) -> Prepared:
+    """Returns the step by the kernel that is specific to no arch."""
+    target = detect_target(DEVICE)
     tiles = latent_decode_tiles_of_table(case.problem, target, case.q_len)
     cut = cut_of_latents(tiles, case.problem, target, most=case.q_len)
     kernel = LatentDecode(case.problem, scores_of(case.problem), cut, tiles)
-    return Prepared.of(kernel, made.step, made.bounds, (made.args.q, made.args.out), made.args.pages)
+    return Prepared.of(kernel, data.step, data.bounds, (data.q, data.out), data.pages)
 
 
 def time_of(made: Prepared) -> float:
@@ -133,30 +122,20 @@ def sustained(made: Prepared) -> tuple[float, int]:
     us = time_of(made)
     while time.perf_counter() < end:
         us = time_of(made)
-    query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id={_DEVICE.index}"]
+    query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id={DEVICE.index}"]
     return us, int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
 
 
-def error_of(made: Prepared, case: Case) -> float:
-    """Returns the largest error of the first and the last sequence, against float32."""
-    made.build_schedule()
+def error_of(made: Prepared, data: StepData) -> float:
+    """Returns the error of the output, relative to the reference; infinite if it is wrong."""
     made.attend()
-    worst = 0.0
-    for seq in (0, case.num_seqs - 1):
-        k, _ = made.args.pages.read(made.step.table[seq].long())
-        rows = k.float().flatten(0, 1)[: case.kv_len, 0]
-        tokens = slice(seq * case.q_len, (seq + 1) * case.q_len)
-        logits = torch.einsum("thd,kd->thk", made.args.q[tokens].float(), rows) * case.problem.scale
-        hidden = torch.ones(case.q_len, case.kv_len, device=_DEVICE).triu(case.kv_len - case.q_len + 1).bool()
-        weights = logits.masked_fill(hidden[:, None], float("-inf")).softmax(-1)
-        want = torch.einsum("thk,kd->thd", weights, rows[:, :512])
-        worst = max(worst, float((made.args.out[tokens].float() - want).norm() / want.norm()))
-    return worst
+    verdict = Truth.of(data).judge(data.out)
+    return verdict.error if verdict.is_right else float("inf")
 
 
 def products_us(operations: int) -> float:
     """Returns microseconds of that many operations at the rate of a large product in bfloat16."""
-    a, b = (torch.randn(_MATRIX, _MATRIX, device=_DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(_MATRIX, _MATRIX, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
 
     def product() -> None:
@@ -167,14 +146,15 @@ def products_us(operations: int) -> float:
 
 def row_of(case: Case) -> dict[str, Any]:
     """Returns times of a case."""
-    made = prepared(case)
-    error = error_of(made, case)
+    data = data_of(case)
+    _, made = Own("triton").prepared(data)
+    error = error_of(made, data)
     torch.cuda.synchronize()
     time.sleep(_PAUSE_SECONDS)
     us, floor, products = time_of(made), floor_us(case.latent_bytes), products_us(case.operations)
     sustained_us, clock_mhz = sustained(made)
     limit = max(floor, products)
-    plain_us = time_of(by_plain_kernel(made, case)) if _OF_HOPPER in made.kernel.describe() else None
+    plain_us = time_of(by_plain_kernel(data, case)) if _OF_HOPPER in made.kernel.describe() else None
     torch.cuda.empty_cache()
     return {
         "case": str(case),

@@ -12,20 +12,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import PoolSize
-from rocm_attn.providers.select import select
-from rocm_lab.bench.prepared import step_kind
-from rocm_lab.benchmarks.one_layer import Batch, LayerGraph, medians_in_turn
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
+from rocm_lab.benchmarks.timing import layer, medians_in_turn
 
 TIMES_ALLOWED = 1.03
 
 GPT_OSS = Problem(64, 8, 64, torch.bfloat16, 16, v_head_dim=64, scale=64**-0.5)
 GEMMA_2 = Problem(32, 16, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
-DECODE = Batch((4096,) * 64, (1,) * 64)
-EXTEND = Batch((8192,), (2048,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +27,14 @@ class Case:
     """A layer without the feature, and with it."""
 
     name: str
-    batch: Batch
+    batch: str
     plain: Problem
     featured: Problem
 
 
 CASES = tuple(
     Case(f"{step}, {feature}", batch, plain, featured)
-    for step, batch in (("decode 64 x 4k", DECODE), ("extend 1 x 2048 + 6144", EXTEND))
+    for step, batch in (("decode 64 x 4k", "64d4k"), ("extend 1 x 2048 + 6144", "1x2048+6144"))
     for feature, plain, featured in (
         ("gpt-oss-120b, sinks", GPT_OSS, replace(GPT_OSS, has_sinks=True)),
         ("Gemma-2-27B, soft cap", GEMMA_2, replace(GEMMA_2, logits_soft_cap=50.0)),
@@ -57,14 +51,8 @@ def main() -> None:
 
 
 def _row(case: Case) -> Row:
-    plain, featured = medians_in_turn([_graph(problem, case.batch) for problem in (case.plain, case.featured)])
+    plain, featured = medians_in_turn([layer(problem, case.batch) for problem in (case.plain, case.featured)])
     return {"case": case.name, "plain_us": plain, "us": featured, "times": featured / plain}
-
-
-def _graph(problem: Problem, batch: Batch) -> LayerGraph:
-    pool = PoolSize(num_pages=2, max_kv_len=max(batch.kv_len), max_num_seqs=len(batch.kv_len))
-    chosen = select(problem, detect_target(torch.device("cuda", 0)), "triton", pool=pool)
-    return LayerGraph.capture(problem, chosen.kernel(step_kind(batch.q_len, batch.kv_len)).bound, batch)
 
 
 if __name__ == "__main__":

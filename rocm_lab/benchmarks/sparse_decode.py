@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -35,11 +34,10 @@ from rocm_attn.kernels.sparse.index_scores import launch_index_scores, launch_se
 from rocm_attn.kernels.sparse.top_k import launch_top_k
 from rocm_attn.kernels.tuning.sparse_tiles import IndexTiles, SelectedTiles, index_tiles, selected_tiles
 from rocm_attn.machine.target import detect_target
-from rocm_lab.bench.clocks import microseconds_of
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
+from rocm_lab.benchmarks.timing import floor_us, microseconds
 
 TIMES_ALLOWED = 1.5
-ROUNDS, REPLAYS = 7, 5
 # |result - reference| / |reference| in bfloat16.
 _MOST_ERROR = 2e-2
 _DEVICE = torch.device("cuda", 0)
@@ -187,29 +185,6 @@ def pieces(made: Prepared, tiles: IndexTiles, selected: SelectedTiles) -> dict[s
         result["top-k"] = choose, 0
     result["all"] = everything, case.index_bytes + case.row_bytes
     return result
-
-
-def microseconds(run: Callable[[], None]) -> float:
-    """Returns the median time of a graph of one run."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    return median(microseconds_of(graph.replay, REPLAYS) for _ in range(ROUNDS))
-
-
-def floor_us(num_bytes: int) -> float:
-    """Returns the time of a plain read. Data that fit the L2 lie there, as for the kernels of such a case."""
-    if num_bytes == 0:
-        return 0.0
-    memory, out = torch.zeros(-(-num_bytes // 4), device=_DEVICE), torch.empty((), device=_DEVICE)
-
-    def read() -> None:
-        torch.sum(memory, 0, out=out)
-
-    return microseconds(read)
 
 
 def error_of(made: Prepared, tiles: IndexTiles, selected: SelectedTiles) -> float:

@@ -23,14 +23,14 @@ from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import select
-from rocm_lab.bench.prepared import Prepared, bounds_of_step, ints, step_kind, step_of
-from rocm_lab.bench.step_data import random_pages
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.bench.prepared import Prepared, bounds_of_step, ints
+from rocm_lab.bench.step_data import random_steps
 from rocm_lab.benchmarks.script import parser_of, printed, write
-from rocm_lab.benchmarks.sparse_decode import floor_us, microseconds
+from rocm_lab.benchmarks.timing import DEVICE, floor_us, microseconds
 
 # |result - reference| / |reference| in bfloat16.
 _MOST_ERROR = 8e-3
-_DEVICE = torch.device("cuda", 0)
 
 LLAMA_3B = Problem(24, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5, custom_mask=True)
 LLAMA_8B = replace(LLAMA_3B, num_q_heads=32)
@@ -88,35 +88,27 @@ class Made:
 
 def made(case: Case) -> Made:
     """Returns random pages in random order, and random trees."""
-    generator = torch.Generator(_DEVICE).manual_seed(0)
-    problem, num_tokens = case.problem, case.num_seqs * case.q_len
-    num_pages = case.num_seqs * (case.kv_len // problem.page_size) + 1
-    nodes = case.nodes_before + case.q_len
-    drawn = torch.randint(1 << 30, (case.num_seqs, nodes), generator=generator, device=_DEVICE)
-    parents = (drawn % (torch.arange(nodes, device=_DEVICE) + 1) - 1).int()
-    table = (torch.randperm(num_pages - 1, generator=generator, device=_DEVICE) + 1).int().view(case.num_seqs, -1)
-    kv_len, q_len = (case.kv_len,) * case.num_seqs, (case.q_len,) * case.num_seqs
-    step = step_of(
-        kv_len,
-        q_len,
-        table,
-        mask_start=ints([0] * case.num_seqs, _DEVICE),
-        mask_words=ints([0] * (num_tokens * nodes // MAX_MASK_BLOCK + 1), _DEVICE),
-        mask_positions=ints([0] * num_tokens, _DEVICE),
-        mask_indptr=torch.arange(case.num_seqs + 1, device=_DEVICE) * (case.q_len * nodes),
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    problem, num_tokens, nodes = case.problem, case.num_seqs * case.q_len, case.nodes_before + case.q_len
+    drawn = torch.randint(1 << 30, (case.num_seqs, nodes), generator=generator, device=DEVICE)
+    parents = (drawn % (torch.arange(nodes, device=DEVICE) + 1) - 1).int()
+    batch = BatchSpec.of_lengths([(case.q_len, case.kv_len - case.q_len)] * case.num_seqs)
+    (data,) = random_steps(problem, batch, 1, DEVICE, seed=0)
+    step = replace(
+        data.step,
+        mask_start=ints([0] * case.num_seqs, DEVICE),
+        mask_words=ints([0] * (num_tokens * nodes // MAX_MASK_BLOCK + 1), DEVICE),
+        mask_positions=ints([0] * num_tokens, DEVICE),
+        mask_indptr=torch.arange(case.num_seqs + 1, device=DEVICE) * (case.q_len * nodes),
     )
     launch_place_trees(parents, case.nodes_before, 0, ALL_KEYS, step)
-    q = torch.randn(num_tokens, problem.num_q_heads, problem.head_dim, generator=generator, device=_DEVICE)
-    q = q.to(problem.dtype)
-    pages = random_pages(problem, num_pages, generator)
-    chosen = select(problem, detect_target(_DEVICE), "triton")
+    chosen = select(problem, detect_target(DEVICE), "triton")
 
     def prepared(kind: StepKind) -> Prepared:
-        bounds = bounds_of_step(kv_len, q_len, kind)
-        out = q.new_empty(num_tokens, problem.num_q_heads, problem.v_head_dim)
-        return Prepared.of(chosen.kernel(kind).bound, step, bounds, (q, out), pages)
+        bounds = bounds_of_step(batch.kv_len, batch.q_len, kind)
+        return Prepared.of(chosen.kernel(kind).bound, step, bounds, (data.q, torch.empty_like(data.out)), data.pages)
 
-    return Made(case, prepared(StepKind.MASKED), prepared(step_kind(q_len, kv_len)), parents)
+    return Made(case, prepared(StepKind.MASKED), prepared(data.kind), parents)
 
 
 def time_of(prepared: Prepared) -> float:
@@ -148,7 +140,7 @@ def error_of(it: Made) -> float:
 
 def _read(it: Made, seq: int) -> tuple[Tensor, Tensor]:
     """Returns K and V of a sequence's pages."""
-    k, v = it.masked.args.pages.read(it.masked.step.table[seq].long())
+    k, v = it.masked.args.pages.read(it.masked.step.table[seq, : it.case.kv_len // it.case.problem.page_size].long())
     return k, v
 
 
@@ -156,7 +148,7 @@ def _visible(it: Made, seq: int) -> Tensor:
     """bool [q_len, kv_len], node by node."""
     case, parents = it.case, it.parents[seq].tolist()
     start = case.kv_len - len(parents)
-    visible = torch.zeros(len(parents), case.kv_len, dtype=torch.bool, device=_DEVICE)
+    visible = torch.zeros(len(parents), case.kv_len, dtype=torch.bool, device=DEVICE)
     visible[:, :start] = True
     for node, parent in enumerate(parents):
         if parent >= 0:

@@ -15,30 +15,29 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, RowNorm, TokenPlaces
-from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers.contract import BoundKernel, PoolSize
-from rocm_attn.providers.select import select
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
-from rocm_lab.bench.clocks import microseconds_of
-from rocm_lab.bench.prepared import ints, step_kind
-from rocm_lab.bench.step_data import random_pages
-from rocm_lab.benchmarks.one_layer import REPLAYS, ROUNDS, Batch, LayerGraph, medians_in_turn
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.bench.ceilings import Ceilings, measured_ceilings
+from rocm_lab.bench.clocks import GraphClock
+from rocm_lab.bench.contestants import Own
+from rocm_lab.bench.judge import Truth
+from rocm_lab.bench.prepared import ints
+from rocm_lab.bench.step_data import random_pages, random_steps
+from rocm_lab.bench.work import work_of
 from rocm_lab.benchmarks.script import parser_of, write
+from rocm_lab.benchmarks.timing import DEVICE, ROUND_US, layer, medians_in_turn
 
 BF16 = torch.bfloat16
-CUDA = torch.device("cuda", 0)
 # Error of bfloat16 results against float32 ones of the same bfloat16 inputs, relative to the largest.
 LARGEST_ERROR = 1e-2
 # Query heads for each of two KV heads, and dims.
@@ -48,7 +47,7 @@ SHAPES = (
 )
 
 # Steps of decode, of extend and mixed ones.
-CHECKED = tuple(Batch((1024,) * 3, q_len) for q_len in ((1, 1, 1), (17, 48, 33), (1, 7, 1)))
+CHECKED = ("3d1k", "1x17+1007+1x48+976+1x33+991", "1d1k+1x7+1017+1d1k")
 
 
 def problem_of(heads: tuple[int, int], dims: tuple[int, int]) -> Problem:
@@ -60,12 +59,12 @@ GEMMA_4 = problem_of((32, 4), (512, 512))
 GEMMA_4_RANK = problem_of((8, 1), (512, 512))
 WINDOWED = problem_of((32, 16), (256, 256))
 TIMED = (
-    ("decode 64 x 4k, 32/4 heads of 512", GEMMA_4, Batch((4096,) * 64, (1,) * 64)),
-    ("decode 16 x 4k, 8/1 heads of 512", GEMMA_4_RANK, Batch((4096,) * 16, (1,) * 16)),
-    ("decode 1 x 128k, 32/4 heads of 512", GEMMA_4, Batch((131072,), (1,))),
-    ("decode 64 x 4k, 32/16 heads of 256", WINDOWED, Batch((4096,) * 64, (1,) * 64)),
-    ("extend 1 x 2048 + 6144, 32/4 heads of 512", GEMMA_4, Batch((8192,), (2048,))),
-    ("extend 1 x 2048 + 6144, 32/16 heads of 256", WINDOWED, Batch((8192,), (2048,))),
+    ("decode 64 x 4k, 32/4 heads of 512", GEMMA_4, "64d4k"),
+    ("decode 16 x 4k, 8/1 heads of 512", GEMMA_4_RANK, "16d4k"),
+    ("decode 1 x 128k, 32/4 heads of 512", GEMMA_4, "1d128k"),
+    ("decode 64 x 4k, 32/16 heads of 256", WINDOWED, "64d4k"),
+    ("extend 1 x 2048 + 6144, 32/4 heads of 512", GEMMA_4, "1x2048+6144"),
+    ("extend 1 x 2048 + 6144, 32/16 heads of 256", WINDOWED, "1x2048+6144"),
 )
 
 
@@ -86,6 +85,7 @@ LAYERS = (
     Layer("gemma 4, rows of 512", GEMMA_4, 512, True),
 )
 TOKENS = 64, 2048
+REPEATS = 32  # of a launch in a graph
 # The fused store may take this much longer into eight-bit pages than into bfloat16 ones.
 CODED_ALLOWED = 1.1
 
@@ -102,65 +102,41 @@ def main() -> None:
         errors = dict(pool.starmap(_error, itertools.product(SHAPES, CHECKED), 1))
         steps_made.get()
         rows_made.get()
-    ceilings = _ceilings()
+    ceilings = measured_ceilings(DEVICE, BF16, GraphClock(DEVICE, ROUND_US))
     steps = [_timed(*timed, ceilings) for timed in TIMED]
     rows = dict(itertools.starmap(_row_work, work))
     result: dict[str, Any] = {"errors": errors, "steps": steps, "row_work": rows}
     for name, part in result.items():
         print(name, json.dumps(part, indent=1))
-    write(options.out, ceilings=ceilings, **result)
+    write(options.out, ceilings=asdict(ceilings), **result)
     wrong = [name for name, error in errors.items() if not error <= LARGEST_ERROR]
     slow = [name for name, row in rows.items() if row["coded_us"] > CODED_ALLOWED * row["fused_us"]]
     if wrong or slow:
         sys.exit(f"wrong: {wrong}; slower than they may be: {slow}")
 
 
-def _kernel(problem: Problem, batch: Batch, provider: str) -> BoundKernel:
-    pool = PoolSize(1 << 20, max(batch.kv_len), len(batch.kv_len))
-    chosen = select(problem, detect_target(CUDA), provider, pool=pool)
-    return chosen.kernel(step_kind(batch.q_len, batch.kv_len)).bound
-
-
-def _error(shape: tuple[int, tuple[int, int]], batch: Batch) -> tuple[str, float]:
-    """Returns a step's name, and its error relative to the largest number."""
+def _error(shape: tuple[int, tuple[int, int]], batch: str) -> tuple[str, float]:
+    """Returns a step's name, and its error relative to the reference; infinite if it is wrong."""
     ratio, dims = shape
     problem = problem_of((2 * ratio, 2), dims)
-    found = LayerGraph.capture(problem, _kernel(problem, batch, "triton"), batch)
-    last = found.kept[-1]
-    exact = torch.empty_like(last.args.out, dtype=torch.float32)
-    pages = LayerPages.plain(last.args.pages.k.float(), last.args.pages.v.float())
-    trusted = _kernel(replace(problem, dtype=torch.float32), batch, "torch")
-    trusted.attend(last.args._replace(q=last.args.q.float(), out=exact, pages=pages), last.step, last.bounds)
-    error = float((found.out.float() - exact).abs().max() / exact.abs().max())
-    return f"{step_kind(batch.q_len, batch.kv_len).value} {problem.num_q_heads}/2 heads of {dims[0]}/{dims[1]}", error
+    (data,) = random_steps(problem, BatchSpec.parse(batch), 1, DEVICE, seed=0)
+    launch = Own("triton").prepare(data)
+    launch.run()
+    verdict = Truth.of(data).judge(launch.out())
+    name = f"{data.kind.value} {problem.num_q_heads}/2 heads of {dims[0]}/{dims[1]}"
+    return name, verdict.error if verdict.is_right else float("inf")
 
 
-def _ceilings() -> dict[str, float]:
-    """Bytes and operations per second: of a sum over 4 GiB, and of a product of 8192^3 in bfloat16."""
-    source, total = torch.zeros(1 << 30, device=CUDA), torch.empty((), device=CUDA)
-    left = torch.randn(8192, 8192, device=CUDA, dtype=BF16)
-    read_us, product_us = _times([lambda: torch.sum(source, 0, out=total), lambda: left @ left], repeats=2)
-    return {"read_bytes_per_s": source.nbytes / read_us * 1e6, "products_per_s": 2 * 8192**3 / product_us * 1e6}
-
-
-def _step_us(name: str, problem: Problem, batch: Batch) -> float:
+def _step_us(name: str, problem: Problem, batch: str) -> float:
     """Returns microseconds of a step of TIMED."""
-    (us,) = medians_in_turn([LayerGraph.capture(problem, _kernel(problem, batch, "triton"), batch)])
+    (us,) = medians_in_turn([layer(problem, batch)])
     return us
 
 
-def _timed(name: str, problem: Problem, batch: Batch, ceilings: dict[str, float]) -> dict[str, object]:
-    us = _step_us(name, problem, batch)
-    limit_us = _limit(problem, batch, ceilings)
+def _timed(name: str, problem: Problem, batch: str, ceilings: Ceilings) -> dict[str, object]:
+    us, work = _step_us(name, problem, batch), work_of(problem, BatchSpec.parse(batch))
+    limit_us = work.floor_us(bytes_per_s=ceilings.read_per_s, flops_per_s=ceilings.flops_per_s)
     return {"name": name, "us": us, "limit_us": limit_us, "times_limit": us / limit_us}
-
-
-def _limit(problem: Problem, batch: Batch, ceilings: dict[str, float]) -> float:
-    dims = problem.head_dim + problem.v_head_dim
-    num_bytes = sum(batch.kv_len) * problem.num_kv_heads * dims * problem.dtype.itemsize
-    pairs = sum(new * (kv - new) + new * (new + 1) / 2 for kv, new in zip(batch.kv_len, batch.q_len, strict=True))
-    products = 2 * pairs * problem.num_q_heads * dims
-    return 1e6 * max(num_bytes / ceilings["read_bytes_per_s"], products / ceilings["products_per_s"])
 
 
 def _row_work(layer: Layer, num_tokens: int) -> tuple[str, dict[str, float]]:
@@ -169,17 +145,17 @@ def _row_work(layer: Layer, num_tokens: int) -> tuple[str, dict[str, float]]:
     generator = torch.Generator("cuda").manual_seed(0)
 
     def rows(heads: int, dim: int) -> Tensor:
-        return torch.randn(num_tokens, heads, dim, device=CUDA, generator=generator).to(BF16)
+        return torch.randn(num_tokens, heads, dim, device=DEVICE, generator=generator).to(BF16)
 
     q, out, gate = (rows(problem.num_q_heads, problem.head_dim) for _ in range(3))
     k, v = (rows(problem.num_kv_heads, problem.head_dim) for _ in range(2))
-    rope = RopeTable.of_frequencies(torch.rand(layer.turned // 2).to(CUDA), 8192)
-    norm = RowNorm(torch.rand(problem.head_dim, device=CUDA).to(BF16), 1e-6) if layer.normed else None
+    rope = RopeTable.of_frequencies(torch.rand(layer.turned // 2).to(DEVICE), 8192)
+    norm = RowNorm(torch.rand(problem.head_dim, device=DEVICE).to(BF16), 1e-6) if layer.normed else None
     work, given = QkvWork(rope, norm, norm), Projected(q, k, v, torch.empty_like(q))
     num_pages = 1 << 15
-    slots = torch.randperm((num_pages - 1) * problem.page_size, device=CUDA, generator=generator)[:num_tokens]
-    positions = torch.randint(8192, (num_tokens,), device=CUDA, generator=generator).int()
-    counts = ints([num_tokens, num_tokens, 1, 0], CUDA)
+    slots = torch.randperm((num_pages - 1) * problem.page_size, device=DEVICE, generator=generator)[:num_tokens]
+    positions = torch.randint(8192, (num_tokens,), device=DEVICE, generator=generator).int()
+    counts = ints([num_tokens, num_tokens, 1, 0], DEVICE)
     tokens = TokenPlaces(positions, (slots + problem.page_size).int(), counts)
     coded = replace(problem, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
     pages, coded_pages = (random_pages(each, num_pages, generator) for each in (problem, coded))
@@ -201,7 +177,7 @@ def _row_work(layer: Layer, num_tokens: int) -> tuple[str, dict[str, float]]:
         lambda: ops.finish(out, gate, None, positions, counts),
         gated,
     ]
-    times = dict(zip(names, _times(calls), strict=True))
+    times = dict(zip(names, medians_in_turn([[call] * REPEATS for call in calls]), strict=True))
     return f"{layer.name}, {num_tokens} tokens", {"error": _row_error(given, tokens, work), **times}
 
 
@@ -222,21 +198,6 @@ def _turned(x: Tensor, positions: Tensor, rope: RopeTable) -> Tensor:
     cos, sin = rope.cos_sin.index_select(0, positions).to(x.dtype)[:, None].chunk(2, 2)
     near, far = x[..., : rope.dim].chunk(2, 2)
     return torch.cat((near * cos - far * sin, far * cos + near * sin, x[..., rope.dim :]), 2)
-
-
-def _times(calls: list[Callable[[], object]], repeats: int = 32) -> list[float]:
-    """Returns microseconds of each call in a graph of many, medians of rounds in which they take turns."""
-    graphs = []
-    for call in calls:
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(repeats):
-                call()
-        graphs.append(graph)
-    rounds = [[microseconds_of(graph.replay, REPLAYS) / repeats for graph in graphs] for _ in range(ROUNDS)]
-    return [median(times) for times in zip(*rounds, strict=True)]
 
 
 if __name__ == "__main__":

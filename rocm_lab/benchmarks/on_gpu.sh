@@ -15,6 +15,16 @@ measure() {
     python -m "rocm_lab.benchmarks.$script" "$@" --out "$results/${script}_$name.json" || failures=$((failures + 1))
 }
 
+# soak NAME OPTION...: the report of a soak; there is none of one that finds something.
+soak() {
+    local report
+    if report=$(rocm-attn soak --device cuda --provider triton --json "${@:2}"); then
+        printf '%s\n' "$report" > "$results/$1_$name.json"
+    else
+        failures=$((failures + 1))
+    fi
+}
+
 # of_host SCRIPT...: three passes of all of them in turn, of which the smallest numbers count.
 of_host() {
     local script pass
@@ -48,6 +58,7 @@ measure score_cost
 measure profile_misses
 measure random_shapes
 measure tensor_parallel
-measure soak --steps 20000 --seed 11
+soak soak --steps 20000 --seed 11
+soak draft_soak --speculative --rounds 10000 --seed 16
 python -m rocm_lab.benchmarks.make_tables
 exit $((failures > 0))

@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 
-from rocm_attn.problem import Problem
-from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.ceilings import measured_ceilings
 from rocm_lab.bench.clocks import GraphClock, Timed, median_of
 from rocm_lab.bench.contestant import Launch, NotServed
@@ -60,18 +58,7 @@ class Case:
 
 def cases_of(shape: Shape, count: int) -> list[Case]:
     """Returns cases with separate pages, which lie anywhere in a pool of all."""
-    problem = Problem(
-        shape.num_q_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        torch.bfloat16,
-        shape.page_size,
-        v_head_dim=shape.head_dim,
-        scale=shape.head_dim**-0.5,
-        window_left=shape.window_left,
-    )
-    batch = BatchSpec.of_lengths((new, kv_len - new) for kv_len, new in zip(shape.kv_len, shape.q_len, strict=True))
-    steps = random_steps(problem, batch, count, torch.device("cuda", 0), seed=1)
+    steps = random_steps(shape.problem, shape.batch, count, torch.device("cuda", 0), seed=1)
     return [Case(data, Own("triton").prepare(data)) for data in steps]
 
 
@@ -116,7 +103,7 @@ def _what_is_wrong(error: float, failure: str) -> str:
 
 def num_sets(shape: Shape) -> int:
     """Returns the number of sets of a shape's data that together are past the L2."""
-    return min(MOST_SETS, max(1, -(-PAST_L2 // max(shape.num_bytes, 1))))
+    return min(MOST_SETS, max(1, -(-PAST_L2 // shape.needs.num_bytes)))
 
 
 def _microseconds(cases: Sequence[Case]) -> float:

@@ -12,7 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rocm_attn.problem import UNLIMITED_WINDOW
+import torch
+
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.bench.work import Work as LayerWork
+from rocm_lab.bench.work import work_of
 
 KV_HEADS = (1, 1, 2, 2, 3, 4, 4, 5, 6, 8, 8, 10, 12, 16)
 GQA_RATIOS = (1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128)
@@ -31,7 +36,6 @@ TUNED_RATIOS = (1, 4, 8, 16)
 # compared with 16 would have eight times the queries, results and parts of rows.
 TUNED_RATIOS_OF_DECODE = (*TUNED_RATIOS, 32, 64)
 
-BYTES_PER_ELEMENT = 2  # bfloat16
 # The time of a layer of one key on an H200, two launches in a graph: added to limits, or all small shapes would be far
 # from theirs.
 LAUNCHES_US = 4.0
@@ -72,25 +76,33 @@ class Shape:
         return self.num_q_heads // self.num_kv_heads
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes that must be moved: keys that a token sees and their values, queries, results."""
-        rows = sum(
-            min(kv_len, q_len + self.window_left) if self.is_windowed else kv_len
-            for kv_len, q_len in zip(self.kv_len, self.q_len, strict=True)
+    def problem(self) -> Problem:
+        """The layer, in bfloat16."""
+        return Problem(
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            torch.bfloat16,
+            self.page_size,
+            v_head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            window_left=self.window_left,
         )
-        of_queries = 2 * sum(self.q_len) * self.num_q_heads
-        return (2 * rows * self.num_kv_heads + of_queries) * self.head_dim * BYTES_PER_ELEMENT
+
+    @property
+    def batch(self) -> BatchSpec:
+        """The step."""
+        return BatchSpec.of_lengths((new, kv_len - new) for kv_len, new in _rows(self))
+
+    @property
+    def needs(self) -> LayerWork:
+        """The bytes and operations that the layer needs at least."""
+        return work_of(self.problem, self.batch)
 
     @property
     def powers(self) -> int:
         """Powers of softmax: one per query head and pair of a token and a key that it sees, for any head dim."""
-        pairs = sum(self._pairs(kv_len, q_len) for kv_len, q_len in zip(self.kv_len, self.q_len, strict=True))
-        return self.num_q_heads * pairs
-
-    @property
-    def flops(self) -> int:
-        """Operations of products with K and with V."""
-        return 4 * self.head_dim * self.powers
+        return self.needs.flops // (4 * self.head_dim)
 
     @property
     def is_windowed(self) -> bool:
@@ -99,7 +111,7 @@ class Shape:
 
     def limit_us(self, *, bytes_per_s: float, flops_per_s: float) -> float:
         """Returns microseconds of the slower one of memory and products, and of the launches."""
-        return max(self.num_bytes / bytes_per_s, self.flops / flops_per_s) * 1e6 + LAUNCHES_US
+        return self.needs.floor_us(bytes_per_s=bytes_per_s, flops_per_s=flops_per_s) + LAUNCHES_US
 
     def powers_us(self, powers_per_s: float) -> float:
         """Returns microseconds of its powers alone, and of the launches."""
@@ -116,14 +128,6 @@ class Shape:
         new = f"{_span(self.q_len)} new of " if max(self.q_len) > 1 else ""
         heads = f"{self.num_q_heads}/{self.num_kv_heads} x {self.head_dim}, pages of {self.page_size}{window}"
         return f"{self.work.value}, {heads}: {len(self.kv_len)} x {new}{_span(self.kv_len)}"
-
-    def _pairs(self, kv_len: int, q_len: int) -> int:
-        first = kv_len - q_len + 1  # keys that the first new token sees
-        if not self.is_windowed:
-            return q_len * (first + kv_len) // 2
-        most = self.window_left + 1
-        growing = range(first, min(kv_len, most) + 1)
-        return sum(growing) + (q_len - len(growing)) * most
 
 
 def nearest(value: int, choices: Iterable[int]) -> int:
@@ -169,8 +173,8 @@ def _cut_to_size(shape: Shape) -> Shape:
 
 
 def _is_too_large(shape: Shape) -> bool:
-    pages = sum(-(-kv_len // shape.page_size) for kv_len in shape.kv_len) * shape.page_size
-    return 2 * pages * shape.num_kv_heads * shape.head_dim * BYTES_PER_ELEMENT > MOST_BYTES or shape.flops > MOST_FLOPS
+    pages = sum(-(-kv_len // shape.page_size) for kv_len in shape.kv_len)
+    return pages * shape.problem.page_format.page_bytes > MOST_BYTES or shape.needs.flops > MOST_FLOPS
 
 
 def _rows(shape: Shape) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ import torch
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadSetting
+from rocm_lab.bench.machine import describe_machine
 from rocm_lab.soak.soak import Finding, Soak, SoakFailed, SoakReport
 from rocm_lab.soak.world import LONG_KV_LEN, SHORT_KV_LEN, Scenario
 
@@ -30,6 +31,7 @@ def run(options: argparse.Namespace) -> None:
         dtype=getattr(torch, dtype_name),
         deterministic=options.deterministic,
     )
+    machine = describe_machine()  # before the soak: the checkout may move while it runs
     try:
         report = _play(soak, options)
     except SoakFailed as failure:
@@ -38,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
             print(json.dumps({"finding": asdict(failure.finding), "again": again}))
         say(f"run it again with: {again}")
         raise
-    print(json.dumps({"report": report.as_dict()}) if options.json else report)
+    print(json.dumps({"machine": machine, "report": report.as_dict()}, indent=1) if options.json else report)
 
 
 def _play(soak: Soak, options: argparse.Namespace) -> SoakReport:

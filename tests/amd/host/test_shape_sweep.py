@@ -57,7 +57,7 @@ def test_every_shape_is_legal_and_no_larger_than_it_may_be() -> None:
             assert all(1 <= q <= kv for kv, q in zip(each.kv_len, each.q_len, strict=True)), each
             pages = sum(-(-kv // each.page_size) for kv in each.kv_len) * each.page_size
             assert 4 * pages * each.num_kv_heads * each.head_dim <= MOST_BYTES, each
-            assert each.flops <= MOST_FLOPS, each
+            assert each.needs.flops <= MOST_FLOPS, each
 
 
 def test_the_shapes_go_as_far_as_the_kernels_do() -> None:
@@ -82,7 +82,7 @@ def test_a_works_shapes_are_of_that_work() -> None:
 def test_products_are_counted_for_each_key_that_a_token_sees(window_left: int) -> None:
     shape = replace(PLAIN, window_left=window_left)
     assert shape.powers == 8 * pairs_one_by_one(shape)
-    assert shape.flops == 4 * 64 * shape.powers
+    assert shape.needs.flops == 4 * 64 * shape.powers
 
 
 def test_many_query_heads_are_compared_with_layouts_of_many_where_tiles_were_tuned_for_them() -> None:
@@ -92,15 +92,15 @@ def test_many_query_heads_are_compared_with_layouts_of_many_where_tiles_were_tun
 
 
 def test_bytes_are_those_of_keys_that_are_seen_queries_and_results() -> None:
-    assert PLAIN.num_bytes == 2 * 64 * (2 * 13 * 2 + 2 * 7 * 8)
-    assert replace(PLAIN, window_left=2).num_bytes == 2 * 64 * (2 * (6 + 3) * 2 + 2 * 7 * 8)
+    assert PLAIN.needs.num_bytes == 2 * 64 * (2 * 13 * 2 + 2 * 7 * 8)
+    assert replace(PLAIN, window_left=2).needs.num_bytes == 2 * 64 * (2 * (6 + 3) * 2 + 2 * 7 * 8)
 
 
 def test_a_limit_is_the_slower_one_of_memory_and_products() -> None:
     by_bytes = PLAIN.limit_us(bytes_per_s=1e6, flops_per_s=1e15)
     by_flops = PLAIN.limit_us(bytes_per_s=1e15, flops_per_s=1e6)
-    assert by_bytes == pytest.approx(PLAIN.num_bytes + LAUNCHES_US)
-    assert by_flops == pytest.approx(PLAIN.flops + LAUNCHES_US)
+    assert by_bytes == pytest.approx(PLAIN.needs.num_bytes + LAUNCHES_US)
+    assert by_flops == pytest.approx(PLAIN.needs.flops + LAUNCHES_US)
 
 
 def test_a_neighbour_has_the_nearest_tuned_layout_and_the_same_step() -> None:

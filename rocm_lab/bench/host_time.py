@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,11 +44,13 @@ class HostOptions:
     num_layers: of the model, which has only attention
     num_seqs:   of the steps, one after the other
     rounds:     samples of each
+    max_kv_len: of the runtime, if not as little as the steps need; with more a layer may have more launches
     """
 
     num_layers: int = 32
     num_seqs: tuple[int, ...] = (1, 64, 256)
     rounds: int = 15
+    max_kv_len: int = 0
 
 
 def host_rows(providers: tuple[str, ...], device: torch.device, options: HostOptions) -> Iterator[dict[str, Any]]:
@@ -57,7 +59,7 @@ def host_rows(providers: tuple[str, ...], device: torch.device, options: HostOpt
     for provider in providers:
         for num_seqs in options.num_seqs:
             for way, unit in (("eager", "a layer"), ("a graph", "a step")):
-                steps = _Steps(problem, provider, num_seqs, device, options, is_graph=way == "a graph")
+                steps = HostSteps(problem, provider, num_seqs, device, options, is_graph=way == "a graph")
                 samples = [us / (options.num_layers if way == "eager" else 1) for us in steps.samples()]
                 found = {
                     "suite": HOST,
@@ -73,7 +75,15 @@ def host_rows(providers: tuple[str, ...], device: torch.device, options: HostOpt
                     yield {**found, "status": "ok", "us": statistics.median(samples), "samples_us": samples}
 
 
-class _Steps:
+class StepTimes(NamedTuple):
+    """The host's microseconds: to reserve the pages of a step, to make its batch, and to run it."""
+
+    reserve_us: float
+    batch_us: float
+    run_us: float
+
+
+class HostSteps:
     """Decode steps whose sequences grow by one token each time."""
 
     def __init__(
@@ -91,7 +101,7 @@ class _Steps:
         sizes = RuntimeOptions(
             num_pages=num_seqs * -(-most // problem.page_size) + 1,
             max_num_seqs=num_seqs,
-            max_kv_len=most,
+            max_kv_len=options.max_kv_len or most,
             provider=provider,
             capture_sizes=[num_seqs],
         )
@@ -113,8 +123,8 @@ class _Steps:
     def samples(self) -> list[float]:
         """Returns samples of a step's time in microseconds."""
         for _ in range(_WARM_UP):
-            self._step_us()
-        return [statistics.median(self._step_us() for _ in range(_STEPS_OF_A_SAMPLE)) for _ in range(self._rounds)]
+            self.step()
+        return [statistics.median(self.step().run_us for _ in range(_STEPS_OF_A_SAMPLE)) for _ in range(self._rounds)]
 
     def wrong(self) -> str:
         """Returns why the last step's output is wrong, in a clause; "" if it is right."""
@@ -122,17 +132,20 @@ class _Steps:
         worst = float((self._out.float() - expected).abs().max())
         return "" if worst <= _TOLERANCE * float(expected.abs().max()) else f"its output is off by up to {worst:.3g}"
 
-    def _step_us(self) -> float:
+    def step(self) -> StepTimes:
+        """Runs the next step."""
         self._kv_len = self._kv_len + 1
-        self._runtime.table.reserve_all(self._rows, self._kv_len)
         ones, ids = np.ones(len(self._rows), np.int32), np.arange(len(self._rows), dtype=np.int32)
-        batch = StepBatch(self._rows, self._kv_len, ones, ids)
         self._wait()  # the device is idle when a step begins, so that waiting for it is not counted
         begin = time.perf_counter()
+        self._runtime.table.reserve_all(self._rows, self._kv_len)
+        reserved = time.perf_counter()
+        batch = StepBatch(self._rows, self._kv_len, ones, ids)
+        batched = time.perf_counter()
         self._run(batch)
-        microseconds = (time.perf_counter() - begin) * 1e6
+        end = time.perf_counter()
         self._wait()
-        return microseconds
+        return StepTimes(1e6 * (reserved - begin), 1e6 * (batched - reserved), 1e6 * (end - batched))
 
     def _eagerly(self, batch: StepBatch) -> None:
         with self._runtime.step(batch) as step:

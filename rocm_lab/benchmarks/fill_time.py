@@ -3,13 +3,12 @@
 python -m rocm_lab.benchmarks.fill_time --out rocm_lab/benchmarks/results/fill_time_h200.json
 
 Each fill is compared with its torch twin first. A CUDA graph holds FILLS of them, one after the other; the time of one
-is the median of ROUNDS replays over FILLS, so it includes the gap between two launches of a graph. Everything that fits
-stays in the L2, like the last step's table when a server runs.
+is the median of rounds of replays, so it includes the gap between two launches of a graph. Everything that fits stays
+in the L2, like the last step's table when a server runs.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,13 +25,12 @@ from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TritonDecode
-from rocm_lab.bench.clocks import microseconds_of
 from rocm_lab.benchmarks.script import parser_of, printed, write
+from rocm_lab.benchmarks.timing import ROUNDS, medians_in_turn
 
 KV_LEN = 32_768
 NUM_SEQS = (1, 8, 64, 256)
 FILLS = 20
-ROUNDS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +114,6 @@ def require_equal_to_twin(step: StepTensors, page_size: int) -> None:
         raise RuntimeError(f"the kernel and its twin disagree on {', '.join(wrong)}")
 
 
-def us_in_graph(launch: Callable[[], object]) -> float:
-    """Returns microseconds of one launch among FILLS in a graph."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(FILLS):
-            launch()
-    return statistics.median(microseconds_of(graph.replay, 1) / FILLS for _ in range(ROUNDS))
-
-
 def measure(form: Form, num_seqs: int, device: torch.device) -> dict[str, str | int | float]:
     """One row: the fill, and an elementwise kernel that reads and writes as many entries as its list or table has."""
     step = decode_step(form, num_seqs, device)
@@ -143,12 +128,17 @@ def measure(form: Form, num_seqs: int, device: torch.device) -> dict[str, str | 
 
     entries = step.page_list.numel() + step.block_table.numel()
     source, target = torch.ones(2, max(entries, 1), dtype=torch.int32, device=device)
+
+    def copy() -> None:
+        torch.neg(source, out=target)
+
+    us, copy_us = medians_in_turn([[launch] * FILLS, [copy] * FILLS])
     return {
         "form": form.name,
         "num_seqs": num_seqs,
-        "us": round(us_in_graph(launch), 2),
+        "us": round(us, 2),
         "bytes": 2 * entries * 4,
-        "copy_us": round(us_in_graph(lambda: torch.neg(source, out=target)), 2),
+        "copy_us": round(copy_us, 2),
     }
 
 

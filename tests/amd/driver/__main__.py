@@ -15,7 +15,7 @@ from collections import Counter
 import torch
 
 from rocm_attn.guards.registry import Guards
-from tests.amd.driver.both import DRIVERS, run_drivers
+from tests.amd.driver.run import DRIVERS, run_drivers
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ from rocm_attn.guards.registry import GUARDS, Guards
 from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS
 from rocm_lab.bench.machine import commit
 from tests.amd.driver.__main__ import prepare
-from tests.amd.driver.both import DRIVERS, run_drivers
+from tests.amd.driver.run import DRIVERS, run_drivers
 
 PAGE = Path(__file__).parents[3] / "docs" / "guards.md"
 BEGIN, END = "<!-- guard table on {}: begin -->", "<!-- guard table on {}: end -->"

@@ -15,7 +15,7 @@ from rocm_attn.guards.registry import Guards
 from tests.amd.driver.calls import Calls
 from tests.amd.driver.engine_scene import ENGINE_KINDS, EngineScene
 from tests.amd.driver.engine_verbs import ENGINE_VERBS, engine_clear, engine_prefill, engine_settle
-from tests.amd.driver.finding import Finding
+from tests.amd.driver.finding import Outcome, finding_of
 from tests.amd.driver.scene import KINDS, Scene
 from tests.amd.driver.verbs import VERBS, clear, prefill, settle
 
@@ -66,18 +66,6 @@ SERVER = Side(KINDS, _HOMES, VERBS, Scene, clear, prefill, settle)
 ENGINE = Side(ENGINE_KINDS, {}, ENGINE_VERBS, EngineScene, engine_clear, engine_prefill, engine_settle)
 
 
-@dataclass(frozen=True, slots=True)
-class PairsOutcome:
-    """The result of some sequences of verbs.
-
-    findings: one for each scene that was given up
-    counts:   calls that were taken, refused, reported; tokens that were compared; sequences
-    """
-
-    findings: tuple[str, ...]
-    counts: dict[str, int]
-
-
 def drive(
     side: Side,
     kind: str,
@@ -85,7 +73,7 @@ def drive(
     seed: int,
     device: torch.device,
     guards: Guards | None = None,
-) -> PairsOutcome:
+) -> Outcome:
     """Run sequences of verbs in scenes of a kind: a new one after each finding. A kind that no kernel serves: none.
 
     guards: not given, those of the environment
@@ -101,11 +89,11 @@ def drive(
                 findings.append(f"{kind}, {' > '.join(verbs)}: {finding} | after: {calls}")
                 break
         for what, count in scene.counts.items():
-            counts[what] = counts.get(what, 0) + count
-    return PairsOutcome(tuple(findings), counts)
+            counts[f"calls {what}"] = counts.get(f"calls {what}", 0) + count
+    return Outcome(tuple(findings), counts)
 
 
-def run_triples(seed: int, device: torch.device, guards: Guards | None = None) -> PairsOutcome:
+def run_triples(seed: int, device: torch.device, guards: Guards | None = None) -> Outcome:
     """The sequences of a seed: every third one's are an engine's."""
     side, number = (ENGINE, seed // 3) if seed % 3 == 2 else (SERVER, seed - seed // 3)
     return drive(side, side.kinds[number % len(side.kinds)], side.triples(seed), seed, device, guards)
@@ -132,7 +120,8 @@ def _scenes(
 
 def _run(side: Side, scene: Calls, verbs: Sequence_) -> str:
     """Returns the finding of a sequence of verbs, or an empty string."""
-    try:
+
+    def life() -> None:
         side.clear(scene)
         side.prefill(scene)
         scene.say(f"-- {' > '.join(verbs)}")
@@ -140,9 +129,5 @@ def _run(side: Side, scene: Calls, verbs: Sequence_) -> str:
             side.verbs[verb](scene)
             scene.compare_pool(verb)
         side.settle(scene)
-    except Finding as found:
-        return str(found)
-    except Exception as error:
-        # Whatever is no word of the runtime's own came from inside it.
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return ""
+
+    return finding_of(life)

@@ -1,60 +1,60 @@
-"""One seed, from a fresh runtime to an empty one."""
+"""One seed: moves over one random runtime, from a fresh one to an empty one; and triples of calls over small ones."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Final
 
 import torch
 
 from rocm_attn.guards.registry import Guards
-from tests.amd.driver.finding import Finding
+from tests.amd.driver.finding import Outcome, finding_of
 from tests.amd.driver.moves import finish, move
+from tests.amd.driver.pairs import run_triples
 from tests.amd.driver.world import World
 
 FEWEST_MOVES, MOST_MOVES = 18, 36
 LAST_MOVES = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a seed.
-
-    finding:      what went wrong unreported, with the last moves; or nothing
-    num_moves:    made
-    num_compared: tokens that were compared with the oracle, a layer at a time
-    replays, captures: of graphs
-    reported:     how often something was reported or refused
-    """
-
-    seed: int
-    finding: str
-    num_moves: int = 0
-    num_compared: int = 0
-    replays: int = 0
-    captures: int = 0
-    reported: dict[str, int] | None = None
-
-
-def run_seed(seed: int, device: torch.device, guards: Guards | None = None) -> Outcome:
+def run_moves(seed: int, device: torch.device, guards: Guards | None = None) -> Outcome:
     """Drive one runtime. guards: not given, those of the environment."""
     world = World(seed, device, guards)
     # Moves are drawn from numbers of their own: a seed's setting says nothing of their order.
     num_moves = random.Random(seed + 1).randint(FEWEST_MOVES, MOST_MOVES)
-    finding = ""
-    try:
+
+    def life() -> None:
         for _ in range(num_moves):
             move(world)
             world.check_counts(nothing_waits=False)
         finish(world)
-    except Finding as found:
-        finding = str(found)
-    except Exception as error:
-        # Whatever is no word of the runtime's own came from inside it.
-        finding = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if finding:
-        finding = f"{finding} | after: {'; '.join(world.log[-LAST_MOVES:])}"
+
+    finding = finding_of(life)
     counters = world.runner.counters
-    return Outcome(
-        seed, finding, len(world.log), world.num_compared, counters.replays, counters.captures, dict(world.reported)
-    )
+    counts = {
+        "moves": len(world.log),
+        "outputs compared": world.num_compared,
+        "replays": counters.replays,
+        "captures": counters.captures,
+        **{f"moves {what}": count for what, count in world.reported.items()},
+    }
+    return Outcome((f"{finding} | after: {'; '.join(world.log[-LAST_MOVES:])}",) if finding else (), counts)
+
+
+DRIVERS: Final[Mapping[str, Callable[[int, torch.device, Guards | None], Outcome]]] = {
+    "moves": run_moves,
+    "pairs": run_triples,
+}
+
+
+def run_drivers(
+    seed: int, device: torch.device, guards: Guards | None = None, drivers: Collection[str] = tuple(DRIVERS)
+) -> Outcome:
+    """A seed of some drivers. guards: not given, those of the environment"""
+    outcomes = [DRIVERS[driver](seed, device, guards) for driver in drivers]
+    counts = Counter[str]()
+    for outcome in outcomes:
+        counts.update(outcome.counts)
+    return Outcome(tuple(finding for outcome in outcomes for finding in outcome.findings), dict(counts))

@@ -14,7 +14,7 @@ from tests.amd.driver.engine_scene import EngineScene
 from tests.amd.driver.engine_step_verbs import capture, recorded_fill, seal
 from tests.amd.driver.engine_verbs import engine_prefill
 from tests.amd.driver.pairs import ENGINE, SERVER, drive
-from tests.amd.driver.run import run_seed
+from tests.amd.driver.run import run_moves
 from tests.amd.driver.scene import Scene
 from tests.amd.driver.step_verbs import step_whole
 from tests.amd.driver.verbs import prefill
@@ -102,7 +102,7 @@ def callables(device: torch.device) -> dict[str, list[CodeType]]:
 def drive_all(device: torch.device) -> None:
     """Some seeds of moves, and every verb a few times in a row."""
     for seed in range(SEEDS_OF_MOVES):
-        run_seed(seed, device)
+        run_moves(seed, device)
     for side in (SERVER, ENGINE):
         for kind, pairs in side.pairs().items():
             its = [(FIRST[side.kinds], *[one] * 4) for one, other in pairs if one == other]

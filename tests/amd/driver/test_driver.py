@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from rocm_attn.guards.registry import Guards
-from tests.amd.driver.run import run_seed
+from tests.amd.driver.run import run_moves
 
 SEEDS_A_TEST = 5
 
 
 @pytest.mark.parametrize("first", range(0, 10, SEEDS_A_TEST))
 def test_no_seed_finds_a_wrong_result_that_no_fault_reported(first: int, device: torch.device) -> None:
-    outcomes = [run_seed(seed, device) for seed in range(first, first + SEEDS_A_TEST)]
-    findings = [f"seed {outcome.seed}: {outcome.finding}" for outcome in outcomes if outcome.finding]
+    outcomes = {seed: run_moves(seed, device) for seed in range(first, first + SEEDS_A_TEST)}
+    findings = [f"seed {seed}: {finding}" for seed, outcome in outcomes.items() for finding in outcome.findings]
     assert not findings, "\n".join(findings)
-    assert sum(outcome.num_compared for outcome in outcomes) > 50
+    assert sum(outcome.counts["outputs compared"] for outcome in outcomes.values()) > 50
 
 
 def test_a_seed_is_the_same_every_time(device: torch.device) -> None:
-    assert run_seed(7, device) == run_seed(7, device)
+    assert run_moves(7, device) == run_moves(7, device)
 
 
 @pytest.mark.parametrize(
@@ -28,4 +28,4 @@ def test_a_seed_is_the_same_every_time(device: torch.device) -> None:
 )
 def test_a_safeguard_that_is_off_is_found_within_thirty_seeds(guard: str, device: torch.device) -> None:
     guards = Guards().without(guard)
-    assert any(run_seed(seed, device, guards).finding for seed in range(30))
+    assert any(run_moves(seed, device, guards).findings for seed in range(30))

@@ -162,7 +162,7 @@ run_stage() {
     tuning) run_pytest tests/amd/offline -m llvm_mca ;;
     oldest) with_triton $OLDEST_TRITON compile -m "oldest_triton and not nightly" ;;
     oldest-long) with_triton $OLDEST_TRITON compile -m "oldest_triton and nightly" ;;
-    offline@*) with_triton "${1#offline@}" compile -m "not llvm_mca" -k "gfx and not budget" ;;
+    offline@*) with_triton "${1#offline@}" compile -m "not llvm_mca" -k gfx ;;
     # By one pytest, which has processes of its own for the kernels: each of several workers would run every case.
     simulator) run_pytest -m "not nightly" tests/amd/simulator ;;
     simulator-long) spread -m nightly tests/amd/simulator ;;

@@ -35,6 +35,7 @@ class AmdCode:
     buffer_loads:    loads with a 32-bit offset from a resource descriptor
     global_loads:    loads with a 64-bit address
     waves_per_simd:  waves that a SIMD has room for, by registers and LDS
+    waves_asked:     waves_per_eu of the launch; 0: none
     has_dot:         true if the source has a matrix product
     """
 
@@ -50,6 +51,7 @@ class AmdCode:
     buffer_loads: int
     global_loads: int
     waves_per_simd: int
+    waves_asked: int
     has_dot: bool
 
 
@@ -101,6 +103,7 @@ def read_amd_code(compiled: CompiledKernel) -> AmdCode:
         buffer_loads=count("buffer_load_"),
         global_loads=count("global_load_", "flat_load_"),
         waves_per_simd=_waves_per_simd(compiled, int(_only(r"; Occupancy: (\d+)", assembly))),
+        waves_asked=compiled.metadata.waves_per_eu,
         has_dot=_has_dot(compiled),
     )
 

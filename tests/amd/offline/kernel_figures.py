@@ -2,7 +2,7 @@
 
     python -m tests.amd.offline.kernel_figures docs/amd_tuning.md
 
-takes them from the budgets of the newest Triton and compiles nothing. It replaces the page's last section.
+compiles those kernels with the installed Triton, which takes an hour, and replaces the page's last section.
 """
 
 from __future__ import annotations
@@ -10,21 +10,29 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+
+import torch
+import triton
 
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.problem import PoolKind
-from tests.amd.offline.budgets import FOLDER, AnyRow, Cost, read, rows_with_budgets
-from tests.amd.offline.compiling import AMD_ARCHS
-from tests.amd.offline.matrix import Row
-from tests.amd.offline.sparse_matrix import LayerRow
+from tests.amd.offline.code_object import AmdCode, read_amd_code
+from tests.amd.offline.compiling import AMD_ARCHS, compiled_kernels
+from tests.amd.offline.matrix import ROWS, Row
+from tests.amd.offline.sparse_matrix import ROWS as SPARSE_ROWS
+from tests.amd.offline.sparse_matrix import LayerRow, SparseRow, compiled_sparse_kernels
+
+AnyRow = Row | SparseRow
 
 HEADING = "## Kernels that are not ranked"
 _TEXT = """\
 The compiler's figures for kernels over eight-bit and latent pages, of sparse attention, and of the fused store, for
-pools below 2 GiB with Triton {triton}: the budgets that the gate holds them to. None spills a register on either arch;
-the gate refuses one that does. A range is that of the launched variants (windows, caps, sinks, masks, LSE). Waves are
-those that a SIMD has room for.
+pools below 2 GiB with Triton {triton}. None spills a register on either arch; the gate refuses one that does, and one
+that leaves room for fewer waves than its tiles need. A range is that of the launched variants (windows, caps, sinks,
+masks, LSE). Waves are those that a SIMD has room for.
 """
 # Kernels whose cost differs from layer to layer have a line for each; the others have one line.
 _BY_LAYER = (
@@ -51,8 +59,8 @@ _ALSO = (
     "_finish_kernel",
 )
 _FACTORS = {Scales.LAYER: "per layer", Scales.HEAD: "per head", Scales.TOKEN: "per token"}
-# Arch -> costs of a line.
-Figures = dict[str, list[Cost]]
+# Arch -> kernels of a line.
+Figures = dict[str, list[AmdCode]]
 
 
 def main(document: Path) -> None:
@@ -61,34 +69,50 @@ def main(document: Path) -> None:
     document.write_text(before + section())
 
 
+def kept(document: Path) -> str:
+    """Returns the section as the page has it."""
+    _, heading, text = document.read_text().partition(HEADING)
+    return heading + text
+
+
 def section() -> str:
-    """The section, from its heading to the end of the page."""
+    """Returns the section, from its heading to the end of the page."""
     heads = " | ".join(f"{arch} VGPRs | LDS | waves" for arch in AMD_ARCHS)
     lines = [f"| kernel | layer | {heads} |", "|---|---|" + "---|---|---|" * len(AMD_ARCHS)]
     for (kernel, layer), figures in _figures().items():
         cells = " | ".join(_cells(figures.get(arch, [])) for arch in AMD_ARCHS)
         lines.append(f"| `{kernel}` | {layer} | {cells} |")
-    return "\n".join([HEADING, "", _TEXT.format(triton=_newest()), *lines]) + "\n"
+    return "\n".join([HEADING, "", _TEXT.format(triton=triton.__version__), *lines]) + "\n"
 
 
 def _figures() -> dict[tuple[str, str], Figures]:
     """(Kernel, layer) -> figures, in the page's order."""
     found: dict[tuple[str, str], Figures] = defaultdict(lambda: defaultdict(list))
-    for row in _rows():
-        for variant, cost in read(_newest(), row).items():
-            if variant.kernel in _BY_LAYER:
-                found[variant.kernel, _layer(row)][row.arch].append(cost)
-            elif variant.kernel in _ALSO:
-                found[variant.kernel, "all"][row.arch].append(cost)
+    rows = list(_rows())
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for row, kernels in zip(rows, pool.map(_compiled, rows), strict=True):
+            for name, code in kernels:
+                if name in _BY_LAYER:
+                    found[name, _layer(row)][row.arch].append(code)
+                elif name in _ALSO:
+                    found[name, "all"][row.arch].append(code)
     order = (*_BY_LAYER, *_ALSO)
     return dict(sorted(found.items(), key=lambda entry: order.index(entry[0][0])))
 
 
 def _rows() -> Iterator[AnyRow]:
-    for row in rows_with_budgets(_newest()):
+    for row in (*ROWS, *SPARSE_ROWS):
         is_ranked = isinstance(row, Row) and row.pool is PoolKind.SPLIT and row.scales is Scales.NONE
-        if not is_ranked and not row.is_large:
+        if row.arch in AMD_ARCHS and not is_ranked and not row.is_large:
             yield row
+
+
+def _compiled(row: AnyRow) -> list[tuple[str, AmdCode]]:
+    """Returns names and resources of the kernels that a row launches."""
+    # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    kernels = compiled_kernels(row) if isinstance(row, Row) else compiled_sparse_kernels(row)
+    return [(kernel.name, read_amd_code(kernel)) for kernel in kernels]
 
 
 def _layer(row: AnyRow) -> str:
@@ -105,22 +129,18 @@ def _heads(heads: tuple[int, int], dims: tuple[int, int]) -> str:
     return f"{heads[0]} x {heads[1]} heads of {'/'.join(map(str, dict.fromkeys(dims)))}"
 
 
-def _cells(costs: list[Cost]) -> str:
-    if not costs:
+def _cells(codes: list[AmdCode]) -> str:
+    if not codes:
         return " | ".join("-" * 3)
-    lds = [-(-cost.lds_bytes // 1024) for cost in costs]
+    lds = [-(-code.lds_bytes // 1024) for code in codes]
     return (
-        f"{_range(cost.vgprs for cost in costs)} | {_range(lds)} KiB | {_range(cost.waves_per_simd for cost in costs)}"
+        f"{_range(code.vgprs for code in codes)} | {_range(lds)} KiB | {_range(code.waves_per_simd for code in codes)}"
     )
 
 
 def _range(values: Iterable[int]) -> str:
     least, *_, most = sorted([*values] * 2)
     return f"{least}" if least == most else f"{least} to {most}"
-
-
-def _newest() -> str:
-    return max((path.name for path in FOLDER.iterdir()), key=lambda name: [*map(int, name.split("."))])
 
 
 if __name__ == "__main__":

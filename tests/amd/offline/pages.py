@@ -1,4 +1,4 @@
-"""The pages that are made only from static_figures.json and the budgets."""
+"""The pages that are made from static_figures.json; kernel_figures.py makes the last section of one of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 
 from rocm_lab.cost.static_figures import StaticFigures
 from tests.amd.offline.cost_page import rewritten
+from tests.amd.offline.kernel_figures import kept
 from tests.amd.offline.tuning_page import page
 
 
 def pages(docs: Path) -> dict[Path, str]:
     """Path -> text, of the folder docs."""
-    cost = docs / "cost.md"
-    return {docs / "amd_tuning.md": page(StaticFigures.read()), cost: rewritten(cost.read_text())}
+    tuning, cost = docs / "amd_tuning.md", docs / "cost.md"
+    return {tuning: page(StaticFigures.read()) + kept(tuning), cost: rewritten(cost.read_text())}
 
 
 def write_pages(docs: Path) -> None:

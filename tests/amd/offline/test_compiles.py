@@ -20,7 +20,8 @@ from rocm_attn.kernels.tuning.latent_tiles import (
     latent_segment_tiles,
 )
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS
-from rocm_attn.kernels.tuning.tiles import Codes
+from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles
+from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind
 from tests.amd.house.source_tree import sources
@@ -159,7 +160,37 @@ HOPPER, CDNA = "rocm_attn.kernels.hopper", "rocm_attn.kernels.cdna"
 # It merges the parts that programs with shares of deterministic attention keep.
 PARTS_OF_SEGMENTS = "_segment_parts_kernel"
 
-# The kernel to read first. No runtime launches it, so it has no budgets.
+SIMDS = 4  # of a compute unit
+
+# Waves that a SIMD must have room for at least, beside those that a row of tiles asks for: with fewer nothing fills the
+# waits of the kernel. One wave is known and accepted where a program's accumulators take most registers (latent pages,
+# selected rows, large heads) or its keys most of LDS. Kernels that are not listed have small blocks.
+WAVES_OF_SMALL_BLOCKS = 5
+LEAST_WAVES = {
+    "_extend_kernel": 1,
+    "_segment_decode_kernel": 1,
+    "_segment_extend_kernel": 1,
+    "_latent_decode_kernel": 1,
+    "_latent_extend_kernel": 1,
+    "_index_scores_kernel": 1,
+    "_selected_attention_kernel": 1,
+    "_decode_kernel": 2,
+    "_latent_segment_decode_kernel": 2,
+    "_latent_segment_extend_kernel": 2,
+    "_expert_product_kernel": 2,
+    # A block of the vocabulary is in registers.
+    "_accept_sampled_kernel": 3,
+    "_likeliest_kernel": 3,
+    "_pick_rows_kernel": 3,
+    "_merge_kernel": 4,
+    "_rope_store_kernel": 4,
+    "_share_kernel": 4,
+}
+
+# Triton 3.6 gives extend of 128-element heads registers for one wave where its tiles ask for two.
+GRANTS_WAVES = Release.of("3.9.0")
+
+# The kernel to read first. No runtime launches it.
 TO_READ = "_plain_decode_kernel"
 
 # Kernels that write and read single words only: those are scalar loads.
@@ -175,12 +206,22 @@ def test_amd_kernels_fit_and_use_the_matrix_units(row: Row) -> None:
     elif not row.is_large and row.kv is KVEncoding.LIKE_Q:
         unshared: set[str] = set() if shares_segments(row) else {PARTS_OF_SEGMENTS}
         assert names == names_of_all_kernels() - latent - names_of_sparse_kernels() - unshared
-    complaints = [
-        f"{kernel.name}: {complaint}"
-        for kernel in kernels
-        for complaint in amd_complaints(row, kernel.name, read_amd_code(kernel))
-    ]
+    codes = [(kernel.name, read_amd_code(kernel)) for kernel in kernels]
+    complaints = [f"{name}: {complaint}" for name, code in codes for complaint in amd_complaints(row, name, code)]
     assert not complaints, "\n".join(complaints)
+    least = waves_of_decode(row)
+    assert not [
+        f"{code.waves_per_simd} of {least}"
+        for name, code in codes
+        if name == "_decode_kernel" and code.waves_per_simd < least
+    ]
+
+
+def waves_of_decode(row: Row) -> int:
+    """Returns the waves that a SIMD must have room for so that all programs of decode's grid run at the same time."""
+    tiles = [launched.tiles for launched in launched_tiles(replace(row, is_large=False))]
+    waves = [-(-each.programs_per_cu * each.num_warps // SIMDS) for each in tiles if isinstance(each, DecodeTiles)]
+    return min(waves, default=0)
 
 
 @rows_for(NVIDIA_ARCHS)
@@ -246,12 +287,21 @@ def amd_complaints(row: Row, name: str, code: AmdCode) -> Iterator[str]:
     lds_bytes = known_target(row.arch).lds_bytes
     if code.lds_bytes > lds_bytes:
         yield f"{code.lds_bytes} bytes of LDS, {row.arch} has {lds_bytes}"
+    yield from too_few_waves(name, code)
     if code.has_dot and not code.matrix_ops:
         yield "a product without matrix instructions"
     if not row.is_large and name not in ONLY_WRITES and not code.buffer_loads:
         yield "no buffer loads, though all tensors are below 2 GiB"
     if row.is_large and name in READS_PAGES and not code.global_loads:
         yield "no 64-bit loads, though K and V are above 2 GiB"
+
+
+def too_few_waves(name: str, code: AmdCode) -> Iterator[str]:
+    """Yields a clause if registers and LDS leave a SIMD room for too few waves of a kernel."""
+    asked = code.waves_asked if Release.of(triton_version()) >= GRANTS_WAVES else 0
+    least = max(asked, LEAST_WAVES.get(name, WAVES_OF_SMALL_BLOCKS))
+    if code.waves_per_simd < least:
+        yield f"room for {code.waves_per_simd} waves, {least} are needed"
 
 
 def nvidia_complaints(row: Row, name: str, code: NvidiaCode) -> Iterator[str]:
@@ -339,6 +389,10 @@ def test_every_tuning_row_of_experts_is_in_the_matrix(arch: str) -> None:
     assert all(id(row.tiles) in compiled for row in tuned)
 
 
+def test_every_kernel_with_a_least_number_of_waves_exists() -> None:
+    assert LEAST_WAVES.keys() <= names_of_all_kernels()
+
+
 def test_the_matrix_is_a_list_that_a_change_can_wait_for() -> None:
     assert len(ROWS) == len({str(row) for row in ROWS}) <= MAX_ROWS
 
@@ -384,6 +438,13 @@ def test_every_run_compiles_each_kind_of_layer() -> None:
         (SMALL, {"vgpr_spills": 2, "scratch_bytes": 12}, "2 VGPRs and 0 SGPRs spilled, 12 bytes of scratch"),
         (SMALL, {"sgpr_spills": 1}, "0 VGPRs and 1 SGPRs spilled"),
         (SMALL, {"lds_bytes": 65537}, "65537 bytes of LDS, gfx942 has 65536"),
+        (SMALL, {"waves_per_simd": 1}, "room for 1 waves, 2 are needed"),
+        pytest.param(
+            SMALL,
+            {"waves_asked": 9},
+            "9 are needed",
+            marks=pytest.mark.skipif(Release.of(triton_version()) < GRANTS_WAVES, reason="fewer are accepted"),
+        ),
         (SMALL, {"matrix_ops": 0}, "a product without matrix instructions"),
         (SMALL, {"buffer_loads": 0}, "no buffer loads"),
         (LARGE, {"global_loads": 0}, "no 64-bit loads"),

@@ -1,20 +1,17 @@
-"""The compiler test of every run: the first variant of each kernel fits, spills nothing and keeps to its budget.
+"""The compiler test of every run: the first variant of each kernel fits and spills nothing.
 
 So does, on gfx942, the last variant of decode and of extend, for a layer with a window and a cap.
 
-The tests use the installed Triton, and for some rows the oldest supported one, whose budgets the night compares.
+The tests use the installed Triton, and for some rows the oldest supported one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
-import triton
 
 from rocm_attn.problem import KVEncoding, PoolKind
-from tests.amd.offline.budgets import complaints, costs_of, read
 from tests.amd.offline.code_object import read_amd_code, read_nvidia_code
 from tests.amd.offline.compiling import AMD_ARCHS, IN_EVERY_RUN, first_kernels
 from tests.amd.offline.matrix import ROWS, Row, launch_all
@@ -31,10 +28,9 @@ ROWS_OF_EVERY_RUN = [row for row in ROWS if str(row) in IN_EVERY_RUN]
 # Those of one arch, without codes: both kinds of pages.
 ON_OLDEST = [row for row in ROWS_OF_EVERY_RUN if row.on_oldest and row.kv is KVEncoding.LIKE_Q]
 
-# The last launch of each of these kernels by this row, as a number among its variants: a layer with a window and a cap,
-# whose extend shares a prefix.
+# The last launch of each of these kernels by this row: a layer with a window and a cap, whose extend shares a prefix.
 SCORED_ROW = "gfx942-32x8-128-128-bfloat16-page16-below_2gib"
-LAST_VARIANTS = {"_decode_kernel": 1, "_extend_kernel": 13}
+LAST_OF = {"_decode_kernel", "_extend_kernel"}
 
 
 def of_rows(rows: Iterable[Row], *, on_oldest: Iterable[Row] = ()) -> pytest.MarkDecorator:
@@ -71,24 +67,11 @@ def test_the_first_variant_of_every_kernel_compiles_and_fits(row: Row) -> None:
     assert not found, "\n".join(found)
 
 
-@of_rows(row for row in ROWS_OF_EVERY_RUN if row.arch in AMD_ARCHS)
-def test_no_first_variant_exceeds_its_budget(row: Row) -> None:
-    accepted = {variant: cost for variant, cost in read(triton.__version__, row).items() if variant.number == 0}
-    found = list(complaints(accepted, costs_of(row, first_kernels(row).values())))
-    assert not found, "\n".join([*found, "where this is meant to be: python -m tests.amd.offline.budgets"])
-
-
-def test_what_gfx942_launches_last_of_decode_and_extend_fits_and_keeps_to_its_budget() -> None:
+def test_what_gfx942_launches_last_of_decode_and_extend_fits() -> None:
     (row,) = (row for row in ROWS_OF_EVERY_RUN if str(row) == SCORED_ROW)
-    kernels = last_compiled_by(lambda: launch_all(row), row.arch, LAST_VARIANTS)
-    assert kernels.keys() == LAST_VARIANTS.keys()
-    found = [each for name, kernel in kernels.items() for each in amd_complaints(row, name, read_amd_code(kernel))]
-    costs = {
-        replace(variant, number=LAST_VARIANTS[variant.kernel]): cost
-        for variant, cost in costs_of(row, kernels.values()).items()
-    }
-    accepted = {variant: cost for variant, cost in read(triton.__version__, row).items() if variant in costs}
-    assert not [*found, *complaints(accepted, costs)]
+    kernels = last_compiled_by(lambda: launch_all(row), row.arch, LAST_OF)
+    assert kernels.keys() == LAST_OF
+    assert not [each for name, kernel in kernels.items() for each in amd_complaints(row, name, read_amd_code(kernel))]
 
 
 def test_with_the_oldest_triton_each_kind_of_pages_has_a_row() -> None:

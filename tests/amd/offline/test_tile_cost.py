@@ -73,14 +73,14 @@ def test_a_program_of_eight_waves_takes_two_of_a_simd() -> None:
     assert cost_of_loop(ROW, ExtendTiles(128, 32, 8, 1), LOOP, CYCLES, waves_per_simd=4).programs == 2
 
 
-def test_the_page_says_what_the_figures_and_the_budgets_say() -> None:
-    """If a row has changed: python -m tests.amd.offline.every_figure docs none; a budget: kernel_figures PAGE."""
+def test_the_page_says_what_the_figures_say() -> None:
+    """If a row has changed: python -m tests.amd.offline.every_figure docs none."""
     for place, text in pages(PAGE.parent).items():
         assert place.read_text() == text, place
         assert text.count("<!-- made by") == text.count("<!-- end -->")
 
 
-def test_the_page_ends_with_the_budgets_of_what_is_not_ranked() -> None:
+def test_the_page_ends_with_the_kernels_that_are_not_ranked() -> None:
     _, _, figures = PAGE.read_text().partition(HEADING)
     assert {"_latent_decode_kernel", "_selected_attention_kernel", "_rope_store_kernel"} <= {
         line.split("`")[1] for line in figures.splitlines() if line.startswith("| `")

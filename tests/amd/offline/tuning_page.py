@@ -1,10 +1,9 @@
-"""The page of AMD's tiles, made from static_figures.json and the budgets alone: docs/amd_tuning.md."""
+"""The page of AMD's tiles, made from static_figures.json alone: docs/amd_tuning.md but for its last section."""
 
 from __future__ import annotations
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_lab.cost.static_figures import Busy, KernelFigures, LayerFigures, StaticFigures, Tiles
-from tests.amd.offline.kernel_figures import section
 from tests.amd.offline.tile_candidates import KEPT, TOLERANCE
 from tests.amd.offline.tile_cost import DECODE_LATENCY, EXTEND_LATENCY
 
@@ -117,8 +116,7 @@ A candidate is out if any kernel that it is compiled for spills: windows, soft c
 pools below and above 2 GiB. AITER's kernels that spill keep their cost, to compare. Decode tiles that leave a SIMD one
 wave come last, and blocks of 256 query rows are left out. The best {kept} are shown, and **bold** is the row that
 serves. VGPRs, LDS and the figures are those of the plain layer; so are waves of the row that serves and of AITER's
-kernels, while candidates show the kernel that needs most. float32 and deterministic rows have no ranking; budgets hold
-them.
+kernels, while candidates show the kernel that needs most. float32 and deterministic rows have no ranking.
 
 Hardware has to decide two things: eight waves in turns on gfx950 (`ExtendTiles(256, 32, 8, 4)` with four stages
 compiles to four `s_setprio` and four barriers without a spill, and is right in the simulator, but no model here credits
@@ -139,7 +137,7 @@ def page(figures: StaticFigures) -> str:
         kept=KEPT,
     )
     ranked = "".join(f"\n## {title(layer)}\n\n{_table(layer)}" for layer in figures.layers)
-    return f"{head}{ranked}\n{_assembly(figures)}\n{_gluon(figures)}\n{_study(figures)}\n{section()}"
+    return f"{head}{ranked}\n{_assembly(figures)}\n{_gluon(figures)}\n{_study(figures)}\n"
 
 
 def title(layer: LayerFigures) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -180,21 +179,6 @@ def test_kv_heads_are_read_as_one(
     assert_served(tensors)
 
 
-def test_a_key_that_is_nan_reaches_heads_that_are_read_as_one_and_no_other_sequence(
-    kernel_device: torch.device,
-) -> None:
-    """One program has the rows of all sequences."""
-    case = Case(kv_len=[33, 20, 7], q_len=[1, 1, 1], heads=(6, 3), dims=(24, 24))
-    tensors, clean = build(case, kernel_device), build(case, kernel_device)
-    page = tensors.table[tensors.row_of_seq[1], 0]
-    tensors.k_pages[page, 3, 2] = float("nan")
-    for each in (tensors, clean):
-        run_decode(each, num_programs=1, tiles=DecodeTiles(16, 4, 1, 1, heads_per_row=3))
-    assert_served(clean)
-    assert tensors.out[1].isnan().all()
-    assert torch.equal(tensors.out[[0, 2]], clean.out[[0, 2]])
-
-
 @pytest.mark.parametrize("dims", [(40, 24), (96, 80), (48, 48)])
 def test_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_device: torch.device) -> None:
     """The last block of K, of V or of both is padded, or narrower; a sequence has no key, and programs share rows."""
@@ -340,14 +324,6 @@ def test_padded_sequences_get_zeros_and_never_change_a_real_one(
 
 
 @run_either
-def test_lse_may_be_left_out(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
-    with_lse, without = (build(replace(RAGGED, dims=(32, 32)), kernel_device) for _ in range(2))
-    run(with_lse)
-    run(replace(without, lse=None))  # type: ignore[arg-type]
-    assert same_memory(with_lse.out, without.out)
-
-
-@run_either
 def test_where_pages_and_rows_lie_changes_no_bit(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     tensors = build(replace(RAGGED, dims=(32, 32), page_size=4), kernel_device)
     run(tensors)
@@ -364,31 +340,6 @@ def test_where_pages_and_rows_lie_changes_no_bit(run: Callable[[Tensors], None],
     )
     run(moved)
     assert same_memory(moved.out, tensors.out)
-
-
-def test_a_table_without_an_entry_to_spare_is_enough(kernel_device: torch.device) -> None:
-    """Page ids are loaded a tile ahead: at the end of the table there is no next one."""
-    tensors = build(Case(kv_len=[48, 16], q_len=[1, 1], page_size=16, dims=(32, 32)), kernel_device)
-    narrow = tensors.table[:, :3].clone()
-    run_decode(replace(tensors, table=narrow))
-    assert_served(tensors)
-
-
-@run_either
-def test_pages_beyond_two_to_the_31_elements_are_read(
-    run: Callable[[Tensors], None], kernel_device: torch.device
-) -> None:
-    tensors = build(Case(kv_len=[20, 3], q_len=[1, 1], heads=(4, 2), dtype=torch.float16), kernel_device)
-    pool_shape = (2**31 // tensors.k_pages[0].numel() + 8, *tensors.k_pages.shape[1:])
-    first = pool_shape[0] - tensors.k_pages.shape[0]
-    pools = []
-    for pages in (tensors.k_pages, tensors.v_pages):
-        # NumPy's zeros take memory only where they are written; the test session fills torch's with NaN.
-        pool = torch.from_numpy(np.zeros(pool_shape, np.float16)).to(kernel_device)
-        pool[first:] = pages
-        pools.append(pool)
-    run(replace(tensors, k_pages=pools[0], v_pages=pools[1], table=tensors.table + first))
-    assert_served(tensors)
 
 
 def test_the_same_step_twice_gives_the_same_bits(kernel_device: torch.device) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -151,20 +150,6 @@ def test_kv_heads_are_read_as_one(
     assert_served(tensors)
 
 
-def test_a_key_that_is_nan_reaches_heads_that_are_read_as_one_and_no_other_sequence(
-    kernel_device: torch.device,
-) -> None:
-    case = Case(kv_len=[33, 20, 7], q_len=[2, 2, 2], heads=(6, 3), dims=(24, 24))
-    tensors, clean = build(case, kernel_device), build(case, kernel_device)
-    page = tensors.table[tensors.row_of_seq[1], 0]
-    tensors.k_pages[page, 3, 2] = float("nan")
-    for each in (tensors, clean):
-        run_extend(each, tiles=ExtendTiles(16, 16, 1, 1, heads_per_row=3))
-    assert_served(clean)
-    assert tensors.out[2:4].isnan().all()
-    assert torch.equal(tensors.out[[0, 1, 4, 5]], clean.out[[0, 1, 4, 5]])
-
-
 @pytest.mark.fast
 @pytest.mark.parametrize("page_size", [2, 3, 16, 64])
 def test_page_numbers_may_be_loaded_once_for_each_page(page_size: int, kernel_device: torch.device) -> None:
@@ -302,15 +287,6 @@ def test_padded_tokens_and_sequences_never_change_a_real_one(
     assert_served(tensors)
 
 
-@pytest.mark.fast(1)
-@run_either
-def test_lse_may_be_left_out(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
-    with_lse, without = (build(replace(RAGGED, dims=(32, 32)), kernel_device) for _ in range(2))
-    run(with_lse)
-    run(replace(without, lse=None))  # type: ignore[arg-type]
-    assert torch.equal(with_lse.out, without.out)
-
-
 def test_chunks_of_a_prompt_give_what_the_whole_gives(kernel_device: torch.device) -> None:
     whole = build(Case(kv_len=[50], q_len=[50], heads=(4, 2), dims=(32, 32)), kernel_device)
     run_extend(whole)
@@ -327,30 +303,6 @@ def test_chunks_of_a_prompt_give_what_the_whole_gives(kernel_device: torch.devic
         run_extend(chunk)
         assert_same_but_for_rounding(chunk.out, whole.out[first:end])
         assert_same_but_for_rounding(chunk.lse, whole.lse[first:end])
-
-
-def test_a_table_without_an_entry_to_spare_is_enough(kernel_device: torch.device) -> None:
-    """Page ids are loaded a step ahead: at the end of the table there is no next one."""
-    tensors = build(Case(kv_len=[48, 16], q_len=[33, 3], dims=(32, 32)), kernel_device)
-    run_extend(replace(tensors, table=tensors.table[:, :3].clone()))
-    assert_served(tensors)
-
-
-@run_either
-def test_pages_beyond_two_to_the_31_elements_are_read(
-    run: Callable[[Tensors], None], kernel_device: torch.device
-) -> None:
-    tensors = build(Case(kv_len=[40, 3], q_len=[5, 3], heads=(4, 2), dtype=torch.float16), kernel_device)
-    pool_shape = (2**31 // tensors.k_pages[0].numel() + 8, *tensors.k_pages.shape[1:])
-    first = pool_shape[0] - tensors.k_pages.shape[0]
-    pools = []
-    for pages in (tensors.k_pages, tensors.v_pages):
-        # NumPy's zeros take memory only where they are written; the test session fills torch's with NaN.
-        pool = torch.from_numpy(np.zeros(pool_shape, np.float16)).to(kernel_device)
-        pool[first:] = pages
-        pools.append(pool)
-    run(replace(tensors, k_pages=pools[0], v_pages=pools[1], table=tensors.table + first))
-    assert_served(tensors)
 
 
 def test_the_twin_cuts_large_steps_into_groups(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.drafts import Drafts
-from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
-from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.prewarm import PrewarmReport, prewarm
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting
@@ -23,12 +21,10 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels import compile_only
 from rocm_attn.kernels.compile_only import CompileEvent, observe_compiles
 from rocm_attn.kernels.launch import Thunk, observe_launches
-from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Part
 from tests.amd.offline.offline_driver import offline
 
 # One worker runs them, because the first prewarm is done once for all of them.
@@ -65,6 +61,14 @@ class Warm:
 
     report: PrewarmReport
     folder: Path
+
+
+@pytest.fixture
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a model's file of settings."""
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -155,60 +159,6 @@ def test_so_does_one_of_other_kernels(sizes: RuntimeOptions, kernel: str) -> Non
     assert_everything_was_cached(serve(PROBLEM, sizes))
 
 
-DRAFTING = replace(SIZES, max_num_seqs=2, capture_tokens=(1,), drafts=(Drafts(1, 2), Drafts(2, 3)), verify_tokens=5)
-WITH_MASKS = replace(PROBLEM, custom_mask=True)
-
-
-def serve_drafts(sizes: RuntimeOptions) -> list[CompileEvent]:
-    """Serves rounds of drafts, steps that verify trees, and accepted tokens, at every number of sequences."""
-    events = list[CompileEvent]()
-    runtime = build_runtime(
-        [WITH_MASKS], sizes, device=CPU, target=known_target(ARCH), guards=Guards().without("echo_check")
-    )
-    rows = [runtime.table.admit() for _ in range(sizes.max_num_seqs)]
-    for row in rows:
-        runtime.table.reserve(row, 64)
-
-    def launched(launch: Thunk) -> None:
-        launch()
-
-    def attend(step: Part) -> None:
-        q, k, v, out = (
-            torch.zeros(len(step.token_ids), heads, dim, dtype=PROBLEM.dtype)
-            for heads, dim in ((8, 64), (2, 64), (2, 64), (8, 64))
-        )
-        step.layers.store_and_attend(0, q, k, v, out)
-
-    with offline(ARCH), observe_launches(launched), observe_compiles(events.append):
-        for num_seqs in range(1, sizes.max_num_seqs + 1):
-            stored = np.arange(3, 3 + num_seqs, dtype=np.int32)
-            runtime.table.mark_stored(np.array(rows[:num_seqs], np.int32), stored)
-            for drafts in sizes.drafts:
-                round_ = runtime.step(draft_batch(rows[:num_seqs], stored, drafts))
-                for number, step in enumerate(round_.parts):
-                    if number:
-                        step.set_parents(torch.zeros_like(step.token_ids))
-                    attend(step)
-                runtime.end_step()
-            parents = torch.tensor([[-1, 0, 0, 1, 3]] * num_seqs, dtype=torch.int32)
-            new = np.full(num_seqs, sizes.verify_tokens, np.int32)
-            batch = StepBatch(rows[:num_seqs], stored + new, new, mask=TreeMask(parents))
-            attend(runtime.step(batch).parts[0])
-            runtime.end_step()
-            accepted = Accepted.empty(num_seqs, sizes.verify_tokens, CPU)
-            for tensor in accepted:
-                tensor.zero_()
-            runtime.move_accepted(accepted)
-    return events
-
-
-@pytest.mark.nightly
-def test_rounds_of_drafts_and_verification_compile_nothing_after_a_prewarm() -> None:
-    compiled = prewarmed(WITH_MASKS, DRAFTING).compiled
-    assert {"_draft_steps_kernel", "_place_trees_kernel", "_move_paths_kernel"} <= set(compiled)
-    assert_everything_was_cached(serve_drafts(DRAFTING))
-
-
 def assert_everything_was_cached(events: list[CompileEvent]) -> None:
     assert len(events) >= 9
     assert [event for event in events if not event.was_cached] == []
@@ -269,12 +219,10 @@ def test_the_interpreter_compiles_nothing_and_says_so(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("warm")
-def test_the_command_prints_what_it_compiled(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_what_it_compiled(config: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It compiles one kernel; the others are in the cache that another process has filled."""
     for compiled in {path.parent for path in cache.glob("*/_store_kernel.*")}:
         shutil.rmtree(compiled)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(CONFIG))
     command = ["prewarm", str(config), "--arch", ARCH, "--max-batch-size", "4", "--num-pages", "64"]
     assert main(command) == DONE
     printed = capsys.readouterr()
@@ -289,20 +237,14 @@ def test_the_command_prints_what_it_compiled(tmp_path: Path, cache: Path, capsys
 
 
 @pytest.mark.nightly
-def test_the_command_prewarms_deterministic_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(CONFIG))
+def test_the_command_prewarms_deterministic_mode(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["prewarm", str(config), "--arch", ARCH, "--max-batch-size", "4", "--num-pages", "64"]
     assert main([*command, "--json", "--deterministic"]) == DONE
     assert json.loads(capsys.readouterr().out)["compiled"]["_segment_decode_kernel"] > 0
 
 
 @pytest.mark.usefixtures("warm")
-def test_the_command_chooses_the_pages_that_are_left_open(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(CONFIG))
+def test_the_command_chooses_the_pages_that_are_left_open(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["prewarm", str(config), "--arch", ARCH, "--max-batch-size", "4", "--num-pages", "64", "--json"]
     assert main([*command, "--page-size", "auto", "--pool", "auto"]) == DONE
     told = json.loads(capsys.readouterr().out)
@@ -310,8 +252,6 @@ def test_the_command_chooses_the_pages_that_are_left_open(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compile for")
-def test_without_a_gpu_an_arch_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(CONFIG))
+def test_without_a_gpu_an_arch_must_be_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prewarm", str(config)]) == BAD_INPUT
     assert "name one with --arch" in capsys.readouterr().err

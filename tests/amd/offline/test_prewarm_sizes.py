@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 import triton
 
 from rocm_attn.batch.drafts import Drafts
-from rocm_attn.batch.mask import random_trees
+from rocm_attn.batch.mask import TreeMask, random_trees
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
@@ -27,6 +27,7 @@ from rocm_attn.capture.prewarm import MOST_TOKENS, eager_steps, prewarm
 from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.kernels.launch import Thunk, observe_launches
+from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import PoolKind, Problem
@@ -100,12 +101,12 @@ class Served:
     """
 
     def __init__(self, problem: Problem, sizes: RuntimeOptions, arch: str | Target) -> None:
-        target = target_of(arch)
-        self.problem, self.arch, self.found = problem, target.arch, set[Variant]()
+        self.problem, self.sizes, self.target = problem, sizes, target_of(arch)
+        self.found = set[Variant]()
         # Kernels that are only compiled compute no answer.
         guards = Guards().without("echo_check")
         large = replace(sizes, num_pages=2 + sizes.max_num_seqs * 64)
-        self.runtime: AttentionRuntime = build_runtime([problem], large, device=CPU, target=target, guards=guards)
+        self.runtime: AttentionRuntime = build_runtime([problem], large, device=CPU, target=self.target, guards=guards)
         self.runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator()))
         self.rows = np.array([self.runtime.table.admit() for _ in range(sizes.max_num_seqs)], np.int32)
         for row in self.rows.tolist():
@@ -118,8 +119,13 @@ class Served:
         def run(launch: Thunk) -> None:
             launch()
 
-        with noted_variants(self.found), offline(self.arch), observe_launches(run):
+        with noted_variants(self.found), offline(self.target.arch), observe_launches(run):
             yield
+
+    def assert_prewarmed(self) -> None:
+        """Checks that a prewarm compiles every variant that was found."""
+        missing = self.found - prewarmed(self.problem, self.sizes, self.target)
+        assert sorted(name for name, _ in missing) == []
 
     def batch(self, q_len: Iterable[int]) -> StepBatch:
         """A step of new requests."""
@@ -163,8 +169,8 @@ def lengths_of(num_seqs: int) -> Iterator[list[int]]:
         yield [each] * num_seqs
 
 
-def served_at_all_sizes(problem: Problem, sizes: RuntimeOptions, arch: str | Target) -> set[Variant]:
-    """Returns the variants that padded steps of every number of sequences need."""
+def served_at_all_sizes(problem: Problem, sizes: RuntimeOptions, arch: str | Target) -> Served:
+    """Serves padded steps of every number of sequences."""
     served = Served(problem, sizes, arch)
     with served.serving():
         for num_seqs in range(1, sizes.max_num_seqs + 1):
@@ -175,7 +181,7 @@ def served_at_all_sizes(problem: Problem, sizes: RuntimeOptions, arch: str | Tar
                     served.step(replace(batch, mask=random_trees(batch.q_len, torch.Generator())))
                 if sizes.shared_prefixes and max(q_len) == 1:
                     served.step(replace(batch, prefixes=SharedPrefixes([PrefixGroup(num_seqs, 0)])))
-    return served.found
+    return served
 
 
 def variants_of(found: set[Variant], kernel: str) -> int:
@@ -205,61 +211,63 @@ def variants_of(found: set[Variant], kernel: str) -> int:
 def test_every_number_of_sequences_finds_its_variants(
     problem: Problem, arch: str | Target, sizes: RuntimeOptions
 ) -> None:
-    needed = served_at_all_sizes(problem, sizes, arch)
-    assert len(needed) >= 9
-    assert sorted(name for name, _ in needed - prewarmed(problem, sizes, arch)) == []
+    served = served_at_all_sizes(problem, sizes, arch)
+    assert len(served.found) >= 9
+    served.assert_prewarmed()
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("cached", [0, 1], ids=["new prompts", "after a cached token"])
-@pytest.mark.parametrize("dim", [32, 64, 96])
-def test_prompts_find_their_variants_where_those_alone_have_a_kernel_of_their_own(dim: int, cached: int) -> None:
-    """Gluon's kernel is not compiled here: it is left out, and the kernels compiled next to it are not."""
-    layer, sizes = replace(LLAMA, head_dim=dim, v_head_dim=dim), replace(SIZES, max_num_seqs=3, max_kv_len=1024)
-    served = Served(layer, sizes, HOPPER)
+# Prompts of three sequences. Gluon's kernel is not compiled here: it is left out, and the kernels compiled next to it
+# are not.
+OF_THREE = [[new] * num_seqs for num_seqs in (1, 2, 3) for new in (3, 23, 75, 1000 // num_seqs)]
+THREE = {"max_num_seqs": 3, "max_kv_len": 1024}
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes", "cached", "steps", "kernel"),
+    [
+        *(
+            pytest.param({"head_dim": dim, "v_head_dim": dim}, THREE, cached, OF_THREE, "_extend_kernel")
+            for dim in (32, 64, 96)
+            for cached in (0, 1)
+        ),
+        # Blocks become larger at a number of tokens, with no doubled number between it and the largest possible.
+        *(
+            pytest.param(
+                {"num_q_heads": 8 if dim == 32 else 32, "head_dim": dim, "v_head_dim": dim},
+                {"max_num_seqs": 3, "max_kv_len": 450},
+                0,
+                [[new] * 3 for new in (160, 340, 400, 450)],
+                "_store_kernel",
+            )
+            for dim in (32, 96, 128)
+        ),
+        # Prompts as long as a row of the table: the longest that prewarming tries leaves no room for another token.
+        pytest.param(
+            {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 64, "v_head_dim": 64},
+            {"num_pages": 100, "max_num_seqs": 1, "max_kv_len": 512, "capture_sizes": (1,)},
+            1,
+            [[2], [75], [200], [260], [402], [511]],
+            "_extend_merge_kernel",
+        ),
+        # Merges depend on the number of programs per row; tiles depend on a mean over padded sequences.
+        pytest.param(
+            {"num_q_heads": 8, "num_kv_heads": 1},
+            {"num_pages": 2050, "max_num_seqs": 8, "max_kv_len": 4096, "capture_sizes": (1, 2, 4, 8)},
+            1,
+            [[5] * 6, [7, 4, 5], [9] * 3, [33] * 5],
+            "_extend_merge_kernel",
+        ),
+    ],
+)
+def test_prompts_find_their_variants_where_those_alone_have_a_kernel_of_their_own(
+    layer: dict[str, Any], sizes: dict[str, Any], cached: int, steps: list[list[int]], kernel: str
+) -> None:
+    served = Served(replace(LLAMA, **layer), replace(SIZES, **sizes), HOPPER)
     with served.serving():
-        for num_seqs in range(1, sizes.max_num_seqs + 1):
-            for q_len in (3, 23, 75, 1000 // num_seqs):
-                served.step_after(cached, [q_len] * num_seqs)
-    assert variants_of(served.found, "_extend_kernel") >= 1
-    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, HOPPER)) == []
-
-
-@pytest.mark.parametrize("dim", [32, 96, 128])
-def test_prompts_as_many_as_the_sequences_can_have_find_theirs(dim: int) -> None:
-    """Their blocks become larger at a number of tokens, with no doubled number between it and the largest possible."""
-    layer = replace(LLAMA, num_q_heads=8 if dim == 32 else 32, head_dim=dim, v_head_dim=dim)
-    sizes = replace(SIZES, max_num_seqs=3, max_kv_len=450)
-    served = Served(layer, sizes, HOPPER)
-    with served.serving():
-        for q_len in (160, 340, 400, 450):
-            served.step_after(0, [q_len] * 3)
-    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, HOPPER)) == []
-
-
-def test_prompts_as_long_as_a_row_of_the_table_find_theirs_too() -> None:
-    """The longest one that prewarming tries leaves no room for another token."""
-    layer = replace(LLAMA, num_q_heads=8, num_kv_heads=1, head_dim=64, v_head_dim=64)
-    sizes = replace(SIZES, num_pages=100, max_num_seqs=1, max_kv_len=512, capture_sizes=(1,))
-    served = Served(layer, sizes, HOPPER)
-    served.runtime.table.reserve(int(served.rows[0]), sizes.max_kv_len)
-    with served.serving():
-        for q_len in (2, 75, 200, 260, 402, 511):
-            served.step_after(1, [q_len])
-    assert variants_of(served.found, "_extend_merge_kernel") >= 2
-    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, HOPPER)) == []
-
-
-def test_padded_sequences_of_one_kv_head_find_their_merges() -> None:
-    """Merges depend on the number of programs per row; tiles depend on a mean over padded sequences."""
-    layer = replace(LLAMA, num_q_heads=8, num_kv_heads=1)
-    sizes = replace(SIZES, num_pages=2050, max_num_seqs=8, max_kv_len=4096, capture_sizes=(1, 2, 4, 8))
-    served = Served(layer, sizes, HOPPER)
-    with served.serving():
-        for q_len in ([5] * 6, [7, 4, 5], [9] * 3, [33] * 5):
-            served.step_after(1, q_len)
-    assert variants_of(served.found, "_extend_merge_kernel") >= 2
-    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, HOPPER)) == []
+        for q_len in steps:
+            served.step_after(cached, q_len)
+    assert variants_of(served.found, kernel) >= (2 if kernel == "_extend_merge_kernel" else 1)
+    served.assert_prewarmed()
 
 
 def test_on_hopper_decode_has_three_ways_that_hang_on_the_number_of_sequences() -> None:
@@ -286,24 +294,34 @@ def test_halves_find_theirs() -> None:
                 for half in served.runtime.step(batch, served.runtime.plan(batch, halves=2)).parts:
                     served.attend(half)
                 served.runtime.end_step()
-    assert sorted(name for name, _ in served.found - prewarmed(GEMMA, sizes, "sm_90")) == []
+    served.assert_prewarmed()
 
 
 @pytest.mark.nightly
-def test_rounds_of_drafts_find_theirs() -> None:
+def test_rounds_of_drafts_and_their_verification_find_theirs() -> None:
     sizes = replace(SIZES, drafts=(Drafts(1, 2), Drafts(3, 2)), verify_tokens=4)
     served = Served(MASKED, sizes, "sm_90")
     with served.serving():
         for num_seqs in range(1, sizes.max_num_seqs + 1):
-            for drafts in sizes.drafts:
-                stored = np.zeros(num_seqs, np.int32)
+            stored = np.zeros(num_seqs, np.int32)
+            for drafts, keeps_branches in product(sizes.drafts, (True, False)):
                 round_ = served.runtime.step(draft_batch(served.rows[:num_seqs], stored, drafts))
                 for number, step in enumerate(round_.parts):
-                    if number:
+                    if number and keeps_branches:
                         step.keep_branches()
+                    elif number:
+                        step.set_parents(torch.zeros_like(step.token_ids))
                     served.attend(step)
                 served.runtime.end_step()
-    assert sorted(name for name, _ in served.found - prewarmed(MASKED, sizes, "sm_90")) == []
+            parents = torch.tensor([[-1, 0, 0, 1]] * num_seqs, dtype=torch.int32)
+            served.step(replace(served.batch([sizes.verify_tokens] * num_seqs), mask=TreeMask(parents)))
+            accepted = Accepted.empty(num_seqs, sizes.verify_tokens, CPU)
+            for tensor in accepted:
+                tensor.zero_()
+            served.runtime.move_accepted(accepted)
+    for kernel in ("_draft_steps_kernel", "_place_trees_kernel", "_move_paths_kernel"):
+        assert variants_of(served.found, kernel) >= 1
+    served.assert_prewarmed()
 
 
 def policy(*seqs: int, **also: Any) -> PaddingPolicy:

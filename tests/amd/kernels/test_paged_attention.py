@@ -1,0 +1,88 @@
+"""Promises that paged decode and paged extend make alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from tests.amd.kernels.attention_cases import (
+    Case,
+    Tensors,
+    assert_served,
+    build,
+    run_decode,
+    run_decode_twin,
+    run_extend,
+    run_extend_twin,
+    run_shared_extend,
+)
+
+Run = Callable[..., None]
+DECODES = Case(kv_len=[33, 0, 1, 16, 70, 15], q_len=[1] * 6, dims=(32, 32))
+EXTENDS = Case(kv_len=[60, 0, 17, 33, 1, 30, 12], q_len=[21, 0, 17, 2, 1, 1, 0], tail=3, dims=(32, 32))
+RUNS = (run_decode, run_decode_twin, run_extend, run_shared_extend, run_extend_twin)
+each_run = pytest.mark.parametrize("run", RUNS)
+
+
+def of_run(run: Run, decodes: Case, extends: Case) -> Case:
+    return decodes if run in (run_decode, run_decode_twin) else extends
+
+
+@pytest.mark.parametrize("run", [run_decode, run_extend])
+def test_a_key_that_is_nan_reaches_heads_that_are_read_as_one_and_no_other_sequence(
+    run: Run, kernel_device: torch.device
+) -> None:
+    """One program decodes the rows of all sequences."""
+    decodes = Case(kv_len=[33, 20, 7], q_len=[1, 1, 1], heads=(6, 3), dims=(24, 24))
+    case = of_run(run, decodes, replace(decodes, q_len=[2, 2, 2]))
+    tensors, clean = build(case, kernel_device), build(case, kernel_device)
+    tensors.k_pages[tensors.table[tensors.row_of_seq[1], 0], 3, 2] = float("nan")
+    for each in (tensors, clean):
+        if run is run_decode:
+            run_decode(each, num_programs=1, tiles=DecodeTiles(16, 4, 1, 1, heads_per_row=3))
+        else:
+            run_extend(each, tiles=ExtendTiles(16, 16, 1, 1, heads_per_row=3))
+    assert_served(clean)
+    new = case.q_len[0]
+    assert tensors.out[new : 2 * new].isnan().all()
+    assert torch.equal(tensors.out[:new], clean.out[:new])
+    assert torch.equal(tensors.out[2 * new :], clean.out[2 * new :])
+
+
+@pytest.mark.fast(1)
+@each_run
+def test_lse_may_be_left_out(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+    with_lse, without = (build(of_run(run, DECODES, EXTENDS), kernel_device) for _ in range(2))
+    run(with_lse)
+    run(replace(without, lse=None))  # type: ignore[arg-type]
+    assert torch.equal(with_lse.out, without.out)
+
+
+@pytest.mark.parametrize("run", [run_decode, run_extend])
+def test_a_table_without_an_entry_to_spare_is_enough(run: Run, kernel_device: torch.device) -> None:
+    """Page ids are loaded ahead: at the end of the table there is no next one."""
+    decodes = Case(kv_len=[48, 16], q_len=[1, 1], dims=(32, 32))
+    tensors = build(of_run(run, decodes, replace(decodes, q_len=[33, 3])), kernel_device)
+    run(replace(tensors, table=tensors.table[:, :3].clone()))
+    assert_served(tensors)
+
+
+@each_run
+def test_pages_beyond_two_to_the_31_elements_are_read(run: Run, kernel_device: torch.device) -> None:
+    decodes = Case(kv_len=[40, 3], q_len=[1, 1], heads=(4, 2), dtype=torch.float16)
+    tensors = build(of_run(run, decodes, replace(decodes, q_len=[5, 3])), kernel_device)
+    pool_shape = (2**31 // tensors.k_pages[0].numel() + 8, *tensors.k_pages.shape[1:])
+    first = pool_shape[0] - tensors.k_pages.shape[0]
+    pools = []
+    for pages in (tensors.k_pages, tensors.v_pages):
+        # NumPy's zeros take memory only where they are written; the test session fills torch's with NaN.
+        pool = torch.from_numpy(np.zeros(pool_shape, np.float16)).to(kernel_device)
+        pool[first:] = pages
+        pools.append(pool)
+    run(replace(tensors, k_pages=pools[0], v_pages=pools[1], table=tensors.table + first))
+    assert_served(tensors)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 GARBAGE = -0x7F7F7F7F
+PAGE_SIZE = 3
 
 
 def ints(values: Sequence[int]) -> Tensor:

@@ -16,7 +16,7 @@ from tests.amd.kernels.latent_cases import (
     run_latent_segment_decode,
     run_latent_segment_extend,
 )
-from tests.amd.mutation.coded_pages import PAGE_SIZE
+from tests.amd.mutation.fresh_tensors import PAGE_SIZE
 from tests.amd.mutation.memory import Memory
 from tests.amd.mutation.placed_attention import attention
 

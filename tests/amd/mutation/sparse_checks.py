@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -172,14 +171,3 @@ def check_selection(memory: Memory) -> None:
         launch_check_selection(selection, placed_tokens(memory, TokenPlaces(position, position, two, 1, 10)), faults)
         assert faults.tolist() == [fault]
         memory.assert_surroundings_untouched()
-
-
-SPARSE_CHECKS: dict[str, Callable[[Memory], None]] = {
-    "sparse/attention.py": selected_attention,
-    "sparse/check.py": check_selection,
-    "sparse/index_scores.py": index_scores,
-    "sparse/merge_parts.py": selected_attention,
-    "sparse/places.py": top_k,
-    "sparse/rows.py": selected_attention,
-    "sparse/top_k.py": top_k,
-}

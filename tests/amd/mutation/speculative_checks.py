@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND
 from rocm_attn.kernels.refs import speculative as twins
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
@@ -54,11 +52,3 @@ def next_round(memory: Memory) -> None:
     # Programs run in any order: the reports of a program are there before, or none are.
     for last_limit, error in ((8, 64 | LENGTH_BEYOND_BOUND), (9, 64)):
         assert_same(memory, launch, twin, rounds(last_limit), of_rounds(_GARBAGE, error))
-
-
-SPECULATIVE_CHECKS: dict[str, Callable[[Memory], None]] = {
-    "speculative/accept_drawn.py": accept_drawn,
-    "speculative/accept_sampled.py": accept_sampled,
-    "speculative/move_paths.py": move_paths,
-    "speculative/next_round.py": next_round,
-}

@@ -1,0 +1,307 @@
+"""Checks of the masks of the kernels that make a step's tensors on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.metadata.check_pages import launch_check_pages
+from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
+from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
+from rocm_attn.kernels.metadata.engine_tensors import (
+    Q_BOUNDARIES,
+    Q_LENGTHS,
+    EngineLengths,
+    EngineRows,
+    GatherSource,
+    LengthBounds,
+    PublishedLengths,
+)
+from rocm_attn.kernels.metadata.fill import launch_fill
+from rocm_attn.kernels.metadata.gather_table import launch_gather_table
+from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
+from rocm_attn.kernels.metadata.place_mask import launch_place_mask
+from rocm_attn.kernels.metadata.place_trees import launch_place_trees
+from rocm_attn.kernels.metadata.publish import launch_publish
+from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
+from rocm_attn.kernels.metadata.slot_layout import TAKEN_BY_GRAPH
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads, TableTerms
+from rocm_attn.kernels.metadata.table_update import launch_table_update
+from rocm_attn.kernels.metadata.take_inputs import launch_take_inputs
+from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.metadata.watch_pages import launch_watch_pages
+from rocm_attn.kernels.refs import engine_metadata, page_watch
+from rocm_attn.kernels.refs import metadata as twins
+from tests.amd.kernels.launches_of_tensors import (
+    fill_step,
+    of_check_pages,
+    of_device_inputs,
+    of_draft_steps,
+    of_pack_mask,
+    of_place_mask,
+    of_place_trees,
+    of_publish,
+    of_take_inputs,
+    of_watch_pages,
+)
+from tests.amd.mutation.fresh_tensors import PAGE_SIZE, garbage, ints
+from tests.amd.mutation.memory import Memory, assert_same
+
+
+def fill(memory: Memory) -> None:
+    """Checks five sequences and padded tokens, first with a page for every token.
+
+    Then checks values that only a device can give: a length past its row, more new tokens than tokens, a list too short
+    for its pages.
+    """
+    table = ints(range(1, 13)).view(4, 3)
+    right, wrong = ([4, 7, 0, 9, 2], [4, 0, 0, 3, 2]), ([4, 7, 0, 11, 2], [4, 0, 0, 3, 4])
+    # The window of a token past the last row begins past it too.
+    for (kv_len, q_len), num_tokens, num_tokens_padded, list_len, window_left in (
+        (right, 9, 13, 12, ALL_KEYS),
+        (wrong, 9, 9, 7, 1),
+    ):
+        inputs = [ints([5, num_tokens, 1, 0]), ints([2, 1, 3, 3, 2]), ints(kv_len), ints(q_len), table]
+        inputs += [ints([3, 3, 0, 6, 0]), ints([2, 2, 3, 5, 5]), ints([0, 3, 0, 1, 0])]
+        outputs = [garbage(size) for size in (6, 5, *[num_tokens_padded] * 4, 6, list_len, 5)]
+        dense, wide, mask_indptr = garbage(25).view(5, 5), garbage(5).long(), garbage(6).long()
+        groups = [garbage(size) for size in (6, 5, 5)]
+        tensors = (*inputs, *outputs, dense, wide, mask_indptr, *groups)
+        wanted = fill_step(*(tensor.clone() for tensor in tensors))
+        got = fill_step(*map(memory.put, tensors))
+        launch_fill(got, page_size=PAGE_SIZE, window_left=window_left)
+        twins.fill(wanted, page_size=PAGE_SIZE, window_left=window_left)
+        for name in FIELDS:
+            found, want = getattr(got, name), getattr(wanted, name)
+            assert torch.equal(found, want), f"{name}: {found.tolist()} instead of {want.tolist()}"
+        memory.assert_surroundings_untouched()
+
+
+def publish(memory: Memory) -> None:
+    """Checks two sequences of three tokens at five and seven, with token ids and without; the slot is written too."""
+    for has_ids in (1, 0):
+        slot = ints([2, 3, 9, has_ids, 8, -1, -1, 0, 4, 5, 30, 40, 1, 2, *[11, 12, 13] * has_ids, 16, 32, 1, 2])
+        outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 5, 5, 7))]
+        assert_same(memory, of_publish(launch_publish, Pads(5, 0)), of_publish(twins.publish, Pads(5, 0)), [], outputs)
+
+
+def place_mask(memory: Memory) -> None:
+    """Checks seven bytes for words that hold more, positions of three tokens at five; three sequences, one a pad."""
+    inputs = [torch.arange(1, 8, dtype=torch.uint8), ints([4, 5, 6, 7]), ints([2, 3, 1, 0])]
+    inputs += [ints([9, 2, 0]), ints([2, 1, 0])]
+    for keys_before in (0, 3, ALL_KEYS):
+        launch, twin = (
+            partial(of_place_mask(place), keys_before=keys_before, window_left=4)
+            for place in (launch_place_mask, twins.place_mask)
+        )
+        assert_same(memory, launch, twin, inputs, [garbage(3), garbage(2), garbage(5), garbage(5)])
+
+
+def table_update(memory: Memory) -> None:
+    """Checks three cells, one of them in the reserved row."""
+    updates, table = ints([1, 0, 7, 0, 1, 8, 2, 3, 9]), [garbage(12).view(3, 4)]
+    assert_same(memory, launch_table_update, twins.table_update, [updates], table, num_updates=3)
+
+
+def publish_engine(memory: Memory) -> None:
+    """Checks three entries at five, in rows of lists; the slot is written too. Then checks no entries at all."""
+    for num_seqs, q_form, new in ((3, Q_LENGTHS, [2, 3, 1]), (3, Q_BOUNDARIES, [0, 2, 5, 6]), (0, Q_BOUNDARIES, [7])):
+        slot = ints([num_seqs, 3, 9, 0, 8, -1, -1, 0])
+        outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 5, 3))]
+        # The last row is past the table.
+        inputs = [ints([9, 40, 1]), ints([2, 0, 40]), ints(new), ints([0, 3, 6, 9])]
+        kernel, twin = (
+            _of_engine(launch, q_form) for launch in (launch_publish_engine, engine_metadata.publish_engine)
+        )
+        assert_same(memory, kernel, twin, inputs, outputs)
+
+
+def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]:
+    """publish as a function of the tensors, with its own bounds and pads."""
+    sizes = {"kv_len": 30, "min_q_len": 0, "max_q_len": 9, "num_tokens": 7, "page_size": 3}
+    return lambda kv_len, rows, q, csr, slot, before, counts, engine_row, row_of_seq, kept, taken, named: publish(
+        slot,
+        before,
+        EngineLengths(kv_len, rows, q, q_form),
+        LengthBounds(EngineRows(3, named, csr), **sizes, causal=True),
+        PublishedLengths(counts, engine_row, row_of_seq, kept, taken, pad_kv_len=5, pad_q_len=0, gathered=True),
+    )
+
+
+def gather(memory: Memory) -> None:
+    """Checks page and slot tables with a map, in rows that end before the sequences' pages, and lists of pages."""
+    rows, kv_len = ints([2, 0, 1]), ints([7, 14, 0])
+    pages, slots = ints(range(1, 13)).view(3, 4), ints([*range(14), -1, *range(15, 24)]).view(3, 8)
+    sources: tuple[list[Any], ...] = (
+        [pages],
+        [slots, True, None, ints(range(40, 60))],
+        [ints(range(1, 10)), False, ints([0, 4, 6, 9]), ints(range(50, 80))],
+    )
+    for source in sources:
+        table = [garbage(20).view(4, 5)]
+        tensors = [x for x in source if isinstance(x, Tensor)]
+        kernel, twin = (_from_source(launch, source) for launch in (launch_gather_table, engine_metadata.gather_table))
+        assert_same(memory, kernel, twin, [*tensors, rows, kv_len], table, page_size=PAGE_SIZE)
+
+
+def _from_source(gather: Callable[..., None], source: Sequence[object]) -> Callable[..., None]:
+    """gather as a function of the tensors."""
+
+    def of_tensors(*tensors: Tensor, page_size: int) -> None:
+        given = iter(tensors)
+        placed: list[Any] = [next(given) if isinstance(x, Tensor) else x for x in source]
+        gather(GatherSource(*placed), *given, page_size=page_size)
+
+    return of_tensors
+
+
+def slots(memory: Memory) -> None:
+    """Checks four given slots for five padded tokens, three of which are live: correct slots, and an invalid one."""
+    cases: tuple[tuple[list[int], list[int] | None], ...] = (
+        ([9, 4, 7, 8], None),
+        ([9, 5, 7, 8], None),
+        ([1, -1, 2, 9], [0, 9, 7, 4]),
+        ([1, 3, 50, 9], [0, 9, 7, 4]),
+    )
+    for given, slot_map in cases:
+        options: dict[str, Any] = {"page_size": PAGE_SIZE, "null_page": slot_map is None}
+        outputs = [ints([2, 3, 1, 0]), ints([9, 4, 7, 8, 6])]
+        inputs = [ints(given), *([] if slot_map is None else [ints(slot_map)])]
+        kernel, twin = (_with_map(take, slot_map is None) for take in (launch_take_slots, engine_metadata.take_slots))
+        assert_same(memory, kernel, twin, inputs, outputs, **options)
+
+
+def _with_map(take: Callable[..., None], without: bool) -> Callable[..., None]:
+    """take_slots as a function of tensors, with or without a map."""
+    return lambda given, *others, **options: take(given, *([None] * without), *others, **options)
+
+
+def pack_mask(memory: Memory) -> None:
+    """Checks thirty-nine cells for words that hold more, and positions of three tokens at five.
+
+    More tokens are given, and then fewer.
+    """
+    kernel, twin = (
+        partial(of_pack_mask(pack), window_left=4) for pack in (launch_pack_mask, engine_metadata.pack_mask)
+    )
+    for num_cells, positions in ((46, [4, 5, 6, 7]), (21, [4, 5])):
+        cells = (torch.arange(num_cells) % 3 > 0).to(torch.uint8)
+        lengths = [ints([2, 3, 1, 0]), ints([7, 16]), ints([1, 2]), ints([0, 1, 1, 1, 1]), torch.tensor([0, 7, 39])]
+        outputs = [*lengths, garbage(3), garbage(5), garbage(5)]
+        assert_same(memory, kernel, twin, [cells, ints(positions)], outputs)
+
+
+def check_pages(memory: Memory) -> None:
+    """Rows of five pages whose sequences end before them, of which one has a page that does not exist; and a pad."""
+    table = ints([1, 2, 99, -1, 99, 5, 4, 3, 2, 1, -1, 0, 7, 99, 99]).view(3, 5)
+    for num_pages in (8, 7):
+        inputs = [ints([1, 1, 2, 0]), table, ints([num_pages])]
+        outputs = [ints([3, 7, 41, 0]), ints([0, 1, 2, 0]), ints([6, 15, 9, 2])]
+        kernel, twin = (
+            partial(of_check_pages(check, Pads(2, 0)), page_size=3, window_left=4)
+            for check in (launch_check_pages, engine_metadata.check_pages)
+        )
+        assert_same(memory, kernel, twin, inputs, outputs)
+
+
+def take_inputs(memory: Memory) -> None:
+    """Takes the inputs of `publish` from the second slot, which is due; then neither slot is due."""
+    for run in (5, 7):
+        inputs = 4, 5, 30, 40, 1, 2, 11, 12, 13, 16, 32, 1, 2
+        slots = [[2, 3, 9, 1, 8, TAKEN_BY_GRAPH, -1, runs_before, *inputs] for runs_before in (6, 5)]
+        outputs = [torch.stack([ints(slot) for slot in slots]), ints([run]), ints([6, 6, 8, 2])]
+        outputs += [garbage(size) for size in (5, 5, 5, 5, 5, 7)]
+        of = of_take_inputs(launch_take_inputs, Pads(5, 0)), of_take_inputs(twins.take_inputs, Pads(5, 0))
+        assert_same(memory, *of, [], outputs)
+
+
+WATCHED_PAGE_SIZE, FAR = 4, 0x3F7F7F7F
+
+
+def _named(since: int, pages: Sequence[int]) -> list[int]:
+    return [since << 32 | page for page in pages]
+
+
+def watch_pages(memory: Memory) -> None:
+    """Checks rows that continue and one that does not, one that is not watched, pads, dropped tokens and missing pages.
+
+    In the first case another entry has since written one of the first row's pages; in the second case none was written.
+    """
+    table = ints([7, 7, 7, 3, 4, 5, 6, 99, -1, 1, 2, 7, 2, 2, 2]).view(5, 3)
+    entries = torch.tensor([_named(31, [3, 4, 0]), _named(35, [6, 0, 0]), _named(35, [1, 2, 7])])
+    for written, null_page in ((40, True), (20, False)):
+        pages = torch.tensor([(written << 32) + cell for cell in (7, 6, 7, 1, 1, 5, 3, 8)])
+        rows = ints([38, 30, 6, 7, 40, 30, 7, 8, 40, 33, 1, 2, 39, 33, 1, 1, 30, 9, 9, 9, 40, 9, 9, 9]).view(3, 8)
+        outputs = [ints([4, 6, 41, 0]), entries.clone(), pages, rows]
+        inputs = [
+            ints([1, 2, 3, 4, FAR, FAR]),
+            ints([9, 6, 12, 4, FAR, FAR]),
+            ints([1, 4, 0, 1, FAR, FAR]),
+            ints([0, 1, 1, 1, 1, 3, FAR, FAR]),
+            ints([8, 2, 3, 4, 5, 3, FAR, FAR]),
+            ints([20, 26, 27, 99 * WATCHED_PAGE_SIZE, 0 if null_page else -1, 11, FAR, FAR]),
+            table,
+            ints([0, 1, 2, 9, FAR, FAR]),
+        ]
+
+        def launch(of: Callable[..., None], *tensors: Tensor, page_size: int) -> None:
+            *given, engine_row, counts, entries, pages, rows = tensors
+            of(counts, *given, engine_row, entries, pages, rows, page_size=page_size)
+
+        terms = TableTerms(null_page=null_page)
+        kernel, twin = (
+            partial(launch, of_watch_pages(each, terms)) for each in (launch_watch_pages, page_watch.watch_pages)
+        )
+        assert_same(memory, kernel, twin, inputs, outputs, page_size=WATCHED_PAGE_SIZE)
+
+
+def device_inputs(memory: Memory) -> None:
+    """Checks two sequences of up to five tokens, at five and seven, within their bounds and not.
+
+    Lengths also lie below the shared length and above the stored one.
+    """
+    slot = ints([2, 5, 9, 0, 8, 0, 8, 0, 4, 5, 30, 40, 3, 2])
+    for kv_len, q_len, floor, stored in (
+        ([29, 40], [1, 2], [28, 0], [28, 38]),
+        ([31, 1], [4, 2], [0, 0], [40, 40]),
+        ([29, 1], [3, 1], [28, 9], [40, 40]),
+        ([20, 30], [3, 2], [0, 0], [9, 27]),
+    ):
+        inputs = [slot, *(ints(values) for values in (kv_len, q_len, [11, 12, 13, 14, 15], floor, stored))]
+        outputs = [ints([2, 5, 9, 0]), *(garbage(size) for size in (5, 5, 7))]
+        assert_same(
+            memory, of_device_inputs(launch_device_inputs), of_device_inputs(twins.device_inputs), inputs, outputs
+        )
+
+
+def draft_steps(memory: Memory) -> None:
+    """Checks three steps of two branches; two sequences and two pads, and a gap after each step's part."""
+    kv_len, token_ids, mask_start, parents = (garbage(size) for size in (15, 27, 15, 24))
+    kv_len[:2] = ints([9, 30])
+    launch, twin = (
+        partial(of_draft_steps(derive, Pads(5, 0)), num_seqs=4, branches=2, steps=3)
+        for derive in (launch_draft_steps, twins.draft_steps)
+    )
+    assert_same(memory, launch, twin, [ints([2, 4, 1, 0])], [kv_len, token_ids, mask_start, parents])
+
+
+def place_trees(memory: Memory) -> None:
+    """Checks trees of three sequences and a pad, of new nodes alone and of nodes before them, and shared words.
+
+    There is room for all of their tokens or for fewer; one case has no window; some parents are invalid for new nodes.
+    """
+    right, wrong = [0, 0, 1, 2, 9, 9, 0, 0, 1, 9, 9, 9, 0, 0, 1, 2, 9, 9], [-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7]
+    lines = [[-1, *right[1:6], -1, *right[7:12], -1, *right[13:]], [*wrong, -1, -1, 1, 2, 3, 0]]
+    for nodes_before, branches, num_tokens, num_starts in ((0, 0, 9, 9), (2, 0, 5, 5), (2, 2, 9, 9), (3, 0, 9, 0)):
+        launch, twin = (
+            partial(of_place_trees(place), nodes_before=nodes_before, branches=branches, window_left=1)
+            for place in (launch_place_trees, twins.place_trees)
+        )
+        for parents in lines:
+            outputs = [ints([3, 7, 1, 0]), ints([9, 5, 7, 0]), ints([3, 2, 2, 0])]
+            outputs += [garbage(size) for size in (4, 3, num_tokens, num_starts)]
+            assert_same(memory, launch, twin, [ints(parents).view(3, 6)], outputs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -140,6 +140,7 @@ INT32 = st.integers(-(2**31), 2**31 - 1)
 
 
 @settings(max_examples=15)
+@example(kv_len=[0, 7], q_len=[0, 0])
 @given(
     kv_len=st.lists(INT32 | st.integers(-2, 20), min_size=2, max_size=2), q_len=st.lists(INT32, min_size=2, max_size=2)
 )
@@ -163,13 +164,18 @@ def test_no_value_on_the_device_leads_out_of_what_was_reserved(
     for rows in vars(serving.rows[0]).values():
         rows.zero_()
     serving.runner.run(batch)
-    fits = all(0 <= new <= bound and new <= kv <= 8 for kv, new, bound in zip(kv_len, q_len, (3, 2), strict=True))
+    of_seqs = list(zip(kv_len, q_len, (3, 2), (5, 6), strict=True))
+    fits = all(0 <= new <= bound and new <= kv <= 8 for kv, new, bound, _ in of_seqs)
+    goes_on = all(kv - new <= stored for kv, new, _, stored in of_seqs)
     for side, was in zip((pages.k, pages.v), before, strict=True):
         assert torch.equal(side[others].nan_to_num(7.0), was)
-    if fits:
+    if fits and goes_on:
         serving.runtime.check_device()
     else:
-        with pytest.raises(DeviceFault, match=r"step 2: a length on the device was outside of 0 <= q_len <= kv_len"):
+        says = (
+            "let a step begin after the tokens" if fits else "step 2: a length on the device was outside of 0 <= q_len"
+        )
+        with pytest.raises(DeviceFault, match=says):
             serving.runtime.check_device()
 
 

@@ -13,9 +13,11 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import NO_MASK, StepMask, TreeMask, kv_positions
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import BadBatch, BadTensor
+from rocm_attn.errors import BadBatch, BadTensor, Unsupported
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
+from rocm_attn.machine.target import known_target
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.providers.select import select
 from tests.amd.tolerances import assert_same_but_for_rounding
 from tests.amd.worlds.problems import providers, small_problem
 from tests.amd.worlds.world import Request, World, packed
@@ -265,6 +267,11 @@ def test_bits_of_a_mask_are_not_split(device: torch.device) -> None:
     batch = replace(batch, mask=mask)
     with pytest.raises(BadBatch, match="a step with a packed mask cannot be split"):
         world.runtime.step(batch, world.runtime.plan(batch, halves=2))
+
+
+def test_aiter_is_not_chosen_for_masks() -> None:
+    with pytest.raises(Unsupported, match=r"no kernel of provider 'aiter' serves .*masked steps"):
+        select(MASKED, known_target("gfx942"), "aiter")
 
 
 def test_masked_steps_have_a_plan_of_their_own(device: torch.device) -> None:

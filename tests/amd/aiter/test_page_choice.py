@@ -22,7 +22,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.options import EngineOptions
 from tests.amd.aiter.serving import GFX942, latent_problem, plain_problem
 from tests.amd.aiter.stand_in import StandIn
-from tests.amd.runner.test_engine import some_requests, tokens_of
+from tests.amd.runner.serving import some_requests, tokens_of
 from tests.amd.runner.tiny_model import tiny_model
 
 GFX950 = known_target("gfx950")

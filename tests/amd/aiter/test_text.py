@@ -20,7 +20,7 @@ from rocm_serve.options import EngineOptions
 from tests.amd.aiter.serving import GFX942
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
-from tests.amd.runner.test_engine import some_requests
+from tests.amd.runner.serving import some_requests
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 TORCH = EngineOptions(

@@ -6,28 +6,20 @@ import asyncio
 import random
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rocm_serve.engine import Engine
 from rocm_serve.events import Events
-from rocm_serve.models.loading import LoadedModel
-from rocm_serve.options import EngineOptions
 from rocm_serve.request import Completion, Request
 from rocm_serve.request_stream import RequestStream
 from rocm_serve.sampling.sampling_options import Sampling
+from tests.amd.runner.serving import all_pages_are_free, engine
 from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN
 
 T = TypeVar("T")
 
-BASE = EngineOptions(
-    provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64, capture_after=0
-)
+__all__ = ["engine"]
 LONG = Request((5, 6, 8), 60)
-
-
-def engine(loaded: LoadedModel, **changes: Any) -> Engine:
-    return Engine(loaded, replace(BASE, **changes))
 
 
 def some_requests(num: int, seed: int = 3) -> list[Request]:
@@ -57,12 +49,7 @@ def is_empty(served: Engine) -> bool:
     """True if the engine holds nothing of any request, except cached prefixes, which it forgets here."""
     if (served.has_work, served._outputs, served._done, served._events) != (False, {}, {}, []):
         return False
-    served.forget_prefixes()
-    table = served.runtime.table
-    return (table.full.num_free_pages, table.num_free_rows) == (
-        table.full.num_usable_pages,
-        served.options.max_batch_size,
-    )
+    return all_pages_are_free(served)
 
 
 async def read(stream: RequestStream) -> Completion:

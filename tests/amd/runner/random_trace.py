@@ -18,19 +18,16 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.step.metrics import Metrics
 from rocm_serve.engine import Engine
-from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
-from rocm_serve.options import EngineOptions
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, Request, TokenEvent
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
+from tests.amd.runner.serving import BASE, all_pages_are_free
 from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN, tiny_model, with_nan_token, with_windows
 
 LONGEST = 64
 TAKEN = -2
-OPTIONS = EngineOptions(
-    provider="torch", page_size=4, max_batch_size=6, chunk=16, max_kv_len=LONGEST, num_pages=26, capture_after=0
-)
+OPTIONS = replace(BASE, max_batch_size=6, max_kv_len=LONGEST, num_pages=26)
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,6 @@ class Served:
     completions: dict[int, Completion]
     hit_in_passing: set[int]
     metrics: Metrics
-
-
-def model(windows: bool) -> LoadedModel:
-    """Returns a model in which NAN_TOKEN has K and V that are NaN, and is never the likeliest token."""
-    loaded = with_nan_token(tiny_model(base=with_windows(CONFIG, 9, -1) if windows else CONFIG))
-    loaded.weights.head[NAN_TOKEN] = 0.0
-    return loaded
 
 
 class NoNumbersInPassing:
@@ -91,7 +81,7 @@ class Trace:
         self._random = random.Random(seed)
         self._num_requests = num_requests
         windows = seed & 2 > 0
-        self.loaded = model(windows)
+        self.loaded = with_nan_token(tiny_model(base=with_windows(CONFIG, 9, -1) if windows else CONFIG))
         options = replace(OPTIONS, graphs=seed & 1 > 0, swa_pages=13 if windows else 0, deterministic=seed % 5 == 4)
         options = replace(options, steps_ahead=steps_ahead)
         self.engine = Engine(self.loaded, options)
@@ -160,9 +150,7 @@ class Trace:
         for number, completion in self.done.items():
             self._compare(number, completion)
         assert len(self.done) == len(self.requests)
-        self.engine.forget_prefixes()
-        assert all(pages.num_free_pages == pages.num_usable_pages for pages in table.spaces)
-        assert table.num_free_rows == OPTIONS.max_batch_size
+        assert all_pages_are_free(self.engine)
         self.engine.runtime.check_device()
         return Served(self.done, self._in_passing.hit, metrics)
 

@@ -23,12 +23,15 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.ranks import ONE_RANK
 from rocm_serve.request import Completion, Event, Request, TokenEvent
 from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.speculation.draft_model import ModelDrafter
+from rocm_serve.speculation.eagle import EagleDrafter
 from rocm_serve.speculation.engines import guesses_of, model_drafter
 from rocm_serve.speculation.reading import MOST_AHEAD
 from rocm_serve.speculation.rounds import DeviceRounds
 from rocm_serve.speculation.speculation import Speculation
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
+from tests.amd.runner.serving import all_pages_are_free
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 LONGEST = 64
@@ -186,11 +189,19 @@ class Run:
         assert len(self.done) == len(self.requests)
         for number, completion in self.done.items():
             self._compare(number, completion)
-        engine.forget_prefixes()
-        assert all(pages.num_free_pages == pages.num_usable_pages for pages in table.spaces)
-        assert table.num_free_rows == self.world.options.max_batch_size
+        assert all_pages_are_free(engine)
         engine.runtime.check_device()
+        self._check_drafter()
         return engine.report().metrics
+
+    def _check_drafter(self) -> None:
+        """A model or a head that drafts gives its pages back."""
+        assert isinstance(self.engine._speculation, Speculation)
+        drafter = self.engine._speculation._drafter
+        if isinstance(drafter, ModelDrafter | EagleDrafter):
+            drafter.draft([], frozenset())
+            assert drafter.table.num_free_rows == self.world.options.max_batch_size
+            assert drafter.table.full.num_free_pages == drafter.table.full.num_usable_pages
 
     def _note(self, events: Many[Event]) -> None:
         for event in events:

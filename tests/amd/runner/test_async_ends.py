@@ -13,13 +13,13 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Completion
 from rocm_serve.request_stream import RequestStream
 from tests.amd.runner.async_engines import LONG, Broken, Gated, engine, is_empty, read, run, some_requests
-from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
+from tests.amd.runner.small_tokenizers import sentencepiece
 from tests.amd.runner.tiny_model import tiny_model
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return tiny_model(tokenizer=from_gguf(sentencepiece_fields()))
+    return tiny_model(tokenizer=sentencepiece())
 
 
 def breaks_in_step(served: Engine, number: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from rocm_attn.models.gates import SwiGLU
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.hf_config import config_from_json
 from rocm_attn.models.mlp_config import DenseMlp
-from rocm_attn.models.rope import LinearScaling, Llama3Scaling, NoScaling, Rope, YarnScaling
+from rocm_attn.models.rope import Llama3Scaling, Rope, YarnScaling
 from rocm_serve.models.weights import expected_shapes
 from tests.amd.runner.hf_models import small_hf_config
 
@@ -106,14 +106,6 @@ def test_a_published_llama_config_is_read_completely() -> None:
 def test_both_layouts_of_rotary_parameters_mean_the_same(old: dict[str, Any], new: dict[str, Any]) -> None:
     bare = without(LLAMA31, "rope_theta", "rope_scaling")
     assert config_from_json({**bare, **old}) == config_from_json({**bare, "rope_parameters": new})
-
-
-@pytest.mark.parametrize(
-    ("parameters", "kind"),
-    [({}, NoScaling), ({"type": "linear", "factor": 2}, LinearScaling), ({"type": "yarn", "factor": 2}, YarnScaling)],
-)
-def test_the_kind_of_scaling_is_a_type(parameters: dict[str, Any], kind: type) -> None:
-    assert isinstance(config_from_json({**LLAMA31, "rope_scaling": parameters}).layers[0].rope.scaling, kind)
 
 
 def test_yarn_without_a_factor_stretches_to_the_context() -> None:

@@ -21,7 +21,7 @@ from rocm_serve.speculation.beams import Level
 from rocm_serve.speculation.eagle import EagleDrafter
 from rocm_serve.speculation.engines import model_drafter, rejection_of
 from rocm_serve.speculation.speculation import Speculation
-from tests.amd.runner.test_speculation import BASE, chi_square_exceedance, some_requests, without_speculation
+from tests.amd.runner.test_speculation import BASE, some_requests, without_speculation
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 from tests.amd.tolerances import assert_layers_close
 
@@ -40,9 +40,17 @@ MANY = replace(
 )
 
 
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return tiny_model()
+def chi_square_exceedance(first: Counter[tuple[int, ...]], second: Counter[tuple[int, ...]]) -> float:
+    """Standard deviations by which the statistic of two samples of one size exceeds its mean; rare kinds are one."""
+    both = first + second
+    kinds = [kind for kind, count in both.items() if count >= 20]
+    cells = [(first[kind], second[kind]) for kind in kinds]
+    cells.append((first.total() - sum(a for a, _ in cells), second.total() - sum(b for _, b in cells)))
+    cells = [(a, b) for a, b in cells if a + b]
+    assert len(cells) > 3
+    statistic = sum((a - b) ** 2 / (a + b) for a, b in cells)
+    degrees = len(cells) - 1
+    return float((statistic - degrees) / (2 * degrees) ** 0.5)
 
 
 def sampled(num: int, first: int, sampling: Sampling = SAMPLING) -> list[Request]:
@@ -95,14 +103,15 @@ def test_they_are_with_a_small_model_that_draws(loaded: LoadedModel, plain: Coun
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("changes", [{}, {"topk": 2, "draft_tokens": 4}], ids=["chains", "trees"])
 def test_drafts_that_are_all_accepted_show_in_the_distribution(
-    loaded: LoadedModel, plain: Counter[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], loaded: LoadedModel, plain: Counter[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def accept_all(probabilities: Probabilities, given: Verified) -> Accepted:
         return accept_sampled(probabilities._replace(target=probabilities.draft), given)
 
     monkeypatch.setattr(drawn, "accept_sampled", accept_all)
-    engine = Engine(loaded, MANY)
+    engine = Engine(loaded, replace(MANY, **changes))
     assert chi_square_exceedance(plain, pairs(engine, sampled(800, 10_000))) > 8.0
 
 
@@ -185,18 +194,6 @@ def test_a_tree_accepts_more_than_a_chain_of_its_depth(loaded: LoadedModel) -> N
         metrics = engine.report().metrics
         accepted[topk] = metrics.accepted_drafts / metrics.verifications
     assert accepted[4] > 1.2 * accepted[1] > 0
-
-
-@pytest.mark.nightly
-def test_siblings_that_are_all_accepted_show_in_the_distribution(
-    loaded: LoadedModel, plain: Counter[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def accept_all(probabilities: Probabilities, given: Verified) -> Accepted:
-        return accept_sampled(probabilities._replace(target=probabilities.draft), given)
-
-    monkeypatch.setattr(drawn, "accept_sampled", accept_all)
-    engine = Engine(loaded, replace(MANY, **TREES))
-    assert chi_square_exceedance(plain, pairs(engine, sampled(800, 10_000))) > 8.0
 
 
 def test_a_tree_of_a_sharp_distribution_has_the_drafts_that_there_are(loaded: LoadedModel) -> None:

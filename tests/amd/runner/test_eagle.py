@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence as Many
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,62 +18,20 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.attention_weights import HeadWeights
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.mlp_weights import DenseWeights
-from rocm_serve.options import EngineOptions
-from rocm_serve.request import Request
 from rocm_serve.speculation.eagle import EagleDrafter
 from rocm_serve.speculation.eagle3 import Eagle3Head, is_eagle3, load_head3, seeded_head3
 from rocm_serve.speculation.eagle_head import load_head
-from tests.amd.runner.test_speculation import BASE, DRAWN, some_requests, without_speculation
-from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
+from tests.amd.runner.test_speculation import BASE, some_requests
+from tests.amd.runner.tiny_model import CONFIG
 
 SEEDED = replace(BASE, speculative="eagle:seeded")
 SEEDED3 = replace(BASE, speculative="eagle:seeded3")
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return tiny_model()
 
 
 def drafter_of(engine: Engine) -> EagleDrafter:
     drafter = engine._speculation._drafter  # type: ignore[union-attr]
     assert isinstance(drafter, EagleDrafter)
     return drafter
-
-
-def assert_lossless(loaded: LoadedModel, options: EngineOptions, requests: Many[Request]) -> Engine:
-    expected = Engine(loaded, without_speculation(options)).generate(requests)
-    engine = Engine(loaded, options)
-    assert engine.generate(requests) == expected
-    metrics = engine.report().metrics
-    assert 0 < metrics.accepted_drafts < metrics.drafts
-    drafter = drafter_of(engine)
-    drafter.draft([], frozenset())
-    assert drafter.table.num_free_rows == options.max_batch_size
-    assert drafter.table.full.num_free_pages == drafter.table.full.num_usable_pages
-    return engine
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, marks=pytest.mark.nightly),
-        {"topk": 4, "draft_tokens": 8, "steps_ahead": 1},
-        pytest.param({"graphs": True, "draft_tokens": 3, "topk": 2}, marks=pytest.mark.nightly),
-        pytest.param({"chunk": 9, "page_size": 1, "steps_ahead": 1}, marks=pytest.mark.nightly),
-        pytest.param({"num_pages": 18}, marks=pytest.mark.nightly),
-        pytest.param({"draft_tokens": 1}, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_head_changes_no_token(changes: dict[str, Any], loaded: LoadedModel) -> None:
-    requests = some_requests(5, new_tokens=24) + some_requests(2, sampling=DRAWN)
-    engine = assert_lossless(loaded, replace(SEEDED, **changes), requests)
-    assert "num_pages" not in changes or engine.report().metrics.preemptions > 0
-
-
-@pytest.mark.nightly
-def test_a_head_drafts_for_layers_with_windows() -> None:
-    assert_lossless(tiny_model(base=with_windows(CONFIG, 9, -1)), replace(SEEDED, topk=2), some_requests(4))
 
 
 def handing_on(loaded: LoadedModel, directory: Path, *, feature: bool) -> str:
@@ -139,26 +96,6 @@ def test_a_head_of_another_model_is_refused(loaded: LoadedModel, tmp_path: Path)
         load_head(str(tmp_path), loaded)
     with pytest.raises(BadModel, match="nowhere is no directory"):
         load_head(str(tmp_path / "nowhere"), loaded)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, marks=pytest.mark.nightly),
-        {"topk": 4, "draft_tokens": 8, "steps_ahead": 1, "graphs": True},
-        pytest.param({"chunk": 9, "page_size": 1}, marks=pytest.mark.nightly),
-        pytest.param({"num_pages": 18, "topk": 2}, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_head_of_eagle_3_changes_no_token(changes: dict[str, Any], loaded: LoadedModel) -> None:
-    requests = some_requests(5, new_tokens=24) + some_requests(2, sampling=DRAWN)
-    options = replace(SEEDED3, **changes)
-    engine = Engine(loaded, options)
-    assert engine.generate(requests) == Engine(loaded, without_speculation(options)).generate(requests)
-    assert engine.report().metrics.drafts > 50
-    drafter = drafter_of(engine)
-    drafter.draft([], frozenset())
-    assert drafter.table.full.num_free_pages == drafter.table.full.num_usable_pages
 
 
 KNOWN = tuple(range(3, CONFIG.vocab_size, 2))

@@ -3,65 +3,35 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
-from tokenizers import decoders, models
 
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupported
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.step.layers import StepLayers
 from rocm_attn.watch.flight_recorder import read_dump
-from rocm_serve.engine import Engine
 from rocm_serve.engine_runtime import prompt_sizes
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
 from rocm_serve.options import EngineOptions
-from rocm_serve.request import Completion, Event, Request, TokenEvent
+from rocm_serve.request import Event, Request, TokenEvent
 from rocm_serve.sampling.sampling_options import Sampling
-from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.dense_attention import dense_logits
-from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
+from tests.amd.runner.serving import engine, some_requests, tokens_of
+from tests.amd.runner.small_tokenizers import half_characters, sentencepiece
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
-
-BASE = EngineOptions(
-    provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64, capture_after=0
-)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return tiny_model()
-
-
-def engine(loaded: LoadedModel, **changes: Any) -> Engine:
-    return Engine(loaded, replace(BASE, **changes))
-
-
-def some_requests(num: int = 7, **options: Any) -> list[Request]:
-    chooser = random.Random(11)
-    lengths = [chooser.randrange(1, 30) for _ in range(num)]
-    return [
-        Request(tuple(chooser.randrange(CONFIG.vocab_size) for _ in range(length)), 12, **options) for length in lengths
-    ]
 
 
 @pytest.fixture(scope="module")
 def served_plainly(loaded: LoadedModel) -> Callable[[Sampling], list[tuple[int, ...]]]:
     """Returns the tokens of some_requests() for a way of sampling, each computed once."""
     return functools.cache(lambda sampling: tokens_of(engine(loaded).generate(some_requests(sampling=sampling))))
-
-
-def tokens_of(completions: list[Completion]) -> list[tuple[int, ...]]:
-    return [completion.token_ids for completion in completions]
 
 
 def test_greedy_tokens_are_those_of_dense_attention(loaded: LoadedModel) -> None:
@@ -72,43 +42,26 @@ def test_greedy_tokens_are_those_of_dense_attention(loaded: LoadedModel) -> None
         assert completion.finish_reason == "length"
 
 
-# Options that must not change a request's tokens; those that change most at once are in every run.
-QUICK_WAYS: tuple[dict[str, Any], ...] = (
+# Options that must not change a request's tokens.
+WAYS: tuple[dict[str, Any], ...] = (
     {"max_batch_size": 1},
     {"graphs": True, "max_batch_size": 5, "chunk": 3},
     {"num_pages": 18, "chunk": 3},
     {"page_size": 1, "chunk": 7, "graphs": True},
     {"page_size": 16, "chunk": 64, "graphs": True},
 )
-WAYS: tuple[dict[str, Any], ...] = (
-    *QUICK_WAYS,
-    {"page_size": 1},
-    {"page_size": 16},
-    {"max_batch_size": 3},
-    {"chunk": 1},
-    {"chunk": 7},
-    {"chunk": 512},
-    {"graphs": True},
-    *(
-        way
-        for values in product((1, 16), (7, 64), (False, True))
-        if (way := dict(zip(("page_size", "chunk", "graphs"), values, strict=True))) not in QUICK_WAYS
-    ),
-)
-
-
 GREEDY, DRAWN = Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=4)
 
 
 @pytest.mark.parametrize(
     ("changes", "sampling"),
     [
-        # Each of the quick ways greedy or drawn, by turns.
+        # By day each greedy or drawn, by turns.
         pytest.param(
             way,
             sampling,
             id=f"{'drawn' if sampling is DRAWN else 'greedy'}-{way}",
-            marks=[pytest.mark.nightly] * (way not in QUICK_WAYS or (at % 2 == 0) != (sampling is DRAWN)),
+            marks=[pytest.mark.nightly] * ((at % 2 == 0) != (sampling is DRAWN)),
         )
         for at, way in enumerate(WAYS)
         for sampling in (GREEDY, DRAWN)
@@ -132,31 +85,6 @@ def test_results_come_in_the_order_of_submission_and_order_does_not_change_them(
     assert tokens_of(forwards) == tokens_of(backwards[::-1])
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_preemption_does_not_change_a_token(graphs: bool, loaded: LoadedModel) -> None:
-    requests = [replace(request, max_new_tokens=30) for request in some_requests(5)]
-    tight = engine(loaded, num_pages=17, graphs=graphs)
-    assert tokens_of(tight.generate(requests)) == tokens_of(engine(loaded).generate(requests))
-    assert tight.report().metrics.preemptions > 0
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_preemption_does_not_change_a_draw(seed: int, loaded: LoadedModel) -> None:
-    requests = some_requests(5, sampling=Sampling(temperature=1.0, seed=seed))
-    requests = [replace(request, max_new_tokens=30) for request in requests]
-    tight = engine(loaded, num_pages=17)
-    assert tokens_of(tight.generate(requests)) == tokens_of(engine(loaded).generate(requests))
-    assert tight.report().metrics.preemptions > 0
-
-
-def test_all_pages_come_back(loaded: LoadedModel) -> None:
-    served = engine(loaded, num_pages=20)
-    served.generate(some_requests())
-    served.forget_prefixes()
-    table = served.runtime.table
-    assert (table.full.num_free_pages, table.num_free_rows) == (table.full.num_usable_pages, BASE.max_batch_size)
-
-
 def test_an_end_token_ends_the_text_unless_it_is_passed_over(loaded: LoadedModel) -> None:
     request = some_requests(1)[0]
     free = engine(loaded).generate([request])[0].token_ids
@@ -171,7 +99,7 @@ def test_an_end_token_ends_the_text_unless_it_is_passed_over(loaded: LoadedModel
 
 
 def test_a_stop_token_is_no_part_of_the_text() -> None:
-    tokenizer = from_gguf(sentencepiece_fields())
+    tokenizer = sentencepiece()
     loaded = tiny_model(tokenizer=tokenizer)
     request = some_requests(1)[0]
     free = engine(loaded).generate([request])[0]
@@ -181,7 +109,7 @@ def test_a_stop_token_is_no_part_of_the_text() -> None:
 
 
 def test_events_put_together_are_the_completions() -> None:
-    loaded = tiny_model(tokenizer=from_gguf(sentencepiece_fields()))
+    loaded = tiny_model(tokenizer=sentencepiece())
     events: list[Event] = []
     completions = engine(loaded).generate(some_requests(), events.append)
     assert len(events) == sum(len(completion.token_ids) for completion in completions)
@@ -193,29 +121,10 @@ def test_events_put_together_are_the_completions() -> None:
 
 
 def test_text_that_ends_inside_a_character_comes_out_at_the_end() -> None:
-    # every token of this vocabulary is the first byte of a longer character
-    letters = [chr(byte) for byte in range(0xC0, 0xC0 + CONFIG.vocab_size)]
-    backend = tokenizers.Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = Tokenizer(backend=backend, bos_token_id=None, chat_template=None)
+    tokenizer = half_characters()
     for completion in engine(tiny_model(tokenizer=tokenizer)).generate(some_requests()):
         assert completion.text == tokenizer.decode(completion.token_ids)
         assert completion.text.endswith("\N{REPLACEMENT CHARACTER}")
-
-
-def test_requests_may_come_while_others_run(loaded: LoadedModel) -> None:
-    requests = some_requests()
-    served = engine(loaded)
-    for request in requests[:3]:
-        served.submit(request)
-    for _ in range(4):
-        served.step()
-    late = [served.submit(request) for request in requests[3:]]
-    while served.has_work:
-        served.step()
-    expected = engine(loaded).generate(requests)
-    assert [served.completion(number) for number in range(7)] == expected
-    assert late == [3, 4, 5, 6]
 
 
 def test_decode_steps_replay_and_the_report_says_so(loaded: LoadedModel) -> None:

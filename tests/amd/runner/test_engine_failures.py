@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
-from tokenizers import decoders, models
 from torch import Tensor
 
 from rocm_attn.batch.padding import PadTo
@@ -19,11 +17,9 @@ from rocm_attn.errors import BadRequest, DeviceFault
 from rocm_attn.watch.flight_recorder import read_dump
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.options import EngineOptions
 from rocm_serve.recent_steps import RecentSteps
 from rocm_serve.request import (
     AbortEvent,
-    Completion,
     Event,
     FailureEvent,
     Request,
@@ -32,32 +28,12 @@ from rocm_serve.request import (
     TokenEvent,
 )
 from rocm_serve.sampling.sampling_options import Sampling
-from rocm_serve.text.tokenizer import Tokenizer
-from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
-from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token
+from tests.amd.runner.serving import BASE as EIGHT
+from tests.amd.runner.serving import all_pages_are_free, alone, short_requests, until_done
+from tests.amd.runner.small_tokenizers import half_characters, sentencepiece
+from tests.amd.runner.tiny_model import NAN_TOKEN
 
-BASE = EngineOptions(
-    provider="torch", page_size=4, max_batch_size=4, chunk=16, graphs=False, max_kv_len=64, capture_after=0
-)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def poisoned() -> LoadedModel:
-    return with_nan_token(tiny_model())
-
-
-def requests(num: int = 3, new_tokens: int = 6, **options: Any) -> list[Request]:
-    """Requests with prompts of different lengths, without token 7."""
-    return [Request(tuple(range(10 + number, 14 + 3 * number)), new_tokens, **options) for number in range(num)]
-
-
-def alone(loaded: LoadedModel, request: Request) -> Completion:
-    return Engine(loaded, BASE).generate([request])[0]
+BASE = replace(EIGHT, max_batch_size=4)
 
 
 def until_a_fault(engine: Engine) -> DeviceFault:
@@ -68,14 +44,6 @@ def until_a_fault(engine: Engine) -> DeviceFault:
         except DeviceFault as fault:
             return fault
     raise AssertionError("no fault was reported")
-
-
-def all_pages_are_free(engine: Engine) -> bool:
-    """Checks that all pages are free, except those of the prefix cache, which is emptied first."""
-    engine.forget_prefixes()
-    table = engine.runtime.table
-    everything = (table.full.num_usable_pages, engine.options.max_batch_size)
-    return (table.full.num_free_pages, table.num_free_rows) == everything and not engine.has_work
 
 
 # Both ways of sampling, with graphs and without.
@@ -93,9 +61,13 @@ def all_pages_are_free(engine: Engine) -> bool:
     [((3, 4, NAN_TOKEN), "the largest logit .* is nan"), ((3, NAN_TOKEN, 4), r"step \d+: K or V .* was infinite")],
     ids=["logits", "K and V"],
 )
-@pytest.mark.parametrize("num_pages", [None, 17], ids=["", "few free pages"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"num_pages": 17}, {"num_pages": 17, "steps_ahead": 1}],
+    ids=["", "few pages", "few pages, a step ahead"],
+)
 def test_a_request_of_numbers_that_are_none_fails_alone(
-    num_pages: int | None,
+    changes: dict[str, Any],
     prompt: tuple[int, ...],
     why_it_fails: str,
     sampling: Sampling,
@@ -103,9 +75,9 @@ def test_a_request_of_numbers_that_are_none_fails_alone(
     poisoned: LoadedModel,
 ) -> None:
     """The others were in its step, so each is computed again alone; then they continue undisturbed."""
-    good = requests(sampling=sampling)
+    good = short_requests(sampling=sampling)
     bad = Request(prompt, 6, sampling)
-    engine, events = Engine(poisoned, replace(BASE, graphs=graphs, num_pages=num_pages)), list[Event]()
+    engine, events = Engine(poisoned, replace(BASE, graphs=graphs, **changes)), list[Event]()
     with pytest.raises(RequestsFailed, match=f"^1 of 4 requests failed; request 1: {why_it_fails}") as why:
         engine.generate([good[0], bad, *good[1:]], events.append)
     first, failed, *others = why.value.completions
@@ -117,7 +89,7 @@ def test_a_request_of_numbers_that_are_none_fails_alone(
 
 
 def test_a_request_that_fails_on_the_way_keeps_the_tokens_that_it_had(poisoned: LoadedModel) -> None:
-    tokenizer = from_gguf(sentencepiece_fields())
+    tokenizer = sentencepiece()
     model = replace(poisoned, tokenizer=tokenizer)
     engine, request = Engine(model, BASE), Request((3, 4), 6)
     number = engine.submit(request)
@@ -177,9 +149,9 @@ def test_requests_that_were_not_in_a_faulty_step_come_out_as_they_are_alone(
     engine = wiped(monkeypatch, Engine(loaded, replace(BASE, max_batch_size=2)), faulty)
     events: list[Event] = []
     with pytest.raises(RequestsFaulted, match=r"^2 of 4 requests failed; request 0: step") as why:
-        engine.generate(requests(4), events.append)
+        engine.generate(short_requests(4), events.append)
     assert [completion.finish_reason for completion in why.value.completions] == ["error"] * 2 + ["length"] * 2
-    assert list(why.value.completions[2:]) == [alone(loaded, request) for request in requests(4)[2:]]
+    assert list(why.value.completions[2:]) == [alone(loaded, request) for request in short_requests(4)[2:]]
     assert sorted(event.request for event in events if isinstance(event, FailureEvent)) == [0, 1]
     for number in (2, 3):
         of_one = [event for event in events if isinstance(event, TokenEvent) and event.request == number]
@@ -196,8 +168,7 @@ def test_a_fault_ends_a_request_that_was_done_but_not_handed_over(
     right = engine.completion(handed_over)
     assert until_a_fault(engine).step == 1
     assert right.finish_reason == "length", "what was handed over is the caller's; the exception names its step"
-    while engine.has_work:
-        engine.step()
+    until_done(engine)
     assert engine.completion(short).finish_reason == "error"
     assert engine.completion(late) == alone(loaded, Request((3, 6), 5))
 
@@ -210,6 +181,7 @@ def test_faults_that_are_reported_together_fail_the_requests_of_each(
     with pytest.raises(RequestsFaulted) as why:
         engine.generate([Request((3, 4), 1), Request((5, 6), 1)])
     assert [completion.error.partition(":")[0] for completion in why.value.completions] == ["step 1", "step 2"]
+    assert engine.report().metrics.faults == 2
     assert all_pages_are_free(engine)
 
 
@@ -235,8 +207,7 @@ def test_a_fault_of_no_step_ends_all_that_have_run_and_none_that_wait(loaded: Lo
     engine.runtime.pool.layer(0).k[0] = 1.0
     engine._take_in(DeviceFault("something wrote to page 0"))
     engine.runtime.pool.layer(0).k[0] = 0.0
-    while engine.has_work:
-        engine.step()
+    until_done(engine)
     assert engine.completion(done).error == "something wrote to page 0"
     assert engine.completion(waits) == alone(loaded, Request((5, 6), 1))
 
@@ -245,7 +216,7 @@ def test_what_lies_in_page_0_is_reported_when_the_last_request_is_done(loaded: L
     engine = Engine(loaded, BASE)
     engine.runtime.pool.layer(0).k[0] = 1.0
     with pytest.raises(RequestsFaulted, match=r"^3 of 3 requests failed; request 0: .*page 0"):
-        engine.generate(requests())
+        engine.generate(short_requests())
     assert all_pages_are_free(engine)
 
 
@@ -263,30 +234,15 @@ def test_a_fault_that_shows_when_the_last_request_is_done_is_counted_and_leaves_
     assert engine.report().metrics.faults == 1
 
 
-def test_faults_that_come_together_are_counted_one_by_one(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = wiped(monkeypatch, Engine(loaded, replace(BASE, max_batch_size=1)), 1, 2)
-    with pytest.raises(RequestsFaulted):
-        engine.generate([Request((3, 4), 1), Request((5, 6), 1)])
-    assert engine.report().metrics.faults == 2
-
-
 def test_after_an_exception_of_the_callback_nothing_of_its_requests_is_left(loaded: LoadedModel) -> None:
     def give_up(event: Event) -> None:
         raise KeyboardInterrupt
 
     engine = Engine(loaded, BASE)
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(requests(6), give_up)
+        engine.generate(short_requests(6), give_up)
     assert all_pages_are_free(engine)
-    assert engine.generate(requests())[1] == alone(loaded, requests()[1])
-
-
-def until_done(engine: Engine) -> list[Event]:
-    """Serves all requests that are left."""
-    events: list[Event] = []
-    while engine.has_work:
-        events += engine.step()
-    return events
+    assert engine.generate(short_requests())[1] == alone(loaded, short_requests()[1])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
@@ -309,10 +265,7 @@ def test_an_aborted_request_comes_to_what_it_has_so_far(steps: int, loaded: Load
 
 
 def test_an_abort_gives_out_the_text_that_was_held_back(loaded: LoadedModel) -> None:
-    letters = [chr(byte) for byte in range(0xC0, 0xC0 + 64)]  # each the first byte of a longer character
-    backend = tokenizers.Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = Tokenizer(backend=backend, bos_token_id=None, chat_template=None)
+    tokenizer = half_characters()
     engine = Engine(replace(loaded, tokenizer=tokenizer), BASE)
     number = engine.submit(Request((3, 4), 6))
     engine.step()
@@ -335,8 +288,8 @@ def test_a_callback_may_abort_any_request(loaded: LoadedModel) -> None:
             engine.abort(0)
             engine.abort(1)
 
-    completions = engine.generate(requests(), on_event)
-    expected = [alone(loaded, request) for request in requests()]
+    completions = engine.generate(short_requests(), on_event)
+    expected = [alone(loaded, request) for request in short_requests()]
     assert completions[2] == expected[2]
     assert [done.finish_reason for done in completions] == ["abort", "abort", "length"]
     assert completions[0].token_ids == expected[0].token_ids[:3]
@@ -379,13 +332,13 @@ def test_the_fault_of_a_step_is_reported_although_an_abort_leaves_no_work(
 @pytest.mark.parametrize("num_pages", [None, 17])
 def test_a_suspect_may_be_aborted(num_pages: int | None, poisoned: LoadedModel) -> None:
     engine = Engine(poisoned, replace(BASE, num_pages=num_pages))
-    good, bad = engine.submit(requests()[0]), engine.submit(Request((3, NAN_TOKEN, 4), 6))
+    good, bad = engine.submit(short_requests()[0]), engine.submit(Request((3, NAN_TOKEN, 4), 6))
     while not engine._scheduler._suspects:
         engine.step()
     engine.abort(bad)
     until_done(engine)
     assert engine.completion(bad).finish_reason == "abort"
-    assert engine.completion(good) == alone(poisoned, requests()[0])
+    assert engine.completion(good) == alone(poisoned, short_requests()[0])
     assert all_pages_are_free(engine)
 
 
@@ -400,9 +353,7 @@ def test_a_cancelled_request_leaves_its_pages_and_no_trace(steps: int, loaded: L
         engine.step()
     engine.cancel(gone)
     engine.cancel(also_gone)
-    events: list[Event] = []
-    while engine.has_work:
-        events += engine.step()
+    events = until_done(engine)
     assert {event.request for event in events} == {kept}
     assert engine.completion(kept) == alone(loaded, Request((5, 6), 3))
     for number in (gone, also_gone):
@@ -416,15 +367,14 @@ def test_faults_of_two_steps_that_are_reported_together_fail_none_that_was_only_
 ) -> None:
     """One request fails in step 1 and one in step 2; the others were in both."""
     engine = Engine(poisoned, replace(BASE, max_batch_size=8, chunk=64))
-    good = [engine.submit(request) for request in requests()]
+    good = [engine.submit(request) for request in short_requests()]
     bad = []
     for _ in range(2):
         bad.append(engine.submit(Request((3, NAN_TOKEN, 4), 6)))
         engine.step()
-    while engine.has_work:
-        engine.step()
+    until_done(engine)
     assert [engine.completion(number).finish_reason for number in bad] == ["error"] * 2
-    assert [engine.completion(number) for number in good] == [alone(poisoned, request) for request in requests()]
+    assert [engine.completion(number) for number in good] == [alone(poisoned, request) for request in short_requests()]
 
 
 def test_a_step_is_found_across_the_wrap_of_its_number() -> None:
@@ -441,4 +391,4 @@ def test_the_logits_of_one_row_may_be_minus_infinity_but_not_all(loaded: LoadedM
     head = loaded.weights.head
     engine = Engine(replace(loaded, weights=replace(loaded.weights, head=torch.full_like(head, float("-inf")))), BASE)
     with pytest.raises(RequestsFailed, match="the largest logit of the next token is"):
-        engine.generate(requests(1))
+        engine.generate(short_requests(1))

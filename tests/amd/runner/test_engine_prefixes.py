@@ -19,28 +19,21 @@ from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
-from rocm_serve.options import EngineOptions
-from rocm_serve.request import Completion, Request
+from rocm_serve.request import Request
 from rocm_serve.sampling.sampling import Draw, PickedTokens, TokenPicker
 from rocm_serve.scheduler import ScheduledStep
 from rocm_serve.speculation.drafts import Drafts
 from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
-from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
+from tests.amd.runner.serving import engine as small_engine
+from tests.amd.runner.serving import until_done
+from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 PAGE = 4
-BASE = EngineOptions(
-    provider="torch", page_size=PAGE, max_batch_size=8, chunk=16, graphs=False, max_kv_len=96, capture_after=0
-)
 SHARED = tuple(range(20, 33))  # three pages, and a token
 
 
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return tiny_model()
-
-
 def engine(loaded: LoadedModel, **changes: Any) -> Engine:
-    return Engine(loaded, replace(BASE, **changes))
+    return small_engine(loaded, max_kv_len=96, **changes)
 
 
 def hits(engine: Engine) -> int:
@@ -93,26 +86,6 @@ def test_hits_are_those_of_an_ideal_cache_where_there_are_pages_for_everything(t
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    ("graphs", "windows"),
-    [
-        pytest.param(False, False, id="eager"),
-        pytest.param(False, True, id="eager-windows", marks=pytest.mark.nightly),
-        pytest.param(True, False, id="graphs", marks=pytest.mark.nightly),
-        pytest.param(True, True, id="graphs-windows"),
-    ],
-)
-def test_hits_change_no_token(graphs: bool, windows: bool) -> None:
-    loaded = tiny_model(base=with_windows(CONFIG, 9, -1)) if windows else tiny_model()
-    oracle, served = Float64Llama(loaded), engine(loaded, graphs=graphs)
-    for _ in range(2):
-        for request, done in zip(chats(2, 20), served.generate(chats(2, 20)), strict=True):
-            assert_greedy(oracle, request.prompt_token_ids, done.token_ids)
-    assert hits(served) > 100
-    assert served.report().metrics.cached_pages > 0
-
-
-@pytest.mark.fast(1)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_in_deterministic_mode_a_hit_changes_no_bit(
     graphs: bool, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
@@ -162,8 +135,7 @@ def test_one_that_gave_way_finds_its_own_pages_again(loaded: LoadedModel) -> Non
     for _ in range(10):
         served.step()
     high = served.submit(Request((1, 2, 3), 12))
-    while served.has_work:
-        served.step()
+    until_done(served)
     assert served.report().metrics.preemptions == 1
     assert hits(served) == 20, "the pages of 13 + 9 tokens"
     oracle = Float64Llama(loaded)
@@ -223,8 +195,7 @@ def test_pages_of_a_step_with_a_fault_are_never_found(
     for first in range(3):
         others.append(served.submit(Request((*SHARED, first), 9)))
         served.step()
-    while served.has_work:
-        served.step()
+    until_done(served)
     for number in others:
         done = served.completion(number)
         assert_greedy(oracle, done.prompt_token_ids, done.token_ids)
@@ -236,32 +207,10 @@ def test_pages_of_a_step_with_a_fault_are_never_found(
     assert hits(served) >= 12, "the others' pages are found"
 
 
-def test_only_the_request_that_fails_fails_though_its_prefix_is_shared() -> None:
-    loaded = tiny_model()
-    loaded.weights.embedding[7] = float("nan")
-    loaded.weights.head[7] = 0.0  # it is not generated
-    served, alone = engine(loaded), engine(loaded, prefix_caching=False)
-    requests = [Request((*SHARED, last, 1, 2), 20) for last in range(8)]  # none ends before the fault is known
-    served.generate([replace(requests[0], prompt_token_ids=SHARED)])
-    numbers = []
-    for request in requests:
-        numbers.append(served.submit(request))
-        served.step()
-    while served.has_work:
-        served.step()
-    done: list[Completion] = [served.completion(number) for number in numbers]
-    assert [each.finish_reason for each in done] == ["error" if number == 7 else "length" for number in range(8)]
-    assert [each.token_ids for number, each in enumerate(done) if number != 7] == [
-        alone.generate([request])[0].token_ids for number, request in enumerate(requests) if number != 7
-    ]
-    assert hits(served) > 0
-
-
-def test_what_is_computed_again_alone_uses_no_page_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = tiny_model()
-    loaded.weights.embedding[7] = float("nan")
-    loaded.weights.head[7] = 0.0
-    served, starts = engine(loaded), set[int]()
+def test_what_is_computed_again_alone_uses_no_page_of_the_cache(
+    poisoned: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, starts = engine(poisoned), set[int]()
     served.generate([Request(SHARED, 4)])
     for last in (1, 7):
         served.submit(Request((*SHARED, last, 1, 2), 20))
@@ -274,8 +223,7 @@ def test_what_is_computed_again_alone_uses_no_page_of_the_cache(monkeypatch: pyt
         return step
 
     monkeypatch.setattr(served._scheduler, "next_step", watched)
-    while served.has_work:
-        served.step()
+    until_done(served)
     assert hits(served) == 2 * 12, "when they were admitted, and not again"
     assert starts == {0, 16}, "whole prompts in chunks of 16"
 

@@ -27,7 +27,7 @@ from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from tests.amd.runner.test_published_configs import GEMMA3N_E2B, GEMMA3N_E4B
+from tests.amd.runner.test_published_configs import GEMMA3N_E4B
 from tests.amd.tolerances import assert_as_close_as_float32, attention_rounding
 
 HIDDEN_SIZE = 32
@@ -107,10 +107,7 @@ def given_to_attention() -> Iterator[list[tuple[Tensor, Tensor, Tensor, float]]]
 
 @pytest.mark.parametrize(
     ("published", "swa_pages"),
-    [
-        pytest.param(GEMMA3N_E2B, 0, id="E2B", marks=pytest.mark.nightly),
-        pytest.param(GEMMA3N_E4B, 60, id="E4B", marks=pytest.mark.nightly),
-    ],
+    [pytest.param(GEMMA3N_E4B, swa_pages, marks=pytest.mark.nightly) for swa_pages in (0, 60)],
 )
 def test_layers_that_read_anothers_k_and_v_attend_as_transformers_do(published: dict[str, Any], swa_pages: int) -> None:
     geometry = attention_geometry(published)

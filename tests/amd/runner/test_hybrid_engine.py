@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -20,15 +19,12 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_serve import engine_runtime
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.options import EngineOptions
 from rocm_serve.pool_size import PoolPages, pool_pages, swa_pages_for
 from rocm_serve.request import Request
+from tests.amd.runner.serving import BASE, all_pages_are_free, some_requests, tokens_of
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 WINDOW = 9
-BASE = EngineOptions(
-    provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64, capture_after=0
-)
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +33,12 @@ def loaded() -> LoadedModel:
     return tiny_model(base=with_windows(CONFIG, WINDOW, -1))
 
 
-def some_requests(num: int, longest: int = 40, new_tokens: int = 12) -> list[Request]:
-    chooser = random.Random(5)
-    lengths = [chooser.randrange(1, longest) for _ in range(num)]
-    return [Request(tuple(chooser.randrange(CONFIG.vocab_size) for _ in range(n)), new_tokens) for n in lengths]
-
-
-def tokens(engine: Engine, requests: list[Request]) -> list[tuple[int, ...]]:
-    return [completion.token_ids for completion in engine.generate(requests)]
-
-
 @pytest.fixture(scope="module")
 def expected(loaded: LoadedModel) -> list[tuple[int, ...]]:
     """From one pool for all layers."""
     engine = Engine(loaded, replace(BASE, swa_pages=0))
     assert engine.report().swa_pages == 0
-    return tokens(engine, some_requests(10))
+    return tokens_of(engine.generate(some_requests(10, longest=40)))
 
 
 @pytest.mark.fast(2)
@@ -75,10 +61,8 @@ def test_the_pool_of_the_windows_changes_no_token(
 ) -> None:
     engine = Engine(loaded, replace(BASE, **changes))
     assert engine.report().swa_pages > 0
-    assert tokens(engine, some_requests(10)) == expected
-    engine.forget_prefixes()
-    for table in engine.runtime.table.spaces:
-        assert table.num_free_pages == table.num_usable_pages
+    assert tokens_of(engine.generate(some_requests(10, longest=40))) == expected
+    assert all_pages_are_free(engine)
     engine.runtime.check_device()
 
 
@@ -104,15 +88,15 @@ def test_200_requests_at_a_time_keep_the_spaces_apart(
     deterministic: bool, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seed 003: under load, a layer with a window read by ids of the full space. 200 requests, 128 at a time."""
-    requests = some_requests(200, longest=30, new_tokens=6)
+    requests = some_requests(200, 6)
     options = replace(BASE, max_batch_size=128, chunk=256, max_kv_len=40, deterministic=deterministic)
-    wanted = tokens(Engine(loaded, replace(options, swa_pages=0)), requests)
+    wanted = tokens_of(Engine(loaded, replace(options, swa_pages=0)).generate(requests))
     disjoint(monkeypatch, Guards())
     engine = Engine(loaded, options)
-    assert tokens(engine, requests) == wanted
+    assert tokens_of(engine.generate(requests)) == wanted
     assert engine.report().swa_pages > engine.report().num_pages
     disjoint(monkeypatch, Guards().without("layer_space"))
-    assert tokens(Engine(loaded, options), requests) != wanted
+    assert tokens_of(Engine(loaded, options).generate(requests)) != wanted
 
 
 def test_a_pool_that_holds_no_window_and_chunk_is_refused(loaded: LoadedModel) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -15,6 +13,7 @@ from rocm_serve import prefix_cache, scheduler
 from rocm_serve.request import Request
 from rocm_serve.scheduler import NO_SEQUENCE, ScheduledStep, Scheduler
 from rocm_serve.speculation.drafts import Drafts
+from tests.amd.runner.interrupts import Lines
 from tests.amd.runner.test_scheduler import World, expected_tokens
 
 _FILES = (scheduler.__file__, prefix_cache.__file__)
@@ -22,39 +21,8 @@ _FILES = (scheduler.__file__, prefix_cache.__file__)
 _ADMIT = Rows.admit.__code__
 
 
-@dataclass
-class _Lines:
-    """The lines that run in calls; an interrupt comes before one of them.
-
-    at:     number of that line; -1: none
-    places: file and line of each
-    """
-
-    at: int = -1
-    places: list[tuple[str, int]] = field(default_factory=list)
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_filename not in _FILES and frame.f_code is not _ADMIT:
-            return None
-        if event == "line":
-            self.places.append((frame.f_code.co_filename, frame.f_lineno))
-            if len(self.places) - 1 == self.at:
-                raise KeyboardInterrupt
-        return self
-
-    def traced(self, call: Callable[[], Any]) -> Any:
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            return call()
-        finally:
-            sys.settrace(before)
-
-    def chosen(self) -> list[int]:
-        """Returns the numbers of the first and of the last run of each line."""
-        first = {place: number for number, place in reversed(list(enumerate(self.places)))}
-        last = {place: number for number, place in enumerate(self.places)}
-        return sorted({*first.values(), *last.values()})
+def _counts(frame: FrameType) -> bool:
+    return frame.f_code.co_filename in _FILES or frame.f_code is _ADMIT
 
 
 def _requests() -> list[Request]:
@@ -69,14 +37,15 @@ def _requests() -> list[Request]:
     ]
 
 
-def _served(lines: _Lines, *, drops: bool) -> World:
+def _served(lines: Lines, *, drops: bool) -> World:
     """Serves the requests and calls the scheduler again after an interrupt. drops: whether one is dropped right then"""
     world = World(page_size=4, num_pages=1 + 14, max_batch_size=3, chunk=16, max_kv_len=40)
     decide = world.scheduler.next_step
 
     def next_step(drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep | None:
         try:
-            step: ScheduledStep | None = lines.traced(lambda: decide(drafts))
+            with lines.traced():
+                step: ScheduledStep | None = decide(drafts)
         except KeyboardInterrupt:
             assert world.scheduler.has_work
             if drops:
@@ -112,7 +81,7 @@ def _assert_right(world: World, place: tuple[str, int]) -> None:
 @pytest.mark.parametrize("apart", [17, pytest.param(1, marks=pytest.mark.nightly)])
 def test_an_interrupt_while_a_step_is_decided_loses_no_sequence_and_no_row(apart: int, drops: bool) -> None:
     """apart: number of chosen lines from one interrupt to the next"""
-    lines = _Lines()
+    lines = Lines(_counts)
     world = _served(lines, drops=False)
     assert world.metrics.preemptions > 0
     assert world.metrics.prefix_hits > 0
@@ -122,7 +91,7 @@ def test_an_interrupt_while_a_step_is_decided_loses_no_sequence_and_no_row(apart
     assert len(chosen) > 100
     for order, number in enumerate(chosen):
         if order % apart == 0 or (not drops and lines.places[number] in of_moves):
-            _assert_right(_served(_Lines(number), drops=drops), lines.places[number])
+            _assert_right(_served(Lines(_counts, (number,)), drops=drops), lines.places[number])
 
 
 def _lines(function: Any) -> set[int]:
@@ -134,7 +103,8 @@ def test_an_interrupt_of_a_tables_admit_loses_no_row() -> None:
     while has_come:
         has_come = False
         try:
-            row = _Lines(num_came).traced(table.admit)
+            with Lines(_counts, (num_came,)).traced():
+                row = table.admit()
         except KeyboardInterrupt:
             num_came, has_come = num_came + 1, True
     assert num_came > 2

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from types import CodeType, FrameType
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,74 +11,41 @@ import pytest
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Completion, Event, Request, TokenEvent
+from rocm_serve.scheduler import Scheduler
+from rocm_serve.speculation.rounds import DeviceRounds, RoundPicks
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.asking import character_model
+from tests.amd.runner.interrupts import Counts, Lines, in_functions, within
 from tests.amd.runner.round_texts import round_model
-from tests.amd.runner.test_rounds import BASE, KINDS
+from tests.amd.runner.test_rounds import BASE, KINDS, at_pace, one_by_one
 from tests.amd.runner.test_speculation import BASE as TREES
 from tests.amd.runner.test_speculation import guessing, some_requests, without_speculation
 from tests.amd.runner.tiny_model import tiny_model
 
-_OURS = str(ROOT / "rocm_serve")
 # While one of these runs, a step's tokens are no longer only on the device, and not reported yet.
-_WITHIN = (Engine._read_oldest.__code__, Engine._publish_read.__code__)
+READING = within(str(ROOT / "rocm_serve"), Engine._read_oldest, Engine._publish_read)
+# What reads rounds together, and what launches a step.
+ROUNDS = in_functions(
+    Engine._go_on,
+    Engine._read_rounds,
+    Engine._take_rounds,
+    Engine._publish_rounds,
+    Engine._publish_rest,
+    DeviceRounds.read_together,
+    DeviceRounds.took,
+    RoundPicks.read,
+    Scheduler.take_together,
+)
+LAUNCHING = in_functions(Engine._advance, Scheduler.launched)
 
 
-@dataclass
-class _Lines:
-    """The lines of the runner that run between reading and publishing; interrupts come at some.
-
-    at:     numbers of these, in the order in which they run
-    within: the functions in which lines are counted
-    places: file and line of each
-    """
-
-    at: tuple[int, ...] = ()
-    places: list[tuple[str, int]] = field(default_factory=list)
-    num_came: int = 0
-    within: tuple[CodeType, ...] = _WITHIN
-    _depth: int = 0
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.startswith(_OURS):
-            return None
-        self._depth += frame.f_code in self.within
-        return self._in_function
-
-    def _in_function(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "return":
-            self._depth -= frame.f_code in self.within
-        elif event == "line" and self._depth:
-            self.places.append((frame.f_code.co_filename, frame.f_lineno))
-            if len(self.places) - 1 in self.at:
-                self.num_came += 1
-                raise KeyboardInterrupt
-        return self._in_function
-
-    def chosen(self) -> list[int]:
-        """Returns the numbers of the first and of the last run of each line."""
-        first = {place: number for number, place in reversed(list(enumerate(self.places)))}
-        last = {place: number for number, place in enumerate(self.places)}
-        return sorted({*first.values(), *last.values()})
-
-
-@contextmanager
-def _traced(lines: _Lines) -> Iterator[None]:
-    before = sys.gettrace()
-    sys.settrace(lines)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-def served(engine: Engine, requests: list[Request], lines: _Lines) -> tuple[list[Completion], list[Event]]:
+def served(engine: Engine, requests: list[Request], lines: Lines) -> tuple[list[Completion], list[Event]]:
     """Calls the engine again after each interrupt; returns the requests' completions and events."""
     numbers, events = [engine.submit(request) for request in requests], list[Event]()
     while engine.has_work:
         num_came = lines.num_came
         try:
-            with _traced(lines):
+            with lines.traced():
                 new = engine.step()
         except KeyboardInterrupt:
             assert lines.num_came > num_came
@@ -96,16 +60,29 @@ def loaded() -> LoadedModel:
 
 
 def world(kind: str, loaded: LoadedModel) -> tuple[Callable[[], Engine], list[Request]]:
-    """Returns a factory of engines, and requests that end by length, by a token and, if there is text, by text."""
+    """Returns a factory of engines, and requests that end by length, by a token and, if there is text, by text.
+
+    kind: "plain" or "text", "rounds" or "rounds of text" that are read together, "rounds one by one"
+    """
     options = replace(BASE, page_size=4, max_batch_size=3, speculative="off")
-    if kind == "text":
+    if "text" in kind:
         loaded = replace(loaded, tokenizer=character_model().tokenizer)
     requests = [KINDS["greedy"].request(seed, num) for seed, num in ((1, 6), (6, 9), (2, 9))]
+    if "rounds" in kind:
+        requests = [replace(request, max_new_tokens=request.max_new_tokens + 38) for request in requests]
     whole = Engine(loaded, replace(options, steps_ahead=0, draft_tokens=4)).generate(requests)
-    requests[1] = replace(requests[1], stop_token_ids=(whole[1].token_ids[4],))
+    requests[1] = replace(requests[1], stop_token_ids=(whole[1].token_ids[-5],))
     if kind == "text":
         requests[2] = replace(requests[2], stop=(whole[2].text[3:5],), logprobs=2)
-    return lambda: Engine(loaded, options), requests
+    if "rounds" not in kind:
+        return lambda: Engine(loaded, options), requests
+    speculating = replace(options, speculative="ngram", draft_tokens=2)
+
+    def of_rounds() -> Engine:
+        engine = at_pace(4, Engine(loaded, speculating))
+        return one_by_one(engine) if kind == "rounds one by one" else engine
+
+    return of_rounds, requests
 
 
 def world_of_trees() -> tuple[Callable[[], Engine], list[Request]]:
@@ -118,36 +95,48 @@ def world_of_trees() -> tuple[Callable[[], Engine], list[Request]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "apart"),
+    ("kind", "counts", "apart"),
     [
-        ("plain", 32),
-        ("text", 40),
-        *[pytest.param(kind, 1, marks=pytest.mark.nightly) for kind in ("plain", "text", "trees")],
+        ("plain", READING, 32),
+        ("text", READING, 40),
+        ("plain", LAUNCHING, 8),
+        ("rounds", ROUNDS, 16),
+        *[
+            pytest.param(kind, counts, 1, marks=pytest.mark.nightly)
+            for kind, counts in (
+                *((kind, READING) for kind in ("plain", "text", "trees")),
+                *((kind, ROUNDS) for kind in ("rounds", "rounds of text", "rounds one by one")),
+                *((kind, LAUNCHING) for kind in ("plain", "rounds")),
+            )
+        ],
     ],
 )
-def test_tokens_are_told_once_wherever_an_interrupt_comes(kind: str, apart: int, loaded: LoadedModel) -> None:
+def test_tokens_are_told_once_wherever_an_interrupt_comes(
+    kind: str, counts: Counts, apart: int, loaded: LoadedModel
+) -> None:
     """No page is lost either. apart: number of chosen lines from one interrupt to the next"""
     make, requests = world_of_trees() if kind == "trees" else world(kind, loaded)
-    lines = _Lines()
+    lines = Lines(counts)
     wanted, told = served(make(), requests, lines)
     assert {done.finish_reason for done in wanted} == {"length", "stop"}
     chosen = lines.chosen()
-    assert len(chosen) > 200
+    assert len(chosen) > (200 if counts is READING else 20)
     for number in chosen[::apart]:
-        _check(make(), requests, _Lines((number,)), wanted, told, lines.places[number])
+        _check(make(), requests, Lines(counts, (number,)), wanted, told, lines.places[number])
 
 
 def _check(
     engine: Engine,
     requests: list[Request],
-    lines: _Lines,
+    lines: Lines,
     wanted: list[Completion],
     told: list[Event],
     place: tuple[str, int],
+    num_interrupts: int = 1,
 ) -> None:
     """Serves requests with interrupts: their texts, events and pages are the same as without."""
     found, events = served(engine, requests, lines)
-    assert lines.num_came == len(lines.at), place
+    assert lines.num_came == num_interrupts, place
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
         # Logprobs of a step that is computed in another batch differ in the last bits.
         assert len(one.logprobs) == len(other.logprobs), place
@@ -165,11 +154,11 @@ def _tokens_of(number: int, events: list[Event]) -> list[tuple[object, ...]]:
 def test_several_interrupts_one_after_another_lose_nothing_either(loaded: LoadedModel) -> None:
     """Each comes where the engine continues after the one before it."""
     make, requests = world("text", loaded)
-    lines = _Lines()
+    lines = Lines(READING)
     wanted, told = served(make(), requests, lines)
     for first in range(len(lines.places) // 7, len(lines.places), len(lines.places) // 3):
         at = (first, first + 3, first + 13, first + 14, first + 40)
-        _check(make(), requests, _Lines(at), wanted, told, lines.places[first])
+        _check(make(), requests, Lines(READING, at), wanted, told, lines.places[first], len(at))
 
 
 @pytest.mark.parametrize("leave", [Engine.abort, Engine.cancel])
@@ -179,15 +168,15 @@ def test_a_request_that_leaves_does_so_whole_or_not_at_all(
 ) -> None:
     """This holds for an interrupt at any line. The others continue undisturbed."""
     make, requests = world("plain", loaded)
-    wanted, _ = served(make(), requests, _Lines())
+    wanted, _ = served(make(), requests, Lines(READING))
     at, came = 0, True
     while came:
-        engine, lines = make(), _Lines((at,), within=(leave.__code__,))
+        engine, lines = make(), Lines(within(str(ROOT / "rocm_serve"), leave), (at,))
         numbers = [engine.submit(request) for request in requests]
         for _ in range(4 * runs):
             engine.step()
         try:
-            with _traced(lines):
+            with lines.traced():
                 leave(engine, numbers[1])
         except KeyboardInterrupt:
             pass

@@ -18,7 +18,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from tests.amd.runner.dense_attention import dense_logits
-from tests.amd.runner.test_engine import some_requests
+from tests.amd.runner.serving import some_requests
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 _EACH = ExpertMlp(Routing(4, 2, normalised=False), 12, SwiGLU(), ExpertTensors.EACH)

@@ -119,12 +119,6 @@ def test_experts_are_chosen_within_the_best_groups_and_a_correction_changes_no_s
         torch.testing.assert_close(share.double(), 2.5 * score[expert] / score[expert].sum(), atol=1e-6, rtol=1e-5)
 
 
-def test_shares_of_normalised_experts_sum_to_one() -> None:
-    experts, shares = MLP.routing.choose(torch.randn(11, EXPERTS), None)
-    torch.testing.assert_close(shares.sum(-1), torch.ones(11))
-    assert all(len(set(of_token)) == 2 for of_token in experts.tolist())
-
-
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_an_expert_that_overflows_harms_no_token_that_did_not_choose_it(bad: float) -> None:
     weights, x = random_weights(), torch.randn(9, HIDDEN)

@@ -25,7 +25,6 @@ from rocm_serve.engine_runtime import runtime_for
 from rocm_serve.measured_memory import LargestSteps, memory_of
 from rocm_serve.options import EngineOptions
 from rocm_serve.pool_size import NOT_MEASURED, Measured, is_small, most_kv_bytes
-from rocm_serve.ranks import OneRank
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.eagle import EagleDrafter
@@ -225,20 +224,6 @@ def test_what_is_given_or_small_is_not_measured(
     assert measured == NOT_MEASURED
     pages = {"kv_bytes": 60_000 // 1024, "num_pages": 30, "max_kv_len": 1 + 4 * 8}
     assert runtime.pool.num_pages == pages[next(iter(changes))]
-
-
-def test_ranks_take_the_smallest_pool_of_all(metered: Callable[[int], MeteredMemory]) -> None:
-    asked: list[int] = []
-
-    class BesideASmallOne(OneRank):
-        def least(self, number: int) -> int:
-            asked.append(number)
-            return number if len(asked) == 1 else 100 * 1024
-
-    with metered(6_000_000):
-        runtime, _ = runtime_for(tiny_model(context_len=CONTEXT, ranks=BesideASmallOne()), MANY)
-    assert len(asked) == 2, "of what is free, by which the steps are chosen, and of what is left"
-    assert runtime.pool.num_pages == 100 < asked[1] // 1024
 
 
 def test_a_cpu_is_not_measured() -> None:

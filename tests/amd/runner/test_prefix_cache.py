@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +21,7 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_serve import prefix_cache
 from rocm_serve.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
 from tests.amd.runner.cache_invariants import check_cache
+from tests.amd.runner.interrupts import Lines
 
 PAGE = 2
 STEPS_UNTIL_KNOWN = 3
@@ -180,24 +179,10 @@ def _is_of_the_cache(frame: FrameType) -> bool:
 
 def interrupted(at: int, call: Callable[[], object]) -> bool:
     """Calls, with an interrupt before a line of the cache or of its callees, counted from 1. True if it came."""
-    left = [at]
-
-    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
-        if not _is_of_the_cache(frame):
-            return None
-        left[0] -= event == "line"
-        if event == "line" and left[0] == 0:
-            raise KeyboardInterrupt
-        return interrupt
-
-    before = sys.gettrace()
-    with suppress(KeyboardInterrupt):
-        sys.settrace(interrupt)
-        try:
-            call()
-        finally:
-            sys.settrace(before)
-    return left[0] <= 0
+    lines = Lines(_is_of_the_cache, (at - 1,))
+    with suppress(KeyboardInterrupt), lines.traced():
+        call()
+    return lines.num_came > 0
 
 
 def _moved_twice(interrupt_at: int) -> tuple[list[list[int]], bool]:
@@ -316,36 +301,6 @@ def test_a_page_of_a_window_comes_back_when_it_is_computed_again() -> None:
     check_cache(pages.cache, pages.table)
 
 
-def test_a_page_is_found_from_the_fourth_step_on_after_its_own() -> None:
-    pages = Pages(40)
-    pages.serve((1, 2, 3, 4, 5))
-    for found in (0, 0, 0, 4):
-        assert pages.find((1, 2, 3, 4, 9)) == found
-        pages.idle_steps(1)
-
-
-def test_what_has_waited_for_the_device_is_found_at_once() -> None:
-    pages = Pages(40)
-    pages.serve((1, 2, 3, 4, 5))
-    pages.cache.all_is_right()
-    assert pages.find((1, 2, 3, 4, 9)) == 4
-
-
-def test_the_last_token_is_never_found() -> None:
-    pages = Pages(40)
-    pages.serve((1, 2, 3, 4))
-    pages.idle_steps()
-    assert [pages.find((1, 2, 3, 4)[:length]) for length in (1, 2, 3, 4)] == [0, 0, 2, 2]
-
-
-def test_a_salt_keeps_tenants_apart() -> None:
-    pages = Pages(40)
-    pages.serve((1, 2, 3, 4, 5), "one")
-    pages.idle_steps()
-    assert pages.find((1, 2, 3, 4, 5), "one") == 4
-    assert pages.find((1, 2, 3, 4, 5), "two") == pages.find((1, 2, 3, 4, 5)) == 0
-
-
 def test_keys_are_the_same_in_every_process_and_a_salt_is_no_page() -> None:
     assert page_key(salt_key(""), (1, 2)).hex() == GOLDEN
     before = salt_key("a")
@@ -374,15 +329,6 @@ def test_the_least_recently_used_chain_goes_first_and_its_end_before_its_beginni
         [2, 0, 0],
         [1, 0, 0],
     ]
-
-
-def test_two_rows_that_compute_the_same_page_enter_it_once() -> None:
-    pages = Pages(40)
-    one, other = pages.serve((1, 2, 3, 4, 5))[0], pages.serve((1, 2, 3, 4, 5))[0]
-    assert len(pages.cache) == 2
-    pages.leave(one)
-    pages.leave(other)
-    assert pages.table.full.num_free_pages == pages.table.full.num_usable_pages - 2
 
 
 @pytest.mark.parametrize("what", ["fails", "went wrong"])

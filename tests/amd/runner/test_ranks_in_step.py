@@ -20,13 +20,11 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.cache.row_work import QkvWork
-from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
 from rocm_attn.machine.agreement import RanksDiverged, SentFault, faults_of_any
 from rocm_serve import engine as engine_module
 from rocm_serve import engine_runtime, pool_size
 from rocm_serve.engine import Engine
 from rocm_serve.models.attention_weights import HeadWeights
-from rocm_serve.options import EngineOptions
 from rocm_serve.ranks import RanksOfGroup
 from rocm_serve.request import Completion, FailureEvent, Request
 from rocm_serve.sampling.sampling_options import Sampling
@@ -34,13 +32,13 @@ from rocm_serve.speculation.rounds import DeviceRounds
 from tests.amd.ranks import NUM_RANKS, on_every_rank
 from tests.amd.runner.metered_memory import MeteredMemory
 from tests.amd.runner.round_texts import round_model
+from tests.amd.runner.serving import BASE as OF_EIGHT
+from tests.amd.runner.test_rounds import until_unread, with_an_error_word
 from tests.amd.runner.test_rounds_of_ranks import BASE as ROUNDS
 from tests.amd.runner.test_rounds_of_ranks import requests as requests_of_rounds
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model
 
-BASE = EngineOptions(
-    provider="torch", page_size=4, max_batch_size=4, chunk=16, graphs=False, max_kv_len=64, capture_after=0
-)
+BASE = replace(OF_EIGHT, max_batch_size=4)
 REQUESTS = tuple(
     Request(tuple(range(10 + number, 14 + 3 * number)), 8, Sampling(temperature=0.7 * (number % 2), seed=number))
     for number in range(4)
@@ -105,28 +103,16 @@ def memory_of_one_rank_is_short(rank: int) -> list[str]:
     return [f"fewer than wanted: {num_pages < 1 + 4 * 16}", str(num_pages), *shown(serving.generate(REQUESTS))]
 
 
-class FailsAfterwards:
-    """A recorder that makes its graph with the other ranks, and then raises."""
+class WrongRecorder:
+    """A recorder that makes its graph with the other ranks. Then it raises, or gives a graph of other numbers."""
 
-    def __init__(self) -> None:
-        self._inner = recorder_for(torch.device("cpu"))
-
-    def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
-        self._inner.record(fn)
-        raise RuntimeError("the driver is out of handles")
-
-    def release_memory(self) -> None:
-        self._inner.release_memory()
-
-
-class GivesOthers:
-    """A recorder whose graphs give other numbers than the recorded run."""
-
-    def __init__(self) -> None:
-        self._inner = recorder_for(torch.device("cpu"))
+    def __init__(self, raises: bool) -> None:
+        self._inner, self._raises = recorder_for(torch.device("cpu")), raises
 
     def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
         recording, rows = self._inner.record(fn)
+        if self._raises:
+            raise RuntimeError("the driver is out of handles")
         replay = recording.replay
 
         def other() -> None:
@@ -140,9 +126,9 @@ class GivesOthers:
         self._inner.release_memory()
 
 
-def a_graph_is_wrong_on_one_rank(rank: int, wrong: Callable[[], Recorder]) -> list[str]:
+def a_graph_is_wrong_on_one_rank(rank: int, *, raises: bool) -> list[str]:
     def recorder(device: torch.device) -> Recorder:
-        return wrong() if rank == 1 else recorder_for(device)
+        return WrongRecorder(raises) if rank == 1 else recorder_for(device)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "recorder_for", recorder)
@@ -203,10 +189,8 @@ def rounds_of_one_rank_go_wrong(rank: int, spoil: Callable[[Engine], None]) -> l
     """Returns the requests that fail, and where; the fault comes while rounds follow each other on the device."""
     serving = Engine(round_model(ranks=ranks()), ROUNDS)
     requests = requests_of_rounds()
-    numbers, rounds = [serving.submit(request) for request in requests], serving._rounds
-    assert isinstance(rounds, DeviceRounds)
-    while rounds._series is None or rounds._series.num_unread < 2:
-        serving.step()
+    numbers = [serving.submit(request) for request in requests]
+    rounds = until_unread(serving)
     if rank == 1:
         spoil(serving)
     lines = gone_through(serving)
@@ -254,12 +238,6 @@ def with_nan_in_kv(serving: Engine) -> None:
     attention = serving._loaded.weights.layers[-1].attention
     assert isinstance(attention, HeadWeights)
     attention.qkv[-1].fill_(float("nan"))
-
-
-def with_an_error_word(serving: Engine) -> None:
-    last = serving.runtime.gate.last
-    assert last is not None
-    last.inputs.counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
 
 
 def the_table_of_one_rank_is_wiped(rank: int) -> list[str]:
@@ -314,8 +292,8 @@ BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "few free pages": on_few_pages,
     "second turns": lambda rank: second_turns(engine(num_pages=19)),
     "short memory": memory_of_one_rank_is_short,
-    "failed graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, FailsAfterwards),
-    "other graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, GivesOthers),
+    "failed graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, raises=True),
+    "other graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, raises=False),
     "nan, eager": lambda rank: nan_in_the_kv_of_one_rank(rank),
     "nan, graphs": lambda rank: nan_in_the_kv_of_one_rank(rank, graphs=True),
     "nan, ahead": lambda rank: nan_in_the_kv_of_one_rank(rank, steps_ahead=1),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,15 +13,14 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
 from rocm_attn.hip_graphs.recorder import InTurn, Recording
-from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
 from rocm_serve.engine import Engine
-from rocm_serve.request import Completion
 from rocm_serve.speculation.drafts_again import DraftsAgain
 from rocm_serve.speculation.kept import Kept
 from rocm_serve.speculation.round_launches import RoundLaunches
 from rocm_serve.speculation.rounds import DeviceRounds
 from tests.amd.runner.round_texts import CIRCLE, round_model
-from tests.amd.runner.test_rounds import DEVICE, KINDS, Kind, at_pace, of_circle, rounds_of, steps
+from tests.amd.runner.serving import served_to_the_end, until_done
+from tests.amd.runner.test_rounds import DEVICE, KINDS, Kind, at_pace, of_circle, rounds_of, with_an_error_word
 
 AT_NIGHT = ("drafted", "drawn", "head", "trees", "trees of a head", "drawn in windows", "deterministic")
 EVERY_KIND = pytest.mark.parametrize(
@@ -58,12 +56,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     monkeypatch.setattr(StepRunner, "run_again", and_note)
     return found
-
-
-def to_the_end(engine: Engine, numbers: Sequence[int]) -> list[Completion]:
-    for _ in steps(engine):
-        pass
-    return [engine.completion(number) for number in numbers]
 
 
 def until_whole(engine: Engine, launched: Launched) -> None:
@@ -177,8 +169,8 @@ def test_an_interrupt_of_a_round_that_is_one_graph_changes_no_text(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, and_interrupt)
         with pytest.raises(KeyboardInterrupt):
-            to_the_end(engine, [])
-    assert to_the_end(engine, numbers) == kind.plainly(requests)
+            until_done(engine)
+    assert served_to_the_end(engine, numbers) == kind.plainly(requests)
 
 
 @pytest.mark.nightly
@@ -190,7 +182,7 @@ def test_addresses_that_are_sealed_anew_leave_no_round_on_the_old_graph(kind: Ki
     engine.settle()
     before = rounds_of(engine)._launches._values.copy()
     engine._runner.reopen(engine.runtime.options.capture_sizes or (1, 2, 4, 8))
-    assert to_the_end(engine, numbers) == kind.plainly(requests)
+    assert served_to_the_end(engine, numbers) == kind.plainly(requests)
     after = rounds_of(engine)._launches._values
     assert all(after.get(key) is not kept for key, kept in before.items())
 
@@ -201,12 +193,10 @@ def test_a_fault_within_the_graph_of_a_round_ends_its_requests_alone(kind: Kind,
     number = engine.submit(kind.request(1, 200))
     at_pace(3, engine)
     until_whole(engine, launched)
-    last = engine.runtime.gate.last
-    assert last is not None
-    last.inputs.counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
+    with_an_error_word(engine)
     with pytest.raises(DeviceFault):
-        to_the_end(engine, [])
-    assert to_the_end(engine, [number])[0].error
+        until_done(engine)
+    assert served_to_the_end(engine, [number])[0].error
     requests = [kind.request(3, 40)]
     assert engine.generate(requests) == kind.plainly(requests)
 

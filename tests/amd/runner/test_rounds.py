@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -32,6 +32,7 @@ from rocm_serve.speculation.rounds import DeviceRounds
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.round_texts import CIRCLE, OPTIONS, UnsureTexts, round_model
+from tests.amd.runner.serving import served_to_the_end, until_done
 from tests.amd.runner.tiny_model import CONFIG
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -173,6 +174,11 @@ def at_pace(num_ahead: int, engine: Engine) -> Engine:
     return engine
 
 
+def one_by_one(engine: Engine) -> Engine:
+    rounds_of(engine).read_together = lambda *arguments: None  # type: ignore[method-assign]
+    return engine
+
+
 def counted(engine: Engine) -> list[int]:
     """Returns a list that gets a 1 for each round that the host has not planned."""
     rounds, launched = rounds_of(engine), list[int]()
@@ -184,6 +190,14 @@ def counted(engine: Engine) -> list[int]:
 
     rounds.launch = and_count  # type: ignore[method-assign]
     return launched
+
+
+def until_unread(engine: Engine, num: int = 2) -> DeviceRounds:
+    """Steps until that many rounds have been launched and not read."""
+    rounds = rounds_of(engine)
+    while rounds._series is None or rounds._series.num_unread < num:
+        engine.step()
+    return rounds
 
 
 def steps(engine: Engine) -> Iterator[Many[Event]]:
@@ -233,8 +247,7 @@ def test_a_round_publishes_nothing_and_is_launched_before_the_last_one_is_read(
             return launch()
 
     rounds.launch = without_the_host  # type: ignore[method-assign]
-    for _ in steps(engine):
-        pass
+    until_done(engine)
     assert len(seen) > 20
     assert max(seen) == pace
 
@@ -284,17 +297,6 @@ def test_whatever_comes_in_between_changes_no_text(seed: int, kind: Kind) -> Non
     assert all(pages.num_free_pages == pages.num_usable_pages for pages in table.spaces)
 
 
-def test_a_text_that_stops_within_a_round_leaves_the_others_as_they_are(kind: Kind) -> None:
-    """Rounds that were launched before the stop was known continue the text, and their tokens for it are dropped."""
-    requests = [kind.request(seed, 80) for seed in range(3)]
-    texts = [done.token_ids for done in kind.plainly(requests)]
-    requests[1] = replace(requests[1], stop_token_ids=(texts[1][30],))
-    engine = kind.engine()
-    launched = counted(engine)
-    assert engine.generate(requests) == kind.plainly(requests)
-    assert launched
-
-
 @kinds("greedy")
 @pytest.mark.parametrize("place", [20, 27, 33])
 def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(place: int, kind: Kind) -> None:
@@ -312,9 +314,7 @@ def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(pla
     # A request of another kind may have ended by now: the number of tokens per round is not known.
     assert numbers[0] in engine._outputs or kind is not KINDS["greedy"]
     numbers.append(engine.submit(late))
-    for _ in steps(engine):
-        pass
-    assert [engine.completion(number) for number in numbers] == kind.plainly([long, other, late], with_words)
+    assert served_to_the_end(engine, numbers) == kind.plainly([long, other, late], with_words)
 
 
 @pytest.mark.fast
@@ -325,8 +325,7 @@ def test_an_interrupt_while_a_round_is_launched_changes_no_text(
     requests = [kind.request(seed, 60) for seed in range(2)]
     engine = kind.engine()
     numbers, rounds = [engine.submit(request) for request in requests], rounds_of(engine)
-    while rounds._series is None or rounds._series.num_unread < 2:
-        engine.step()
+    until_unread(engine)
     owner, name = {
         "round": (engine._runner, "run_again"),
         "picks": (rounds._picker, "picking"),
@@ -353,22 +352,17 @@ def test_an_interrupt_while_a_round_is_launched_changes_no_text(
         patch.setattr(owner, name, Told() if at == "told" else and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    for _ in steps(engine):
-        pass
-    assert [engine.completion(number) for number in numbers] == kind.plainly(requests)
+    assert served_to_the_end(engine, numbers) == kind.plainly(requests)
 
 
 @kinds("greedy")
 def test_a_step_of_others_between_two_rounds_ends_the_series(kind: Kind) -> None:
     requests = [kind.request(seed, 60) for seed in range(2)]
     engine = kind.engine(graphs=True)
-    numbers, rounds = [engine.submit(request) for request in requests], rounds_of(engine)
-    while rounds._series is None or rounds._series.num_unread < 2:
-        engine.step()
+    numbers = [engine.submit(request) for request in requests]
+    until_unread(engine)
     engine.capture_all(lambda done, total, name: None)
-    for _ in steps(engine):
-        pass
-    assert [engine.completion(number) for number in numbers] == kind.plainly(requests)
+    assert served_to_the_end(engine, numbers) == kind.plainly(requests)
 
 
 @kinds("greedy")
@@ -421,38 +415,35 @@ def test_pages_of_a_series_are_reserved_at_once_where_plenty_are_free(
     assert max(limits) < 250
 
 
-@kinds("greedy")
-def test_a_length_beyond_its_limit_ends_the_requests_with_a_fault(kind: Kind) -> None:
-    engine = kind.engine()
-    number, rounds = engine.submit(kind.request(1, 200)), rounds_of(engine)
-    while rounds._series is None or rounds._series.num_unread < 2:
-        engine.step()
-    rounds._series.limit_on_device.fill_(1)  # as if another write had overwritten it
-    with pytest.raises(DeviceFault, match="was outside of 0 <= q_len <= kv_len <= its bound"):
-        for _ in steps(engine):
-            pass
-    for _ in steps(engine):
-        pass
-    assert engine.completion(number).finish_reason == "error"
-    again = kind.request(3)
-    assert engine.generate([again]) == kind.plainly([again])
-
-
-@kinds("greedy")
-def test_a_fault_in_a_round_is_told_before_the_host_plans_another_step(kind: Kind) -> None:
-    engine = kind.engine()
-    number, rounds = engine.submit(kind.request(1, 200)), rounds_of(engine)
-    while rounds._series is None or rounds._series.num_unread < 2:
-        engine.step()
+def with_an_error_word(engine: Engine) -> None:
+    """As if the last launched step had set it."""
     last = engine.runtime.gate.last
     assert last is not None
     last.inputs.counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
-    with pytest.raises(DeviceFault):
-        for _ in steps(engine):
-            pass
-    for _ in steps(engine):
-        pass
-    assert engine.completion(number).error
+
+
+def with_a_low_limit(engine: Engine) -> None:
+    """As if another write had overwritten the limit of lengths."""
+    series = rounds_of(engine)._series
+    assert series is not None
+    series.limit_on_device.fill_(1)
+
+
+@kinds("greedy")
+@pytest.mark.parametrize("spoil", [with_an_error_word, with_a_low_limit])
+def test_a_fault_in_a_round_ends_its_requests_before_the_host_plans_another_step(
+    spoil: Callable[[Engine], None], kind: Kind
+) -> None:
+    engine = kind.engine()
+    number = engine.submit(kind.request(1, 200))
+    until_unread(engine)
+    spoil(engine)
+    with pytest.raises(DeviceFault, match="lay outside of 0 <= q_len <= kv_len <= its bound"):
+        until_done(engine)
+    (done,) = served_to_the_end(engine, [number])
+    assert (done.finish_reason, bool(done.error)) == ("error", True)
+    again = kind.request(3)
+    assert engine.generate([again]) == kind.plainly([again])
 
 
 def test_a_row_that_nothing_can_be_picked_from_fails_its_request_alone(kind: Kind) -> None:
@@ -535,9 +526,7 @@ def test_a_prompt_of_as_many_tokens_as_a_round_is_not_taken_for_guesses(draft_to
     while rounds_of(engine)._series is None:
         engine.step()
     numbers.append(engine.submit(beside))
-    for _ in steps(engine):
-        pass
-    assert [engine.completion(number) for number in numbers] == kind.plainly([first, beside])
+    assert served_to_the_end(engine, numbers) == kind.plainly([first, beside])
     begins, longer = Request(tokens[:8], 9), Request(tokens[: 8 + width], 20)
     assert [engine.generate([each])[0] for each in (begins, longer)] == kind.plainly([begins, longer])
     assert engine.metrics.prefix_hits
@@ -554,8 +543,7 @@ def test_a_row_of_which_no_token_is_left_says_so() -> None:
         shaped.fill_(-torch.inf)
 
     engine._picker.ops = replace(ops, shape_rows=none_left)  # type: ignore[type-var]
-    for _ in steps(engine):
-        pass
+    until_done(engine)
     assert engine.completion(number).error.startswith("no token is left that the request allows")
 
 
@@ -573,8 +561,7 @@ def test_a_prompt_finds_what_rounds_have_stored(kind: Kind, monkeypatch: pytest.
     second = Request((first.prompt_token_ids + wanted[0].token_ids)[:58], 30)
     before = engine.metrics.prefix_hits
     numbers.append(engine.submit(second))
-    for _ in steps(engine):
-        pass
+    until_done(engine)
     assert engine.metrics.prefix_hits > before + len(first.prompt_token_ids)
     assert [engine.completion(number) for number in numbers] == [*wanted, *kind.plainly([second])]
 

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -310,6 +311,13 @@ def test_every_request_comes_to_what_it_would_alone(
         assert step.batch.num_tokens <= max(chunk, decodes + 1)
 
 
+@pytest.mark.nightly
+@worlds
+@settings(max_examples=1000)
+def test_every_request_of_more_worlds_does(**world: Any) -> None:
+    test_every_request_comes_to_what_it_would_alone.hypothesis.inner_test(**world)  # type: ignore[attr-defined]
+
+
 def request(prompt_len: int, max_new_tokens: int = 5) -> Request:
     return Request(tuple(range(prompt_len)), max_new_tokens)
 
@@ -357,32 +365,20 @@ def test_requests_are_admitted_in_the_order_they_came() -> None:
 def test_the_youngest_gives_way_and_goes_on_with_the_same_tokens() -> None:
     roomy, tight = world(chunk=64), world(chunk=64, num_pages=1 + 8, max_kv_len=32)
     for served in (roomy, tight):
-        for number in range(3):
+        for number in range(4):
             served.add(number, Request((number, 1, 2, 3, 4, 5), 20))
-        while served.scheduler.has_work:
-            served.step()
+        served_in_turn(served)
     assert roomy.metrics.preemptions == 0
     assert tight.metrics.preemptions > 0
     assert tight.results == roomy.results
-    assert next(iter(tight.results)) == 0  # the oldest is never the one to give way
-
-
-def test_one_that_gave_way_goes_on_before_newcomers() -> None:
-    served = world(chunk=64, num_pages=1 + 8, max_kv_len=32)
-    for number in range(4):
-        served.add(number, Request((number, 1, 2, 3, 4, 5), 20))
-    while served.scheduler.has_work:
-        served.step()
-    assert served.metrics.preemptions > 0
-    assert list(served.results) == [0, 1, 2, 3]
+    assert list(tight.results) == [0, 1, 2, 3], "the oldest never gives way, and one that did goes before newcomers"
 
 
 def test_a_newcomer_waits_while_those_who_run_would_soon_need_its_pages() -> None:
     served = world(chunk=64, num_pages=1 + 8, max_kv_len=32)
     served.add(0, Request(tuple(range(16)), 9))  # 4 pages now, 6 in the end
     served.add(1, Request(tuple(range(16, 32)), 9))  # the other 4 now
-    while served.scheduler.has_work:
-        served.step()
+    served_in_turn(served)
     assert served.metrics.preemptions == 0
 
 
@@ -391,29 +387,8 @@ def test_a_pool_made_for_all_of_them_serves_all_of_them_at_once(prompt_len: int)
     served = world(chunk=64, num_pages=1 + 4 * 3, max_kv_len=12)
     for number in range(4):
         served.add(number, request(prompt_len, max_new_tokens=13 - prompt_len))
-    while served.scheduler.has_work:
-        served.step()
+    served_in_turn(served)
     assert {step.batch.num_seqs for step in served.steps} == {4}
-
-
-def test_a_recomputed_sequence_is_cut_into_chunks_like_a_prompt() -> None:
-    served = world(chunk=4, num_pages=1 + 8, max_kv_len=32)
-    for number in range(3):
-        served.add(number, Request((number, 1, 2, 3, 4, 5), 20))
-    while served.scheduler.has_work:
-        served.step()
-    assert served.metrics.preemptions > 0
-    assert max(step.batch.num_tokens for step in served.steps) <= 4
-
-
-@pytest.mark.parametrize(("prompt_len", "new_tokens"), [(60, 5), (63, 2), (64, 1)])
-def test_a_sequence_ends_where_its_kv_is_full(prompt_len: int, new_tokens: int) -> None:
-    served = world(chunk=64)
-    served.add(0, request(prompt_len, max_new_tokens=50))
-    while served.scheduler.has_work:
-        served.step()
-    tokens, reason = served.results[0]
-    assert (len(tokens), reason) == (new_tokens, "length")
 
 
 def served_in_turn(served: World) -> list[int]:
@@ -503,55 +478,16 @@ def test_preemptions_for_better_priorities_come_to_an_end(
     assert len(served.steps) <= sum(length + new for _, length, new in requests_of) * 4 + 4
 
 
-def test_a_starving_request_is_served_as_soon_as_better_ones_stop_coming() -> None:
-    served = World(page_size=4, num_pages=65, max_batch_size=1, chunk=64, max_kv_len=64)
-    served.add(0, Request((1, 2, 3), 3, priority=1))
-    for number in range(1, 30):
-        served.add(number, Request((number,), 3))
-        served.step()
-        assert running(served) != [0]
-    served_in_turn(served)
-    assert list(served.results)[-1] == 0
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_sequence_that_is_dropped_leaves_its_place_and_pages(steps: int) -> None:
-    served = World(page_size=4, num_pages=9, max_batch_size=1, chunk=6, max_kv_len=32)
-    served.add(0, Request(tuple(range(14)), 9))
-    served.add(1, Request((5, 6), 3))
-    for _ in range(steps):
-        served.step()
-    served.abort(0)
-    served_in_turn(served)
-    assert served.results[1] == expected_tokens(served.sequences[1].request, 32)
-    served.scheduler.forget_pages()
-    assert served.table.full.num_free_pages == served.table.full.num_usable_pages
-
-
 @pytest.mark.parametrize("num_drafts", [1, 4, 7])
 def test_a_sequence_gets_its_accepted_drafts_and_a_token_more(num_drafts: int) -> None:
     served = world(chunk=64)
     served.guess = right(num_drafts)
     served.add(0, request(5, max_new_tokens=17))
-    while served.scheduler.has_work:
-        served.step()
+    served_in_turn(served)
     assert served.results[0] == expected_tokens(request(5, max_new_tokens=17), 64)
     assert len(served.steps) == 1 + -(-16 // (1 + num_drafts))
     longest = max(int(step.batch.kv_len.max()) for step in served.steps)
     assert longest <= 5 + 17 - 1, "no draft is beyond what the request may come to"
-
-
-def test_a_stop_token_among_accepted_drafts_ends_the_text_there() -> None:
-    free, _ = expected_tokens(request(5, max_new_tokens=17), 64)
-    stop = free[7]
-    at = free.index(stop)
-    stopping = Request(tuple(range(5)), 17, stop_token_ids=(stop,))
-    served = world(chunk=64)
-    served.guess = right(6)
-    served.add(0, stopping)
-    while served.scheduler.has_work:
-        served.step()
-    assert served.results[0] == (free[: at + 1], "stop")
 
 
 def test_no_page_with_a_rejected_draft_is_found() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -17,39 +15,19 @@ from rocm_attn.errors import BadModel, BadSetting
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
-from rocm_serve.request import Completion, Event, Request, TokenEvent
+from rocm_serve.request import Completion, Request
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.draft_model import ModelDrafter
 from rocm_serve.speculation.engines import model_drafter
 from rocm_serve.speculation.speculation import Speculation
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
+from tests.amd.runner.serving import BASE as CHUNKS_OF_16
+from tests.amd.runner.serving import all_pages_are_free, some_requests
 from tests.amd.runner.thread_ranks import ThreadRank, on_threads
-from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
+from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
-BASE = EngineOptions(
-    provider="torch", page_size=4, max_batch_size=8, chunk=64, graphs=False, max_kv_len=64, capture_after=0
-)
+BASE = replace(CHUNKS_OF_16, chunk=64)
 DRAWN = Sampling(temperature=0.8, top_p=0.9, seed=4)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def windowed() -> LoadedModel:
-    """Every other layer has a window, as in Gemma, and lies in a separate pool."""
-    return tiny_model(base=with_windows(CONFIG, 9, -1))
-
-
-def some_requests(num: int = 7, new_tokens: int = 20, **options: Any) -> list[Request]:
-    chooser = random.Random(num)
-    lengths = [chooser.randrange(1, 30) for _ in range(num)]
-    return [
-        Request(tuple(chooser.randrange(CONFIG.vocab_size) for _ in range(length)), new_tokens, **options)
-        for length in lengths
-    ]
 
 
 def texts_of(completions: Many[Completion]) -> list[tuple[int, ...]]:
@@ -83,97 +61,14 @@ def assert_lossless(loaded: LoadedModel, options: EngineOptions, requests: list[
     metrics = engine.report().metrics
     assert 0 < metrics.accepted_drafts < metrics.drafts
     assert metrics.new_tokens == sum(len(done.token_ids) for done in expected)
-    engine.forget_prefixes()
-    for table in engine.runtime.table.spaces:
-        assert table.num_free_pages == table.num_usable_pages
+    assert all_pages_are_free(engine)
     return engine
-
-
-def ways(quick: set[tuple[int, int, int, bool]]) -> list[Any]:
-    """Page size, most drafts, branches, graphs; all but the quick ones at night."""
-    return [
-        pytest.param(*way, marks=[] if way in quick else [pytest.mark.nightly])
-        for way in sorted({*quick, *product((1, 2, 16), (2, 3, 4, 7, 8, 16), (1, 2, 8), (False, True))})
-        if way[2] <= way[1]
-    ]
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    ("page_size", "draft_tokens", "topk", "graphs"), ways({(1, 4, 1, False), (2, 3, 2, True), (16, 8, 8, False)})
-)
-def test_greedy_tokens_are_those_of_plain_decoding(
-    page_size: int, draft_tokens: int, topk: int, graphs: bool, loaded: LoadedModel
-) -> None:
-    options = replace(
-        BASE, page_size=page_size, draft_tokens=draft_tokens, topk=topk, graphs=graphs, speculative="ngram"
-    )
-    assert_lossless(loaded, options, some_requests())
-
-
-@pytest.mark.parametrize(("page_size", "draft_tokens", "topk", "graphs"), ways({(2, 3, 2, False)}))
-def test_they_are_with_a_pool_of_its_own_for_layers_with_windows(
-    page_size: int, draft_tokens: int, topk: int, graphs: bool, windowed: LoadedModel
-) -> None:
-    options = replace(
-        BASE, page_size=page_size, draft_tokens=draft_tokens, topk=topk, graphs=graphs, speculative="ngram"
-    )
-    engine = assert_lossless(windowed, options, some_requests())
-    assert engine.report().swa_pages > 0
-
-
-@pytest.mark.parametrize(
-    "num_requests", [1, *(pytest.param(num, marks=pytest.mark.nightly) for num in (2, 16, 33, 64))]
-)
-def test_they_are_for_any_number_of_sequences(num_requests: int, loaded: LoadedModel) -> None:
-    options = replace(BASE, speculative="ngram", draft_tokens=3, max_batch_size=64, chunk=512, graphs=num_requests > 1)
-    assert_lossless(loaded, options, some_requests(num_requests, new_tokens=34))
-
-
-@pytest.mark.parametrize("topk", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_drawn_tokens_are_those_of_plain_decoding(topk: int, loaded: LoadedModel) -> None:
-    options = replace(BASE, speculative="ngram", topk=topk)
-    assert_lossless(loaded, options, some_requests(5) + some_requests(4, sampling=DRAWN))
 
 
 def test_deterministic_mode_gives_the_same_bits_and_tokens_in_sixteen_bits_too() -> None:
     half = tiny_model(dtype=torch.float16)
     options = replace(BASE, speculative="ngram", deterministic=True)
     assert_lossless(half, options, some_requests(5) + some_requests(2, sampling=DRAWN))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("topk", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_preemption_changes_no_token_of_a_speculating_engine(topk: int, loaded: LoadedModel) -> None:
-    options = replace(BASE, speculative="ngram", draft_tokens=6, topk=topk, num_pages=18)
-    engine = assert_lossless(loaded, options, some_requests(5, new_tokens=34))
-    assert engine.report().metrics.preemptions > 0
-
-
-def test_a_prompt_that_comes_later_finds_no_rejected_draft_in_the_prefix_cache(loaded: LoadedModel) -> None:
-    options = replace(BASE, speculative="ngram", draft_tokens=8, page_size=1)
-    requests = some_requests(4)
-    expected = Engine(loaded, without_speculation(options)).generate(requests)
-    longer = [Request(text, 5) for text in texts_of(expected)]
-    wanted = Engine(loaded, without_speculation(options)).generate(longer)
-    script = ScriptedDrafter(texts_of([*expected, *wanted]), CONFIG.vocab_size, mistakes=0.5)
-    engine = with_drafter(Engine(loaded, options), script)
-    assert engine.generate(requests) == expected
-    assert engine.generate(longer) == wanted
-    assert engine.report().metrics.prefix_hits > 0
-
-
-def test_a_stop_token_among_accepted_drafts_is_the_last_event(loaded: LoadedModel) -> None:
-    request = some_requests(1)[0]
-    free = Engine(loaded, BASE).generate([request])[0].token_ids
-    stopping = replace(request, stop_token_ids=(free[9],))
-    engine = speculating(loaded, replace(BASE, speculative="ngram", draft_tokens=16), [request], mistakes=0.0)
-    events: list[Event] = []
-    completion = engine.generate([stopping], events.append)[0]
-    assert completion.token_ids == free[: free.index(free[9]) + 1]
-    tokens = [event for event in events if isinstance(event, TokenEvent)]
-    assert tuple(event.token_id for event in tokens) == completion.token_ids
-    assert [event.finish_reason for event in tokens] == [None] * (len(tokens) - 1) + ["stop"]
 
 
 def test_the_report_counts_drafts_and_what_steps_bring(loaded: LoadedModel) -> None:
@@ -236,65 +131,6 @@ def test_what_came_of_a_step_is_published_while_the_next_one_runs(topk: int, loa
     chains = [replace(request, max_new_tokens=2) for request in requests[:2]]
     engine.generate(chains)
     assert order == ["launched", "launched", "published", "published", "published", "published"]
-
-
-def test_a_request_is_aborted_while_its_drafts_are_verified(loaded: LoadedModel) -> None:
-    options = replace(BASE, speculative="ngram", steps_ahead=1)
-    requests = some_requests(4)
-    expected = Engine(loaded, without_speculation(options)).generate(requests)
-    engine = guessing(loaded, options, expected)
-    numbers = [engine.submit(request) for request in requests]
-    for _ in range(3):
-        engine.step()
-    assert engine._unread[0].step.drafts
-    engine.abort(numbers[1])
-    while engine.has_work:
-        engine.step()
-    done = [engine.completion(number) for number in numbers]
-    assert [each for place, each in enumerate(done) if place != 1] == [*expected[:1], *expected[2:]]
-    assert done[1].token_ids == expected[1].token_ids[: len(done[1].token_ids)]
-    assert done[1].finish_reason == "abort"
-
-
-@pytest.mark.nightly
-def test_tokens_are_distributed_as_by_plain_sampling(loaded: LoadedModel) -> None:
-    """Chi-square of two samples with different seeds: pairs of a text's second and third token."""
-    sampling = Sampling(temperature=0.7, top_p=0.8)
-    plain, verified = (
-        [Request((5, 6, 7), 3, sampling=replace(sampling, seed=first + seed)) for seed in range(800)]
-        for first in (0, 10_000)
-    )
-    options = replace(
-        BASE, speculative="ngram", draft_tokens=2, max_batch_size=200, chunk=800, page_size=16, max_kv_len=16
-    )
-    verifying = likeliest_drafts(loaded, options)
-    counts = [
-        Counter(done.token_ids[1:] for done in engine.generate(requests))
-        for engine, requests in ((Engine(loaded, without_speculation(options)), plain), (verifying, verified))
-    ]
-    metrics = verifying.report().metrics
-    assert 100 < metrics.accepted_drafts < metrics.drafts - 100, "both what is accepted and what is not is drawn"
-    assert chi_square_exceedance(*counts) < 4.0
-
-
-def likeliest_drafts(loaded: LoadedModel, options: EngineOptions) -> Engine:
-    """An engine whose drafts are the tokens of a greedy request: right more often than any others."""
-    greedy = Engine(loaded, without_speculation(options)).generate([Request((5, 6, 7), 3)])
-    texts = texts_of(greedy * 2000)
-    return with_drafter(Engine(loaded, options), ScriptedDrafter(texts, CONFIG.vocab_size, mistakes=0.0))
-
-
-def chi_square_exceedance(first: Counter[tuple[int, ...]], second: Counter[tuple[int, ...]]) -> float:
-    """Standard deviations by which the statistic of two samples of one size exceeds its mean; rare kinds are one."""
-    both = first + second
-    kinds = [kind for kind, count in both.items() if count >= 20]
-    cells = [(first[kind], second[kind]) for kind in kinds]
-    cells.append((first.total() - sum(a for a, _ in cells), second.total() - sum(b for _, b in cells)))
-    cells = [(a, b) for a, b in cells if a + b]
-    assert len(cells) > 3
-    statistic = sum((a - b) ** 2 / (a + b) for a, b in cells)
-    degrees = len(cells) - 1
-    return float((statistic - degrees) / (2 * degrees) ** 0.5)
 
 
 @pytest.mark.parametrize(
@@ -386,24 +222,6 @@ def test_no_served_round_captures_anything_after_all_graphs_were_made(topk: int,
     assert [metrics.captures for metrics in counted] == before
     assert counted[1].replays > 6
     assert not counted[1].fallbacks
-
-
-@pytest.mark.parametrize(
-    "changes", [*(pytest.param(changes, marks=pytest.mark.nightly) for changes in ({}, {"num_pages": 18})), {"topk": 2}]
-)
-def test_a_model_that_drafts_for_another_changes_no_token(changes: dict[str, Any], windowed: LoadedModel) -> None:
-    options = replace(BASE, speculative="ngram", **changes)
-    requests = some_requests(5, new_tokens=30) + some_requests(3, sampling=DRAWN)
-    expected = Engine(windowed, without_speculation(options)).generate(requests)
-    engine = drafting(windowed, tiny_model(), options)
-    assert engine.generate(requests) == expected
-    metrics = engine.report().metrics
-    assert metrics.drafts > metrics.accepted_drafts
-    drafter = engine._speculation._drafter  # type: ignore[union-attr]
-    assert isinstance(drafter, ModelDrafter)
-    drafter.draft([], frozenset())
-    assert drafter.table.num_free_rows == options.max_batch_size
-    assert drafter.table.full.num_free_pages == drafter.table.full.num_usable_pages
 
 
 def test_a_model_with_a_shorter_context_drafts_as_far_as_that_goes(loaded: LoadedModel) -> None:

@@ -9,8 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rocm_attn.batch.padding import PadTo
@@ -20,116 +18,19 @@ from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
-from rocm_serve.request import Completion, Event, FailureEvent, Request, RequestsFailed, TokenEvent
+from rocm_serve.request import Completion, Event, Request, TokenEvent
 from rocm_serve.sampling.sampling import Draw, PickedTokens, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.speculation import StepPicks
 from tests.amd.runner.asking import BASE as ALIKE
-from tests.amd.runner.cache_invariants import check_cache
-from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN, tiny_model, with_nan_token
+from tests.amd.runner.serving import all_pages_are_free, until_done
+from tests.amd.runner.tiny_model import tiny_model
 
 BASE = replace(ALIKE, max_batch_size=4, max_kv_len=40, steps_ahead=1)
 
 
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def poisoned() -> LoadedModel:
-    """Does the same as `with_nan_token`, but NAN_TOKEN is never the likeliest token."""
-    model = with_nan_token(tiny_model())
-    model.weights.head[NAN_TOKEN] = 0.0
-    return model
-
-
 def alone(loaded: LoadedModel, request: Request) -> Completion:
     return Engine(loaded, replace(BASE, steps_ahead=0)).generate([request])[0]
-
-
-def assert_is_empty(engine: Engine) -> None:
-    """Checks that the engine is empty, except for cached prefixes, which are forgotten."""
-    assert not engine.has_work
-    engine.forget_prefixes()
-    table = engine.runtime.table
-    assert (table.full.num_free_pages, table.num_free_rows) == (table.full.num_usable_pages, BASE.max_batch_size)
-    engine.runtime.check_device()
-
-
-def until_done(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
-
-
-tokens = st.integers(8, CONFIG.vocab_size - 1)
-requests = st.builds(
-    Request,
-    prompt_token_ids=st.one_of(
-        st.lists(tokens, min_size=1, max_size=20).map(tuple), st.integers(1, 20).map(lambda length: (9,) * length)
-    ),
-    max_new_tokens=st.integers(1, 14),
-    sampling=st.builds(
-        Sampling, temperature=st.sampled_from([0.0, 0.9]), top_p=st.sampled_from([1.0, 0.8]), seed=st.integers(0, 99)
-    ),
-    stop_token_ids=st.lists(tokens, max_size=8).map(tuple),
-    priority=st.sampled_from([0, 0, -1, 1]),
-)
-
-
-workloads = given(
-    arrivals=st.lists(st.tuples(st.integers(0, 4), requests), min_size=1, max_size=8),
-    aborts=st.dictionaries(st.integers(1, 20), st.integers(0, 7), max_size=2),
-    chunk=st.sampled_from([1, 5, 12, 40]),
-    num_pages=st.sampled_from([11, 14, 41]),
-    graphs=st.booleans(),
-)
-
-
-@pytest.mark.nightly
-@workloads
-@settings(max_examples=5)
-def test_random_requests_come_to_what_they_do_alone(loaded: LoadedModel, **workload: Any) -> None:
-    serve_and_compare(loaded, **workload)
-
-
-@pytest.mark.nightly
-@workloads
-@settings(max_examples=200)
-def test_many_random_requests_come_to_what_they_do_alone(loaded: LoadedModel, **workload: Any) -> None:
-    serve_and_compare(loaded, **workload)
-
-
-def serve_and_compare(
-    loaded: LoadedModel,
-    arrivals: list[tuple[int, Request]],
-    aborts: dict[int, int],
-    chunk: int,
-    num_pages: int,
-    graphs: bool,
-) -> None:
-    engine = Engine(loaded, replace(BASE, chunk=chunk, num_pages=num_pages, graphs=graphs))
-    due = list(itertools.accumulate(late for late, _ in arrivals))
-    events: list[Event] = []
-    for now in itertools.count():
-        for at, (_, request) in zip(due, arrivals, strict=True):
-            if at == now:
-                engine.submit(request)
-        if aborts.get(now, len(arrivals)) < sum(at <= now for at in due):
-            engine.abort(aborts[now])
-        if engine.has_work:
-            events += engine.step()
-            check_cache(engine._scheduler._cache, engine.runtime.table)
-        elif now >= due[-1]:
-            break
-    for number, (_, request) in enumerate(arrivals):
-        done, expected = engine.completion(number), alone(loaded, request)
-        if done.finish_reason == "abort":
-            expected = replace(expected, token_ids=expected.token_ids[: len(done.token_ids)], finish_reason="abort")
-        assert done == expected
-        of_one = [event for event in events if isinstance(event, TokenEvent) and event.request == number]
-        assert tuple(event.token_id for event in of_one) == done.token_ids
-    assert_is_empty(engine)
 
 
 class Order:
@@ -180,20 +81,7 @@ def test_the_token_after_a_stop_token_is_dropped(loaded: LoadedModel, monkeypatc
     later = Request((*prompt, *done.token_ids, 3, 4), 5)
     assert engine.generate([later])[0] == alone(loaded, later)
     assert engine.metrics.prefix_hits == len(prompt + done.token_ids) // 4 * 4
-    assert_is_empty(engine)
-
-
-def test_a_suspect_is_computed_again_alone_and_the_others_go_on(poisoned: LoadedModel) -> None:
-    good = [Request(tuple(range(10 + number, 14 + 3 * number)), 9) for number in range(3)]
-    for prompt in ((3, NAN_TOKEN, 4), (3, 4, NAN_TOKEN)):
-        engine, events = Engine(poisoned, replace(BASE, num_pages=18)), list[Event]()
-        with pytest.raises(RequestsFailed, match=r"^1 of 4 requests failed; request 1") as why:
-            engine.generate([good[0], Request(prompt, 6), *good[1:]], events.append)
-        first, failed, *others = why.value.completions
-        assert failed.finish_reason == "error"
-        assert [first, *others] == [alone(poisoned, request) for request in good]
-        assert [event.request for event in events if isinstance(event, FailureEvent)] == [1]
-        assert_is_empty(engine)
+    assert all_pages_are_free(engine)
 
 
 def test_one_that_has_ended_is_not_failed_by_the_step_that_it_was_in_too_many(
@@ -252,7 +140,7 @@ def test_an_abort_and_a_cancel_of_what_runs_leave_nothing(loaded: LoadedModel) -
     until_done(engine)
     assert engine.completion(numbers[0]).token_ids == alone(loaded, Request((9, 10), 20)).token_ids[:3]
     assert engine.completion(numbers[2]) == alone(loaded, Request((9, 12), 20))
-    assert_is_empty(engine)
+    assert all_pages_are_free(engine)
 
 
 def test_nothing_runs_once_the_last_request_was_cancelled(loaded: LoadedModel) -> None:
@@ -264,7 +152,7 @@ def test_nothing_runs_once_the_last_request_was_cancelled(loaded: LoadedModel) -
     engine.cancel(number)
     assert not engine.has_work
     assert not engine._unread
-    assert_is_empty(engine)
+    assert all_pages_are_free(engine)
 
 
 def test_no_step_runs_while_a_function_is_called_between_two(loaded: LoadedModel) -> None:

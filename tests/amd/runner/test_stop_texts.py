@@ -70,12 +70,6 @@ def test_a_text_ends_where_trying_every_end_finds_it(
     assert (printed + finder.finish(), finder.has_stopped) == (wanted, stopped)
 
 
-def test_of_stops_that_end_together_the_longest_counts_and_of_others_the_first_to_end() -> None:
-    assert StopTexts(["b", "ab"], False).push("xabab") == "x"
-    assert StopTexts(["abab", "ba"], False).push("xabab") == "xa"
-    assert StopTexts(["b", "ab"], True).push("xabab") == "xab"
-
-
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("include", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(

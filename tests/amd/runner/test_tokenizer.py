@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from rocm_serve.models.loading import find_model, load_tokenizer
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.gguf_tokenizer import tokenizer_from_gguf
 from rocm_serve.text.tokenizer import CALL_MARKS, Tokenizer
+from tests.amd.runner.small_tokenizers import from_gguf, sentencepiece_fields
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 1234567 o'clock, we'll see!",
@@ -83,10 +83,6 @@ def gguf_fields(tokenizer: tokenizers.Tokenizer, **changes: Any) -> Fields:
     return Fields({f"tokenizer.ggml.{name}": value for name, value in {**metadata, **changes}.items()}, "test")
 
 
-def from_gguf(fields: Fields) -> Tokenizer:
-    return Tokenizer(backend=tokenizer_from_gguf(fields), bos_token_id=None, chat_template=None)
-
-
 @pytest.mark.parametrize("text", TEXTS)
 def test_metadata_gives_the_tokenizer_it_was_made_from(text: str, trained: tokenizers.Tokenizer) -> None:
     ours = from_gguf(gguf_fields(trained))
@@ -126,19 +122,6 @@ def test_only_llama_takes_whole_words_before_merging(trained: tokenizers.Tokeniz
     extra = {"tokens": tokens, "token_type": [1] * len(tokens)}
     assert len(from_gguf(gguf_fields(trained, **extra, pre="llama-bpe")).encode("qzx")) == 1
     assert len(from_gguf(gguf_fields(trained, **extra, pre="qwen2")).encode("qzx")) == 3
-
-
-def sentencepiece_fields(**changes: Any) -> Fields:
-    """A SentencePiece vocabulary: bytes, characters, and words with random scores."""
-    chooser = random.Random(3)
-    words = {"▁" + text[i : i + n] for text in ("hello", "world", "hell", "low") for i in range(4) for n in (1, 2, 3)}
-    words |= {text[i : i + n] for text in ("hello", "world", "lower", "▁▁") for i in range(5) for n in (1, 2, 3, 4)}
-    words = {word for word in words if word} | {"▁", *"helowrd"}
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(words)]
-    types = [2, 3, 3, *[6] * 256, *[1] * len(words)]
-    scores = [0.0] * 259 + [float(chooser.randrange(-10_000, 0)) for _ in words]
-    metadata = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}
-    return Fields({f"tokenizer.ggml.{name}": value for name, value in {**metadata, **changes}.items()}, "test")
 
 
 def merged_by_score(text: str, fields: Fields) -> list[str]:
@@ -239,11 +222,6 @@ def test_smollm2_equals_transformers(text: str, smollm2: Tokenizer, smollm2_of_t
     ids = smollm2.encode(text)
     assert ids == smollm2_of_transformers.encode(text)
     assert smollm2.decode(ids) == smollm2_of_transformers.decode(ids, skip_special_tokens=True)
-
-
-@pytest.mark.nightly  # like every test that reads this file
-def test_smollm2_splits_digits(smollm2: Tokenizer) -> None:
-    assert [smollm2.decode([token]) for token in smollm2.encode("2024")] == ["2", "0", "2", "4"]
 
 
 @pytest.mark.nightly

@@ -30,21 +30,11 @@ from rocm_serve.models.model import Model
 from rocm_serve.request import RequestsFaulted
 from rocm_serve.sampling.sampling import PickedTokens
 from tests.amd.graphs.test_profiler_ranges import Timeline
-from tests.amd.runner.test_engine import engine, some_requests, tokens_of
-from tests.amd.runner.tiny_model import CONFIG, tiny_model
+from tests.amd.runner.serving import engine, some_requests, tokens_of
+from tests.amd.runner.tiny_model import CONFIG
 from tests.amd.tolerances import assert_layers_close
 
 NUM_LAYERS = CONFIG.num_layers
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return tiny_model()
-
-
-def test_an_engine_that_was_asked_for_nothing_runs_its_steps_by_the_runner_alone(loaded: LoadedModel) -> None:
-    plain = engine(loaded)
-    assert plain._steps is plain._runner
 
 
 @pytest.mark.fast(1)

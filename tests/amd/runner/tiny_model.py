@@ -94,6 +94,7 @@ def tiny_model(
 
 
 def with_nan_token(loaded: LoadedModel) -> LoadedModel:
-    """The same model, in which NAN_TOKEN now has K, V and logits that are NaN."""
+    """The same model, in which NAN_TOKEN now has K, V and logits that are NaN, and is never the likeliest token."""
     loaded.weights.embedding[NAN_TOKEN] = float("nan")
+    loaded.weights.head[NAN_TOKEN] = 0.0
     return loaded

@@ -43,7 +43,7 @@ PLAIN_FACTS = (
 )
 
 # page size, chunk, graphs: every pair of values occurs. Each run has the two most different ways; chunks of 7 are for
-# the night; all triples, over a small model, are in test_engine.py
+# the night; a small model serves them in tests/amd/runner/test_engine.py
 WAYS = [
     EngineOptions(
         provider="torch",

@@ -10,6 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from rocm_serve.models.loading import LoadedModel, load_model
+
 SMALL: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -69,6 +71,22 @@ def hf_logits(model: Any, token_ids: Tensor) -> Tensor:
 
 def random_tokens(num_tokens: int, vocab_size: int = SMALL["vocab_size"]) -> Tensor:
     return torch.randint(0, vocab_size, (num_tokens,))
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    return load_model(path, dtype=dtype, device=torch.device("cpu"))
+
+
+# Settings of rotary embeddings that stretch.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 _GGUF_NAMES = {

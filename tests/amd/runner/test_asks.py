@@ -29,12 +29,13 @@ from rocm_serve.sampling.logprobs import NO_LOGPROBS
 from rocm_serve.sampling.sampling import Draw, Sampler, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.sampling.token_counts import TokenCounts
-from tests.amd.runner.asking import ASKING, BASE, END, PLAIN, PROMPT, character_model, drawn
+from tests.amd.runner.asking import ASKING, BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
 from tests.amd.runner.thread_ranks import on_threads
 from tests.amd.tolerances import assert_logprobs_close
 
 VOCAB = 64
 CPU = torch.device("cpu")
+ALL = (PLAIN, *ASKING, *CONSTRAINED)
 NAN = float("nan")
 
 
@@ -46,7 +47,7 @@ def loaded() -> LoadedModel:
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> list[Completion]:
     """Serves each request with a separate engine."""
-    return [Engine(loaded, BASE).generate([request])[0] for request in (PLAIN, *ASKING)]
+    return [Engine(loaded, BASE).generate([request])[0] for request in ALL]
 
 
 def new_picker(most_rows: int, vocab: int) -> AskingPicker:
@@ -153,14 +154,14 @@ def test_requests_come_to_the_same_however_they_are_served(
     loaded: LoadedModel, alone: list[Completion], changes: dict[str, Any]
 ) -> None:
     engine = Engine(loaded, replace(BASE, **changes))
-    assert engine.generate([PLAIN, *ASKING]) == alone
+    assert engine.generate(ALL) == alone
     if changes.get("num_pages"):
         assert engine.report().metrics.preemptions > 0
 
 
 def test_two_ranks_come_to_the_same(alone: list[Completion]) -> None:
     def serve(ranks: Any) -> list[Completion]:
-        return Engine(character_model(ranks), BASE).generate([PLAIN, *ASKING])
+        return Engine(character_model(ranks), BASE).generate(ALL)
 
     for served_by_one in on_threads(2, serve):
         assert [done.token_ids for done in served_by_one] == [done.token_ids for done in alone]
@@ -169,7 +170,7 @@ def test_two_ranks_come_to_the_same(alone: list[Completion]) -> None:
 
 def test_each_ask_changes_what_a_request_comes_to(loaded: LoadedModel, alone: list[Completion]) -> None:
     """Otherwise the other tests here would pass for an engine that ignores the options."""
-    plain, likeliest, *_, early, stopped = alone
+    plain, likeliest, *_, early, stopped = alone[: 1 + len(ASKING)]
     hot = Engine(loaded, BASE).generate([replace(PLAIN, sampling=drawn())])[0]
     assert likeliest.token_ids == plain.token_ids
     others = [done.token_ids for done in alone[2:6]]
@@ -200,7 +201,7 @@ def test_a_count_that_is_off_is_noticed(
 
     monkeypatch.setattr(TokenCounts, "rows", without_unread)
     done = Engine(loaded, replace(BASE, steps_ahead=1)).generate([PLAIN, *ASKING])
-    assert [each.token_ids for each in done] != [each.token_ids for each in alone]
+    assert [each.token_ids for each in done] != [each.token_ids for each in alone[: len(done)]]
 
 
 def test_logprobs_come_with_the_tokens_to_events_pieces_and_completions(loaded: LoadedModel) -> None:

@@ -21,7 +21,6 @@ from rocm_serve.request import Completion, Request, RequestsFailed
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.matching import TextMatcher
 from tests.amd.runner.asking import BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
-from tests.amd.runner.thread_ranks import on_threads
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 
 
@@ -56,23 +55,6 @@ def test_every_seed_gives_a_text_that_the_schema_accepts(loaded: LoadedModel, se
     assert done.finish_reason == "length" or json.loads(done.text)["b"] in ("x", "yes")
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"graphs": True}, marks=pytest.mark.nightly),
-        {"steps_ahead": 1, "graphs": True},
-        {"speculative": "ngram", "draft_tokens": 4, "steps_ahead": 1},
-        {"steps_ahead": 1, "num_pages": 14},
-    ],
-    ids=str,
-)
-def test_they_come_to_the_same_however_they_are_served(
-    loaded: LoadedModel, alone: list[Completion], changes: dict[str, Any]
-) -> None:
-    assert Engine(loaded, replace(BASE, **changes)).generate([PLAIN, *CONSTRAINED]) == alone
-
-
 def test_a_mask_that_does_not_know_the_last_token_is_noticed(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,14 +67,6 @@ def test_a_mask_that_does_not_know_the_last_token_is_noticed(
     monkeypatch.setattr(TextMatcher, "mask", one_late)
     with pytest.raises(RequestsFailed, match="doesn't satisfy the grammar"):
         Engine(loaded, BASE).generate(CONSTRAINED)
-
-
-def test_two_ranks_advance_matchers_of_their_own_alike(alone: list[Completion]) -> None:
-    def serve(ranks: Any) -> list[Completion]:
-        return Engine(character_model(ranks), BASE).generate([PLAIN, *CONSTRAINED])
-
-    for served in on_threads(2, serve):
-        assert [done.text for done in served] == [done.text for done in alone]
 
 
 A_LINK = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}

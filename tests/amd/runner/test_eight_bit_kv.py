@@ -17,12 +17,12 @@ from rocm_attn.problem import KVEncoding, Scales
 from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
 from rocm_serve.engine import Engine
 from rocm_serve.engine_runtime import model_over
-from rocm_serve.models.loading import LoadedModel, load_model
+from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
 from tests.amd.runner.dense_attention import DenseAttention, dense_logits_of, dense_model
 from tests.amd.runner.families import FAMILIES, family_model
-from tests.amd.runner.hf_models import random_tokens, save
+from tests.amd.runner.hf_models import load, random_tokens, save
 from tests.amd.runner.served_logits import served_logits
 from tests.amd.tolerances import assert_layers_close
 
@@ -32,10 +32,6 @@ CODES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 OPTIONS = EngineOptions(provider="torch", max_kv_len=64, num_pages=12)
-
-
-def load(directory: Path) -> LoadedModel:
-    return load_model(directory, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def pages_of(engine: Engine) -> list[LayerPages]:

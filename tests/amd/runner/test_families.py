@@ -16,26 +16,28 @@ from safetensors.torch import load_file, save_file
 
 from rocm_attn.errors import BadModel
 from rocm_serve.engine import Engine
-from rocm_serve.models.loading import LoadedModel, load_model
-from rocm_serve.options import EngineOptions
 from rocm_serve.request import Completion, Request
 from tests.amd.runner.dense_attention import dense_logits, dense_model
 from tests.amd.runner.families import FAMILIES, family_model
-from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_config
+from tests.amd.runner.hf_models import (
+    LLAMA3,
+    YARN,
+    hf_logits,
+    load,
+    random_tokens,
+    save,
+    small_hf_config,
+    small_hf_model,
+)
 from tests.amd.runner.served_logits import served_logits
+from tests.amd.runner.serving import BASE as PAGES_OF_4
 from tests.amd.tolerances import assert_layers_close
 
 # if transformers' two best logits lie closer together than this, rounding may decide
 NARROW = 1e-3
 
 PROMPT_LEN, LENGTHS = 21, (40, 23, 9)
-BASE = EngineOptions(
-    provider="torch", page_size=16, max_batch_size=8, chunk=64, graphs=False, max_kv_len=64, capture_after=0
-)
-
-
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    return load_model(directory, dtype=dtype, device=torch.device("cpu"))
+BASE = replace(PAGES_OF_4, page_size=16, chunk=64)
 
 
 class Served:
@@ -135,7 +137,27 @@ def test_neither_order_nor_the_way_of_serving_changes_a_token(changes: dict[str,
     assert Engine(served.loaded, replace(BASE, **changes)).generate(requests[::-1]) == expected[::-1]
 
 
+# name -> a family, or transformers' class, and the settings that differ
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_multi_head": ("Llama", {"num_key_value_heads": 4}),
+    "llama_multi_query": ("Llama", {"num_key_value_heads": 1}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_large_heads": ("Llama", {"head_dim": 32}),
+    "llama_rms_eps": ("Llama", {"rms_norm_eps": 0.3}),
+    "llama_linear_rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}}),
+    "llama_llama3_rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama_yarn_rope": ("Llama", {"rope_parameters": YARN}),
+    "llama_yarn_rope_details": ("Llama", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 9.0}}),
+    "llama_yarn_attention_factor": ("Llama", {"rope_parameters": {**YARN, "attention_factor": 1.7}}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_bias": ("Qwen3", {"attention_bias": True, "head_dim": 24}),
+    "mistral_window": ("Mistral", {"sliding_window": 7}),
+    "mistral": ("Mistral", {"sliding_window": None}),
     "gemma2_odd_scale": ("gemma2", {"query_pre_attn_scalar": 7, "head_dim": 32}),
     "gemma2_bias": ("gemma2", {"attention_bias": True}),
     "gemma2_uncapped": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
@@ -187,9 +209,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_a_config_may_change_changes_the_logits_as_in_transformers(variant: str, tmp_path: Path) -> None:
-    family, changes = VARIANTS[variant]
-    reference = family_model(family, **changes)
-    loaded, token_ids = load(save(reference, tmp_path)), random_tokens(50)
+    name, changes = VARIANTS[variant]
+    reference = family_model(name, **changes) if name in FAMILIES else small_hf_model(name, **changes)
+    loaded, token_ids = load(save(reference, tmp_path)), random_tokens(60)
     expected = hf_logits(reference, token_ids)
     assert_layers_close(dense_logits(loaded, token_ids), expected)
 

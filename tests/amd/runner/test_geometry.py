@@ -113,8 +113,12 @@ def test_layers_that_have_nothing_to_read_are_refused(num_shared: int, sentence:
         attention_geometry(config)
 
 
-@pytest.mark.parametrize(("num_ranks", "heads"), [(1, (64, 8)), (8, (8, 1)), (16, (4, 1))])
-def test_ranks_share_the_heads_and_a_kv_head_is_never_cut(num_ranks: int, heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "heads"), [(1, (64, 8)), (8, (8, 1)), (16, (4, 1)), (3, (24, 3)), (12, (8, 1)), (128, (1, 1))]
+)
+def test_ranks_share_heads_that_are_filled_up_and_a_kv_head_is_never_cut(
+    num_ranks: int, heads: tuple[int, int]
+) -> None:
     config = {"num_attention_heads": 64, "hidden_size": 8192, "num_hidden_layers": 1, "num_key_value_heads": 8}
     (layer,) = attention_geometry({**config, "architectures": ["LlamaForCausalLM"]}).on_one_of(num_ranks).layers
     assert (layer.num_q_heads, layer.num_kv_heads) == heads

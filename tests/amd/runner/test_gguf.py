@@ -13,16 +13,11 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from rocm_attn.errors import BadModel
 from rocm_attn.models.gguf_file import GGUFFile
 from rocm_attn.models.rope import LinearScaling, YarnScaling
-from rocm_serve.models.loading import LoadedModel, find_model, load_model, load_tokenizer
+from rocm_serve.models.loading import LoadedModel, find_model, load_tokenizer
 from rocm_serve.text.chat_template import ChatTemplate
 from tests.amd.runner.dense_attention import dense_logits
-from tests.amd.runner.hf_models import hf_logits, random_tokens, small_hf_model, write_gguf
-from tests.amd.runner.test_model import LLAMA3
+from tests.amd.runner.hf_models import LLAMA3, hf_logits, load, random_tokens, small_hf_model, write_gguf
 from tests.amd.tolerances import assert_layers_close
-
-
-def load(path: Path) -> LoadedModel:
-    return load_model(path, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def assert_same_logits(loaded: LoadedModel, reference: Any) -> None:

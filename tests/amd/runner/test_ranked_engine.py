@@ -20,7 +20,6 @@ from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.options import EngineOptions
 from rocm_serve.parallel import processes
 from rocm_serve.parallel.messages import RankError, sendable
 from rocm_serve.parallel.processes import RankFailed
@@ -28,18 +27,13 @@ from rocm_serve.parallel.rank_process import options_of_rank
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import Ranks
 from rocm_serve.request import AbortEvent, Completion, Event, Request, RequestsFailed, TokenEvent
-from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
+from tests.amd.runner.serving import BASE as OF_EIGHT
+from tests.amd.runner.test_ranks_in_step import REQUESTS
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token
 
-BASE = EngineOptions(
-    provider="torch", page_size=4, max_batch_size=4, chunk=16, graphs=True, max_kv_len=64, capture_after=0
-)
-REQUESTS = tuple(
-    Request(tuple(range(10 + number, 14 + 3 * number)), 8, Sampling(temperature=0.7 * (number % 2), seed=number))
-    for number in range(4)
-)
+BASE = replace(OF_EIGHT, max_batch_size=4, graphs=True)
 
 
 def load_poisoned(*, device: torch.device, ranks: Ranks) -> LoadedModel:
@@ -60,7 +54,7 @@ def ranked() -> Iterator[RankedEngine]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[Completion]:
-    return Engine(tiny_model(), BASE).generate(REQUESTS)
+    return Engine(with_nan_token(tiny_model()), BASE).generate(REQUESTS)
 
 
 def serve(engine: RankedEngine, method: str) -> None:

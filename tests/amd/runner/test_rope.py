@@ -10,8 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rocm_attn.models.hf_config import config_from_json
 from rocm_attn.models.rope import DivisorScaling, NoScaling, Rope, rotate
-from tests.amd.runner.hf_models import small_hf_config
-from tests.amd.runner.test_model import LLAMA3, YARN
+from tests.amd.runner.hf_models import LLAMA3, YARN, small_hf_config
 
 
 def rope_of(config: Any) -> Rope:

@@ -12,16 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
-from rocm_serve.models.loading import LoadedModel, load_model
 from tests.amd.runner.dense_attention import dense_logits
-from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_model
+from tests.amd.runner.hf_models import hf_logits, load, random_tokens, save, small_hf_model
 from tests.amd.tolerances import assert_layers_close
 
 Tensors = dict[str, Tensor]
-
-
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    return load_model(directory, dtype=dtype, device=torch.device("cpu"))
 
 
 @pytest.fixture

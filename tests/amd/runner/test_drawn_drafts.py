@@ -21,7 +21,8 @@ from rocm_serve.speculation.beams import Level
 from rocm_serve.speculation.eagle import EagleDrafter
 from rocm_serve.speculation.engines import model_drafter, rejection_of
 from rocm_serve.speculation.speculation import Speculation
-from tests.amd.runner.test_speculation import BASE, some_requests, without_speculation
+from tests.amd.runner.serving import all_pages_are_free, some_requests
+from tests.amd.runner.test_speculation import BASE, without_speculation
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 from tests.amd.tolerances import assert_layers_close
 
@@ -78,22 +79,40 @@ def drafting_for_itself(loaded: LoadedModel, small: LoadedModel, **changes: Any)
     return engine
 
 
+TREES: dict[str, Any] = {"topk": 2, "draft_tokens": 4}
+EAGLE3: dict[str, Any] = {"speculative": "eagle:seeded3"}
+
+
 @pytest.mark.parametrize(
-    ("head", "graphs"),
+    "changes",
     [
-        ("eagle:seeded", False),
-        pytest.param("eagle:seeded3", False, marks=pytest.mark.nightly),
-        pytest.param("eagle:seeded", True, marks=pytest.mark.nightly),
+        {},
+        TREES,
+        *(
+            pytest.param(changes, marks=pytest.mark.nightly)
+            for changes in (
+                EAGLE3,
+                {"graphs": True},
+                {"topk": 4, "draft_tokens": 7},
+                TREES | EAGLE3,
+                TREES | {"graphs": True},
+            )
+        ),
     ],
+    ids=str,
 )
 def test_tokens_of_drawn_drafts_are_distributed_as_by_plain_sampling(
-    head: str, graphs: bool, loaded: LoadedModel, plain: Counter[tuple[int, ...]]
+    changes: dict[str, Any], loaded: LoadedModel, plain: Counter[tuple[int, ...]]
 ) -> None:
-    """Chi-square of two samples with different seeds: pairs of a text's second and third token."""
-    engine = Engine(loaded, replace(MANY, speculative=head, graphs=graphs))
+    """Chi-square of two samples with different seeds: pairs of a text's second and third token.
+
+    A node of a tree has several drafts, drawn without replacement.
+    """
+    engine = Engine(loaded, replace(MANY, **changes))
     assert chi_square_exceedance(plain, pairs(engine, sampled(800, 10_000))) < 4.0
     metrics = engine.report().metrics
     assert 30 < metrics.accepted_drafts < metrics.drafts - 30, "both what is accepted and what is not is drawn"
+    assert all_pages_are_free(engine)
 
 
 @pytest.mark.nightly
@@ -103,7 +122,7 @@ def test_they_are_with_a_small_model_that_draws(loaded: LoadedModel, plain: Coun
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("changes", [{}, {"topk": 2, "draft_tokens": 4}], ids=["chains", "trees"])
+@pytest.mark.parametrize("changes", [{}, TREES], ids=["chains", "trees"])
 def test_drafts_that_are_all_accepted_show_in_the_distribution(
     changes: dict[str, Any], loaded: LoadedModel, plain: Counter[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,31 +176,6 @@ def test_probabilities_are_those_of_plain_sampling() -> None:
 def test_drafts_that_are_not_drawn_are_refused(speculative: str) -> None:
     with pytest.raises(BadSetting, match="it needs a small model or an EAGLE head"):
         replace(MANY, speculative=speculative)
-
-
-TREES: dict[str, Any] = {"topk": 2, "draft_tokens": 4}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        TREES,
-        pytest.param({"topk": 4, "draft_tokens": 7}, marks=pytest.mark.nightly),
-        pytest.param(TREES | {"speculative": "eagle:seeded3"}, marks=pytest.mark.nightly),
-        pytest.param(TREES | {"graphs": True}, marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-def test_tokens_of_drawn_trees_are_distributed_as_by_plain_sampling(
-    changes: dict[str, Any], loaded: LoadedModel, plain: Counter[tuple[int, ...]]
-) -> None:
-    """The same holds as for chains; a node has several drafts, drawn without replacement."""
-    engine = Engine(loaded, replace(MANY, **changes))
-    assert chi_square_exceedance(plain, pairs(engine, sampled(800, 10_000))) < 4.0
-    metrics = engine.report().metrics
-    assert 30 < metrics.accepted_drafts < metrics.drafts - 30
-    engine.forget_prefixes()
-    assert all(table.num_free_pages == table.num_usable_pages for table in engine.runtime.table.spaces)
 
 
 def test_a_tree_accepts_more_than_a_chain_of_its_depth(loaded: LoadedModel) -> None:

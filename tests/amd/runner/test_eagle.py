@@ -21,7 +21,8 @@ from rocm_serve.models.mlp_weights import DenseWeights
 from rocm_serve.speculation.eagle import EagleDrafter
 from rocm_serve.speculation.eagle3 import Eagle3Head, is_eagle3, load_head3, seeded_head3
 from rocm_serve.speculation.eagle_head import load_head
-from tests.amd.runner.test_speculation import BASE, some_requests
+from tests.amd.runner.serving import some_requests
+from tests.amd.runner.test_speculation import BASE
 from tests.amd.runner.tiny_model import CONFIG
 
 SEEDED = replace(BASE, speculative="eagle:seeded")
@@ -34,19 +35,25 @@ def drafter_of(engine: Engine) -> EagleDrafter:
     return drafter
 
 
-def handing_on(loaded: LoadedModel, directory: Path, *, feature: bool) -> str:
-    """Writes a head whose layer adds nothing: its feature is the one that it was given, or the embedding."""
+def layer_of_zeros(prefix: str, num_inputs: int) -> dict[str, Tensor]:
+    """Returns the matrices of a layer that adds nothing. num_inputs: of its attention"""
     size = CONFIG.hidden_size
     shapes = {
-        "self_attn.q_proj": (32, size),
-        "self_attn.k_proj": (16, size),
-        "self_attn.v_proj": (16, size),
+        "self_attn.q_proj": (32, num_inputs),
+        "self_attn.k_proj": (16, num_inputs),
+        "self_attn.v_proj": (16, num_inputs),
         "self_attn.o_proj": (size, 32),
         "mlp.gate_proj": (40, size),
         "mlp.up_proj": (40, size),
         "mlp.down_proj": (size, 40),
     }
-    tensors = {f"layers.0.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    return {f"{prefix}{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+
+
+def handing_on(loaded: LoadedModel, directory: Path, *, feature: bool) -> str:
+    """Writes a head whose layer adds nothing: its feature is the one that it was given, or the embedding."""
+    size = CONFIG.hidden_size
+    tensors = layer_of_zeros("layers.0.", size)
     tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(size)
     nothing, same = torch.zeros(size, size), torch.eye(size)
     tensors["fc.weight"] = torch.cat((nothing, same) if feature else (same, nothing), 1)
@@ -107,16 +114,7 @@ def eagle3_files(loaded: LoadedModel, directory: Path, *, row: int, embedding: b
     Its features are then the model's, so that it picks the model's tokens again, if it knows them.
     """
     size, known = CONFIG.hidden_size, len(KNOWN)
-    shapes = {
-        "self_attn.q_proj": (32, 2 * size),
-        "self_attn.k_proj": (16, 2 * size),
-        "self_attn.v_proj": (16, 2 * size),
-        "self_attn.o_proj": (size, 32),
-        "mlp.gate_proj": (40, size),
-        "mlp.up_proj": (40, size),
-        "mlp.down_proj": (size, 40),
-    }
-    tensors = {f"{prefix}{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    tensors = layer_of_zeros(prefix, 2 * size)
     for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         tensors[f"{prefix}{norm}.weight"] = torch.ones(size)
     tensors["fc.weight"] = torch.cat(

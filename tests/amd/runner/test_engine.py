@@ -305,25 +305,19 @@ def test_a_window_that_sequences_outgrow_hides_what_lies_before_it(graphs: bool,
     assert tokens_of(completions) != tokens_of(engine(loaded).generate(some_requests()))
 
 
-def test_every_step_and_token_is_timed_once(loaded: LoadedModel) -> None:
-    served, requests = engine(loaded, max_batch_size=3), some_requests(7)
-    served.generate(requests)
+@pytest.mark.parametrize("changes", [{"max_batch_size": 3}, {"num_pages": 17}, {"steps_ahead": 1}], ids=str)
+def test_every_step_and_token_is_timed_once(changes: dict[str, Any], loaded: LoadedModel) -> None:
+    """A request that is preempted has waited and begun once."""
+    served = engine(loaded, **changes)
+    served.generate(some_requests(5, 30))
     metrics = served.report().metrics
     assert (metrics.step_seconds.count, metrics.host_seconds.count) == (metrics.steps, metrics.steps)
     assert metrics.step_seconds.total == pytest.approx(metrics.seconds)
     assert 0 < metrics.host_seconds.total < metrics.step_seconds.total
-    assert (metrics.queue_seconds.count, metrics.first_token_seconds.count) == (7, 7)
-    assert metrics.token_gap_seconds.count == metrics.new_tokens - 7
-    assert metrics.queue_seconds.total < metrics.first_token_seconds.total
-
-
-def test_a_request_that_is_preempted_has_waited_and_begun_once(loaded: LoadedModel) -> None:
-    served = engine(loaded, num_pages=17)
-    served.generate([replace(request, max_new_tokens=30) for request in some_requests(5)])
-    metrics = served.report().metrics
-    assert metrics.preemptions > 0
     assert (metrics.queue_seconds.count, metrics.first_token_seconds.count) == (5, 5)
     assert metrics.token_gap_seconds.count == metrics.new_tokens - 5
+    assert metrics.queue_seconds.total < metrics.first_token_seconds.total
+    assert (metrics.preemptions > 0) == ("num_pages" in changes)
 
 
 def test_the_report_says_what_runs_and_what_waits(loaded: LoadedModel) -> None:

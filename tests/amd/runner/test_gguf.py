@@ -209,29 +209,20 @@ def test_metadata_that_cannot_be_run_is_refused_in_one_sentence(
         load(path)
 
 
-def test_a_tensor_of_an_unknown_name_is_refused(tmp_path: Path) -> None:
-    extra = {"blk.0.attn_sinks.weight": torch.zeros(4)}
-    path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", tensors=extra)
-    with pytest.raises(BadModel, match=r"blk\.0\.attn_sinks\.weight, which LlamaForCausalLM does not use"):
-        load(path)
-
-
-def test_divisors_of_another_length_are_refused(tmp_path: Path) -> None:
-    path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", tensors={"rope_freqs.weight": torch.ones(5)})
-    with pytest.raises(BadModel, match=r"rope_freqs\.weight must be 8 positive numbers"):
-        load(path)
-
-
-def test_divisors_that_are_no_row_are_refused(tmp_path: Path) -> None:
-    path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", tensors={"rope_freqs.weight": torch.ones(4, 2)})
-    with pytest.raises(BadModel, match=r"rope_freqs\.weight must be one row in float32"):
-        load(path)
-
-
-def test_a_weight_under_two_names_is_refused(tmp_path: Path) -> None:
-    extra = {"model.norm.weight": torch.ones(48)}
-    path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", tensors=extra)
-    with pytest.raises(BadModel, match=r"one weight twice, as 'output_norm\.weight' and as 'model\.norm\.weight'"):
+@pytest.mark.parametrize(
+    ("name", "tensor", "sentence"),
+    [
+        ("blk.0.attn_sinks.weight", torch.zeros(4), r"blk\.0\.attn_sinks\.weight, which LlamaForCausalLM does not use"),
+        ("rope_freqs.weight", torch.ones(5), "must be 8 positive numbers"),
+        ("rope_freqs.weight", torch.ones(4, 2), "must be one row in float32"),
+        ("model.norm.weight", torch.ones(48), "one weight twice, as 'output_norm.weight' and as 'model.norm.weight'"),
+    ],
+)
+def test_a_tensor_that_the_model_does_not_use_is_refused(
+    name: str, tensor: torch.Tensor, sentence: str, tmp_path: Path
+) -> None:
+    path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", tensors={name: tensor})
+    with pytest.raises(BadModel, match=sentence):
         load(path)
 
 

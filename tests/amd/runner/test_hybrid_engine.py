@@ -45,10 +45,6 @@ def expected(loaded: LoadedModel) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     "changes",
     [
-        *(
-            pytest.param(changes, marks=pytest.mark.nightly)
-            for changes in ({"graphs": True}, {"chunk": 3}, {"page_size": 1}, {"swa_pages": 9})
-        ),
         {},
         {"page_size": 16},
         {"swa_pages": 7, "chunk": 5, "graphs": True},

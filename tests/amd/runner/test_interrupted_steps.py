@@ -17,9 +17,10 @@ from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.interrupts import Counts, Lines, in_functions, within
 from tests.amd.runner.round_texts import round_model
+from tests.amd.runner.serving import some_requests
 from tests.amd.runner.test_rounds import BASE, KINDS, at_pace, one_by_one
 from tests.amd.runner.test_speculation import BASE as TREES
-from tests.amd.runner.test_speculation import guessing, some_requests, without_speculation
+from tests.amd.runner.test_speculation import guessing, without_speculation
 from tests.amd.runner.tiny_model import tiny_model
 
 # While one of these runs, a step's tokens are no longer only on the device, and not reported yet.

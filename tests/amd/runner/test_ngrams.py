@@ -29,17 +29,6 @@ def test_what_came_after_the_last_tokens_comes_again() -> None:
     assert drafts(1, 2, 3, 4, 5, 6, 9, 1, 2, 3, most=2) == Drafts.chain((4, 5))
 
 
-def test_nothing_is_guessed_of_tokens_that_are_new_or_of_one_alone() -> None:
-    assert drafts(1, 2, 3, 4, 5) is None
-    assert drafts(1, 2, 3, 4, 2) is None
-    assert drafts(7) is None
-
-
-def test_most_of_the_last_tokens_count_and_then_the_last_time() -> None:
-    assert drafts(1, 2, 3, 10, 5, 2, 3, 20, 5, 1, 2, 3, most=1) == Drafts.chain((10,))
-    assert drafts(2, 3, 10, 5, 2, 3, 20, 6, 2, 3, most=1) == Drafts.chain((20,))
-
-
 def test_a_text_that_goes_round_in_a_circle_is_guessed_on_and_on() -> None:
     assert drafts(5, 7, 5, 7, 5, 7, most=5) == Drafts.chain((5, 7, 5, 7, 5))
     assert drafts(4, 4, 4, most=3) == Drafts.chain((4, 4, 4))
@@ -92,17 +81,6 @@ def test_a_guess_goes_on_where_it_was_right_and_else_is_what_looking_through_the
             found = drafter.draft([(growing, 1)], {0})
             assert found == ({0: Drafts.chain((text[at],))} if at else {})
     assert num_followed > 100
-
-
-def test_a_stretch_that_is_copied_is_followed_past_a_later_place_with_the_same_tokens() -> None:
-    drafter = NgramDrafter(1)
-    text = [1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 9, 9, 1, 2, 3, 4]
-    growing = sequence(*text)
-    assert drafter.draft([(growing, 2)], {0})[0] == Drafts.chain((6, 9))
-    growing.token_ids += [6, 9, 9]
-    assert drafter.draft([(growing, 2)], {0})[0] == Drafts.chain((1, 2))
-    growing.token_ids += [1, 2, 7]  # the second draft was right, and the token after it was another one
-    assert drafter.draft([(growing, 2)], {0}) == {}
 
 
 def test_a_token_that_cannot_be_picked_ends_the_accepted_ones_and_fails_its_sequence_in_the_next_step() -> None:

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
-from rocm_attn.errors import DeviceFault, WrongState
+from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
-from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
@@ -121,21 +119,8 @@ KINDS = {
     "trees of a head": Kind({"speculative": "eagle:seeded", "topk": 3}, draws=True, guesses=False),
     "trees of a head of EAGLE-3": Kind({"speculative": "eagle:seeded3", "topk": 2}, guesses=False),
 }
-# Every run shows these properties in combination, the night each alone.
-AT_NIGHT = {
-    "drawn in windows",
-    "drawn",
-    "windows",
-    "deterministic",
-    "head",
-    "EAGLE-3 head",
-    "drafted, deterministic",
-    "asking",
-    "trees",
-    "trees that ask",
-    "trees of a head",
-    "trees of a head of EAGLE-3",
-}
+# Every run shows the properties of kinds in combination, the night each alone.
+BY_DAY = ("greedy", "drafted")
 
 
 def kinds(*by_day: str) -> pytest.MarkDecorator:
@@ -144,7 +129,7 @@ def kinds(*by_day: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("kind", [*by_day, *others], indirect=True)
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.nightly) if name in AT_NIGHT else name for name in KINDS])
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY)) for name in KINDS])
 def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
@@ -471,14 +456,6 @@ def test_a_row_that_nothing_can_be_picked_from_fails_its_request_alone(kind: Kin
     done = [engine.completion(number) for number in numbers]
     assert [done[0], done[2]] == [wanted[0], wanted[2]]
     assert done[1].token_ids == wanted[1].token_ids[: len(done[1].token_ids)]
-
-
-@kinds("greedy")
-def test_only_the_step_that_was_staged_last_may_run_again(kind: Kind) -> None:
-    engine = kind.engine()
-    with pytest.raises(WrongState, match="no whole step that can run again was staged last"):
-        engine.runtime.stage(StepBatch([], [], [], NO_TOKEN_IDS), AGAIN)
-    assert not engine._runner.may_run_again
 
 
 def of_circle(circle: int, new_tokens: int) -> Request:

@@ -23,7 +23,6 @@ from rocm_serve.speculation.speculation import Speculation
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
 from tests.amd.runner.serving import BASE as CHUNKS_OF_16
 from tests.amd.runner.serving import all_pages_are_free, some_requests
-from tests.amd.runner.thread_ranks import ThreadRank, on_threads
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 BASE = replace(CHUNKS_OF_16, chunk=64)
@@ -237,20 +236,6 @@ def test_a_model_with_other_tokens_cannot_draft(loaded: LoadedModel) -> None:
     other = tiny_model(base=replace(CONFIG, vocab_size=65))
     with pytest.raises(BadModel, match="the draft model has 65 tokens and the model 64"):
         drafting(loaded, other, replace(BASE, speculative="ngram"))
-
-
-def test_ranks_that_share_a_model_guess_and_verify_the_same() -> None:
-    # Tokens that repeat themselves, so that there is something to look up.
-    requests = [Request((5, 6, 7) * 4, 20), Request((9, 8) * 5, 20, sampling=DRAWN)]
-    expected = Engine(tiny_model(), BASE).generate(requests)
-
-    def served(rank: ThreadRank) -> tuple[list[Completion], int]:
-        engine = Engine(tiny_model(ranks=rank), replace(BASE, speculative="ngram"))
-        return engine.generate(requests), engine.report().metrics.drafts
-
-    for completions, drafts in on_threads(2, served):
-        assert completions == expected
-        assert drafts > 0
 
 
 def test_what_happens_between_two_rounds_touches_no_tensor_and_makes_no_plan(loaded: LoadedModel) -> None:

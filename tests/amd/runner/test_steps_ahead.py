@@ -183,14 +183,6 @@ def test_checked_and_replayed_steps_give_the_same_tokens(loaded: LoadedModel) ->
     assert (metrics.samples > 10, metrics.rows_differ, metrics.attention_differs) == (True, 0, 0)
 
 
-def test_a_request_is_counted_once_a_token(loaded: LoadedModel) -> None:
-    engine = Engine(loaded, BASE)
-    engine.generate([Request((9, 10), 6, stop_token_ids=(11,)), Request((12,), 4)])
-    metrics = engine.report().metrics
-    assert metrics.new_tokens == metrics.first_token_seconds.count + metrics.token_gap_seconds.count
-    assert metrics.step_seconds.count == metrics.host_seconds.count == metrics.steps
-
-
 @pytest.mark.parametrize("steps_ahead", [-1, 2])
 def test_only_one_step_may_be_ahead(steps_ahead: int) -> None:
     with pytest.raises(BadSetting, match=f"steps_ahead is {steps_ahead}; it must be"):

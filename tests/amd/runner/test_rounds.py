@@ -423,7 +423,7 @@ def test_a_fault_in_a_round_ends_its_requests_before_the_host_plans_another_step
     number = engine.submit(kind.request(1, 200))
     until_unread(engine)
     spoil(engine)
-    with pytest.raises(DeviceFault, match="lay outside of 0 <= q_len <= kv_len <= its bound"):
+    with pytest.raises(DeviceFault, match="was outside of 0 <= q_len <= kv_len <= its bound"):
         until_done(engine)
     (done,) = served_to_the_end(engine, [number])
     assert (done.finish_reason, bool(done.error)) == ("error", True)

@@ -101,7 +101,7 @@ def test_a_head_of_another_model_is_refused(loaded: LoadedModel, tmp_path: Path)
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(BadModel, match=r"lacks layers.0.mlp.up_proj.weight"):
         load_head(str(tmp_path), loaded)
-    with pytest.raises(BadModel, match="nowhere is no directory"):
+    with pytest.raises(BadModel, match="nowhere is not a directory"):
         load_head(str(tmp_path / "nowhere"), loaded)
 
 

@@ -22,7 +22,7 @@ _REFUSED = {
     "jit_args": "it is CUDA source for FlashInfer's own kernels",
     "jit_kwargs": "it is CUDA source for FlashInfer's own kernels",
     "variant_owns_mask": "it concerns CUDA source for FlashInfer's own kernels",
-    "*args": "these are arguments of CUDA source for FlashInfer's own kernels",
+    "args": "these are arguments of CUDA source for FlashInfer's own kernels",
     "kv_cache_sf": "no kernel here reads NVFP4 pages; keep K and V in 16 bits or in FP8",
     "skip_softmax_threshold_scale_factor": "every key counts here; leave it None",
     "uses_spcompress": "no kernel here has a compressed softmax; leave it None",
@@ -47,11 +47,10 @@ _REFUSED = {
 }
 
 
-def refuse(**asked: bool) -> None:
-    """Raises Unsupported with the reason for the first argument that is asked for. positional: of *args"""
-    for name, is_asked in asked.items():
-        if is_asked:
-            name = "*args" if name == "positional" else name
+def refuse(**given: object) -> None:
+    """Raises Unsupported with the reason for the first argument that is neither None nor False."""
+    for name, value in given.items():
+        if value is not None and value is not False:
             raise Unsupported(f"{name} is not served: {_REFUSED[name]}")
 
 
@@ -118,7 +117,7 @@ class Geometry:
     page_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    scale: float
+    scale: float = 1.0
     window_left: int = UNLIMITED_WINDOW
     soft_cap: float = 0.0
     alibi: bool = False

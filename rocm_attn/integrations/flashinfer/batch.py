@@ -1,12 +1,16 @@
-"""Values that make up a plan, and those that one call brings."""
+"""A planned batch, made from the tensors of plan(), and the room that it needs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from rocm_attn.integrations.flashinfer.lengths import Lengths
+from rocm_attn.errors import BadBatch, BadTensor
+from rocm_attn.integrations.flashinfer.cells import NO_MASKS, Masks, given_cells
+from rocm_attn.integrations.flashinfer.lengths import Int64Array, Lengths, on_host, paged_kv_len
+from rocm_attn.integrations.flashinfer.page_lists import page_bounds
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
@@ -26,8 +30,7 @@ class Room:
 
     def holds(self, other: Room) -> bool:
         """True if a batch that needs `other` fits."""
-        mine, its = (tuple(getattr(room, name) for name in self.__slots__) for room in (self, other))
-        return all(has >= needs for has, needs in zip(mine, its, strict=True))
+        return all(getattr(self, name) >= getattr(other, name) for name in self.__slots__)
 
     def grown(self, other: Room) -> Room:
         """Returns room for both, rounded up to powers of two."""
@@ -59,21 +62,45 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
-    """The inputs and outputs of one call.
+class PagedKVLists:
+    """The pages of each sequence, in the form of the arguments of FlashInfer's plan().
 
-    q:        [tokens, q_heads, head_dim]
-    k, v:     pages, [pages, page_size, kv_heads, head_dim | v_head_dim]
-    out, lse: as in ExternalAttention.layers.attend; lse receives the natural log, and -inf for tokens that see nothing
-    sinks:    float [q_heads], if the geometry has sinks
-    k_scale, v_scale: float32 [1], for pages in eight bits
+    indptr:        int [S + 1]; indices: int32 or int64 [indptr[S] or more]
+    last_page_len: int [S], tokens of each last page
+    seq_lens:      int [S], tokens of each sequence, which must agree with the other tensors; or None
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor | None = None
-    sinks: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    seq_lens: Tensor | None = None
+
+    def batch(self, q_indptr: Tensor, page_size: int, masks: Masks = NO_MASKS) -> Batch:
+        """Returns the batch with these new tokens of each sequence. Raises BadBatch, BadTensor."""
+        given = [q_indptr, self.indptr, self.last_page_len]
+        if self.seq_lens is not None:
+            given.append(self.seq_lens.flatten())
+        q, indptr, last_page_len, *seq_lens = on_host(*given)
+        kv_len = paged_kv_len(indptr, last_page_len, page_size)
+        if seq_lens and seq_lens[0].tolist() != kv_len.tolist():
+            raise BadBatch(f"seq_lens are {seq_lens[0].tolist()}; indptr and last_page_len say {kv_len.tolist()}")
+        return listed_batch(Lengths(q, indptr[:-1], kv_len), self.indices, indptr, masks)
+
+
+def listed_batch(lengths: Lengths, indices: Tensor, indptr: Int64Array, masks: Masks = NO_MASKS) -> Batch:
+    """Makes a batch whose lengths are known on the host. Raises BadTensor."""
+    count = int(indptr[-1])
+    if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64) or len(indices) < count:
+        raise BadTensor(
+            f"page indices are {indices.dtype} {list(indices.shape)}; they must be int32 or int64 in one dimension, "
+            f"with the {count} entries that indptr ends with"
+        )
+    low, high = on_host(page_bounds(indices, count))[0].tolist()
+    return Batch(lengths, indices, count, (low, high), given_cells(lengths, masks, indices.device))
+
+
+def token_batch(lengths: Lengths, kv_indptr: Int64Array, masks: Masks, device: torch.device) -> Batch:
+    """Makes a batch whose K and V are token after token, each token a page of its own."""
+    num_keys = int(kv_indptr[-1])
+    pages = torch.arange(max(num_keys, 1), dtype=torch.int32, device=device)
+    return Batch(lengths, pages, num_keys, (0, num_keys - 1), given_cells(lengths, masks, device))

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadSetting, BadTensor
 from rocm_attn.integrations.flashinfer.asked import Geometry, check_rows
-from rocm_attn.integrations.flashinfer.batch import Inputs
-from rocm_attn.integrations.flashinfer.planned import LOG2_E, PlannedAttention
+from rocm_attn.integrations.flashinfer.planned import LOG2_E, Inputs, PlannedAttention
 from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE
 
 Scale = float | Tensor | None

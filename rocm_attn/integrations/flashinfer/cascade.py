@@ -60,7 +60,9 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         """True if run() is captured."""
         return self._use_cuda_graph
 
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffers: list[Tensor]) -> None:
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffers: Tensor | list[Tensor]
+    ) -> None:
         """Does nothing: no workspace of the caller's is used."""
 
     def plan(

@@ -6,6 +6,8 @@ kv_len - q_len + i, which is negative if a sequence has more new tokens than KV.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -48,25 +50,33 @@ def token_positions(lengths: Lengths) -> np.ndarray[tuple[int], np.dtype[np.int6
     return np.repeat(first, q_len) + np.arange(lengths.num_tokens)
 
 
-def given_cells(
-    lengths: Lengths, custom_mask: Tensor | None, packed_custom_mask: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """Returns a caller's mask as bool [cells], or None if there is none. Raises BadTensor.
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Masks of a caller. The packed one is used if both are given.
 
-    custom_mask:        [cells], not 0 where a key is seen
-    packed_custom_mask: uint8, eight cells per byte, from the lowest bit on; each sequence begins with a new byte.
-                        It is used if both are given
+    custom: [cells], not 0 where a key is seen
+    packed: uint8, eight cells per byte, from the lowest bit on; each sequence begins with a new byte
     """
-    if packed_custom_mask is not None:
-        return _unpacked(lengths, packed_custom_mask).to(device)
-    if custom_mask is None:
+
+    custom: Tensor | None = None
+    packed: Tensor | None = None
+
+
+NO_MASKS = Masks()
+
+
+def given_cells(lengths: Lengths, masks: Masks, device: torch.device) -> Tensor | None:
+    """Returns a caller's mask as bool [cells], or None if there is none. Raises BadTensor."""
+    if masks.packed is not None:
+        return _unpacked(lengths, masks.packed).to(device)
+    if masks.custom is None:
         return None
-    if custom_mask.numel() != lengths.num_cells:
+    if masks.custom.numel() != lengths.num_cells:
         raise BadTensor(
-            f"custom_mask has {custom_mask.numel()} cells; the batch has {lengths.num_cells}, one for each new token "
+            f"custom_mask has {masks.custom.numel()} cells; the batch has {lengths.num_cells}, one for each new token "
             "and key of its sequence"
         )
-    return (custom_mask.reshape(-1) != 0).to(device)
+    return (masks.custom.reshape(-1) != 0).to(device)
 
 
 def _unpacked(lengths: Lengths, packed: Tensor) -> Tensor:

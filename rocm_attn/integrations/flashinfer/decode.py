@@ -9,20 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadBatch, BadSetting, BadTensor, Unsupported, WrongState
-from rocm_attn.integrations.flashinfer.asked import (
-    Geometry,
-    Scores,
-    as_dtype,
-    check_layout,
-    provider_of,
-    refuse,
-)
-from rocm_attn.integrations.flashinfer.batch import Room
-from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, Scale, attend, pages_of
-from rocm_attn.integrations.flashinfer.planned import PlannedAttention
+from rocm_attn.errors import BadBatch, Unsupported
+from rocm_attn.integrations.flashinfer.asked import Geometry, Scores, as_dtype, refuse
+from rocm_attn.integrations.flashinfer.batch import PagedKVLists
+from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, Scale, pages_of
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
-from rocm_attn.integrations.flashinfer.wrapped import PagedKVLists, Wrapper, keep
+from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 
 Dtype = str | torch.dtype | None
 
@@ -75,14 +67,12 @@ def single_decode_with_kv_cache(
     return result.squeeze(0) if isinstance(result, Tensor) else (result[0].squeeze(0), result[1].squeeze(0))
 
 
-class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
-    """Decode over lists of pages: plan() once per step, run() for each layer.
+class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
+    """Decode over lists of pages.
 
-    float_workspace_buffer: sets the wrapper's device; nothing is written to it
-    use_cuda_graph:         whether run() is captured; the three buffers then keep the arguments of plan()
+    use_cuda_graph: whether run() is captured; the three buffers then keep the arguments of plan()
     use_tensor_cores, enable_pdl: ignored, kernels are chosen here
-    backend:                a provider of ours, or a name of FlashInfer's, which stands for the best one
-    Raises Unsupported, BadSetting.
+    Raises Unsupported, BadSetting, BadTensor.
     """
 
     def __init__(
@@ -97,37 +87,20 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
     ) -> None:
-        refuse(jit_args=jit_args is not None)
-        super().__init__(float_workspace_buffer)
-        self._kv_layout = check_layout(kv_layout)
-        self._provider = provider_of(backend)
-        self._use_cuda_graph, self._use_tensor_cores = use_cuda_graph, use_tensor_cores
-        self._paged_kv_indptr_buf = paged_kv_indptr_buffer
-        self._paged_kv_indices_buf = paged_kv_indices_buffer
-        self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
-        if use_cuda_graph:
-            buffers = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
-            if any(buffer is None for buffer in buffers):
-                raise BadTensor("with use_cuda_graph give the buffers of indptr, indices and last_page_len")
-        self._planned: PlannedAttention | None = (
-            None if use_cuda_graph else PlannedAttention(self.device, self._provider)
-        )
-        self._geometry: Geometry | None = None
-        self._out_dtype = torch.float16
+        refuse(jit_args=jit_args)
+        buffers = {
+            "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
+            "paged_kv_indices_buffer": paged_kv_indices_buffer,
+            "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
+        }
+        super().__init__(float_workspace_buffer, kv_layout, backend, buffers, use_cuda_graph=use_cuda_graph)
+        self._use_tensor_cores = use_tensor_cores
         self._q_len_per_req = 1
 
     @property
     def use_tensor_cores(self) -> bool:
         """The value that the wrapper was made with."""
         return self._use_tensor_cores
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """True if run() is captured."""
-        return self._use_cuda_graph
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Does nothing: no workspace of the caller's is used."""
 
     def plan(
         self,
@@ -193,40 +166,39 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         is_causal: bool | None = None,
     ) -> None:
         """Does the work of plan(). fixed_split_size, disable_split_kv: results are the same in any batch."""
-        refuse(window_right=window_right != 0)
+        refuse(window_right=window_right or None)
         if q_len_per_req < 1:
             raise BadBatch(f"q_len_per_req is {q_len_per_req}; it must be at least 1")
         if is_causal is not None and is_causal != (q_len_per_req > 1):
             raise Unsupported(f"is_causal={is_causal} with q_len_per_req={q_len_per_req} is not served; leave it None")
         q_dtype = as_dtype(data_type if q_data_type is None and data_type is not None else q_data_type or "float16")
-        kv_dtype = as_dtype(kv_data_type or data_type or q_dtype)
-        sizes = num_qo_heads, num_kv_heads, head_dim, head_dim, page_size, q_dtype, kv_dtype
-        deterministic = fixed_split_size is not None or disable_split_kv
-        geometry = Geometry(*sizes, scale=1.0, causal=True, deterministic=deterministic)
+        geometry = Geometry(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim,
+            page_size,
+            q_dtype,
+            as_dtype(kv_data_type or data_type or q_dtype),
+            causal=True,
+            deterministic=fixed_split_size is not None or disable_split_kv,
+        )
         geometry = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
         lists = PagedKVLists(indptr, indices, last_page_len, seq_lens)
-        self._use(lists, geometry, as_dtype(o_data_type or q_dtype), q_len_per_req)
+        batch = lists.batch(torch.arange(len(last_page_len) + 1) * q_len_per_req, page_size)
+        if q_len_per_req > 1 and (batch.lengths.kv_len < q_len_per_req).any():
+            raise BadBatch(
+                f"a sequence has fewer tokens in its KV than q_len_per_req, {q_len_per_req}; append them first"
+            )
+        if self.is_cuda_graph_enabled and self._planned is not None and q_len_per_req != self._q_len_per_req:
+            raise BadBatch(
+                f"q_len_per_req is {q_len_per_req} after {self._q_len_per_req}; make a wrapper for each value"
+            )
+        self._plan(batch, geometry, as_dtype(o_data_type or q_dtype), each_one=q_len_per_req == 1)
+        self._keep([indptr, indices[: batch.num_entries], last_page_len])
+        self._q_len_per_req = q_len_per_req
 
     begin_forward = plan
-
-    def _use(self, lists: PagedKVLists, geometry: Geometry, out_dtype: torch.dtype, q_len: int) -> None:
-        batch = lists.batch(torch.arange(len(lists.last_page_len) + 1) * q_len, geometry.page_size)
-        if q_len > 1 and (batch.lengths.kv_len < q_len).any():
-            raise BadBatch(f"a sequence has fewer tokens in its KV than q_len_per_req, {q_len}; append them first")
-        if self._planned is None:
-            assert self._paged_kv_indices_buf is not None
-            assert self._paged_kv_last_page_len_buf is not None
-            num_seqs, num_entries = len(self._paged_kv_last_page_len_buf), len(self._paged_kv_indices_buf)
-            fixed = Room(num_seqs, num_seqs * q_len, num_entries, num_entries)
-            self._planned = PlannedAttention(self.device, self._provider, fixed=fixed, each_one=q_len == 1)
-        elif self._use_cuda_graph and q_len != self._q_len_per_req:
-            raise BadBatch(f"q_len_per_req is {q_len} after {self._q_len_per_req}; make a wrapper for each value")
-        self._planned.plan(batch, geometry)
-        if self._use_cuda_graph:
-            keep("paged_kv_indptr_buffer", self._paged_kv_indptr_buf, lists.indptr)
-            keep("paged_kv_indices_buffer", self._paged_kv_indices_buf, lists.indices[: batch.num_entries])
-            keep("paged_kv_last_page_len_buffer", self._paged_kv_last_page_len_buf, lists.last_page_len)
-        self._geometry, self._out_dtype, self._q_len_per_req = geometry, out_dtype, q_len
 
     def run(
         self,
@@ -253,26 +225,19 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         Raises Unsupported, BadTensor, BadSetting, WrongState.
         """
         refuse(
-            positional=bool(args),
-            kv_cache_sf=kv_cache_sf is not None,
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor is not None,
+            args=args or None,
+            kv_cache_sf=kv_cache_sf,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )
-        planned, geometry = self._ready()
-        if window_left is not None and window_left != geometry.window_left:
-            raise BadSetting(f"window_left is {window_left}, planned with {geometry.window_left}; call plan() again")
+        self._check_window(window_left)
         if q_len_per_req is not None:
             warnings.warn("q_len_per_req was given to run(); give it to plan()", DeprecationWarning, stacklevel=2)
             if q_len_per_req != self._q_len_per_req:
                 raise BadBatch(
                     f"q_len_per_req is {q_len_per_req}, planned with {self._q_len_per_req}; call plan() again"
                 )
-        if len(q) != planned.batch.lengths.num_tokens:
-            raise BadTensor(
-                f"q has {len(q)} rows; the plan has {planned.batch.lengths.num_seqs} sequences with q_len_per_req "
-                f"{self._q_len_per_req}; call plan() again"
-            )
         call = Call(out, lse, return_lse, "log2", "NH", q_scale, k_scale, v_scale, sinks)
-        return attend(planned, geometry, self._out_dtype, q, pages_of(paged_kv_cache, self._kv_layout), call)
+        return self._attend(q, pages_of(paged_kv_cache, self._kv_layout), call)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -289,33 +254,14 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
     ) -> Result:
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
-        self._geometry = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(self._ready()[1])
-        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        self._rescore(Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale))
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    def forward_return_lse(
-        self,
-        q: Tensor,
-        paged_kv_cache: PagedKV,
-        pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Result:
-        """Deprecated in FlashInfer: forward() with the LSE."""
-        self._geometry = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(self._ready()[1])
-        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True)
-
-    def _ready(self) -> tuple[PlannedAttention, Geometry]:
-        if self._planned is None or self._geometry is None:
-            raise WrongState("nothing is planned; call plan() before run()")
-        return self._planned, self._geometry
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

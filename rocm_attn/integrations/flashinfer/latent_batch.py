@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor
-from rocm_attn.integrations.flashinfer.batch import Batch
+from rocm_attn.integrations.flashinfer.batch import Batch, listed_batch
 from rocm_attn.integrations.flashinfer.lengths import Int64Array, Lengths, on_host
-from rocm_attn.integrations.flashinfer.wrapped import listed_batch
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,3 @@ def paged_kv_len(indptr: Int64Array, last_page_len: Int64Array, page_size: int) 
 def _check_indptr(name: str, indptr: Int64Array) -> None:
     if len(indptr) < 1 or indptr[0] != 0 or (np.diff(indptr) < 0).any():
         raise BadBatch(f"{name} is {indptr[:9].tolist()}...; it must begin at 0 and never fall")
-
-
-def uniform_indptr(num_seqs: int, q_len: int) -> Int64Array:
-    """Returns the indptr of sequences with q_len new tokens each."""
-    return np.arange(num_seqs + 1, dtype=np.int64) * q_len

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported, WrongState
-from rocm_attn.integrations.flashinfer.asked import Geometry, as_dtype, check_rows, provider_of, refuse
-from rocm_attn.integrations.flashinfer.batch import Batch, Room
+from rocm_attn.integrations.flashinfer.asked import Geometry, as_dtype, check_rows, refuse
+from rocm_attn.integrations.flashinfer.batch import Batch
 from rocm_attn.integrations.flashinfer.calls import Call, Result, attend
 from rocm_attn.integrations.flashinfer.latent_batch import MLAPlanMetadata, batch_of, given
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
-from rocm_attn.integrations.flashinfer.wrapped import Wrapper, keep
+from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 from rocm_attn.problem import PoolKind
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
@@ -28,14 +28,12 @@ LseMode = Literal["none", "base2", "basee"]
 ScaleMode = Literal["default", "kv-per-tensor", "bmm-scalar", "bmm-tensor"]
 
 
-class BatchMLAPagedAttentionWrapper(Wrapper):
-    """Attention over latent pages: plan() once per step, run() for each layer.
+class BatchMLAPagedAttentionWrapper(PlannedWrapper):
+    """Attention over latent pages.
 
-    float_workspace_buffer: sets the wrapper's device; nothing is written to it
-    use_cuda_graph:         whether run() is captured. Batches then have as many sequences as kv_len_arr has entries,
-                            and no more new tokens than the first batch. If each sequence of the first batch has one new
-                            token, so must those of all batches. The buffers keep the arguments of plan()
-    backend:                a provider of ours, or a name of FlashInfer's, which stands for the best one
+    use_cuda_graph: whether run() is captured. Batches then have as many sequences as kv_len_arr has entries, and no
+                    more new tokens than the first batch. If each sequence of the first batch has one new token, so must
+                    those of all batches. The buffers keep the arguments of plan()
     Raises BadTensor.
     """
 
@@ -49,21 +47,11 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         kv_len_arr: Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        super().__init__(float_workspace_buffer)
-        self._provider, self._use_cuda_graph = provider_of(backend), use_cuda_graph
-        self._buffers = {
-            "qo_indptr": qo_indptr,
-            "kv_indptr": kv_indptr,
-            "kv_indices": kv_indices,
-            "kv_len_arr": kv_len_arr,
-        }
-        if use_cuda_graph and any(buffer is None for buffer in self._buffers.values()):
-            raise BadTensor(f"with use_cuda_graph give {', '.join(self._buffers)}")
-        # False: for caches with both parts in a row. True: for caches in two tensors, whose pages are copied to one.
-        self._planned: dict[bool, PlannedAttention] = {}
+        buffers = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
+        super().__init__(float_workspace_buffer, "NHD", backend, buffers, use_cuda_graph=use_cuda_graph)
+        # For caches in two tensors, whose pages are copied to one.
+        self._over_copies: PlannedAttention | None = None
         self._batch: Batch | None = None
-        self._geometry: Geometry | None = None
-        self._out_dtype = torch.bfloat16
 
     def plan(
         self,
@@ -100,48 +88,36 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
         Arguments about layouts are ignored: run() takes either. Raises Unsupported, BadBatch, BadTensor, NeverFits.
         """
-        refuse(skip_softmax=skip_softmax, output_scale=output_scale != "none", scale_mode=scale_mode.startswith("bmm"))
+        refuse(
+            skip_softmax=skip_softmax,
+            output_scale=output_scale != "none",
+            scale_mode=scale_mode.startswith("bmm"),
+        )
         flat = qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
         if metadata is not None and any(each is not None for each in flat):
             raise BadBatch("plan() was given both metadata and tensors; give one of them")
-        sizes = num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type
-        geometry = _geometry(*sizes)
-        self._use(metadata or MLAPlanMetadata(*flat), geometry)
-        self._out_dtype = as_dtype(output_dtype or geometry.dtype)
-
-    def _use(self, metadata: MLAPlanMetadata, geometry: Geometry) -> None:
+        geometry = _geometry(
+            num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type
+        )
+        metadata = metadata or MLAPlanMetadata(*flat)
         self._batch = None
         batch = batch_of(metadata, geometry.page_size)
-        self._geometry = geometry
-        for is_copied in self._planned or (False,):
-            self._plan(batch, is_copied)
-        if self._use_cuda_graph:
-            if metadata.kv_indptr is None:
-                raise Unsupported("tables of pages are not served if run() is captured; give lists of pages")
-            count = {"kv_indptr": batch.lengths.num_seqs + 1, "kv_indices": batch.num_entries}
+        if self._buffers and metadata.kv_indptr is None:
+            raise Unsupported("tables of pages are not served if run() is captured; give lists of pages")
+        out_dtype = as_dtype(output_dtype or geometry.dtype)
+        self._plan(batch, geometry, out_dtype, each_one=bool((batch.lengths.q_len == 1).all()))
+        if self._over_copies is not None:
+            self._over_copies.plan(self._of_copies(batch), geometry)
+        if self._buffers:
             lists = metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr
-            for (name, buffer), values in zip(self._buffers.items(), map(given, lists), strict=True):
-                keep(name, buffer, values[: count.get(name, len(values))])
+            q_indptr, starts, indices, lens = map(given, lists)
+            self._keep([q_indptr, starts[: batch.lengths.num_seqs + 1], indices[: batch.num_entries], lens])
         self._batch = batch
 
-    def _plan(self, batch: Batch, is_copied: bool) -> PlannedAttention:
-        """Plans over the caller's pages, or over copies of the pages that the batch names, in their order."""
-        assert self._geometry is not None
-        planned = self._planned.get(is_copied)
-        if planned is None:
-            fixed = None
-            if self._use_cuda_graph:
-                num_entries = len(given(self._buffers["kv_indices"]))
-                num_seqs = len(given(self._buffers["kv_len_arr"]))
-                fixed = Room(num_seqs, max(batch.lengths.num_tokens, 1), num_entries, num_entries)
-            each_one = bool((batch.lengths.q_len == 1).all())
-            planned = PlannedAttention(self.device, self._provider, fixed=fixed, each_one=each_one)
-        if is_copied:
-            pages = torch.arange(max(batch.num_entries, 1), dtype=torch.int32, device=self.device)
-            batch = Batch(batch.lengths, pages, batch.num_entries, (0, batch.num_entries - 1))
-        planned.plan(batch, self._geometry)
-        self._planned[is_copied] = planned
-        return planned
+    def _of_copies(self, batch: Batch) -> Batch:
+        """Returns the batch over copies of the pages that it names, in their order."""
+        pages = torch.arange(max(batch.num_entries, 1), dtype=torch.int32, device=self.device)
+        return Batch(batch.lengths, pages, batch.num_entries, (0, batch.num_entries - 1))
 
     def run(
         self,
@@ -176,26 +152,31 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         Raises Unsupported, BadTensor, WrongState.
         """
         refuse(
-            profiler_buffer=profiler_buffer is not None,
-            o_scale=o_scale is not None,
-            ckv_scale=ckv_scale is not None,
-            ckv_scale_arr=ckv_scale_arr is not None,
-            kpe_scale=kpe_scale is not None,
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor is not None,
-            bmm1_scale=bmm1_scale is not None,
-            bmm2_scale=bmm2_scale is not None,
+            profiler_buffer=profiler_buffer,
+            o_scale=o_scale,
+            ckv_scale=ckv_scale,
+            ckv_scale_arr=ckv_scale_arr,
+            kpe_scale=kpe_scale,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
         )
-        if self._geometry is None or self._batch is None:
+        planned, geometry = self._ready()
+        if self._batch is None:
             raise WrongState("nothing is planned; call plan() before run()")
-        geometry, call = self._geometry, _call(out, lse, return_lse, return_lse_base_on_e, sinks)
-        q = _joined(_one_of("query", query, (q_nope, q_pe)))
+        call = Call(out, lse, return_lse, "ln" if return_lse_base_on_e else "log2", sinks=sinks)
+        query = _one_of("query", query, (q_nope, q_pe))
+        q = query if isinstance(query, Tensor) else torch.cat(query, -1)
         parts = _one_of("kv_cache", kv_cache, (ckv_cache, kpe_cache))
         rows = _whole(parts, geometry)
-        is_copied = rows is None
-        planned = self._planned.get(is_copied) or self._plan(self._batch, is_copied)
         if rows is None:
             assert isinstance(parts, tuple)
-            rows = self._copied(parts, self._batch)
+            if self._over_copies is None:
+                each_one = bool((self._batch.lengths.q_len == 1).all())
+                planned = self._new_planned(self._batch, each_one=each_one)
+                planned.plan(self._of_copies(self._batch), geometry)
+                self._over_copies = planned
+            planned, rows = self._over_copies, self._copied(parts, self._batch)
         rows = rows.unsqueeze(2)
         return attend(planned, geometry, self._out_dtype, q, (rows, rows[..., : geometry.v_head_dim]), call)
 
@@ -205,9 +186,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if low < 0 or high >= min(len(part) for part in parts):
             raise BadTensor(f"the plan names pages {low} to {high}; the caches have {[len(part) for part in parts]}")
         pages = batch.pages[: batch.num_entries].to(self.device)
-        if self._use_cuda_graph:
+        if self._buffers:
             # All entries of the buffer: a graph copies those of later plans too. Entries that no plan wrote are page 0.
-            pages = given(self._buffers["kv_indices"]).clamp(0, len(parts[0]) - 1)
+            pages = self._buffers["kv_indices"].clamp(0, len(parts[0]) - 1)
         if not len(parts[0]):
             return torch.cat(parts, -1)
         return torch.cat([part.index_select(0, pages) for part in parts], -1)
@@ -244,10 +225,6 @@ def _geometry(
     return Geometry(*sizes, scale=sm_scale, causal=causal, pool=PoolKind.LATENT)
 
 
-def _call(out: Tensor | None, lse: Tensor | None, return_lse: bool, base_e: bool, sinks: Tensor | None) -> Call:
-    return Call(out, lse, return_lse, "ln" if base_e else "log2", sinks=sinks)
-
-
 def _one_of(name: str, whole: Any, parts: tuple[Tensor | None, Tensor | None]) -> Parts:
     """Returns one argument, or the two that can be given instead. Raises BadTensor unless exactly one form is given."""
     first, second = parts
@@ -257,10 +234,6 @@ def _one_of(name: str, whole: Any, parts: tuple[Tensor | None, Tensor | None]) -
         raise BadTensor(f"{name} was given together with its parts; give one of them")
     found: Parts = whole if isinstance(whole, Tensor) else (whole[0], whole[1])
     return found
-
-
-def _joined(parts: Parts) -> Tensor:
-    return parts if isinstance(parts, Tensor) else torch.cat(parts, -1)
 
 
 def _whole(parts: Parts, geometry: Geometry) -> Tensor | None:

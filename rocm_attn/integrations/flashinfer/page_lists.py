@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor, NeverFits
+from rocm_attn.errors import NeverFits
 from rocm_attn.paging.adopted import TableSource
 
 
@@ -31,12 +31,7 @@ class PageLists:
         return TableSource(self._entries.as_strided((self.num_entries + 1, self.width), (1, 1)), null_page=False)
 
     def write(self, pages: Tensor, count: int) -> None:
-        """Writes the first count pages to the list. Raises BadTensor, NeverFits."""
-        if pages.dim() != 1 or pages.dtype not in (torch.int32, torch.int64) or len(pages) < count:
-            raise BadTensor(
-                f"page indices are {pages.dtype} {list(pages.shape)}; they must be int32 or int64 in one dimension, "
-                f"with the {count} entries that indptr ends with"
-            )
+        """Writes the first count pages to the list. Raises NeverFits."""
         if count > self.num_entries:
             raise NeverFits(f"{count} page indices were given, and the wrapper has room for {self.num_entries}")
         self._entries[:count].copy_(pages[:count], non_blocking=True)

@@ -17,7 +17,7 @@ from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.integrations.flashinfer.asked import Geometry, alibi_slopes
-from rocm_attn.integrations.flashinfer.batch import NO_ROOM, Batch, Inputs, Room
+from rocm_attn.integrations.flashinfer.batch import NO_ROOM, Batch, Room
 from rocm_attn.integrations.flashinfer.cells import seen_cells, token_positions
 from rocm_attn.integrations.flashinfer.lengths import Lengths, Sight
 from rocm_attn.integrations.flashinfer.page_lists import PageLists
@@ -30,6 +30,27 @@ from rocm_attn.step.head_weights import HeadWeights
 LOG2_E = 1.4426950408889634
 # The most attentions that are kept if nothing is captured, for instance for scales that differ between calls.
 _MOST_BUILT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The inputs and outputs of one call.
+
+    q:        [tokens, q_heads, head_dim]
+    k, v:     pages, [pages, page_size, kv_heads, head_dim | v_head_dim]
+    out, lse: as in ExternalAttention.layers.attend; lse receives the natural log, and -inf for tokens that see nothing
+    sinks:    float [q_heads], if the geometry has sinks
+    k_scale, v_scale: float32 [1], for pages in eight bits
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor | None = None
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class _Variant(NamedTuple):
@@ -104,10 +125,6 @@ class PlannedAttention:
     def run(self, geometry: Geometry, inputs: Inputs, *, factor: float = 1.0) -> None:
         """Computes attention. factor: multiplies the scale. Raises BadTensor, WrongState, Unsupported."""
         batch = self.batch
-        if inputs.q.shape[0] != batch.lengths.num_tokens:
-            raise BadTensor(
-                f"q has {inputs.q.shape[0]} rows and the plan has {batch.lengths.num_tokens}; call plan() again"
-            )
         if not batch.lengths.num_tokens:
             return
         low, high = batch.page_ids

@@ -8,21 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadSetting, BadTensor, WrongState
-from rocm_attn.integrations.flashinfer.asked import (
-    Geometry,
-    Scores,
-    as_dtype,
-    check_layout,
-    provider_of,
-    refuse,
-)
-from rocm_attn.integrations.flashinfer.batch import Room
-from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, Scale, attend, pages_of
-from rocm_attn.integrations.flashinfer.planned import PlannedAttention
+from rocm_attn.integrations.flashinfer.asked import Geometry, Scores, as_dtype, refuse
+from rocm_attn.integrations.flashinfer.batch import PagedKVLists
+from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, Scale, pages_of
+from rocm_attn.integrations.flashinfer.cells import Masks
 from rocm_attn.integrations.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
-from rocm_attn.integrations.flashinfer.wrapped import PagedKVLists, Wrapper, keep
+from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -63,19 +55,14 @@ def single_prefill_with_kv_cache(
     custom_mask: [tokens, kv_len], not 0 where a key is seen; in place of causality
     Raises Unsupported, BadTensor.
     """
-    refuse(
-        scale_q=scale_q is not None,
-        scale_k=scale_k is not None,
-        scale_v=scale_v is not None,
-        kv_cache_sf=kv_cache_sf is not None,
-    )
+    refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
     return attend_alone(
         q,
         as_nhd(k, v, kv_layout),
         Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale),
         Call(return_lse=return_lse, k_scale=k_scale, v_scale=v_scale),
         causal=causal,
-        masks=(custom_mask, packed_custom_mask),
+        masks=Masks(custom_mask, packed_custom_mask),
         out_dtype="as q" if o_dtype is None else o_dtype,
         backend=backend,
     )
@@ -84,13 +71,11 @@ def single_prefill_with_kv_cache(
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
 
 
-class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
-    """Prefill over lists of pages: plan() once per step, run() for each layer.
+class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
+    """Prefill over lists of pages.
 
-    float_workspace_buffer: sets the wrapper's device; nothing is written to it
-    use_cuda_graph:         whether run() is captured. Batches then have as many sequences as qo_indptr_buf names, and
-                            no more new tokens than the first batch; the buffers keep the arguments of plan()
-    backend:                a provider of ours, or a name of FlashInfer's, which stands for the best one
+    use_cuda_graph: whether run() is captured. Batches then have as many sequences as paged_kv_last_page_len_buf has
+                    entries, and no more new tokens than the first batch; the buffers keep the arguments of plan()
     Raises Unsupported, BadSetting, BadTensor.
     """
 
@@ -110,37 +95,14 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        refuse(jit_args=jit_args is not None, jit_kwargs=bool(jit_kwargs), variant_owns_mask=variant_owns_mask)
-        super().__init__(float_workspace_buffer)
-        self._kv_layout = check_layout(kv_layout)
-        self._provider = provider_of(backend)
-        self._use_cuda_graph = use_cuda_graph
-        self._qo_indptr_buf, self._paged_kv_indptr_buf = qo_indptr_buf, paged_kv_indptr_buf
-        self._paged_kv_indices_buf = paged_kv_indices_buf
-        self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buf
-        if use_cuda_graph and any(buffer is None for buffer in self._buffers().values()):
-            raise BadTensor(f"with use_cuda_graph give {', '.join(self._buffers())}")
-        self._planned: PlannedAttention | None = (
-            None if use_cuda_graph else PlannedAttention(self.device, self._provider)
-        )
-        self._geometry: Geometry | None = None
-        self._out_dtype = torch.float16
-
-    def _buffers(self) -> dict[str, Tensor | None]:
-        return {
-            "qo_indptr_buf": self._qo_indptr_buf,
-            "paged_kv_indptr_buf": self._paged_kv_indptr_buf,
-            "paged_kv_indices_buf": self._paged_kv_indices_buf,
-            "paged_kv_last_page_len_buf": self._paged_kv_last_page_len_buf,
+        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs or None, variant_owns_mask=variant_owns_mask)
+        buffers = {
+            "qo_indptr_buf": qo_indptr_buf,
+            "paged_kv_indptr_buf": paged_kv_indptr_buf,
+            "paged_kv_indices_buf": paged_kv_indices_buf,
+            "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
         }
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """True if run() is captured."""
-        return self._use_cuda_graph
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Does nothing: no workspace of the caller's is used."""
+        super().__init__(float_workspace_buffer, kv_layout, backend, buffers, use_cuda_graph=use_cuda_graph)
 
     def plan(
         self,
@@ -188,43 +150,29 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         Raises Unsupported, BadBatch, BadTensor, NeverFits. Then nothing is planned.
         """
         refuse(
-            prefix_len_ptr=prefix_len_ptr is not None,
-            token_pos_in_items_ptr=token_pos_in_items_ptr is not None,
-            max_item_len_ptr=max_item_len_ptr is not None,
+            prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr,
+            max_item_len_ptr=max_item_len_ptr,
         )
         q_dtype = as_dtype(q_data_type)
-        sizes = num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, page_size
-        deterministic = fixed_split_size is not None or disable_split_kv
         geometry = Geometry(
-            *sizes, q_dtype, as_dtype(kv_data_type or q_dtype), scale=1.0, causal=causal, deterministic=deterministic
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_vo or head_dim_qk,
+            page_size,
+            q_dtype,
+            as_dtype(kv_data_type or q_dtype),
+            causal=causal,
+            deterministic=fixed_split_size is not None or disable_split_kv,
         )
         geometry = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
         lists = PagedKVLists(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, seq_lens)
-        self._use(qo_indptr, lists, (custom_mask, packed_custom_mask), geometry)
-        self._out_dtype = as_dtype(o_data_type or q_dtype)
+        batch = lists.batch(qo_indptr, page_size, Masks(custom_mask, packed_custom_mask))
+        self._plan(batch, geometry, as_dtype(o_data_type or q_dtype))
+        self._keep([qo_indptr, paged_kv_indptr, paged_kv_indices[: batch.num_entries], paged_kv_last_page_len])
 
     begin_forward = plan
-
-    def _use(
-        self,
-        qo_indptr: Tensor,
-        lists: PagedKVLists,
-        masks: tuple[Tensor | None, Tensor | None],
-        geometry: Geometry,
-    ) -> None:
-        batch = lists.batch(qo_indptr, geometry.page_size, masks)
-        if self._planned is None:
-            assert self._qo_indptr_buf is not None
-            assert self._paged_kv_indices_buf is not None
-            num_entries = len(self._paged_kv_indices_buf)
-            fixed = Room(len(self._qo_indptr_buf) - 1, max(batch.lengths.num_tokens, 1), num_entries, num_entries)
-            self._planned = PlannedAttention(self.device, self._provider, fixed=fixed)
-        self._planned.plan(batch, geometry)
-        if self._use_cuda_graph:
-            given = qo_indptr, lists.indptr, lists.indices[: batch.num_entries], lists.last_page_len
-            for (name, buffer), values in zip(self._buffers().items(), given, strict=True):
-                keep(name, buffer, values)
-        self._geometry = geometry
 
     def run(
         self,
@@ -254,16 +202,14 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         Raises Unsupported, BadTensor, BadSetting, WrongState.
         """
         refuse(
-            positional=bool(args),
-            kv_cache_sf=kv_cache_sf is not None,
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor is not None,
-            uses_spcompress=bool(uses_spcompress),
+            args=args or None,
+            kv_cache_sf=kv_cache_sf,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            uses_spcompress=uses_spcompress,
         )
-        planned, geometry = self._ready()
-        if window_left is not None and window_left != geometry.window_left:
-            raise BadSetting(f"window_left is {window_left}, planned with {geometry.window_left}; call plan() again")
+        self._check_window(window_left)
         call = Call(out, lse, return_lse, lse_base, lse_layout, q_scale, k_scale, v_scale, sinks)
-        return attend(planned, geometry, self._out_dtype, q, pages_of(paged_kv_cache, self._kv_layout), call)
+        return self._attend(q, pages_of(paged_kv_cache, self._kv_layout), call)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -281,33 +227,11 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
     ) -> Result:
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
-        scores = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
-        self._geometry = self._ready()[1].seen(causal, scores)
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+        self._rescore(Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale), causal=causal)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    def forward_return_lse(
-        self,
-        q: Tensor,
-        paged_kv_cache: PagedKV,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Result:
-        """Deprecated in FlashInfer: forward() with the LSE."""
-        scores = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
-        self._geometry = self._ready()[1].seen(causal, scores)
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
-
-    def _ready(self) -> tuple[PlannedAttention, Geometry]:
-        if self._planned is None or self._geometry is None:
-            raise WrongState("nothing is planned; call plan() before run()")
-        return self._planned, self._geometry
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)

@@ -12,28 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor, Unsupported, WrongState
-from rocm_attn.integrations.flashinfer.asked import (
-    Geometry,
-    Scores,
-    as_dtype,
-    check_layout,
-    provider_of,
-    refuse,
-)
-from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, attend
+from rocm_attn.errors import BadTensor, Unsupported
+from rocm_attn.integrations.flashinfer.asked import Geometry, Scores, as_dtype, refuse
+from rocm_attn.integrations.flashinfer.batch import token_batch
+from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result
+from rocm_attn.integrations.flashinfer.cells import Masks
 from rocm_attn.integrations.flashinfer.lengths import Lengths, on_host
-from rocm_attn.integrations.flashinfer.planned import PlannedAttention
-from rocm_attn.integrations.flashinfer.single import token_batch
-from rocm_attn.integrations.flashinfer.wrapped import Wrapper
+from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
-    """Prefill of sequences whose K and V are concatenated: plan() once per step, run() for each layer.
+class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
+    """Prefill of sequences whose K and V are concatenated.
 
-    float_workspace_buffer: sets the wrapper's device; nothing is written to it
-    kv_layout:              NHD: k and v are [tokens, kv_heads, dim]; HND: [kv_heads, tokens, dim]
-    backend:                a provider of ours, or a name of FlashInfer's, which stands for the best one
+    kv_layout: NHD: k and v are [tokens, kv_heads, dim]; HND: [kv_heads, tokens, dim]
     Raises Unsupported, also for use_cuda_graph, because the lengths of K and V have no bound.
     """
 
@@ -51,25 +42,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        refuse(jit_args=jit_args is not None, jit_kwargs=bool(jit_kwargs), variant_owns_mask=variant_owns_mask)
+        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs or None, variant_owns_mask=variant_owns_mask)
         if use_cuda_graph:
             raise Unsupported(
                 "the ragged wrapper does not serve use_cuda_graph, because no buffer bounds K and V; capture the "
                 "paged one"
             )
-        super().__init__(float_workspace_buffer)
-        self._kv_layout = check_layout(kv_layout)
-        self._planned = PlannedAttention(self.device, provider_of(backend))
-        self._geometry: Geometry | None = None
-        self._out_dtype = torch.float16
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """False: run() is never captured."""
-        return False
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Does nothing: no workspace of the caller's is used."""
+        super().__init__(float_workspace_buffer, kv_layout, backend)
 
     def plan(
         self,
@@ -113,24 +92,29 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         Other arguments: see BatchPrefillWithPagedKVCacheWrapper.plan. Raises Unsupported, BadBatch, BadTensor.
         """
         refuse(
-            prefix_len_ptr=prefix_len_ptr is not None,
-            token_pos_in_items_ptr=token_pos_in_items_ptr is not None,
-            max_item_len_ptr=max_item_len_ptr is not None,
-            v_indptr=v_indptr is not None,
-            o_indptr=o_indptr is not None,
+            prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr,
+            max_item_len_ptr=max_item_len_ptr,
+            v_indptr=v_indptr,
+            o_indptr=o_indptr,
         )
         q_dtype = as_dtype(q_data_type)
-        sizes = num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, 1, q_dtype
-        deterministic = fixed_split_size is not None or disable_split_kv
         geometry = Geometry(
-            *sizes, as_dtype(kv_data_type or q_dtype), scale=1.0, causal=causal, deterministic=deterministic
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_vo or head_dim_qk,
+            1,
+            q_dtype,
+            as_dtype(kv_data_type or q_dtype),
+            causal=causal,
+            deterministic=fixed_split_size is not None or disable_split_kv,
         )
         geometry = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
         q, kv = on_host(qo_indptr, kv_indptr)
         lengths = Lengths(q, kv[:-1], np.diff(kv))
-        batch = token_batch(lengths, kv, (custom_mask, packed_custom_mask), self._planned.device)
-        self._planned.plan(batch, geometry)
-        self._geometry, self._out_dtype = geometry, as_dtype(o_data_type or q_dtype)
+        batch = token_batch(lengths, kv, Masks(custom_mask, packed_custom_mask), self.device)
+        self._plan(batch, geometry, as_dtype(o_data_type or q_dtype))
 
     begin_forward = plan
 
@@ -156,14 +140,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
 
         Raises Unsupported, BadTensor, BadSetting, WrongState.
         """
-        refuse(positional=bool(args), o_scale=o_scale not in (None, 1.0), kv_cache_sf=kv_cache_sf is not None)
-        geometry = self._ready()
+        refuse(args=args or None, o_scale=None if o_scale == 1.0 else o_scale, kv_cache_sf=kv_cache_sf)
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
         if k.dim() != 3 or v.dim() != 3:
             raise BadTensor(f"k is {list(k.shape)} and v {list(v.shape)}; each must have 3 dimensions")
         call = Call(out, lse, return_lse, lse_base, lse_layout, q_scale, k_scale, v_scale)
-        return attend(self._planned, geometry, self._out_dtype, q, (k.unsqueeze(1), v.unsqueeze(1)), call)
+        return self._attend(q, (k.unsqueeze(1), v.unsqueeze(1)), call)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -180,32 +163,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
     ) -> Result:
         """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
-        scores = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
-        self._geometry = self._ready().seen(causal, scores)
-        return self.run(q, k, v)
+        self._rescore(Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale), causal=causal)
+        return self.run(q, k, v, return_lse=return_lse)
 
-    def forward_return_lse(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Result:
-        """Deprecated in FlashInfer: forward() with the LSE."""
-        scores = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
-        self._geometry = self._ready().seen(causal, scores)
-        return self.run(q, k, v, return_lse=True)
-
-    def _ready(self) -> Geometry:
-        if self._geometry is None:
-            raise WrongState("nothing is planned; call plan() before run()")
-        return self._geometry
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)

@@ -23,18 +23,12 @@ def _over_both(prefix: Result, unique: Result) -> Tensor:
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(Wrapper):
-    """Decode over a shared prefix and lists of pages.
-
-    float_workspace_buffer: sets the wrapper's device; nothing is written to it
-    """
+    """Decode over a shared prefix and lists of pages."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         super().__init__(float_workspace_buffer)
         self._kv_layout = check_layout(kv_layout)
         self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Does nothing: no workspace of the caller's is used."""
 
     def begin_forward(
         self,
@@ -64,18 +58,12 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(Wrapper):
 
 
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(Wrapper):
-    """Prefill over a shared prefix and lists of pages.
-
-    float_workspace_buffer: sets the wrapper's device; nothing is written to it
-    """
+    """Prefill over a shared prefix and lists of pages."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         super().__init__(float_workspace_buffer)
         self._kv_layout = check_layout(kv_layout)
         self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Does nothing: no workspace of the caller's is used."""
 
     def begin_forward(
         self,

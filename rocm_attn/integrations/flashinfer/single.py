@@ -12,28 +12,18 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.integrations.flashinfer.asked import Geometry, Scores, check_layout, provider_of
-from rocm_attn.integrations.flashinfer.batch import Batch
+from rocm_attn.integrations.flashinfer.batch import token_batch
 from rocm_attn.integrations.flashinfer.calls import Call, Result, attend
-from rocm_attn.integrations.flashinfer.cells import given_cells
-from rocm_attn.integrations.flashinfer.lengths import Int64Array, Lengths
+from rocm_attn.integrations.flashinfer.cells import NO_MASKS, Masks
+from rocm_attn.integrations.flashinfer.lengths import Lengths
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.machine.devices import with_index
-
-Masks = tuple[Tensor | None, Tensor | None]
-NO_MASKS: Masks = (None, None)
 
 
 @functools.lru_cache(maxsize=8)
 def _planned_alone(device: torch.device, provider: str, thread: int) -> PlannedAttention:
     """Returns the cached PlannedAttention of a thread: these functions may be called in several threads at a time."""
     return PlannedAttention(device, provider)
-
-
-def token_batch(lengths: Lengths, kv_indptr: Int64Array, masks: Masks, device: torch.device) -> Batch:
-    """Makes a batch whose K and V are token after token, each token a page of its own."""
-    num_keys = int(kv_indptr[-1])
-    pages = torch.arange(max(num_keys, 1), dtype=torch.int32, device=device)
-    return Batch(lengths, pages, num_keys, (0, num_keys - 1), given_cells(lengths, *masks, device))
 
 
 def as_nhd(k: Tensor, v: Tensor, kv_layout: str) -> tuple[Tensor, Tensor]:
@@ -64,7 +54,7 @@ def attend_alone(
         )
     device = with_index(q.device)
     sizes = q.shape[1], k.shape[1], q.shape[2], v.shape[2], 1, q.dtype, k.dtype
-    geometry = scores.over(Geometry(*sizes, scale=1.0, causal=causal))
+    geometry = scores.over(Geometry(*sizes, causal=causal))
     kv_indptr = np.array([0, len(k)], np.int64)
     lengths = Lengths(np.array([0, len(q)], np.int64), kv_indptr[:1], kv_indptr[1:])
     planned = _planned_alone(device, provider_of(backend), get_ident())

@@ -1,17 +1,17 @@
-"""The common part of wrappers: workspaces, a Batch from the tensors of plan(), and buffers that graphs read."""
+"""The common part of wrappers: workspaces, buffers that graphs read, the plan, and one call of run()."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadBatch, BadTensor, NeverFits
-from rocm_attn.integrations.flashinfer.batch import Batch
-from rocm_attn.integrations.flashinfer.cells import given_cells
-from rocm_attn.integrations.flashinfer.lengths import Int64Array, Lengths, on_host, paged_kv_len
-from rocm_attn.integrations.flashinfer.page_lists import page_bounds
+from rocm_attn.errors import BadSetting, BadTensor, NeverFits, WrongState
+from rocm_attn.integrations.flashinfer.asked import Geometry, Scores, check_layout, provider_of
+from rocm_attn.integrations.flashinfer.batch import Batch, Room
+from rocm_attn.integrations.flashinfer.calls import Call, Result, attend
+from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 
 
 class Wrapper:
@@ -25,58 +25,93 @@ class Wrapper:
         # Engines pass this attribute of one wrapper to others, although it is not public in FlashInfer either.
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor | list[Tensor]
+    ) -> None:
+        """Does nothing: no workspace of the caller's is used."""
+
     def end_forward(self) -> None:
         """Does nothing, as in the releases of FlashInfer that have it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PagedKVLists:
-    """The pages of each sequence, in the form of the arguments of FlashInfer's plan().
+class PlannedWrapper(Wrapper):
+    """A wrapper whose plan() is called once per step, and whose run() is called for each layer.
 
-    indptr:        int [S + 1]; indices: int32 or int64 [indptr[S] or more]
-    last_page_len: int [S], tokens of each last page
-    seq_lens:      int [S], tokens of each sequence, which must agree with the other tensors; or None
+    backend:        a provider of ours, or a name of FlashInfer's, which stands for the best one
+    buffers:        the caller's buffers by the constructor's names. If run() is captured, they keep the arguments of
+                    plan(). The last but one is for page indices, and the last one has an entry for each sequence of
+                    every batch
+    use_cuda_graph: whether run() is captured
+    Raises BadSetting, BadTensor.
     """
 
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
-    seq_lens: Tensor | None = None
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        backend: str = "auto",
+        buffers: dict[str, Tensor | None] | None = None,
+        *,
+        use_cuda_graph: bool = False,
+    ) -> None:
+        super().__init__(float_workspace_buffer)
+        self._kv_layout, self._provider = check_layout(kv_layout), provider_of(backend)
+        buffers = buffers or {}
+        given = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+        if use_cuda_graph and len(given) < len(buffers):
+            raise BadTensor(f"with use_cuda_graph give {', '.join(buffers)}")
+        self._use_cuda_graph = use_cuda_graph
+        self._buffers = given if use_cuda_graph else {}
+        # Engines read these attributes, although they are not public in FlashInfer either.
+        for name, buffer in buffers.items():
+            setattr(self, f"_{name.removesuffix('_buffer').removesuffix('_buf')}_buf", buffer)
+        self._planned: PlannedAttention | None = None
+        self._geometry: Geometry | None = None
+        self._out_dtype = torch.float16
 
-    def batch(
-        self, q_indptr: Tensor, page_size: int, masks: tuple[Tensor | None, Tensor | None] = (None, None)
-    ) -> Batch:
-        """Returns a batch with new tokens of each sequence, a custom and a packed mask. Raises BadBatch, BadTensor."""
-        given = [q_indptr, self.indptr, self.last_page_len]
-        if self.seq_lens is not None:
-            given.append(self.seq_lens.flatten())
-        q, indptr, last_page_len, *seq_lens = on_host(*given)
-        kv_len = paged_kv_len(indptr, last_page_len, page_size)
-        if seq_lens and seq_lens[0].tolist() != kv_len.tolist():
-            raise BadBatch(f"seq_lens are {seq_lens[0].tolist()}; indptr and last_page_len say {kv_len.tolist()}")
-        lengths = Lengths(q, indptr[:-1], kv_len)
-        return _batch(lengths, self.indices, int(indptr[-1]), masks)
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """True if run() is captured."""
+        return self._use_cuda_graph
 
+    def _new_planned(self, batch: Batch, *, each_one: bool = False) -> PlannedAttention:
+        """Makes the attention of a wrapper whose first batch this is. each_one: see PlannedAttention"""
+        fixed = None
+        if self._buffers:
+            *_, indices, per_seq = self._buffers.values()
+            fixed = Room(len(per_seq), max(batch.lengths.num_tokens, 1), len(indices), len(indices))
+        return PlannedAttention(self.device, self._provider, fixed=fixed, each_one=each_one)
 
-def listed_batch(lengths: Lengths, indices: Tensor, indptr: Int64Array) -> Batch:
-    """Makes a batch whose lengths are known on the host. Raises BadTensor."""
-    return _batch(lengths, indices, int(indptr[-1]), (None, None))
+    def _plan(self, batch: Batch, geometry: Geometry, out_dtype: torch.dtype, *, each_one: bool = False) -> None:
+        """Plans a batch for later calls. Raises Unsupported, BadBatch, NeverFits, BadTensor."""
+        planned = self._planned or self._new_planned(batch, each_one=each_one)
+        planned.plan(batch, geometry)
+        self._planned, self._geometry, self._out_dtype = planned, geometry, out_dtype
 
+    def _keep(self, arguments: Sequence[Tensor]) -> None:
+        """Copies arguments of plan() to the beginnings of the buffers, if run() is captured. Raises NeverFits."""
+        for (name, buffer), values in zip(self._buffers.items(), arguments, strict=False):
+            if len(values) > len(buffer):
+                raise NeverFits(f"{len(values)} entries do not fit {name}, which has {len(buffer)}; make it larger")
+            buffer[: len(values)].copy_(values, non_blocking=True)
 
-def _batch(lengths: Lengths, indices: Tensor, count: int, masks: tuple[Tensor | None, Tensor | None]) -> Batch:
-    if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64) or len(indices) < count:
-        raise BadTensor(
-            f"page indices are {indices.dtype} {list(indices.shape)}; they must be int32 or int64 in one dimension, "
-            f"with the {count} entries that indptr ends with"
-        )
-    low, high = on_host(page_bounds(indices, count))[0].tolist()
-    return Batch(lengths, indices, count, (low, high), given_cells(lengths, *masks, indices.device))
+    def _ready(self) -> tuple[PlannedAttention, Geometry]:
+        """Returns what was planned last. Raises WrongState."""
+        if self._planned is None or self._geometry is None:
+            raise WrongState("nothing is planned; call plan() before run()")
+        return self._planned, self._geometry
 
+    def _rescore(self, scores: Scores, *, causal: bool | None = None) -> None:
+        """Replaces the scores of the plan, and its causality if given. Raises WrongState, Unsupported, BadSetting."""
+        geometry = self._ready()[1]
+        self._geometry = geometry.seen(geometry.causal if causal is None else causal, scores)
 
-def keep(name: str, buffer: Tensor | None, values: Tensor) -> None:
-    """Copies values to the beginning of a buffer of the caller's. Raises NeverFits, BadTensor."""
-    if buffer is None:
-        raise BadTensor(f"with use_cuda_graph the wrapper needs {name}; give it to the constructor")
-    if len(values) > len(buffer):
-        raise NeverFits(f"{len(values)} entries do not fit {name}, which has {len(buffer)}; make it larger")
-    buffer[: len(values)].copy_(values, non_blocking=True)
+    def _check_window(self, window_left: int | None) -> None:
+        planned = self._ready()[1].window_left
+        if window_left not in (None, planned):
+            raise BadSetting(f"window_left is {window_left}, planned with {planned}; call plan() again")
+
+    def _attend(self, q: Tensor, pages: tuple[Tensor, Tensor], call: Call) -> Result:
+        """Returns the attention of the planned batch. Raises Unsupported, BadTensor, WrongState."""
+        planned, geometry = self._ready()
+        return attend(planned, geometry, self._out_dtype, q, pages, call)

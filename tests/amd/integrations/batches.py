@@ -12,9 +12,15 @@ from torch import Tensor
 
 from tests.amd.integrations.oracle import Array, Scores, attention
 
-Q_HEADS, KV_HEADS, DIM = 4, 2, 16
+Q_HEADS, KV_HEADS, DIM = SIZES = 4, 2, 16
+SLOPES = np.array([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])
 TOLERANCE = 2e-5
 NAN = float("nan")
+
+
+def workspace(device: torch.device) -> Tensor:
+    """Returns what every wrapper begins with."""
+    return torch.empty(16, dtype=torch.uint8, device=device)
 
 
 def ints(values: Sequence[int], device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""FlashInfer's public signatures, read from its files, and ours, read from ours: names, kinds and defaults.
+"""FlashInfer's public signatures, read from its files: names, kinds and defaults.
 
     python -m tests.amd.integrations.signatures FOLDER
 
@@ -85,25 +85,15 @@ def _is_public(name: str) -> bool:
     return not name.startswith("_") or name in ("__init__", "_plan_impl")
 
 
-def signatures(files: dict[str, list[Path]]) -> Signatures:
-    """Returns the signatures of the names of each module, from the files of the module."""
-    found: Signatures = {}
-    for module, paths in files.items():
-        for path in paths:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            found |= {name: _parameters(node) for name, node in _functions(tree, NAMES[module])}
-    return found
-
-
 def of_flashinfer(folder: Path) -> Signatures:
-    """Returns the signatures of a package, in which a module may be a folder."""
-    files = {module: folder / f"{module}.py" for module in NAMES}
-    return signatures(
-        {
-            module: [file] if file.is_file() else sorted((folder / module).rglob("*.py"))
-            for module, file in files.items()
-        }
-    )
+    """Returns the signatures of a package, in which a module may be a file or a folder."""
+    found: Signatures = {}
+    for module, names in NAMES.items():
+        for path in [folder / f"{module}.py", *sorted((folder / module).rglob("*.py"))]:
+            if path.is_file():
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+                found |= {name: _parameters(node) for name, node in _functions(tree, names)}
+    return found
 
 
 def recorded() -> Signatures:

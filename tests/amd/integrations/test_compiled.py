@@ -174,12 +174,6 @@ def test_compiled_code_keeps_every_operation_in_its_order(provider: str, device:
     assert found == ["store", "attend", "rope_and_store", "attend", "finish"]
 
 
-def test_a_layer_that_only_stores_is_kept_too(provider: str, device: torch.device) -> None:
-    model = Tiny.build(device, provider)
-    step, calls = running(model)
-    assert operations_of(lambda k: calls.store(1, k * 2, k), rows(step, 2)) == ["store"]
-
-
 def test_what_fill_writes_is_read_after_it(provider: str, device: torch.device) -> None:
     """This includes compiled code, which could otherwise read the tokens of the previous step."""
     model = Tiny.build(device, provider)
@@ -222,33 +216,6 @@ def test_what_is_declared_of_operations_holds(provider: str, device: torch.devic
     checked(OPS.rope_and_store, calls.state, q, k, v, out, *flat, *end)
     checked(OPS.rope_queries, calls.state, q, out, *flat, *end)
     checked(OPS.finish, calls.state, out, lse, *flat[4:], *end)
-
-
-@pytest.mark.parametrize(
-    "declared", ["Tensor(a!) state, Tensor q, Tensor out", "Tensor state, Tensor q, Tensor(b!) out"]
-)
-def test_a_write_that_is_not_declared_is_noticed(declared: str, provider: str, device: torch.device) -> None:
-    """opcheck finds it for a tensor. For the pages, operations missing from compiled code show it."""
-    model = Tiny.build(device, provider)
-    step, calls = running(model)
-    q, out = rows(step, 6), torch.zeros_like(rows(step, 6))
-    calls.store(0, rows(step, 2), rows(step, 2))
-    library = torch.library.Library("rocm_attn_wrong", "DEF")  # type: ignore[no-untyped-call]
-    try:
-        library.define(f"attend({declared}, Tensor? lse, int number, int part, int layer) -> ()")  # type: ignore[no-untyped-call]
-        library.define("store(Tensor state, Tensor k, Tensor? v, int number, int part, int layer) -> ()")  # type: ignore[no-untyped-call]
-        for name in ("attend", "store"):
-            library.impl(name, compiled._BODIES[name], "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-            torch.library.register_fake(f"rocm_attn_wrong::{name}", compiled._writes_only, lib=library)
-        wrong = torch.ops.rocm_attn_wrong
-        if "out" in declared.partition("(b!)")[2]:
-            found = operations_of(lambda k: wrong.store(calls.state, k * 2, k, calls.number, 0, 1), rows(step, 2))
-            assert found == []
-        else:
-            with pytest.raises(Exception, match=r"[mM]utat|alias"):
-                checked(wrong.attend, calls.state, q, out, None, calls.number, 0, 0)
-    finally:
-        library._destroy()  # type: ignore[no-untyped-call]
 
 
 def test_graphs_are_cut_at_every_operation_that_there_is() -> None:
@@ -318,13 +285,6 @@ def test_a_runtime_that_has_ended_is_refused_and_its_memory_is_free(provider: st
     assert number not in compiled._called
     with pytest.raises(WrongState, match=f"runtime {number} is not of this process, or has ended"):
         forward(k)
-
-
-def test_one_runtime_has_one_number_and_another_one_another() -> None:
-    cpu = torch.device("cpu")
-    one, other = Tiny.build(cpu, "torch"), Tiny.build(cpu, "torch")
-    assert compiled_layers(one.runtime) is compiled_layers(one.runtime)
-    assert compiled_layers(one.runtime).number != compiled_layers(other.runtime).number
 
 
 def test_calls_out_of_order_are_refused_as_those_of_a_step_are(provider: str, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from tests.amd.integrations.batches import (
     DIM,
     KV_HEADS,
     Q_HEADS,
+    SIZES,
     Batch,
     check,
     indptr,
@@ -22,13 +23,13 @@ from tests.amd.integrations.batches import (
     new_batch,
     queries,
     wanted,
+    workspace,
 )
 from tests.amd.integrations.oracle import Scores
 
 # Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
 pytestmark = pytest.mark.fast(interpreted=0)
 
-SIZES = Q_HEADS, KV_HEADS, DIM
 ROOM, PAGE_SIZE = 24, 4
 
 
@@ -40,12 +41,9 @@ class Decode:
     """A captured decode of two layers, each with a cache of its own."""
 
     def __init__(self, num_seqs: int, device: torch.device) -> None:
-        self.device, self.buffers = (
-            device,
-            (buffer(num_seqs + 1, device), buffer(ROOM, device), buffer(num_seqs, device)),
-        )
-        workspace = torch.empty(16, dtype=torch.uint8, device=device)
-        self.wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *self.buffers)
+        self.device = device
+        self.buffers = buffer(num_seqs + 1, device), buffer(ROOM, device), buffer(num_seqs, device)
+        self.wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *self.buffers)
         self.caches = [torch.zeros((ROOM, 2, PAGE_SIZE, KV_HEADS, DIM), device=device) for _ in range(2)]
         self.q = torch.zeros((num_seqs, Q_HEADS, DIM), device=device)
 
@@ -108,7 +106,7 @@ def test_what_a_recording_does_not_serve_is_refused(device: torch.device) -> Non
 
 def test_a_captured_prefill_serves_any_new_tokens_up_to_the_first_ones(device: torch.device) -> None:
     buffers = buffer(4, device), buffer(4, device), buffer(ROOM, device), buffer(3, device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.empty(16, device=device), "HND", True, *buffers)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "HND", True, *buffers)
     cache = torch.zeros((ROOM, 2, KV_HEADS, PAGE_SIZE, DIM), device=device)
     q = torch.zeros((6, Q_HEADS, DIM), device=device)
 
@@ -141,8 +139,16 @@ def test_a_captured_prefill_serves_any_new_tokens_up_to_the_first_ones(device: t
 
 
 def test_buffers_come_with_the_wrapper(device: torch.device) -> None:
-    workspace = torch.empty(16, device=device)
-    with pytest.raises(BadTensor, match="give the buffers of indptr, indices and last_page_len"):
-        flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, use_cuda_graph=True)
+    with pytest.raises(BadTensor, match="give paged_kv_indptr_buffer"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), use_cuda_graph=True)
     with pytest.raises(BadTensor, match="give qo_indptr_buf, paged_kv_indptr_buf"):
-        flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", True, ints([0], device))
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, ints([0], device))
+
+
+def test_engines_find_the_buffers_by_the_names_of_flashinfers_private_attributes(device: torch.device) -> None:
+    decode = Decode(3, device)
+    names = "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf"
+    for name, given in zip(names, decode.buffers, strict=True):
+        assert getattr(decode.wrapper, name) is given
+    eager = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    assert all(getattr(eager, name) is None for name in ("_qo_indptr_buf", *names))

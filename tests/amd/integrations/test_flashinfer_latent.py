@@ -15,7 +15,12 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.integrations import flashinfer
 from rocm_attn.integrations.flashinfer.latent_batch import given
-from tests.amd.integrations.batches import check, indptr, ints
+from tests.amd.integrations.batches import (
+    check,
+    indptr,
+    ints,
+    workspace,
+)
 from tests.amd.integrations.oracle import Array, Scores, attention
 
 # Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
@@ -68,7 +73,7 @@ class Latents:
 
 
 def new_wrapper(device: torch.device) -> flashinfer.BatchMLAPagedAttentionWrapper:
-    return flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(16, device=device))
+    return flashinfer.BatchMLAPagedAttentionWrapper(workspace(device))
 
 
 @pytest.mark.parametrize(("q_lens", "causal"), [((1, 1, 1), False), ((2, 5, 1), True), ((2, 5, 3), False)])
@@ -79,9 +84,8 @@ def test_latents_are_read_in_one_tensor_or_in_two(q_lens: tuple[int, ...], causa
     ckv, kpe = latents.cache.split((CKV, KPE), -1)  # type: ignore[no-untyped-call]
     q = latents.q[..., :CKV], latents.q[..., CKV:]
     check(wrapper.run(query=latents.q, kv_cache=latents.cache, return_lse=True), expected)
-    assert list(wrapper._planned) == [False]
     check(wrapper.run(query=q, kv_cache=(ckv, kpe), return_lse=True), expected)
-    assert list(wrapper._planned) == [False], "parts of one row are read where they lie"
+    assert wrapper._over_copies is None, "parts of one row are read where they lie"
     apart = ckv.contiguous(), kpe.contiguous()
     check(wrapper.run(*q, *apart, return_lse=True), expected)
     wrapper.plan(metadata=latents.dense(), causal=causal, **SIZES)
@@ -112,7 +116,7 @@ def test_one_recording_serves_every_plan_that_fits(is_apart: bool, device: torch
         return torch.full((size,), -7, dtype=torch.int32, device=device)
 
     buffers = buffer(4), buffer(4), buffer(ROOM), buffer(3)
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(16, device=device), True, *buffers)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device), True, *buffers)
     first = Latents((0, 0, 0), (1, 1, 1), device)
     cache, q = first.cache, first.q
     parts = cache[..., :CKV].contiguous(), cache[..., CKV:].contiguous()

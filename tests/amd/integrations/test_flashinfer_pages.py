@@ -9,7 +9,19 @@ from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported
 from rocm_attn.integrations import flashinfer
-from tests.amd.integrations.batches import DIM, KV_HEADS, Q_HEADS, check, indptr, ints, new_batch, queries, wanted
+from tests.amd.integrations.batches import (
+    DIM,
+    KV_HEADS,
+    Q_HEADS,
+    SIZES,
+    check,
+    indptr,
+    ints,
+    new_batch,
+    queries,
+    wanted,
+    workspace,
+)
 from tests.amd.integrations.oracle import Array, Scores
 
 # Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
@@ -33,11 +45,6 @@ def test_positions_of_new_tokens_follow_from_lengths(device: torch.device) -> No
     assert flashinfer.get_batch_indices_positions(ints([0], device), ints([], device), 2)[0].tolist() == [-1, -1]
     with pytest.raises(BadTensor, match=r"positions is torch.int32"):
         flashinfer.get_batch_indices_positions(append_indptr, ints([5] * 4, device), 9, positions=given[1])
-
-
-def test_lengths_follow_from_pages(device: torch.device) -> None:
-    lens = flashinfer.get_seq_lens(ints([0, 3, 3, 4], device), ints([2, 0, 4], device), 4)
-    assert lens.tolist() == [10, 0, 4]
 
 
 @pytest.mark.parametrize(("page_size", "layout"), [(4, "NHD"), (5, "HND")])
@@ -163,7 +170,7 @@ def test_levels_of_shared_kv_are_attention_over_all_of_them(layout: str, device:
     batch = new_batch((8, 3, 6), 4, layout, device=device)
     own, q_lens = (3, 6), (2, 4)
     shared, unique = batch.indices[:2], batch.indices[2:]
-    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(16, device=device), layout)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace(device), layout)
     wrapper.plan(
         [ints([0, sum(q_lens)], device), indptr(q_lens, device)],
         [ints([0, 2], device), ints([0, 1, 3], device)],
@@ -199,14 +206,13 @@ def test_a_prefix_in_tensors_of_its_own_is_seen_by_all(layout: str, device: torc
     whole = new_batch((3, 6), 4, device=device, dtype=torch.float16)
     whole.k[:] = [np.concatenate((prefix.k[0], own)) for own in batch.k]
     whole.v[:] = [np.concatenate((prefix.v[0], own)) for own in batch.v]
-    workspace, sizes = torch.empty(16, device=device), (Q_HEADS, KV_HEADS, DIM, 4)
-    decode = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace, layout)
-    decode.begin_forward(*batch.lists, *sizes)
+    decode = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device), layout)
+    decode.begin_forward(*batch.lists, *SIZES, 4)
     q = queries(2, device=device, dtype=torch.float16)
     out, lse = wanted(whole, q, [1, 1], [Scores(DIM**-0.5)] * 2)
     check((decode.forward(q, k, v, batch.cache), torch.from_numpy(lse)), (out, lse), 2e-3)
-    prefill = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace, layout)
-    prefill.begin_forward(indptr((2, 4), device), *batch.lists, *sizes)
+    prefill = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device), layout)
+    prefill.begin_forward(indptr((2, 4), device), *batch.lists, *SIZES, 4)
     q = queries(6, device=device, dtype=torch.float16)
     out, lse = wanted(whole, q, [2, 4], [Scores(0.3)] * 2)
     found = prefill.forward(q, k, v, batch.cache, causal=True, sm_scale=0.3)

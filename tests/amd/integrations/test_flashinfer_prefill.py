@@ -11,19 +11,23 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.integrations import flashinfer
-from tests.amd.integrations.batches import DIM, KV_HEADS, Q_HEADS, check, indptr, new_batch, queries, wanted
+from tests.amd.integrations.batches import (
+    DIM,
+    SIZES,
+    SLOPES,
+    check,
+    indptr,
+    new_batch,
+    queries,
+    wanted,
+    workspace,
+)
 from tests.amd.integrations.oracle import Array, Scores
 
 # Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
 pytestmark = pytest.mark.fast(interpreted=0)
 
-SIZES = Q_HEADS, KV_HEADS, DIM
-SLOPES = np.array([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])
 KV_LENS, Q_LENS = (1, 19, 9, 6), (1, 3, 9, 2)
-
-
-def workspace(device: torch.device) -> Tensor:
-    return torch.empty(16, dtype=torch.uint8, device=device)
 
 
 def random_mask(q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> tuple[Tensor, list[Array]]:

@@ -484,23 +484,6 @@ def test_page_0_of_an_engine_to_which_it_is_a_page_like_others_is_moved_too(
     importer.import_pages(there, extent, buffer)  # bound again in the same way
 
 
-def test_pages_that_are_bound_anew_at_one_address_with_other_strides_are_refused(
-    provider: str, device: torch.device
-) -> None:
-    one = VLLM(4, device=device, provider=provider)
-    request = one.admit()
-    one.run([request], [5])
-    exporter = KVExporter(one.attention)
-    extent = exporter.extent(request.pages, 5)
-    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
-    k, v = one.pages[0]
-    strides = list(k.stride())
-    strides[1], strides[2] = k.shape[3], k.shape[1] * k.shape[3]
-    one.attention.pages.bind(0, k.as_strided(k.shape, strides), v)
-    with pytest.raises(WrongState, match="pages of layer 0 have moved"):
-        exporter.export(request.pages, extent, buffer)
-
-
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
@@ -542,15 +525,6 @@ def test_a_passport_is_text_with_a_version() -> None:
             KVPassport.from_json(passport.to_json().replace(field, value))
     with pytest.raises(BadSetting, match="version 2, and this release reads 1"):
         KVPassport.from_json(passport.to_json().replace('"version": 1', '"version": 2'))
-
-
-def test_a_buffer_holds_layers_in_order_each_stretch_at_a_multiple_of_16_bytes() -> None:
-    runtime = runtime_of([*MODELS["different layers"], *coded(FN, Scales.TOKEN)], torch.device("cpu"), "torch")
-    parts = stretches(KVPassport.of(runtime), KVExtent(7, {"full": 0}), range(4))
-    assert [part.layer for part in parts] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
-    assert all(part.place % 16 == 0 for part in parts)
-    assert all(one.end <= other.place < one.end + 16 for one, other in itertools.pairwise(parts))
-    assert parts[0].row_bytes == 2 * 16 * 4
 
 
 @pytest.mark.fast(interpreted=0)
@@ -607,3 +581,29 @@ def test_nothing_is_imported_while_a_step_may_store(device: torch.device) -> Non
     importer.import_row(new, extent, buffer)
     outs = [story.decode(runtime, at, 11) for runtime, at in ((there, row), (here, new))]
     assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
+
+
+def test_pages_that_are_bound_anew_at_one_address_with_other_strides_are_refused(
+    provider: str, device: torch.device
+) -> None:
+    one = VLLM(4, device=device, provider=provider)
+    request = one.admit()
+    one.run([request], [5])
+    exporter = KVExporter(one.attention)
+    extent = exporter.extent(request.pages, 5)
+    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    k, v = one.pages[0]
+    strides = list(k.stride())
+    strides[1], strides[2] = k.shape[3], k.shape[1] * k.shape[3]
+    one.attention.pages.bind(0, k.as_strided(k.shape, strides), v)
+    with pytest.raises(WrongState, match="pages of layer 0 have moved"):
+        exporter.export(request.pages, extent, buffer)
+
+
+def test_a_buffer_holds_layers_in_order_each_stretch_at_a_multiple_of_16_bytes() -> None:
+    runtime = runtime_of([*MODELS["different layers"], *coded(FN, Scales.TOKEN)], torch.device("cpu"), "torch")
+    parts = stretches(KVPassport.of(runtime), KVExtent(7, {"full": 0}), range(4))
+    assert [part.layer for part in parts] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert all(part.place % 16 == 0 for part in parts)
+    assert all(one.end <= other.place < one.end + 16 for one, other in itertools.pairwise(parts))
+    assert parts[0].row_bytes == 2 * 16 * 4

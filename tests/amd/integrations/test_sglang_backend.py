@@ -169,19 +169,6 @@ def test_a_release_that_was_not_tested_is_refused(backend: Any, runner: Any, mon
         backend.create(runner)
 
 
-def test_a_chain_has_a_small_mask_from_the_start_that_is_not_read(server: Server, backend: Any, runner: Any) -> None:
-    assert backend.create(runner).verify_mask is None
-    server.topk, server.drafts = 1, 4
-    made: Any = backend.create(runner)
-    mask = made.verify_mask
-    assert (mask.mode, mask.is_read, mask.max_bs) == (TreeMaskMode.QLEN_ONLY, False, made.attention.bounds.num_seqs)
-    assert mask.buffer.numel() == mask.max_bs * 4 * 4
-    made.init_cuda_graph_state(2, 8)
-    assert made.verify_mask is mask
-    runner.is_draft_worker = True
-    assert backend.create(runner).verify_mask is None
-
-
 def test_a_trees_mask_lies_where_graphs_read_it_once_their_largest_is_known(
     server: Server, backend: Any, runner: Any
 ) -> None:
@@ -214,3 +201,16 @@ def test_index_keys_that_others_write_or_keep_are_refused(server: Server, backen
         backend.serving_of(runner)
     runner.is_draft_worker = False
     assert backend.serving_of(runner).draft_tokens == 0
+
+
+def test_a_chain_has_a_small_mask_from_the_start_that_is_not_read(server: Server, backend: Any, runner: Any) -> None:
+    assert backend.create(runner).verify_mask is None
+    server.topk, server.drafts = 1, 4
+    made: Any = backend.create(runner)
+    mask = made.verify_mask
+    assert (mask.mode, mask.is_read, mask.max_bs) == (TreeMaskMode.QLEN_ONLY, False, made.attention.bounds.num_seqs)
+    assert mask.buffer.numel() == mask.max_bs * 4 * 4
+    made.init_cuda_graph_state(2, 8)
+    assert made.verify_mask is mask
+    runner.is_draft_worker = True
+    assert backend.create(runner).verify_mask is None

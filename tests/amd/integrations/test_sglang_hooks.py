@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
-from rocm_attn.external import LogAndCount
 from rocm_attn.integrations.sglang.drafts import BranchTable, DraftSteps
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
 from tests.amd.external.oracle import Array, attention
@@ -39,6 +37,14 @@ POOLS: list[Any] = [
     pytest.param({"is_latent": True}, id="latent rows"),
     pytest.param({"with_sinks": True}, id="sinks"),
 ]
+
+
+def prompted(provider: str, device: torch.device, **fields: Any) -> tuple[Engine, Request]:
+    """Returns an engine with a request of three tokens."""
+    engine = Engine(provider, device, **fields)
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [3])
+    return engine, one
 
 
 @pytest.mark.fast(interpreted=0)
@@ -138,9 +144,7 @@ def replay_tree(graph: Graph, requests: Sequence[Request]) -> None:
 def test_a_tree_is_refused_where_no_kernel_looks_at_masks(
     spec: dict[str, int], captured: bool, provider: str, device: torch.device
 ) -> None:
-    engine = Engine(provider, device)
-    one = engine.admit()
-    engine.run(Mode.EXTEND, [one], [3])
+    engine, one = prompted(provider, device)
     engine.hooks.init_cuda_graph_state(1, 3)
     batch = engine.batch(Mode.TARGET_VERIFY, [one], [3], num_padding=0)
     mask = torch.ones(3 * 6, dtype=torch.bool, device=device)
@@ -312,9 +316,7 @@ def test_tokens_past_those_of_a_step_are_zero(provider: str, device: torch.devic
 
 
 def test_pads_of_a_rank_in_row_0_are_not_computed(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device)
-    one = engine.admit()
-    engine.run(Mode.EXTEND, [one], [3])
+    engine, one = prompted(provider, device)
     batch = engine.batch(Mode.DECODE, [one], [1])
     step = engine.step_of(batch, [1], padded=3)
     batch.batch_size, batch._original_batch_size = 3, 1
@@ -326,19 +328,6 @@ def test_pads_of_a_rank_in_row_0_are_not_computed(provider: str, device: torch.d
     engine.forward(step)
     engine.keep([one], step)
     engine.compare([one], step)
-    engine.hooks.attention.check_device()
-
-
-def test_what_an_idle_rank_makes_up_to_keep_up_is_not_computed(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device)
-    one = engine.admit()
-    batch = engine.batch(Mode.EXTEND, [one], [4])
-    batch.req_pool_indices, batch.out_cache_loc = engine.ints([0]), engine.ints([0] * 4)
-    batch._original_batch_size = 0
-    step = engine.step_of(batch, [], padded=4)
-    engine.hooks.init_forward_metadata(batch)
-    engine.forward(step)
-    engine.compare([], step)
     engine.hooks.attention.check_device()
 
 
@@ -399,23 +388,9 @@ def test_a_fault_in_a_step_of_the_engine_is_reported_within_two_steps(
         step(lambda *_: None)
 
 
-def test_a_table_that_moves_is_followed_until_graphs_read_it(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device)
-    one = engine.admit()
-    engine.run(Mode.EXTEND, [one], [3])
-    engine.table = engine.runner.req_to_token_pool.req_to_token = engine.table.clone()
-    engine.run(Mode.DECODE, [one], [1])
-    engine.hooks.init_cuda_graph_state(2, 2)
-    engine.table = engine.runner.req_to_token_pool.req_to_token = engine.table.clone()
-    with pytest.raises(WrongState, match="table of the FULL space has moved, and graphs read the old one"):
-        engine.run(Mode.DECODE, [one], [1])
-
-
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_a_pool_that_moves_is_followed_until_graphs_read_it(side: str, provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device)
-    one = engine.admit()
-    engine.run(Mode.EXTEND, [one], [3])
+    engine, one = prompted(provider, device)
     rows = getattr(engine.pool, side)
     before, rows[0] = rows[0], rows[0].clone()
     before.fill_(float("nan"))
@@ -427,31 +402,13 @@ def test_a_pool_that_moves_is_followed_until_graphs_read_it(side: str, provider:
 
 
 def test_a_pool_that_is_swapped_for_drafts_is_read(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device)
-    one = engine.admit()
-    engine.run(Mode.EXTEND, [one], [3])
+    engine, one = prompted(provider, device)
     other = SplitPool([0], engine.num_slots, torch.float32, device)
     other.k[0].copy_(engine.pool.k[0])
     other.v[0].copy_(engine.pool.v[0])
     engine.pool.k[0].fill_(float("nan"))
     engine.hooks.token_to_kv_pool = other
     engine.run(Mode.DECODE, [one], [1])
-
-
-def test_faults_may_be_counted_so_that_serving_goes_on(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device, serve=False)
-    counted = LogAndCount()
-    engine.hooks = AttentionHooks(engine.runner, replace(engine.serving, on_fault=counted))
-    one = engine.admit()
-    engine.run(Mode.EXTEND, [one], [3])
-    batch = engine.batch(Mode.DECODE, [one], [1])
-    wrong_slot(engine, batch)
-    engine.hooks.init_forward_metadata(batch)
-    step = engine.step_of(batch, [1])
-    engine.forward(step)
-    engine.keep([one], step)
-    engine.hooks.attention.check_device()
-    assert counted.count == 1
 
 
 REFUSED: list[Any] = [
@@ -471,20 +428,6 @@ def test_a_layer_that_is_not_served_is_refused_before_serving(
         Engine(provider, device, **fields)
 
 
-def test_attention_within_chunks_is_refused(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device, serve=False, use_irope=True)
-    engine.runner.attention_chunk_size = 8192
-    with pytest.raises(Unsupported, match="attention within chunks of the sequence is not served"):
-        AttentionHooks(engine.runner, engine.serving)
-
-
-def test_a_model_whose_geometry_is_not_known_before_it_serves_is_refused(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device, serve=False)
-    engine.runner.model = torch.nn.Module()
-    with pytest.raises(Unsupported, match="no attention layer that can be found before it serves"):
-        AttentionHooks(engine.runner, engine.serving)
-
-
 def test_of_latent_attention_the_layer_over_keys_and_values_has_no_pages(provider: str, device: torch.device) -> None:
     """If a rank has one head, both of a model's layers have one KV head."""
     engine = Engine(provider, device, serve=False, is_latent=True)
@@ -495,9 +438,7 @@ def test_of_latent_attention_the_layer_over_keys_and_values_has_no_pages(provide
 
 
 def test_a_layer_that_the_model_did_not_have_is_refused(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device)
-    one = engine.admit()
-    engine.run(Mode.EXTEND, [one], [3])
+    engine, one = prompted(provider, device)
     engine.layers = [RadixAttention(0, sliding_window_size=7)]
     with pytest.raises(WrongState, match=r"layer 0 differs from every layer that the model had .*, window 7"):
         engine.run(Mode.DECODE, [one], [1])
@@ -536,26 +477,14 @@ def test_metadata_of_another_batch_is_refused(provider: str, device: torch.devic
         engine.forward(step)
 
 
-def test_graphs_larger_than_those_that_were_prepared_are_refused(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device)
-    engine.hooks.init_cuda_graph_state(2, 2)
-    engine.hooks.init_cuda_graph_state(1, 1)
-    with pytest.raises(NeverFits, match="capture the largest first"):
-        engine.hooks.init_cuda_graph_state(4, 4)
-
-
 def test_a_graph_may_have_more_sequences_than_the_pool_has_rows(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device)
-    one = engine.admit()
-    engine.run(Mode.EXTEND, [one], [3])
+    engine, one = prompted(provider, device)
     engine.hooks.init_cuda_graph_state(16, 16)
     Graph(engine, 16).replay([one])
 
 
 def test_new_weights_of_sinks_are_read_when_asked(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device, with_sinks=True)
-    one = engine.admit()
-    engine.run(Mode.EXTEND, [one], [3])
+    engine, one = prompted(provider, device, with_sinks=True)
     with torch.no_grad():
         engine.model.get_parameter("block0.sinks").add_(2.0)
     engine.hooks.renew_sinks()
@@ -617,3 +546,38 @@ def test_in_the_deterministic_mode_a_request_has_the_same_bits_in_any_batch(
         engine.forward(step)
         outs.append(step.outs[0][0])
     assert torch.equal(*outs)
+
+
+def test_what_an_idle_rank_makes_up_to_keep_up_is_not_computed(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    batch = engine.batch(Mode.EXTEND, [one], [4])
+    batch.req_pool_indices, batch.out_cache_loc = engine.ints([0]), engine.ints([0] * 4)
+    batch._original_batch_size = 0
+    step = engine.step_of(batch, [], padded=4)
+    engine.hooks.init_forward_metadata(batch)
+    engine.forward(step)
+    engine.compare([], step)
+    engine.hooks.attention.check_device()
+
+
+def test_attention_within_chunks_is_refused(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, serve=False, use_irope=True)
+    engine.runner.attention_chunk_size = 8192
+    with pytest.raises(Unsupported, match="attention within chunks of the sequence is not served"):
+        AttentionHooks(engine.runner, engine.serving)
+
+
+def test_a_model_whose_geometry_is_not_known_before_it_serves_is_refused(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, serve=False)
+    engine.runner.model = torch.nn.Module()
+    with pytest.raises(Unsupported, match="no attention layer that can be found before it serves"):
+        AttentionHooks(engine.runner, engine.serving)
+
+
+def test_graphs_larger_than_those_that_were_prepared_are_refused(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    engine.hooks.init_cuda_graph_state(2, 2)
+    engine.hooks.init_cuda_graph_state(1, 1)
+    with pytest.raises(NeverFits, match="capture the largest first"):
+        engine.hooks.init_cuda_graph_state(4, 4)

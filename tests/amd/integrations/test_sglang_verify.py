@@ -107,13 +107,6 @@ def test_halves_of_an_overlapped_batch_read_their_parts_of_its_mask_in_graphs_of
         first += count
 
 
-def test_there_is_room_for_the_mask_of_the_longest_sequences(engine: Engine) -> None:
-    """SGLang's tree_mask_numel has this size: a row per draft, with a cell per token and per draft."""
-    cells = engine.hooks.mask_cells
-    assert cells is not None
-    assert cells.numel() >= 4 * DRAFTS * (engine.hooks.max_context_len + DRAFTS)
-
-
 def test_a_mask_without_room_is_refused(engine: Engine, device: torch.device) -> None:
     one = engine.admit()
     engine.run(Mode.EXTEND, [one], [3])
@@ -148,13 +141,3 @@ def test_a_replay_of_draft_steps_allocates_nothing(topk: int, engine: Engine, de
     steps.init_forward_metadata_out_graph(batch, in_capture=True)
     with no_allocation(device):
         steps.init_forward_metadata_out_graph(batch)
-
-
-def test_a_step_of_more_sequences_than_were_built_for_is_refused(engine: Engine) -> None:
-    one = engine.admit()
-    batch = engine.batch(Mode.TARGET_VERIFY, [one], [DRAFTS])
-    batch.batch_size = 99
-    batch.req_pool_indices = batch.req_pool_indices.repeat(99)
-    batch.seq_lens = batch.seq_lens.repeat(99)
-    with pytest.raises(NeverFits, match="99 sequences and the most is"):
-        engine.hooks.init_forward_metadata(batch)

@@ -11,20 +11,16 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import Unsupported
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
-from rocm_attn.providers.aiter import mla_eight_bits
 from rocm_attn.providers.aiter.rows import ROWS
-from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import select
 from rocm_attn.selection.probe_runs import edge_run, random_run
 from rocm_attn.watch.few_sequences import LayerOfStep
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import (
     CPU,
-    GFX942,
     in_eight_bits,
     latent_problem,
     partly_torch,
@@ -32,7 +28,7 @@ from tests.amd.aiter.serving import (
     vectorised_problem,
     world,
 )
-from tests.amd.aiter.signatures import E4048607, V0_1_10, V0_1_14
+from tests.amd.aiter.signatures import E4048607, V0_1_14
 from tests.amd.aiter.signatures import Release as Recorded
 from tests.amd.aiter.stand_in import StandIn, install
 
@@ -64,14 +60,6 @@ def test_vectorised_pages_in_eight_bits_are_served_by_aiter_alone() -> None:
     assert large[StepKind.EXTEND] == "aiter.mha_batch_prefill_func[vectorised, fp8]"
     # Two query heads per KV head are too few for pa_decode_gluon's tiles.
     assert large[StepKind.DECODE] == "aiter.pa_persistent_fwd"
-
-
-def test_latent_pages_in_eight_bits_are_decoded_by_aiter() -> None:
-    for heads in (4, 16, 32, 64, 128):
-        problem = in_eight_bits(latent_problem(heads))
-        assert refusal(problem, "gfx942", "mla_decode_fwd+get_mla_metadata_v1[fp8]") == ()
-        for bits_of_16 in ("mla_decode_fwd+get_mla_metadata_v1", "mla_decode_fwd"):
-            assert "not float8_e4m3fnuz" in refusal(problem, "gfx942", bits_of_16)[0]
 
 
 def refusal(problem: Problem, arch: str, name: str) -> tuple[str, ...]:
@@ -107,15 +95,6 @@ def test_each_arch_reads_its_own_eight_bits(name: str, problem: Problem) -> None
 def test_factors_that_a_function_does_not_take_are_refused(name: str, problem: Problem, scales: Scales) -> None:
     (reason,) = refusal(replace(problem, kv_scales=scales), "gfx942", name)
     assert reason == f"it reads no scales or a scale for each layer, not {scales.value}"
-
-
-@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.TOKEN])
-def test_large_pages_may_have_factors_of_tokens_of_several_heads(scales: Scales) -> None:
-    """The store writes scales as pa_persistent_fwd reads them: [pages, kv_heads, page_size]."""
-    problem = replace(LARGE_PAGES, kv_scales=scales)
-    assert refusal(problem, "gfx942", "pa_persistent_fwd") == ()
-    (row,) = (row for row in ROWS if row.name == "aiter.pa_persistent_fwd")
-    row.bind(problem, known_target("gfx942"), PoolSize(num_pages=4, max_kv_len=2048, max_num_seqs=2))
 
 
 @pytest.mark.parametrize("heads", [17, 32, 64, 128])
@@ -168,33 +147,6 @@ def test_the_stand_in_refuses_a_call_with_one_thing_wrong(
     aiter.bodies[function] = lambda call: right({**call, name: change(call[name])})
     with pytest.raises(ContractBroken):
         serving.step(requests, [1, 1])
-
-
-def test_the_stand_in_of_gfx950_reads_its_own_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(E4048607, monkeypatch, arch="gfx950")
-    served = world(in_eight_bits(plain_problem(16, dims=(128, 128), dtype=BF16), arch="gfx950"), provider="torch")
-    problem = served.problems[0]
-    serving = world(problem, selections=[select(problem, known_target("gfx950"), "aiter")])
-    requests = [serving.admit(), serving.admit()]
-    for q_len in ([5, 2], [1, 1]):
-        serving.step(requests, q_len)
-    serving = world(LINEAR, selections=[partly_torch(LINEAR)])
-    request = serving.admit()
-    serving.step([request], [3])
-    with pytest.raises(ContractBroken, match="would be read as"):
-        serving.step([request], [1])
-
-
-@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
-def test_a_release_that_lacks_the_parameters_of_the_schedule_leaves_decode_to_others(
-    scales: Scales, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    aiter = install(V0_1_10, monkeypatch)
-    problem = in_eight_bits(latent_problem(24), scales)
-    serving = world(problem, max_kv_len=80, selections=[partly_torch(problem)])
-    requests = [serving.admit() for _ in range(3)]
-    serving.step(requests, [40, 2, 13])
-    assert "get_mla_metadata_v1" not in aiter.calls
 
 
 @pytest.mark.fast
@@ -279,40 +231,6 @@ def test_a_check_beside_serving_knows_that_queries_are_rounded(aiter: StandIn) -
     serving.runtime.end_step()
 
 
-def test_heads_that_the_kernel_gets_on_top_are_zero(aiter: StandIn) -> None:
-    problem = in_eight_bits(latent_problem(5))
-    serving = world(problem, max_kv_len=80, selections=[partly_torch(problem)])
-    requests = [serving.admit(), serving.admit()]
-    serving.step(requests, [9, 4])
-    seen = queries_given(aiter, "mla_decode_fwd")
-    serving.step(requests, [1, 1])
-    assert seen[0].shape[1] == 16
-    assert not seen[0][:, 5:].float().any()
-    assert bool(seen[0][:, :5].float().any())
-
-
-def test_shares_in_eight_bits_without_a_factor_lose_what_the_reason_says() -> None:
-    """paged_attention_ragged is not bound over 8 bits for this reason: one of 256 keys has nearly all of the weight."""
-    (row,) = (row for row in ROWS if row.name == "aiter.paged_attention_ragged[fp8]")
-    for arch, dtype, smallest, lost in (
-        ("gfx942", torch.float8_e4m3fnuz, 2048, 1 / 8),
-        ("gfx950", torch.float8_e4m3fn, 1024, 1 / 4),
-    ):
-        shares = torch.full((256,), 0.999 / smallest)
-        shares[0] = 1 - shares[1:].sum()
-        assert shares.to(dtype).float()[1:].sum() == 0
-        assert lost * 0.98 < shares[1:].sum() < lost
-        (reason,) = row.refusals(in_eight_bits(LINEAR, arch=arch), known_target(arch))
-        assert f"1/{smallest}" in reason
-        assert ("an eighth" if arch == "gfx942" else "a quarter") in reason
-
-
-def test_a_reason_for_what_is_not_bound_is_given_for_what_it_would_serve() -> None:
-    (row,) = (row for row in ROWS if row.name == "aiter.paged_attention_ragged[fp8]")
-    (reason,) = row.refusals(replace(LINEAR, kv_encoding=KVEncoding.LIKE_Q, kv_scales=Scales.NONE), GFX942)
-    assert reason.startswith("it reads K and V float8_e4m3fnuz or float8_e4m3fn")
-
-
 PROBED = {
     "unified_attention": replace(LINEAR, num_q_heads=1, num_kv_heads=1),
     "flash_attn_varlen_func": replace(LINEAR, num_q_heads=1, num_kv_heads=1, kv_scales=Scales.HEAD),
@@ -355,15 +273,3 @@ def test_the_probe_finds_a_factor_that_is_left_out(function: str, aiter: StandIn
     wrong = random_run(partly_torch(PROBED[function]), CPU)
     assert wrong is not None
     assert function in wrong.kernel
-
-
-def test_what_no_kernel_reads_is_refused_with_every_reason() -> None:
-    with pytest.raises(Unsupported) as caught:
-        select(replace(VECTORISED, kv_encoding=KVEncoding.E4M3FN), GFX942, "aiter")
-    assert any("which halves float8_e4m3fn values" in reason for reason in caught.value.reasons)
-
-
-def test_a_scheduled_decode_in_eight_bits_is_described_with_its_heads() -> None:
-    bound = mla_eight_bits.EightBitLatentDecode(LATENT, 304)
-    assert "mla_decode_fwd" in bound.describe()
-    assert bound.schedule.shares.num_heads == 16

@@ -217,11 +217,6 @@ def test_keys_of_a_sequence_without_new_tokens_are_not_those_of_the_next(
     assert len(by_extend) == before
 
 
-def test_another_provider_does_not_ask_it(aiter: StandIn) -> None:
-    Prefills(provider="triton").serve()
-    assert FUNCTION not in aiter.calls
-
-
 def test_sinks_that_its_assembly_drops_are_ours(aiter: StandIn, by_extend: list[bool]) -> None:
     """Sinks belong to the part of the new tokens; chunks of a prefix have none."""
     problem = replace(LAYER, has_sinks=True)
@@ -230,8 +225,3 @@ def test_sinks_that_its_assembly_drops_are_ours(aiter: StandIn, by_extend: list[
     assert by_extend.count(True) == 4
     assert by_extend.count(False) == 1
     assert aiter.calls.count(FUNCTION) > 2
-
-
-def test_without_aiter_our_kernel_serves(by_extend: list[bool]) -> None:
-    Prefills().serve()
-    assert by_extend.count(True) == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rocm_attn.cli import BAD_INPUT, FAILED, main
+from rocm_attn.cli import BAD_INPUT, main
 from rocm_attn.selection.table import markdown
 from tests.amd.aiter.explained import ARCHS, GOLDEN, MODELS, explained, place
 from tests.amd.house.source_tree import ROOT
@@ -25,53 +25,6 @@ def test_a_model_is_explained_as_in_its_golden_file(model: str, arch: str) -> No
 
 def test_no_golden_file_is_left_over() -> None:
     assert set(GOLDEN.iterdir()) == {place(model, arch) for model in MODELS for arch in ARCHS}
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_aiter_serves_decode_and_extend_of_the_plain_models(arch: str) -> None:
-    for model in ("llama-3-8b", "llama-3-70b", "qwen3-30b-a3b"):
-        text = explained(model, arch)
-        assert "  decode: aiter.paged_attention_ragged\n" in text
-        # ROCm 7.2 compiles it wrongly for gfx950.
-        extend = "mha_batch_prefill_func" if arch == "gfx942" else "unified_attention"
-        assert f"  extend: aiter.{extend}\n" in text
-        assert "  mixed: aiter.unified_attention\n" in text
-        assert "  prefill: aiter.flash_attn_varlen_func\n" in text
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_layers_that_keep_no_k_and_v_say_whose_they_read(arch: str) -> None:
-    lines = explained("gemma-3n-e4b", arch).splitlines()
-    assert "  K and V of layer 18 are read by 12 layers (20-23, 25-28, 30-33) too" in lines
-    assert "  K and V of layer 19 are read by 3 layers (24-34 in steps of 5) too" in lines
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_aiter_serves_every_step_of_the_models_with_windows_sinks_and_latent_rows(arch: str) -> None:
-    for model in ("gpt-oss-120b", "gemma-3-27b", "deepseek-v2-lite", "deepseek-v3"):
-        lines = explained(model, arch).splitlines()
-        chosen = [line for line in lines if line.startswith("  ") and " not " not in line and "pages of" not in line]
-        shared = [line for line in chosen if line.startswith("  shared: ")]
-        # The line is for the layers without windows: AITER has no kernel that shares prefixes.
-        assert shared == [f"  shared: triton.{'latent_' * model.startswith('deepseek')}shared_prefix"]
-        assert len(chosen) - len(shared) in (3, 8)
-        assert all(": aiter." in line for line in chosen if line not in shared)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_aiter_serves_k_and_v_in_eight_bits_with_a_factor_of_a_layer(arch: str) -> None:
-    text = explained("llama-3-70b.eight-bits", arch)
-    for kind in ("decode", "extend", "mixed"):
-        assert f"  {kind}: aiter.unified_attention\n" in text
-    assert "decode: not aiter.paged_attention_ragged[fp8]: not bound: it rounds probabilities of 256 keys" in text
-    assert "mla_decode_fwd" not in text, "what would be no kernel of these layers is not spoken of"
-    text = explained("deepseek-v3.eight-bits", arch)
-    assert "  decode: aiter.mla_decode_fwd+get_mla_metadata_v1[fp8]\n" in text
-    assert "  extend: triton.latent_extend\n" in text
-    few = (
-        "extend: not aiter.mla_decode_fwd+get_mla_metadata_v1[fp8, 2 to 4 tokens]: not bound: AITER's tests give every"
-    )
-    assert few in text
 
 
 HERE = Path(__file__).parent / "configs"
@@ -158,13 +111,6 @@ def test_latent_layers_are_asked_for_with_their_heads_on_a_rank(
     )
     assert "aiter.mla_decode_fwd" in line
     assert "  decode: triton.latent_decode\n" in printed
-
-
-def test_latent_layers_on_pages_that_no_kernel_reads_have_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed, complaint = run(capsys, "deepseek-v2-lite", "--arch", "gfx942", "--provider", "aiter")
-    assert code == FAILED
-    assert "decode: aiter.mla_decode_fwd: page_size 16 is not 1" in printed
-    assert "1 of 1 kinds of layer have no kernel on gfx942; --page-size auto searches" in complaint
 
 
 def test_the_page_of_kernels_is_current() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,15 +10,14 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import BadProblem, BadTensor, Unsupported
+from rocm_attn.errors import BadProblem, BadTensor
 from rocm_attn.machine.target import known_target
-from rocm_attn.paging.kv_pool import KVPool, page_bytes
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter.mla import bind_latent_decode
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from tests.amd.aiter.checks import ContractBroken
-from tests.amd.aiter.serving import CPU, GFX942, latent_problem, world
+from tests.amd.aiter.serving import CPU, latent_problem, world
 from tests.amd.aiter.signatures import V0_1_10
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.worlds.world import World
@@ -36,16 +34,6 @@ def test_torch_serves_a_latent_pool(page_size: int) -> None:
     for q_len in ([5, page_size, 7], [1, 1, 1], [2, 1, 3]):
         serving.step(requests, q_len)
     assert serving.page_zero_is_zero()
-
-
-def test_a_shared_latent_page_is_copied_whole_before_it_is_written() -> None:
-    serving = World.build([small_latent(4)], CPU, "torch")
-    parent = serving.admit()
-    serving.step([parent], [6])
-    child = serving.fork(parent, 6)
-    serving.runtime.table.reserve(child.row, 7)
-    grandchild = serving.fork(child, 6)
-    serving.step([grandchild, child, parent], [2, 1, 1])
 
 
 # Query heads -> launches of an extend step: the kernels are for 16 and for 128 heads.
@@ -122,12 +110,6 @@ def test_a_schedule_of_other_lengths_is_noticed(aiter: StandIn) -> None:
         serving.step(requests, [1, 1])
 
 
-def test_more_heads_than_the_kernels_have_are_refused() -> None:
-    with pytest.raises(Unsupported) as caught:
-        select(latent_problem(160), GFX942, "aiter")
-    assert "decode: aiter.mla_decode_fwd: 160 query heads share a KV head; at most 128 may" in caught.value.reasons
-
-
 def test_rows_with_gaps_over_a_latent_pool_are_served(aiter: StandIn) -> None:
     problem = latent_problem(16)
     serving = world(problem, max_kv_len=80)
@@ -144,14 +126,6 @@ def test_rows_with_gaps_over_a_latent_pool_are_served(aiter: StandIn) -> None:
         serving.runtime.end_step()
 
 
-def test_a_latent_token_takes_one_row() -> None:
-    problem = small_latent()
-    pool = KVPool([problem], num_pages=3, page_size=problem.page_size, device=CPU)
-    assert pool.num_bytes == 3 * page_bytes([problem]) == 3 * 4 * 24 * 4
-    pool.layers[0].k[2, 1] = 5.0
-    assert bool((pool.layers[0].v[2, 1] == 5.0).all())
-
-
 def test_v_of_a_latent_layer_must_be_part_of_k() -> None:
     serving = World.build([small_latent()], CPU, "torch")
     request = serving.admit()
@@ -165,18 +139,3 @@ def test_v_of_a_latent_layer_must_be_part_of_k() -> None:
 def test_a_latent_pool_has_one_kv_head() -> None:
     with pytest.raises(BadProblem, match="num_kv_heads must be 1"):
         Problem(8, 2, 24, torch.float32, 4, v_head_dim=16, scale=1.0, pool=PoolKind.LATENT)
-
-
-def test_triton_and_the_other_kernels_of_aiter_say_that_they_read_another_pool() -> None:
-    refused = select(replace(latent_problem(), dtype=torch.float16), GFX942, "auto").refusals
-    reasons = {(each.kind, each.kernel): each.reason for each in refused}
-    for step in ((StepKind.EXTEND, "triton.extend"), (StepKind.DECODE, "aiter.unified_attention")):
-        assert reasons[step] == "it reads K and V pages, not latent pages"
-    assert reasons[StepKind.EXTEND, "aiter.mla_prefill_fwd"] == "dtype float16 is not one of bfloat16"
-
-
-def test_mla_decode_is_refused_on_larger_pages() -> None:
-    paged = Problem(16, 1, 576, torch.bfloat16, 16, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
-    with pytest.raises(Unsupported) as caught:
-        select(paged, GFX942, "aiter")
-    assert "decode: aiter.mla_decode_fwd: page_size 16 is not 1" in caught.value.reasons

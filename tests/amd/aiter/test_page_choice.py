@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import BadProblem, BadSetting, Unsupported
+from rocm_attn.errors import Unsupported
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.selection import build
-from rocm_attn.selection.pages import PAGE_SIZES, choose_pages
+from rocm_attn.selection.pages import choose_pages
 from rocm_serve import engine_runtime
 from rocm_serve.engine import Engine
 from rocm_serve.options import EngineOptions
@@ -65,13 +65,6 @@ def test_the_page_size_with_the_best_kernels_is_chosen(
     assert choose_pages(problems, choose, pools=LINEAR).page_size == expected
 
 
-@pytest.mark.parametrize("name", sorted(set(CASES) - {"one kernel is left"}))
-def test_linear_pages_are_chosen_where_kernels_are_equally_good(name: str) -> None:
-    problems, choose, expected = CASES[name]
-    choice = choose_pages(problems, choose)
-    assert (choice.page_size, choice.pool) == (expected, PoolKind.SPLIT)
-
-
 def test_the_layers_choose_together() -> None:
     """One layer that prefers pages of 32 loses against seven others. Eight such layers win against one other."""
 
@@ -86,26 +79,6 @@ def test_the_layers_choose_together() -> None:
     picky, other = plain_problem(dims=(256, 256)), WIDE
     assert choose_pages([picky] + [other] * 7, choose, (16, 32), LINEAR).page_size == 16
     assert choose_pages([picky] * 8 + [other], choose, (16, 32), LINEAR).page_size == 32
-
-
-def test_among_equals_the_first_page_size_is_taken() -> None:
-    for sizes in (PAGE_SIZES, (64, 32, 16)):
-        assert choose_pages([EIGHTY], chooser(GFX942), sizes).page_size == sizes[0]
-
-
-def test_what_each_page_size_came_to_is_said() -> None:
-    choice = choose_pages([latent_problem()] * 61, chooser(GFX942), (16, 1))
-    assert choice.lines == (
-        "pages of 16: triton serves 244 of 244 kinds of step over 61 layers",
-        "pages of 1: aiter serves 244 of 244 kinds of step over 61 layers",
-    )
-    choice = choose_pages([WIDE] * 2, chooser(GFX942, pa_decode_gluon="x"), (16, 1))
-    assert choice.lines == (
-        "pages of 16: aiter serves 8 of 8 kinds of step over 2 layers",
-        "pages of 1: aiter serves 8 of 8 kinds of step over 2 layers",
-        "vectorised pages of 16: aiter serves 8 of 8 kinds of step over 2 layers",
-        "vectorised pages of 1: some layers cannot have them",
-    )
 
 
 LINEAR_DECODE = {"paged_attention_ragged": "x", "unified_attention": "x"}
@@ -133,34 +106,12 @@ def test_linear_pages_stay_where_a_kind_of_step_has_no_kernel_over_others(change
     assert any(line.startswith("vectorised pages of 16: some layers") for line in choice.lines)
 
 
-def test_linear_pages_stay_for_what_does_not_depend_on_the_batch() -> None:
-    def choose(problem: Problem) -> Selection:
-        return select(problem, GFX942, "auto", deterministic=True)
-
-    assert choose_pages([HEADS], choose).pool is PoolKind.SPLIT
-
-
-@pytest.mark.parametrize("provider", ["torch", "triton"])
-def test_linear_pages_stay_with_the_providers_that_read_them(provider: str) -> None:
-    assert choose_pages([HEADS], chooser(GFX942, provider)).pool is PoolKind.SPLIT
-
-
 def test_latent_layers_keep_their_pool_beside_any_other() -> None:
     torch_alone = chooser(known_target("cpu"), "torch")
     choice = choose_pages([latent_problem(), HEADS], torch_alone, (16,), (PoolKind.VECTORIZED,))
     assert [p.pool for p in choice.problems([latent_problem(), HEADS])] == [PoolKind.LATENT, PoolKind.VECTORIZED]
     lines = choose_pages([latent_problem()], torch_alone).lines
     assert not any(line.startswith("vectorised") for line in lines)
-
-
-def test_what_is_given_is_not_asked_about() -> None:
-    def refuse(problem: Problem) -> Selection:
-        raise AssertionError("asked")
-
-    choice = choose_pages([WIDE], refuse, (7,), (PoolKind.SPLIT,))
-    assert (choice.page_size, choice.lines) == (7, ())
-    with pytest.raises(BadProblem, match="page_size is 7 in a vectorised pool"):
-        choose_pages([WIDE], refuse, (7,), (PoolKind.VECTORIZED,)).problems([WIDE])
 
 
 def test_where_no_page_size_serves_the_reasons_of_each_are_given() -> None:
@@ -182,13 +133,3 @@ def test_an_engine_chooses_its_page_size(aiter: StandIn, monkeypatch: pytest.Mon
     assert chosen.report().page_size == 16
     fixed = Engine(loaded, replace(options, page_size=4))
     assert tokens_of(chosen.generate(some_requests(3))) == tokens_of(fixed.generate(some_requests(3)))
-
-
-def test_a_page_size_of_an_engine_is_still_checked() -> None:
-    with pytest.raises(BadSetting, match="page_size is 0"):
-        EngineOptions(page_size=0)
-
-
-def test_an_engine_takes_no_latent_pool_for_layers_that_are_not() -> None:
-    with pytest.raises(BadSetting, match="pool 'latent' is not known; choose one of linear, vectorized, auto"):
-        EngineOptions(pool="latent")

@@ -125,11 +125,6 @@ def test_a_wrong_prefill_kernel_leaves_prompts_to_the_extend_kernel(aiter: Stand
     serving.step([serving.admit(), serving.admit()], [5, 40])
 
 
-def test_a_probe_is_longer_than_the_runtimes_sequences(aiter: StandIn) -> None:
-    selection = world(PROBLEM, max_kv_len=16).runtime.selections[0]
-    assert not any("probe" in refusal.reason for refusal in selection.refusals)
-
-
 def ignores_long_windows(right: Body) -> Body:
     """Is right only for sequences that fit in the window."""
     return lambda call: right({**call, "window_size": (-1, -1)})
@@ -173,12 +168,6 @@ def test_the_prefill_kernel_is_probed_with_a_sequence_of_no_length(aiter: StandI
     assert any(0 in each for each in lengths)
 
 
-def test_what_was_raised_is_in_the_reason(aiter: StandIn) -> None:
-    aiter.bodies["mha_batch_prefill_func"] = was_not_built(aiter.bodies["mha_batch_prefill_func"])
-    lines = world(PROBLEM).runtime.selections[0].lines()
-    assert any("it raised 'no matching kernel found'" in line for line in lines)
-
-
 def test_when_every_kernel_is_wrong_the_request_for_aiter_is_refused(aiter: StandIn) -> None:
     for name in ("paged_attention_ragged", "unified_attention"):
         aiter.bodies[name] = forgets_the_second_sequence(aiter.bodies[name])
@@ -208,15 +197,6 @@ def test_another_version_is_probed_again(aiter: StandIn, monkeypatch: pytest.Mon
     monkeypatch.setattr(releases, "aiter_version", lambda: "later")
     world(PROBLEM)
     assert aiter.calls
-
-
-@pytest.mark.nightly
-def test_a_build_without_a_version_is_probed_by_every_process(
-    aiter: StandIn, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(releases, "aiter_version", lambda: "")
-    world(PROBLEM)
-    assert not own_cache.exists()
 
 
 def test_a_wrong_verdict_on_disk_holds(aiter: StandIn) -> None:

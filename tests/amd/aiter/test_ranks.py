@@ -12,7 +12,7 @@ from torch import Tensor
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.machine.agreement import alone, found_by_any
+from rocm_attn.machine.agreement import found_by_any
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.aiter.serving import CPU, GFX942, plain_problem
@@ -26,15 +26,7 @@ def test_findings_of_one_rank_hold_for_all_and_name_it() -> None:
     assert found_by_any([{}, {"kernel": "wrong"}, {"kernel": "also wrong"}]) == {"kernel": "on rank 1: wrong"}
 
 
-def test_what_all_ranks_find_is_said_as_they_say_it() -> None:
-    assert found_by_any([{"kernel": "missing"}, {"kernel": "missing"}]) == {"kernel": "missing"}
-
-
-def test_one_rank_alone_agrees_with_itself() -> None:
-    assert alone({"kernel": "wrong"}) == {"kernel": "wrong"}
-
-
-def kernels_of(rank: int, agree_with_others: bool) -> list[str]:
+def kernels_of(rank: int) -> list[str]:
     """Returns the lines of a rank's selection. On the second rank, AITER's decode kernel gives zeros."""
     with pytest.MonkeyPatch.context() as patch:
         aiter = install(E4048607, patch)
@@ -51,16 +43,15 @@ def kernels_of(rank: int, agree_with_others: bool) -> list[str]:
             RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=64, provider="aiter"),
             device=CPU,
             target=GFX942,
-            agree=among_all() if agree_with_others else alone,
+            agree=among_all(),
         )
         return runtime.selections[0].lines()
 
 
-def graphs_of(rank: int, agree_with_others: bool) -> list[str]:
+def graphs_of(rank: int) -> list[str]:
     """Returns the reason why graphs are off on a rank. On the second rank, a graph is dead."""
     tiny = Tiny.build(CPU, "torch", [4])
-    if agree_with_others:
-        tiny.runtime.agree = among_all()
+    tiny.runtime.agree = among_all()
     recorder = recorder_for(CPU)
     runner = StepRunner(tiny.runtime, tiny.forward, Lazy(recorder) if rank == 1 else recorder)
     outs: list[Tensor] = serve(runner, tiny.runtime)
@@ -69,20 +60,14 @@ def graphs_of(rank: int, agree_with_others: bool) -> list[str]:
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_is_used_on_none(tmp_path: Path) -> None:
-    first, second = on_every_rank(kernels_of, tmp_path, True)
+    first, second = on_every_rank(kernels_of, tmp_path)
     assert first == second
     assert f"{StepKind.DECODE.value}: aiter.unified_attention" in first
     assert any("paged_attention_ragged: on rank 1: switched off by its probe" in line for line in first)
 
 
-def test_ranks_that_do_not_ask_each_other_take_different_kernels(tmp_path: Path) -> None:
-    first, second = on_every_rank(kernels_of, tmp_path, False)
-    assert "decode: aiter.paged_attention_ragged" in first
-    assert "decode: aiter.unified_attention" in second
-
-
 def test_a_graph_that_is_wrong_on_one_rank_serves_on_none(tmp_path: Path) -> None:
-    first, second = on_every_rank(graphs_of, tmp_path, True)
+    first, second = on_every_rank(graphs_of, tmp_path)
     assert first == second
     assert first[0].startswith("on rank 1: the graph of decode of 4 sequences differs from the eager run")
     assert first[1] == "0"

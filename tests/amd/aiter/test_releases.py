@@ -61,19 +61,6 @@ def test_torchs_hip_names_the_rocm_release() -> None:
         assert Release.of(other) not in in_7_2
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("0.1.19.post1", "0.1.19.post1"),
-        ("7.2.53211-abc", "7.2.53211"),
-        ("0.1.21.dev46+ge404", "0.1.21 in development"),
-        ("?", "of unknown release"),
-    ],
-)
-def test_a_release_says_its_name(text: str, said: str) -> None:
-    assert str(Release.of(text)) == said
-
-
 def test_the_releases_of_the_image_are_those_that_it_is_built_from() -> None:
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
     assert f"rocm/pytorch:rocm{IMAGE_RELEASES.rocm}_" in dockerfile
@@ -165,75 +152,6 @@ def test_a_fault_is_refused_up_to_the_release_that_ended_it(
     assert refusals(name, kind, problem, on("gfx942", aiter=first), pool) == ()
     reasons = refusals(name, kind, problem, on("gfx942", aiter="a build of our own"), pool)
     assert any(reason == own.replace(f"here {last}", "here of unknown release") for reason in reasons)
-
-
-# Cases that differ a little from a fault, and are right.
-BESIDE: Mapping[str, tuple[str, StepKind, Problem, PoolSize, Target]] = {
-    "smaller pages": (
-        "pa_decode_gluon",
-        StepKind.DECODE,
-        vectorised_problem(64),
-        SMALLEST_POOL,
-        on("gfx942", aiter="0.1.13"),
-    ),
-    "a smaller pool": (
-        "pa_fwd_asm",
-        StepKind.DECODE,
-        vectorised_problem(),
-        replace(TWO_GIB, num_pages=TWO_GIB.num_pages - 1),
-        on("gfx942", aiter="0.1.16"),
-    ),
-    "prompts over less": (
-        "mha_batch_prefill_func",
-        StepKind.EXTEND,
-        WIDE,
-        replace(TWO_GIB, num_pages=TWO_GIB.num_pages - 1),
-        on("gfx942", aiter="0.1.12"),
-    ),
-    "the LDS of gfx950": ("unified_attention", StepKind.DECODE, D512, SMALLEST_POOL, on("gfx950", aiter="0.1.10")),
-    "small pages in decode": (
-        "unified_attention",
-        StepKind.DECODE,
-        replace(D512, page_size=32),
-        SMALLEST_POOL,
-        on("gfx942", aiter="0.1.10"),
-    ),
-    "before the assertion": (
-        "unified_attention",
-        StepKind.DECODE,
-        WIDE,
-        SMALLEST_POOL,
-        on("gfx942", aiter="0.1.15.post3"),
-    ),
-    "bfloat16 in splits": (
-        "unified_attention",
-        StepKind.DECODE,
-        replace(WIDE, dtype=torch.bfloat16),
-        SMALLEST_POOL,
-        on("gfx942", aiter="0.1.16"),
-    ),
-    "float16 that is not split": (
-        "unified_attention",
-        StepKind.DECODE,
-        replace(WIDE, window_left=9),
-        SMALLEST_POOL,
-        on("gfx942", aiter="0.1.16"),
-    ),
-    "pages of one": (
-        "mha_batch_prefill_func",
-        StepKind.EXTEND,
-        replace(WIDE, page_size=1),
-        SMALLEST_POOL,
-        on("gfx942", aiter="0.1.10"),
-    ),
-}
-
-
-@pytest.mark.parametrize(("name", "kind", "problem", "pool", "target"), BESIDE.values(), ids=BESIDE)
-def test_what_lies_beside_a_fault_is_served(
-    name: str, kind: StepKind, problem: Problem, pool: PoolSize, target: Target
-) -> None:
-    assert refusals(name, kind, problem, target, pool) == ()
 
 
 BATCH_PREFILLS = ["mha_batch_prefill_func", "mha_batch_prefill_func[vectorised]"]

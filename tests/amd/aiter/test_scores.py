@@ -14,7 +14,7 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
@@ -81,12 +81,6 @@ def test_the_first_release_extends_with_another_function(
     """The first release had no mha_batch_prefill_func on pages of 16."""
     served_by = [UNIFIED if function == PAGED else function for function in served_by]
     check_scores(problem, served_by, install(V0_1_10, monkeypatch))
-
-
-def test_the_first_release_extends_nothing_that_is_not_causal(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(V0_1_10, monkeypatch)
-    with pytest.raises(Unsupported, match="serves extend and mixed steps"):
-        world(PROBLEMS["not causal"][0], max_kv_len=300)
 
 
 def check_scores(problem: Problem, served_by: Sequence[str], release: StandIn) -> None:
@@ -269,14 +263,7 @@ def test_scores_that_a_function_gets_wrong_together_are_refused_with_the_reason(
     assert line in select(problem, GFX942, "auto").lines()
 
 
-def test_ragged_decode_says_what_it_lacks() -> None:
-    lines = select(replace(SMALL, window_left=7, has_sinks=True), GFX942, "aiter").lines()
-    assert "decode: not aiter.paged_attention_ragged: it has no sliding window (window_left 7)" in lines
-    assert "decode: not aiter.paged_attention_ragged: it has no attention sinks" in lines
-
-
-def test_latent_attention_has_none_of_them() -> None:
-    latent = Problem(16, 1, 576, torch.bfloat16, 1, v_head_dim=512, scale=0.05, window_left=9, pool=PoolKind.LATENT)
-    with pytest.raises(Unsupported) as caught:
-        select(latent, GFX942, "aiter")
-    assert "decode: aiter.mla_decode_fwd: it has no sliding window (window_left 9)" in caught.value.reasons
+def test_the_first_release_extends_nothing_that_is_not_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(V0_1_10, monkeypatch)
+    with pytest.raises(Unsupported, match="serves extend and mixed steps"):
+        world(PROBLEMS["not causal"][0], max_kv_len=300)

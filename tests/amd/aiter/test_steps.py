@@ -200,16 +200,6 @@ def test_a_page_that_held_nan_serves_the_next_request(name: str, aiter: StandIn)
         serving.free(request)
 
 
-def test_a_shared_page_keeps_its_other_requests_tokens(aiter: StandIn) -> None:
-    serving = world(PROBLEMS["ragged and unified"])
-    parent = serving.admit()
-    serving.step([parent], [30])
-    child = serving.fork(parent, 21)
-    serving.step([child], [1])
-    serving.step([parent, child], [1, 3])
-    serving.step([parent, child], [1, 1])
-
-
 @pytest.mark.parametrize("layout", [PoolKind.SPLIT, PoolKind.VECTORIZED])
 @pytest.mark.parametrize("unavailable", [{}, {"aiter.pa_decode_gluon": "switched off"}], ids=["first", "second"])
 def test_rows_with_gaps_are_served(layout: PoolKind, unavailable: dict[str, str], aiter: StandIn) -> None:

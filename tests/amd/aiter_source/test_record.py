@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rocm_attn.problem import UNLIMITED_WINDOW
-from tests.amd.aiter_source.cases import CASES, GLUON, INTERPRETED, MLA_DECODE, WINDOWS, Outcome, SourceCase, Verdict
+from tests.amd.aiter_source.cases import CASES, GLUON, MLA_DECODE, WINDOWS, Outcome, SourceCase, Verdict
 from tests.amd.aiter_source.record import BEGIN, END, INTERPRETER, Line, with_runs
-from tests.amd.house.source_tree import ROOT
 
 DOCUMENT = f"# Title\n\n{BEGIN}| AITER |\n|---|\n{END}\nAfter.\n"
 START = "| v0.1.20-0-g1 | 2026-08-18 | 3.9.0 |"
@@ -27,11 +24,6 @@ def test_pa_decode_gluon_has_cases_of_ten_windows_and_of_none() -> None:
     cases = {case.problem.window_left for case in CASES if case.kernel == GLUON and case.planted}
     assert cases == set(WINDOWS)
     assert len(cases - {UNLIMITED_WINDOW}) == 10
-
-
-def test_cases_have_names_of_their_own() -> None:
-    assert len({str(case) for case in CASES}) == len(CASES)
-    assert {str(case) for case in INTERPRETED} < {str(case) for case in CASES}
 
 
 def test_a_line_says_how_many_cases_are_right_and_their_largest_error() -> None:
@@ -54,12 +46,3 @@ def test_a_line_is_written_anew_and_others_stay() -> None:
     assert len(lines(second)) == 2
     assert any("0.0050" in line for line in lines(second))
     assert len(lines(with_runs(second, [right(LATENT[0])], "| v0.1.14-0-g2 | 2026-05-20 | 3.9.0 |"))) == 3
-
-
-def test_a_document_without_the_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="no table between"):
-        with_runs("# Title\n", [right(LATENT[0])], START)
-
-
-def test_the_document_has_the_table() -> None:
-    assert with_runs((ROOT / "docs" / "aiter_source.md").read_text(), [right(LATENT[0])], START).count(START) == 1

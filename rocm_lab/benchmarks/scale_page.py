@@ -56,9 +56,8 @@ Left out: prefix caches, drafts, eight-bit weights, the host's own time, uneven 
 takes. DP attention is the layout in which each GPU has whole attention layers and sequences of its own, and all share
 the experts. A transfer of K and V is not overlapped with the prompt that it follows.
 
-`tests/amd/host/test_scale_out.py` holds the simulation to what can be worked out by hand: Little's law, the M/D/1
-queue, one request alone, full engines, sums over links, bounds by bytes and by operations, that no token is lost and no
-KV is left.
+`tests/amd/host/test_scale_out.py` holds the simulation to what can be worked out by hand: the M/D/1 queue, one
+request alone, KV that runs out, transfers, that no token is lost and no KV is left.
 """
 
 

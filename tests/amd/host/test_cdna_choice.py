@@ -98,26 +98,11 @@ def test_what_it_does_not_serve_paged_decode_does_and_the_reason_is_said(
     assert any(reason.startswith(why) for reason in reasons(selection)), reasons(selection)
 
 
-def test_heads_of_256_have_tiles_where_they_gain() -> None:
-    wide = replace(LAYER, head_dim=256, v_head_dim=256)
-    assert names(select(wide, on("gfx942"), "triton")) == CDNA
-    selection = select(wide, on("gfx950"), "triton")
-    assert names(selection) == PLAIN
-    assert reasons(selection) == {"it has no faster tiles for heads of 256 on gfx950"}
-
-
 @pytest.mark.parametrize("said", ["3.6.0", "3.8.0", "3.9.1", "3.9.0+git1234567", "3.9.0.dev20260801", ""])
 def test_with_another_triton_paged_decode_serves_and_the_reason_is_said(said: str) -> None:
     selection = select(LAYER, on("gfx942", Release.of(said)), "triton")
     assert names(selection) == PLAIN
     assert reasons(selection) == {f"it needs Triton 3.9.0, and {Release.of(said)} is installed"}
-
-
-@pytest.mark.parametrize("arch", ["sm_90", "sm_80", "interpreter"])
-def test_other_archs_have_paged_decode(arch: str) -> None:
-    selection = select(replace(LAYER, dtype=torch.float16), on(arch), "triton")
-    assert selection.kernel(StepKind.DECODE).row.name == PLAIN[0]
-    assert reasons(selection) == {f"arch {arch} is not one of gfx942, gfx950"}
 
 
 def test_an_engines_strides_are_served_and_unaligned_rows_and_deterministic_steps_are_left_to_other_kernels() -> None:
@@ -225,11 +210,6 @@ def test_a_probe_looks_at_it_before_it_serves(monkeypatch: pytest.MonkeyPatch, t
         assert names(selection) == (PLAIN[0], CDNA[1])
         assert reasons(selection) == {"switched off by its probe: sequence 1 of 3 is wrong"}
     assert probed == [CDNA, (PLAIN[0], CDNA[1])]
-
-
-def test_where_paged_decode_serves_nothing_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "random_run", lambda selection, device: pytest.fail("it was probed"))
-    choose_kernels([LAYER], known_target("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cuda"))
 
 
 def test_what_is_only_compiled_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,48 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from rocm_attn.kernels.attention.cuts import merge_shape
 from rocm_attn.kernels.tuning.measured import Table
-from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles
+from rocm_attn.kernels.tuning.tiles import CdnaTiles
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers.tiles import decode_tiles_of
-from rocm_lab.cost import cost, static_figures
-from rocm_lab.cost.cost import FIGURES, GPUS, SHAPES, Shape, fraction, predicted, predictions
+from rocm_lab.cost.cost import FIGURES, GPUS, SHAPES, Shape, predicted, predictions
 from rocm_lab.cost.published import published_decodes, published_extends
-from rocm_lab.cost.static_figures import FILE, Busy, CdnaFigures, LayerFigures, StaticFigures
+from rocm_lab.cost.static_figures import CdnaFigures
 from tests.amd.host.test_measured_rows import row_of
 
 LLAMA = Problem(
     num_q_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, dtype=torch.bfloat16, page_size=16, scale=128**-0.5
 )
-
-
-def of_step(step: str) -> list[LayerFigures]:
-    """Returns the layers that have figures of the step."""
-    return [layer for layer in FIGURES.layers if layer.step == step]
-
-
-def with_row_end(problem: Problem, target: Target, row_end: int) -> Target:
-    """Returns a target on which the row that serves paged decode has this row end."""
-    tiles = replace(decode_tiles_of(problem, target), row_end=row_end)
-    return replace(target, measured=(row_of(problem, Table.DECODE, tiles),))
-
-
-def with_any_row_end(layer: LayerFigures) -> LayerFigures:
-    """Returns figures of rows with an end of 400, which the loop does not know."""
-    candidates = tuple(
-        replace(each, tiles=replace(each.tiles, row_end=400))
-        for each in layer.candidates
-        if isinstance(each.tiles, DecodeTiles)
-    )
-    return replace(layer, candidates=candidates)
 
 
 def on(arch: str, triton: str = "3.8.0") -> Target:
@@ -78,66 +54,12 @@ def test_no_decode_reads_faster_than_streams_do(arch: str) -> None:
         ), "K and V of eight heads of 128, two bytes an element"
 
 
-@every_arch
-def test_a_kernel_like_the_one_in_assembly_may_be_as_fast_as_it_was_measured(arch: str) -> None:
-    alike = fraction(arch, FIGURES.code_objects[arch])
-    gpu = GPUS[arch]
-    assert alike.high * gpu.matrix_ops == pytest.approx(gpu.asm_flops[1])
-    assert alike.low * gpu.matrix_ops == pytest.approx(gpu.asm_flops[0] * gpu.triton_of_asm)
-
-
-@every_arch
-def test_more_softmax_beside_as_many_products_is_slower(arch: str) -> None:
-    extends = [layer.busy for layer in of_step("extend") if layer.arch == arch]
-    assert extends
-    for busy in extends:
-        slower = Busy(busy.matrix, 2 * busy.vector)
-        assert fraction(arch, slower).middle < fraction(arch, busy).middle
-
-
-@every_arch
-def test_rows_that_are_merged_in_more_steps_take_longer(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = predicted(LLAMA, on(arch), Shape(1, 8192))
-    monkeypatch.setattr(cost, "merge_shape", lambda *given: replace(merge_shape(*given), parts=16))
-    slower = predicted(LLAMA, on(arch), Shape(1, 8192))
-    assert found is not None
-    assert slower is not None
-    assert slower.seconds.low > found.seconds.low
-
-
-@every_arch
-def test_rows_whose_ends_cost_more_are_merged_in_fewer_steps(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs with larger shares hold fewer parts of a row."""
-    monkeypatch.setattr(cost, "merge_shape", lambda *given: replace(merge_shape(*given), parts=16))
-    found = predicted(LLAMA, on(arch), Shape(1, 8192))
-    target = with_row_end(LLAMA, on(arch), 400)
-    monkeypatch.setattr(cost, "FIGURES", replace(FIGURES, layers=tuple(map(with_any_row_end, FIGURES.layers))))
-    sooner = predicted(LLAMA, target, Shape(1, 8192))
-    assert found is not None
-    assert sooner is not None
-    assert sooner.seconds.low < found.seconds.low
-
-
 @pytest.mark.parametrize("compute_units", [80, 256, 304])
 @pytest.mark.parametrize("programs_per_cu", [1, 2, 8])
 def test_a_row_is_merged_in_a_few_steps_where_all_are_alike(compute_units: int, programs_per_cu: int) -> None:
     programs = compute_units * programs_per_cu
     for num_rows in range(3, programs + 1):
         assert 4 * merge_shape(num_rows, programs, 4, 128, early=False).parts >= programs // num_rows
-
-
-def test_every_loop_of_decode_waits_for_its_keys() -> None:
-    decodes = [layer.serving.figures for layer in of_step("decode")]
-    assert len(decodes) >= 10
-    assert all(found.latencies >= 0.9 and found.own > 0 for found in decodes)
-
-
-def test_the_file_of_figures_is_written_as_it_was_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    copy = tmp_path / FILE.name
-    monkeypatch.setattr(static_figures, "FILE", copy)
-    FIGURES.write()
-    assert copy.read_text() == FILE.read_text()
-    assert StaticFigures.read() == FIGURES
 
 
 def test_windows_read_fewer_keys() -> None:
@@ -163,7 +85,8 @@ def test_what_has_no_static_figures_has_no_prediction(arch: str, problem: Proble
 
 
 def cdna(arch: str, head_dim: int = 128) -> list[CdnaFigures]:
-    return next(list(layer.cdna) for layer in of_step("decode") if (layer.arch, layer.head_dim) == (arch, head_dim))
+    decodes = [layer for layer in FIGURES.layers if layer.step == "decode"]
+    return next(list(layer.cdna) for layer in decodes if (layer.arch, layer.head_dim) == (arch, head_dim))
 
 
 @every_arch
@@ -181,37 +104,6 @@ def test_decode_is_predicted_with_the_kernel_that_would_serve(arch: str) -> None
     # Its break-even latency is above the assumed latency of a load; that of paged decode is not far above it.
     long = Shape(64, 4096)
     assert ours[long].seconds.high <= paged[long].seconds.high
-
-
-@every_arch
-def test_every_decode_for_cdna_that_serves_has_figures_of_windows_and_caps(arch: str) -> None:
-    for head_dim in (64, 128, 256):
-        found = cdna(arch, head_dim)
-        kinds = [each.kind for each in found if each.serves]
-        serves = (arch, head_dim) != ("gfx950", 256)
-        assert kinds == (["plain", "window", "cap"] if serves else [])
-        # The candidates that it was chosen from.
-        assert {each.tiles.num_stages for each in found} == {1, 2, 3}
-
-
-@every_arch
-def test_the_decode_for_cdna_that_serves_has_the_longest_break_even_latency(arch: str) -> None:
-    for head_dim in (64, 128, 256):
-        plain = [each for each in cdna(arch, head_dim) if each.kind == "plain" and not each.figures.spilled]
-        serving = [each for each in plain if each.serves]
-        others = [each.figures.break_even for each in plain if each.figures.waves > 1]
-        assert all(each.figures.break_even == max(others) for each in serving)
-
-
-@every_arch
-def test_windows_and_caps_are_predicted_by_their_own_loops(arch: str) -> None:
-    # So short that latency counts, and not the amount of loads.
-    target, shape = on(arch, WITH_CDNA), Shape(1, 256)
-    capped = replace(LLAMA, logits_soft_cap=50.0)
-    plain, cap = (predicted(problem, target, shape) for problem in (LLAMA, capped))
-    assert plain is not None
-    assert cap is not None
-    assert plain.seconds.low < cap.seconds.low
 
 
 @every_arch
@@ -254,24 +146,3 @@ def test_extend_is_checked_beside_published_speeds() -> None:
     assert len(sweep) >= 5
     assert not any(each.is_inside for each in sweep)
     assert all(each.speed < each.prediction.speed.low for each in sweep), "they were slower than AITER's own"
-
-
-@every_arch
-def test_short_prompts_are_slower_than_their_products_take(arch: str) -> None:
-    """A tile takes a while to start, however few keys it sees."""
-    short, long = (predicted(LLAMA, on(arch), Shape(8, tokens, tokens)) for tokens in (512, 8192))
-    assert short is not None
-    assert long is not None
-    for end in ("low", "high"):
-        assert getattr(short.speed, end) < getattr(long.speed, end)
-
-
-@every_arch
-def test_tiles_of_many_tokens_compute_keys_that_masks_hide(arch: str) -> None:
-    target, share = on(arch), fraction(arch, FIGURES.code_objects[arch])
-    narrow, wide = (
-        cost.extend_prediction(LLAMA, target, Shape(4, 2048, 2048), share, cost.Tiles(100, tokens, 1))
-        for tokens in (32, 256)
-    )
-    assert narrow.seconds.low < wide.seconds.low
-    assert narrow.seconds.high < wide.seconds.high

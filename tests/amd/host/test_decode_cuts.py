@@ -9,11 +9,10 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.cuts import DecodeCut
-from rocm_attn.kernels.tuning.decode_tiles import alone_of
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
+from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TritonDecode
 
@@ -37,22 +36,6 @@ def steps_alone(kernel: TritonDecode, most: int = 40) -> set[int]:
     return {n for n in range(1, most) if kernel.tiles_of(kernel.cut.of_step(n)) != kernel.tiles}
 
 
-def test_steps_of_nearly_as_many_rows_as_programs_have_tiles_of_their_own() -> None:
-    assert steps_alone(decode_of(LLAMA)) == {16}
-    assert steps_alone(decode_of(GEMMA)) == set(range(1, 17))
-    kernel = decode_of(LLAMA)
-    cut = kernel.cut.of_step(16)
-    alone = alone_of(kernel.tiles)
-    assert alone is not None
-    assert kernel.tiles_of(cut) == alone.tiles
-    assert (cut.programs, cut.key_block) == (132, 128)
-
-
-def test_layers_with_a_window_and_other_archs_have_one_kind_of_tiles() -> None:
-    assert not steps_alone(decode_of(replace(LLAMA, window_left=1000)))
-    assert not steps_alone(decode_of(LLAMA, "sm_80"))
-
-
 @pytest.mark.parametrize("pool", [LONG, SHORT], ids=["long", "short"])
 @pytest.mark.parametrize("problem", [LLAMA, GEMMA, NARROW], ids=["llama", "gemma", "narrow"])
 def test_memory_of_a_step_has_room_for_smaller_ones(problem: Problem, pool: PoolSize) -> None:
@@ -68,16 +51,3 @@ def test_memory_of_a_step_has_room_for_smaller_ones(problem: Problem, pool: Pool
             cut = kernel.cut.of_step(n)
             assert cut.words(n) <= room.words(most)
             assert partials(cut, kernel.tiles_of(cut)) <= partials(room, kernel.tiles)
-
-
-def test_steps_of_few_long_sequences_are_merged_by_a_launch_of_their_own() -> None:
-    few = replace(LLAMA, num_q_heads=8, num_kv_heads=1)
-
-    def groups(pool: PoolSize) -> list[int]:
-        return [decode_of(few, pool=pool).cut.of_step(n).merge_group for n in (1, 16, 64, 256)]
-
-    assert groups(LONG) == groups(SMALLEST_POOL) == [0, 0, 0, 8]
-    assert groups(SHORT) == [8] * 4
-    # There are as many rows as SMs.
-    assert decode_of(LLAMA, pool=LONG).cut.of_step(16).merge_group == 0
-    assert decode_of(LLAMA, pool=SHORT).cut.of_step(16).merge_group == 8

@@ -13,7 +13,6 @@ import torch
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.cli.prewarm import target_and_device
 from rocm_attn.errors import BadTensor
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.kernels.attention.cuts import SHARE_WORDS, Sharing
@@ -23,18 +22,16 @@ from rocm_attn.kernels.hopper import extend
 from rocm_attn.kernels.hopper.extend import launch_hopper_extend
 from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import hopper_segment_tiles, hopper_tiles
-from rocm_attn.machine.releases import UNKNOWN, Release, Releases, installed_releases, triton_version
+from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel, Steps
+from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import OWN_POOL, BoundKernel, PoolSize, PoolTerms
-from rocm_attn.providers.mixed import MixedAtOnce
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel
 from rocm_attn.providers.triton import TritonExtend
 from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM, TRITONS, HopperExtend
-from rocm_attn.providers.triton_segments import SegmentExtend
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.prepared import works_by_launches
@@ -104,13 +101,6 @@ def test_it_serves_what_models_use_where_its_triton_is_known(triton: Release, mo
     assert names(chosen(replace(LAYER, **more), on(triton))) == HOPPER
 
 
-@pytest.mark.parametrize("triton", TRITONS, ids=str)
-def test_long_windows_are_served_but_not_shared(triton: Release) -> None:
-    selection = chosen(replace(LAYER, window_left=2047), on(triton))
-    assert selection.kernel(StepKind.EXTEND).row.name == HOPPER[StepKind.EXTEND]
-    assert StepKind.SHARED not in selection.kernels
-
-
 @pytest.mark.parametrize("said", ["3.5.1", "3.6.1", "3.9.0", "3.6.0rc1", ""])
 def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said: str) -> None:
     selection = chosen(LAYER, on(Release.of(said)))
@@ -161,17 +151,6 @@ def test_what_it_does_not_serve_the_plain_kernel_does(more: dict[str, Any]) -> N
 def test_a_refusal_says_what_is_served(more: dict[str, Any], reason: str) -> None:
     selection = chosen(replace(LAYER, **more), on(TRITONS[0]))
     assert [r.reason for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND]] == [reason]
-
-
-@pytest.mark.parametrize(
-    ("arch", "window_left", "shares"), [("sm_90", 511, False), ("sm_90", 512, True), ("gfx942", 127, True)]
-)
-@pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED])
-def test_rows_of_short_windows_are_not_shared_out(arch: str, window_left: int, shares: bool, kind: StepKind) -> None:
-    bound: Any = chosen(replace(LAYER, window_left=window_left), known_target(arch)).kernel(kind).bound
-    if kind is StepKind.MIXED:
-        bound = getattr(bound, "in_turn", bound).extend
-    assert {kernel.cut.sharing.programs > 0 for kernel in kernels_by_tokens(bound)} == {shares}
 
 
 ONE_KV_HEAD = replace(LAYER, num_q_heads=128, num_kv_heads=1)
@@ -243,12 +222,6 @@ def test_an_engines_pages_that_begin_off_16_bytes_are_refused_as_they_are_bound_
     other.pages.bind(0, k, v)
 
 
-def test_an_engines_pages_that_begin_at_16_bytes_are_bound() -> None:
-    attention = adopting()
-    assert attention.kernels().selections[0].kernel(StepKind.EXTEND).row.name == HOPPER[StepKind.EXTEND]
-    attention.pages.bind(0, *engines_pages(8, 16))
-
-
 DETERMINISTIC = {
     "triton.hopper_segment_extend": [
         {},
@@ -287,16 +260,6 @@ def test_deterministic_extend_has_segments_and_key_blocks_of_deterministic_decod
         assert (kernel.tiles.value_block if is_hopper else kernel.tiles.extend.key_block) == decode.tiles.key_block
     elsewhere = chosen(problem, on(Release.of("3.9.0")), deterministic=True)
     assert elsewhere.kernel(StepKind.EXTEND).row.name == "triton.segment_extend"
-
-
-def test_a_few_drafts_of_a_sequence_are_verified_in_plain_tiles_of_few_rows() -> None:
-    """Most of Hopper's 128 rows would have no token."""
-    kernel = chosen(LAYER, on(TRITONS[0]), deterministic=True).kernel(StepKind.EXTEND).bound
-    assert isinstance(kernel, KernelByTokens)
-    drafts, chunks = (kernel.of_shape(PaddedShape(StepKind.EXTEND, 64, 64 * q_len)) for q_len in (16, 17))
-    assert isinstance(drafts, SegmentExtend)
-    assert drafts.tiles.extend.query_rows == 64
-    assert isinstance(chunks, HopperExtend)
 
 
 @pytest.mark.parametrize(
@@ -354,44 +317,12 @@ def test_a_workspace_is_of_contiguous_float32(deterministic: bool, monkeypatch: 
             launch_with(other)
 
 
-@pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED])
-def test_tiles_of_few_rows_take_no_memory_for_steps_that_they_do_not_serve(kind: StepKind) -> None:
-    """With 8192 new tokens every block of 64 rows would have a place of its own."""
-    layer = replace(LAYER, head_dim=192, v_head_dim=192)
-    kernel: Any = chosen(layer, on(TRITONS[0]), deterministic=True).kernel(kind).bound
-    extend = kernel if kind is StepKind.EXTEND else kernel.in_turn.extend
-    assert isinstance(extend, KernelByTokens)
-    ((steps, short),) = extend.short
-    max_q_len = steps.max_q_len
-    most, shape = PaddedShape(kind, 64, 64 * max_q_len), PaddedShape(kind, 64, 8192)
-    words = extend.workspace_words(shape)
-    assert words == max(short.workspace_words(most), extend.other.workspace_words(shape))
-    assert words < short.workspace_words(shape)
-    for num_tokens in (64, 64 * max_q_len, 64 * max_q_len + 1, 8192):
-        shape = PaddedShape(kind, 64, num_tokens)
-        assert extend.of_shape(shape).workspace_words(shape) <= extend.workspace_words(shape) <= words
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "gfx942", "gfx950"])
-def test_other_archs_have_the_plain_kernel(arch: str) -> None:
-    assert names(chosen(LAYER, on(TRITONS[0], arch))) == PLAIN
-
-
 def test_prefixes_are_seen_whole() -> None:
     bound = chosen(LAYER, on(TRITONS[0])).kernel(StepKind.SHARED).bound
     assert isinstance(bound, SharedPrefixKernel)
     prefix = hopper_of(bound.prefix)
     assert not prefix.scores.causal
     assert not prefix.cut.sharing.causal
-
-
-def test_the_release_of_the_installed_triton_is_known() -> None:
-    assert installed_releases().triton == Release.of(triton_version()) != UNKNOWN
-
-
-def test_what_is_compiled_ahead_for_an_absent_gpu_is_what_the_installed_triton_runs() -> None:
-    target, _ = target_and_device("sm_90")
-    assert target.releases.triton == Release.of(triton_version())
 
 
 @pytest.mark.parametrize("failing", ["launch", "launch_extend_merge"])
@@ -499,18 +430,6 @@ def test_of_kernels_by_tokens_that_of_the_steps_shape_counts(head_dim: int, long
     assert works_by_launches(mixed, "attend", PaddedShape(StepKind.MIXED, 8, 2000)) == long_is_prepared
 
 
-@pytest.mark.parametrize(("num_kv_heads", "fewest"), [(8, 9), (2, 33), (1, 66)])
-def test_few_sequences_of_deterministic_steps_have_the_kernel_that_shares_rows(num_kv_heads: int, fewest: int) -> None:
-    """The kernel for few tokens serves steps in which at least half of 132 programs have a row."""
-    layer = replace(LAYER, num_q_heads=8, num_kv_heads=num_kv_heads)
-    extend = chosen(layer, on(TRITONS[0]), deterministic=True).kernel(StepKind.EXTEND).bound
-    assert isinstance(extend, KernelByTokens)
-    for num_seqs, is_short in ((fewest - 1, False), (fewest, True)):
-        served = extend.of_shape(PaddedShape(StepKind.EXTEND, num_seqs, 4 * num_seqs))
-        assert isinstance(served, SegmentExtend if is_short else HopperExtend)
-    assert isinstance(extend.of_shape(PaddedShape(StepKind.EXTEND, fewest, 99 * fewest)), HopperExtend)
-
-
 def prefill_of(more: dict[str, Any]) -> KernelByTokens:
     """Returns the kernels for steps of new prompts only."""
     layer = replace(LAYER, **more)
@@ -561,45 +480,6 @@ def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_a
     assert bounds == sorted(bounds)
 
 
-@pytest.mark.parametrize(
-    ("more", "num_seqs", "q_len", "rows"),
-    [
-        # 32 query heads: 264 tokens give each of 132 SMs a block of 64 rows.
-        (of_dim(96), 1, 512, 64),
-        (of_dim(96), 4, 198, 64),
-        (of_dim(96), 4, 199, 128),
-        (of_dim(96), 64, 17, 128),
-        (of_dim(96), 64, 16, 64),
-        (of_dim(96, num_kv_heads=32), 64, 64, 64),
-        (of_dim(96, num_kv_heads=32), 64, 65, 128),
-        (of_dim(32), 8, 33, 64),
-        (of_dim(32), 8, 34, 128),
-        ({}, 4, 264, 64),
-        ({}, 4, 265, 128),
-        # For these head dims larger blocks are never faster.
-        (of_dim(64), 64, 512, 64),
-        (of_dim(192), 64, 512, 64),
-    ],
-    ids=str,
-)
-def test_prompts_with_blocks_for_the_whole_gpu_have_larger_ones(
-    more: dict[str, Any], num_seqs: int, q_len: int, rows: int
-) -> None:
-    served = prefill_of(more).of_shape(prompts(num_seqs, q_len))
-    assert isinstance(served, TritonExtend)
-    assert served.tiles.query_rows == rows
-
-
-def test_where_hoppers_own_kernel_cannot_run_prompts_are_served_by_whole_rows_too() -> None:
-    selection = chosen(LAYER, known_target("sm_90"))
-    kernel = selection.kernel(StepKind.PREFILL)
-    assert kernel.row.name == "triton.prefill"
-    longer = PaddedShape(StepKind.PREFILL, 1, 513)
-    extend: Any = selection.kernel(StepKind.EXTEND).bound
-    assert isinstance(kernel.bound, KernelByTokens)
-    assert kernel.bound.of_shape(longer) == extend.of_shape(replace(longer, kind=StepKind.EXTEND))
-
-
 @pytest.mark.parametrize("dim", [96, 128, 192])
 @pytest.mark.parametrize("num_seqs", [1, 4, 16])
 def test_a_prefill_has_room_for_all_that_its_kernel_takes(num_seqs: int, dim: int) -> None:
@@ -609,27 +489,6 @@ def test_a_prefill_has_room_for_all_that_its_kernel_takes(num_seqs: int, dim: in
         served = kernel.of_shape(shape)
         assert served.workspace_words(shape) <= kernel.workspace_words(shape)
         assert served.schedule.words(shape) <= kernel.schedule.words(shape)
-
-
-def test_steps_of_few_tokens_hold_no_more_and_ask_for_no_more_room() -> None:
-    steps = Steps(100, max_tokens=250)
-    assert [steps.hold(prompts(4, q_len)) for q_len in (62, 63)] == [True, False]
-    assert [steps.hold(prompts(1, q_len)) for q_len in (100, 101)] == [True, False]
-    sized = SizedKernel(steps, Mock())
-    assert [sized.most(prompts(4, q_len)).num_tokens for q_len in (10, 62, 63, 500)] == [40, 248, 250, 250]
-    assert sized.most(prompts(2, 500)).num_tokens == 200
-
-
-def test_hoppers_kernels_are_launched_early_but_in_mixed_steps() -> None:
-    """Decode runs next to them in mixed steps, and would start late."""
-    of_one_head = chosen(replace(LAYER, num_q_heads=128, num_kv_heads=1), on(TRITONS[0]))
-    assert hopper_of(of_one_head.kernel(StepKind.DECODE).bound).tiles.extend.early
-    for deterministic in (False, True):
-        selection = chosen(LAYER, on(TRITONS[0]), deterministic=deterministic)
-        assert hopper_of(selection.kernel(StepKind.EXTEND).bound).tiles.extend.early
-        mixed = selection.kernel(StepKind.MIXED).bound
-        assert isinstance(mixed, MixedAtOnce)
-        assert not hopper_of(mixed.in_turn.extend).tiles.extend.early
 
 
 @pytest.mark.parametrize(
@@ -650,12 +509,6 @@ def test_other_prefills_are_extend_steps(more: dict[str, Any]) -> None:
     assert selection.kernel(StepKind.PREFILL) is selection.kernel(StepKind.EXTEND)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942", "gfx950"])
-def test_deterministic_prefills_and_those_of_other_archs_are_extend_steps(arch: str) -> None:
-    selection = chosen(LAYER, on(TRITONS[0], arch), deterministic=arch == "sm_90")
-    assert StepKind.PREFILL not in selection.kernels
-
-
 def test_a_step_of_new_prompts_is_planned_for_their_kernel_and_others_are_not() -> None:
     options = RuntimeOptions(num_pages=64, max_num_seqs=4, max_kv_len=512, provider="triton", capture_sizes=(1,))
     runtime = build_runtime([LAYER], options, device=torch.device("cpu"), target=on(TRITONS[0]))
@@ -664,3 +517,14 @@ def test_a_step_of_new_prompts_is_planned_for_their_kernel_and_others_are_not() 
         batch = StepBatch(np.arange(2, dtype=np.int32), np.array(kv_len, np.int32), np.array(q_len, np.int32))
         names += [kernel.row.name for kernel in runtime.gate.planner.plan(batch, None, 1).kernels]
     assert names == ["triton.hopper_prefill", HOPPER[StepKind.EXTEND], HOPPER[StepKind.MIXED]]
+
+
+@pytest.mark.parametrize(
+    ("arch", "window_left", "shares"), [("sm_90", 511, False), ("sm_90", 512, True), ("gfx942", 127, True)]
+)
+@pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED])
+def test_rows_of_short_windows_are_not_shared_out(arch: str, window_left: int, shares: bool, kind: StepKind) -> None:
+    bound: Any = chosen(replace(LAYER, window_left=window_left), known_target(arch)).kernel(kind).bound
+    if kind is StepKind.MIXED:
+        bound = getattr(bound, "in_turn", bound).extend
+    assert {kernel.cut.sharing.programs > 0 for kernel in kernels_by_tokens(bound)} == {shares}

@@ -84,10 +84,3 @@ def test_one_token_of_few_heads_is_the_plain_kernels_and_several_are_its() -> No
     tokens = few.cut.tokens
     assert (mixed.decode.cut.tokens.MOST, tokens.FEWEST, tokens.MOST, tokens.OF_ROW) == (1, 2, MOST_SPLIT_TOKENS, 4)
     assert longer.cut.min_q_len == MOST_SPLIT_TOKENS + 1
-
-
-def test_heads_beyond_a_programs_rows_are_cut_into_neighbouring_programs() -> None:
-    for heads, groups in ((64, 132), (65, 66), (128, 66)):
-        kernel = select(replace(LAYER, num_q_heads=heads), HOPPER, "triton").kernel(StepKind.DECODE).bound
-        assert isinstance(kernel, HopperLatentDecode)
-        assert kernel.cut.programs == groups

@@ -68,20 +68,6 @@ def state_of(table: RequestTable) -> object:
     return spaces, tokens, kept._ids.tolist(), kept._pages.tolist(), list(table._rows.free)
 
 
-def test_kept_pages_stay_when_their_row_is_freed_and_until_they_are_dropped() -> None:
-    table = make_table()
-    row = stored_row(table, 10)
-    pages = table.pages_of(row).tolist()
-    ids = table.kept.keep(row, 0, 2)
-    table.free(row)
-    assert table.kept.pages(ids).tolist() == pages[:2]
-    assert table.full.num_free_pages == FULL_PAGES - 1 - 2
-    assert [table.kept.num_holders(page) for page in pages] == [1, 1, 0]
-    table.kept.drop(ids)
-    assert table.full.num_free_pages == FULL_PAGES - 1
-    assert table.kept.num_holders(pages[0]) == 0
-
-
 def test_a_row_begins_over_kept_pages_of_several_rows() -> None:
     table = make_table()
     one, other = stored_row(table, 8), stored_row(table, 12)
@@ -133,19 +119,6 @@ def test_a_row_stores_in_a_kept_page_only_after_it_went_back_to_a_copy(whose: st
     table.reserve(row, 7)
     assert table.pages_of(row)[1] not in table.kept.pages(ids)
     assert table.checks.why_no_store(step_of(row, 7)) == ""
-
-
-def test_a_row_may_store_again_where_nothing_is_kept_any_more() -> None:
-    table = make_table()
-    row = stored_row(table, 12)
-    first, second = table.kept.keep(row, 0, 1), table.kept.keep(row, 1, 3)
-    assert table.checks.floors(ints(row)).tolist() == [12]
-    table.kept.drop(second)
-    assert table.checks.floors(ints(row)).tolist() == [4]
-    assert table.checks.why_no_store(step_of(row, 5)) == ""
-    assert table.checks.why_no_store(step_of(row, 4)) != ""
-    table.kept.drop(first)
-    assert table.checks.floors(ints(row)).tolist() == [0]
 
 
 def test_pages_that_are_not_full_of_stored_tokens_are_not_kept() -> None:
@@ -206,16 +179,6 @@ def test_a_row_begins_only_over_pages_that_make_a_sequence_of_its_length() -> No
         table.kept.admit_over(ids[::2], 8)
     assert state_of(table) == before
     assert table.pages_of(table.kept.admit_over([], 0)).tolist() == []
-
-
-def test_a_row_over_kept_pages_is_as_long_as_any_row_and_takes_one() -> None:
-    table = make_table(max_num_seqs=2)
-    ids = table.kept.keep(stored_row(table, 28), 0, 7)
-    table.kept.admit_over(ids, 28)
-    before = state_of(table)
-    with pytest.raises(CapacityExceeded, match="free a request or raise max_num_rows"):
-        table.kept.admit_over(ids, 28)
-    assert state_of(table) == before
 
 
 def test_pages_of_several_rows_are_kept_by_one_call() -> None:
@@ -296,15 +259,6 @@ def test_a_space_can_be_dropped_before_the_other() -> None:
     table.kept.drop(ids)
     with pytest.raises(WrongState, match="dropped already"):
         table.kept.drop(ids[:1])
-
-
-def test_pages_that_do_not_exist_have_no_holders_to_count() -> None:
-    table = make_table()
-    for page in (0, -1, FULL_PAGES):
-        with pytest.raises(BadBatch, match=f"{page} is not a page; pages run from 1 to 15"):
-            table.kept.num_holders(page)
-    with pytest.raises(BadSetting, match="no pages in the SWA space"):
-        table.kept.num_holders(1, Space.SWA)
 
 
 def test_a_table_may_have_more_rows_than_a_step_has_sequences() -> None:
@@ -560,3 +514,12 @@ class Keeps(RuleBasedStateMachine):
 
 TestKeeps = Keeps.TestCase
 TestKeeps.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+def test_pages_that_do_not_exist_have_no_holders_to_count() -> None:
+    table = make_table()
+    for page in (0, -1, FULL_PAGES):
+        with pytest.raises(BadBatch, match=f"{page} is not a page; pages run from 1 to 15"):
+            table.kept.num_holders(page)
+    with pytest.raises(BadSetting, match="no pages in the SWA space"):
+        table.kept.num_holders(1, Space.SWA)

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.cli import BAD_INPUT, main
-from rocm_attn.cli.tile_rows import tile_rows
-from rocm_attn.kernels.tuning.measured import Table
+from rocm_attn.cli import main
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
@@ -21,7 +19,7 @@ from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from rocm_lab.cost.left_on_table import Choice, Left, left_of
-from tests.amd.host.test_measured_rows import LAYER, TUNED, row_of
+from tests.amd.host.test_measured_rows import LAYER, row_of
 
 GFX942, GFX950 = known_target("gfx942"), known_target("gfx950")
 CONFIGS = Path(__file__).parents[1] / "aiter" / "configs"
@@ -79,15 +77,6 @@ def test_a_kernel_that_the_triton_release_gates_out_is_named_with_what_was_measu
     assert found.how_much.startswith("unknown")
 
 
-def test_releases_that_end_a_fault_are_named() -> None:
-    old = replace(GFX942, releases=replace(GFX942.releases, aiter=Release.of("0.1.10")))
-    (found, *_) = left(LAYER, old)
-    assert "aiter.mha_batch_prefill_func, not" in found.what
-    assert "(AITER before 0.1.10.post1; here 0.1.10)" in found.gate
-    assert found.how.startswith("install AITER 0.1.10.post1 or later")
-    assert not [each for each in left(LAYER, GFX942) if "install" in each.how]
-
-
 def test_eight_bits_save_the_time_to_read_half_the_bytes_at_most() -> None:
     found = next(each for each in left(LAYER, GFX942) if "eight bits" in each.what)
     assert found.seconds is not None
@@ -100,31 +89,6 @@ def test_eight_bits_save_the_time_to_read_half_the_bytes_at_most() -> None:
     coded = replace(LAYER, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.TOKEN)
     for problem, target in ((coded, GFX942), (LAYER, with_triton("sm_90", "3.6.0"))):
         assert not [each for each in left(problem, target) if "eight bits" in each.what]
-
-
-def test_a_search_is_offered_where_triton_serves_and_nothing_was_measured() -> None:
-    def offers(target: Target, provider: str) -> bool:
-        return any(each.how == "rocm-attn tune on the GPU" for each in left(LAYER, target, provider))
-
-    assert offers(GFX942, "triton")
-    assert not offers(GFX942, "auto"), "AITER serves these steps"
-    assert not offers(replace(GFX942, measured=(row_of(),)), "triton")
-    assert not offers(known_target("cpu"), "torch")
-
-
-def test_rows_are_named_with_where_they_come_from() -> None:
-    target = replace(GFX942, measured=(row_of(),))
-    decode, extend = tile_rows(select(LAYER, target, "triton"))
-    assert (decode.tiles, decode.is_measured, extend.is_measured) == (TUNED, True, False)
-    assert decode.line() == (
-        "decode: key_block 32, num_warps 4, num_stages 2, programs_per_cu 4, row_cost 1; measured on AMD Instinct "
-        "MI300X (gfx942, 304 units) with Triton 3.7.1, commit 0123456789ab, 2026-11-21T20:00:00+00:00: 10.0% (8.0% to "
-        "12.0%) less time than the row of the table at 64x4095+1"
-    )
-    assert extend.line().endswith("; the row of kernels/tuning/extend.json for gfx942")
-    assert tile_rows(select(LAYER, GFX942, "auto")) == [], "AITER's kernels have tiles of their own"
-    latent = tile_rows(select(LATENT, GFX942, "triton"))
-    assert [row.what for row in latent] == [Table.LATENT_DECODE.value, Table.LATENT_EXTEND.value]
 
 
 def explained(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
@@ -148,12 +112,3 @@ def test_explain_reads_a_file_of_measured_tiles(tmp_path: Path, capsys: pytest.C
     assert main(["cost", str(CONFIGS / "llama-3-8b.json"), "--arch", "gfx942", "--provider", "triton", "--json"]) == 0
     (kind,) = json.loads(capsys.readouterr().out)["layer_kinds"]
     assert {"what", "gate", "how_much", "how", "seconds_saved"} == kind["faster"][0].keys()
-
-
-def test_explain_refuses_a_bad_file_that_it_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = tmp_path / "t.json"
-    place.write_text("{}")
-    code, _, said = explained(capsys, "--tuning", str(place))
-    assert code == BAD_INPUT
-    assert "is refused: it is not a JSON object" in said
-    assert explained(capsys, "--tuning", "off")[0] == 0

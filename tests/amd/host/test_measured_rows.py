@@ -18,12 +18,12 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredRow, Provenance, ShapeTimes, Table, Tiles, refusal
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, DecodeTiles, ExtendTiles
 from rocm_attn.machine import measured_rows, settings
-from rocm_attn.machine.measured_rows import default_place, place_of, sorted_for, with_measured_rows
+from rocm_attn.machine.measured_rows import default_place, sorted_for, with_measured_rows
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.settings import read_settings
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.machine.tuning_file import VERSION, TuningFile, as_json
-from rocm_attn.problem import KVEncoding, PoolKind, Problem
+from rocm_attn.problem import KVEncoding, Problem
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
@@ -118,17 +118,6 @@ def test_a_row_of_extend_serves_its_class_of_steps_and_never_masked_ones() -> No
     assert [row.tiles for row in extend_rows_of(LAYER, few)] == [tiles, *(row.tiles for row in rows[1:])]
 
 
-def test_masked_steps_keep_whole_tiles_of_64_rows_at_most() -> None:
-    """Heads of 320 have tiles of 128 rows for steps of up to 512 rows, halved like those of larger steps."""
-    layer = replace(LAYER, head_dim=320, v_head_dim=320, custom_mask=True)
-    masked = select(layer, known_target("sm_90"), "triton").kernel(StepKind.MASKED).bound
-    assert isinstance(masked, KernelByTokens)
-    tiles = {sized.steps.max_q_len * layer.gqa_ratio: sized.kernel.kernel.tiles for sized in masked.short}  # type: ignore[attr-defined]
-    rows = {row.max_rows: row.tiles for row in extend_rows_of(layer, known_target("sm_90"))}
-    assert [tiles[most].query_rows for most in (16, 32, 64, 512)] == [16, 32, 64, 64]
-    assert [tiles[most] == rows[most] for most in (16, 32, 64, 512)] == [True, True, True, False]
-
-
 def test_deterministic_steps_keep_their_tiles_and_so_their_bits() -> None:
     rows = row_of(), row_of(table=Table.EXTEND, tiles=ExtendTiles(64, 32, 4, 1))
     tuned, plain = (
@@ -136,16 +125,6 @@ def test_deterministic_steps_keep_their_tiles_and_so_their_bits() -> None:
         for target in (with_rows(*rows), GFX942)
     )
     assert tuned == plain
-
-
-def test_latent_layers_have_rows_of_their_own() -> None:
-    latent = Problem(16, 1, 576, torch.bfloat16, 1, v_head_dim=512, scale=0.1, pool=PoolKind.LATENT)
-    static = select(latent, GFX942, "triton").kernel(StepKind.DECODE).bound
-    tiles = replace(static.tiles, key_block=32, num_warps=8)  # type: ignore[attr-defined]
-    target = with_rows(row_of(latent, Table.LATENT_DECODE, tiles))
-    assert str(tiles) in described(latent, target, StepKind.DECODE)
-    # Steps with a few new tokens share tiles that were not measured.
-    assert described(latent, target, StepKind.EXTEND) == described(latent, GFX942, StepKind.EXTEND)
 
 
 def test_rows_of_another_triton_or_gpu_are_passed_over_with_a_sentence() -> None:
@@ -253,16 +232,6 @@ def test_a_runtime_takes_the_rows_of_the_file_that_the_environment_names(
     assert caplog.text.count("measured rows are not used") == 1
 
 
-def test_the_cache_is_where_a_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert place_of("") == default_place() == tmp_path / "rocm_attn" / "tuning.json"
-    served_with(monkeypatch, "")
-    assert with_measured_rows(GFX942) == GFX942, "no file is no complaint"
-    TuningFile((row_of(),)).write(default_place())
-    assert with_measured_rows(GFX942).measured == (row_of(),)
-    assert with_measured_rows(known_target("cpu")) == known_target("cpu")
-
-
 def test_a_cache_that_is_closed_to_the_user_stops_no_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     served_with(monkeypatch, "")
@@ -303,3 +272,14 @@ def test_tiles_that_no_kernel_takes_have_a_reason() -> None:
     assert "are ExtendTiles, not DecodeTiles" in refusal(Table.EXTEND, TUNED, layer)
     uneven = layer_of(replace(LAYER, v_head_dim=32))
     assert "not as wide in K as in V" in refusal(Table.DECODE, replace(TUNED, dim_block=64), uneven)
+
+
+def test_masked_steps_keep_whole_tiles_of_64_rows_at_most() -> None:
+    """Heads of 320 have tiles of 128 rows for steps of up to 512 rows, halved like those of larger steps."""
+    layer = replace(LAYER, head_dim=320, v_head_dim=320, custom_mask=True)
+    masked = select(layer, known_target("sm_90"), "triton").kernel(StepKind.MASKED).bound
+    assert isinstance(masked, KernelByTokens)
+    tiles = {sized.steps.max_q_len * layer.gqa_ratio: sized.kernel.kernel.tiles for sized in masked.short}  # type: ignore[attr-defined]
+    rows = {row.max_rows: row.tiles for row in extend_rows_of(layer, known_target("sm_90"))}
+    assert [tiles[most].query_rows for most in (16, 32, 64, 512)] == [16, 32, 64, 64]
+    assert [tiles[most] == rows[most] for most in (16, 32, 64, 512)] == [True, True, True, False]

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import WrongState
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm
@@ -27,7 +26,6 @@ from rocm_attn.kernels.launch import (
     does_only_launch,
     launch,
     note_launches,
-    observe_launches,
     only_launches,
     run_as_launch,
 )
@@ -113,31 +111,20 @@ def test_a_prepared_call_runs_the_same_variants_with_its_own_addresses() -> None
     assert kernel.by_triton == 1
 
 
-def test_launches_of_a_call_come_in_their_order() -> None:
-    order: list[str] = []
-    kernels = [Kernel(("q",)) for _ in range(3)]
-    for name, kernel in zip("abc", kernels, strict=True):
-        kernel._run = lambda *args, name=name: order.append(name)  # type: ignore[method-assign]
-    q = rows()
-
-    def make() -> None:
-        for kernel in kernels:
-            launch(kernel, (1,), q)
-
-    calls, call = calls_after(make, q)
-    assert made_again(calls, call)
-    assert order == ["a", "b", "c"]
-
-
 def test_a_form_that_was_never_made_is_not_prepared() -> None:
     q, kernel = rows(), Kernel(("q",))
     calls, call = calls_after(lambda: launch(kernel, (1,), q), q)
     assert not made_again(calls, call._replace(form="another"))
 
 
-def test_memory_that_is_not_the_calls_nor_the_steps_is_not_prepared() -> None:
-    q, kernel = rows(), Kernel(("q", "scratch"))
-    calls, call = calls_after(lambda: launch(kernel, (1,), q, torch.zeros(4)), q)
+@pytest.mark.parametrize(
+    "hidden",
+    [lambda q: torch.zeros(4), lambda q: SimpleNamespace(base=q), lambda q: q[1:]],
+    ids=["memory that is not the call's nor the step's", "memory within an argument", "a part of the call's memory"],
+)
+def test_an_argument_whose_memory_is_not_known_is_not_prepared(hidden: Callable[[Tensor], object]) -> None:
+    q, kernel = rows(), Kernel(("q", "other"))
+    calls, call = calls_after(lambda: launch(kernel, (1,), q, hidden(q)), q)
     assert not made_again(calls, call)
 
 
@@ -146,18 +133,6 @@ def test_a_part_of_the_steps_memory_stays_where_it_is() -> None:
     calls, call = calls_after(lambda: launch(kernel, (1,), q, workspace[32:]), q, memory={"workspace": workspace})
     assert made_again(calls, call)
     assert kernel.ran[0][-1] == workspace[32:].data_ptr()
-
-
-def test_a_part_of_the_calls_memory_is_not_prepared() -> None:
-    q, kernel = rows(), Kernel(("q",))
-    calls, call = calls_after(lambda: launch(kernel, (1,), q[1:]), q)
-    assert not made_again(calls, call)
-
-
-def test_an_argument_that_hides_memory_is_not_prepared() -> None:
-    q, kernel = rows(), Kernel(("q", "descriptor"))
-    calls, call = calls_after(lambda: launch(kernel, (1,), q, SimpleNamespace(base=q)), q)
-    assert not made_again(calls, call)
 
 
 def test_a_call_that_does_other_work_is_not_prepared() -> None:
@@ -355,15 +330,6 @@ def test_launches_of_another_thread_are_not_noted() -> None:
     assert isinstance(notes.launches[0], Launch)
 
 
-def test_an_observer_gets_launches_that_are_not_noted() -> None:
-    kernel, q = Kernel(("q",)), rows()
-    seen: list[object] = []
-    with note_launches() as notes, observe_launches(seen.append):
-        launch(kernel, (1,), q)
-    assert len(seen) == 1
-    assert not notes.launches
-
-
 def test_what_is_wrapped_around_a_launcher_has_to_say_for_itself_that_it_only_launches() -> None:
     @only_launches
     def launcher() -> None:
@@ -428,14 +394,6 @@ def test_layers_of_a_kind_share_forms_and_have_addresses_of_their_own() -> None:
     assert store(forms, 0, k, v).form != attend(forms, 0, k, v, None).form
 
 
-def test_layers_of_other_kinds_have_other_forms() -> None:
-    forms, _, weights = forms_of(PLAIN, WITH_SINKS, replace(PLAIN, window_left=7))
-    weights.set(1, HeadWeights(sinks=torch.ones(8)))
-    q, out = q_and_out()
-    assert len({attend(forms, layer, q, out, None).form for layer in range(3)}) == 3
-    assert len({store(forms, layer, *kv()).form for layer in range(3)}) == 3
-
-
 def test_tensors_of_other_sizes_strides_or_dtypes_make_another_form() -> None:
     forms, *_ = forms_of(PLAIN)
     q, out = q_and_out()
@@ -491,12 +449,6 @@ def test_pages_whose_k_and_v_are_one_make_another_form() -> None:
     pool.take(0, LayerPages.plain(pages.k, pages.k))
     assert attend(forms, 0, q, out, None).form != apart[0]
     assert store(forms, 0, k, v).form != apart[1]
-
-
-def test_a_layer_that_wants_weights_is_refused() -> None:
-    forms, *_ = forms_of(WITH_SINKS)
-    with pytest.raises(WrongState, match="never given"):
-        attend(forms, 0, *q_and_out(), None)
 
 
 def test_another_norm_or_rope_makes_another_form_and_its_weights_are_used() -> None:
@@ -689,3 +641,19 @@ def test_a_layer_that_stores_and_attends_again_in_one_call_launches_what_it_is_g
     pages = pool.layer(0)
     pool.take(0, LayerPages.plain(pages.k.clone(), pages.v.clone()))
     assert [make(k, v, q, out) for _ in range(2)] == [False, True]
+
+
+def test_launches_of_a_call_come_in_their_order() -> None:
+    order: list[str] = []
+    kernels = [Kernel(("q",)) for _ in range(3)]
+    for name, kernel in zip("abc", kernels, strict=True):
+        kernel._run = lambda *args, name=name: order.append(name)  # type: ignore[method-assign]
+    q = rows()
+
+    def make() -> None:
+        for kernel in kernels:
+            launch(kernel, (1,), q)
+
+    calls, call = calls_after(make, q)
+    assert made_again(calls, call)
+    assert order == ["a", "b", "c"]

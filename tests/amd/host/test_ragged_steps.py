@@ -87,15 +87,6 @@ def test_no_views_hold_memory_that_was_given_up() -> None:
     assert after.tensors.token_ids.data_ptr() != before.tensors.token_ids.data_ptr()
 
 
-def test_what_a_batch_may_not_have_is_refused_in_a_plan_that_is_known_too() -> None:
-    served = Served()
-    plan = served.plan(3)
-    elsewhere = DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32, device="meta"))
-    with pytest.raises(BadTensor, match="lengths or token ids are on meta"):
-        served.runtime.gate.planner.plan(replace(served.batch(3), inputs=elsewhere), None, 1)
-    assert served.plan(3) is plan
-
-
 def test_a_step_that_is_over_is_refused_while_another_one_of_its_size_runs() -> None:
     """Its layers would write K and V to the pages of the other step's requests."""
     served, problem = Served(), small_problem()
@@ -110,14 +101,6 @@ def test_a_step_that_is_over_is_refused_while_another_one_of_its_size_runs() -> 
         earlier.layers.store(0, kv, kv)
     later.layers.store(0, kv, kv)
     runtime.end_step()
-
-
-def test_another_policy_begins_with_no_plan() -> None:
-    served = Served()
-    plan = served.plan(3)
-    planner = served.runtime.gate.planner
-    planner.start_over(planner.padding)
-    assert served.plan(3) is not plan
 
 
 def test_a_chunk_in_views_of_another_one_reads_its_own_keys() -> None:
@@ -135,3 +118,12 @@ def test_a_chunk_in_views_of_another_one_reads_its_own_keys() -> None:
         runtime.end_step()
         wanted = torch.arange(first, first + 6).float() / 2
         torch.testing.assert_close(out[:6], wanted[:, None, None].expand(6, *out.shape[1:]))
+
+
+def test_what_a_batch_may_not_have_is_refused_in_a_plan_that_is_known_too() -> None:
+    served = Served()
+    plan = served.plan(3)
+    elsewhere = DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32, device="meta"))
+    with pytest.raises(BadTensor, match="lengths or token ids are on meta"):
+        served.runtime.gate.planner.plan(replace(served.batch(3), inputs=elsewhere), None, 1)
+    assert served.plan(3) is plan

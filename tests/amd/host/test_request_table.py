@@ -8,9 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, OutOfPages, WrongState
@@ -43,14 +40,6 @@ def test_row_zero_and_page_zero_are_never_handed_out() -> None:
     assert not table.full.entries_host[0].any()
 
 
-def test_growth_is_page_by_page() -> None:
-    table = make_table()
-    row = table.admit()
-    for kv_len in range(1, 13):
-        table.reserve(row, kv_len)
-        assert len(table.pages_of(row)) == -(-kv_len // 4)
-
-
 def test_no_row_has_room_for_more_tokens_than_the_longest_although_its_last_page_has() -> None:
     table = make_table(page_size=8, max_kv_len=20)
     rows = np.array([table.admit(), table.admit()], np.int32)
@@ -62,18 +51,6 @@ def test_no_row_has_room_for_more_tokens_than_the_longest_although_its_last_page
     assert [len(table.pages_of(int(row))) for row in rows] == [3, 1]
     with pytest.raises(BadBatch, match="has room for 20 tokens"):
         table.checks.check(batch_of(rows[:1].tolist(), [21]))
-
-
-def test_exhaustion_changes_nothing() -> None:
-    table = make_table(num_pages=4)
-    row, other = table.admit(), table.admit()
-    table.reserve(row, 8)
-    before = table.full.entries_host.copy()
-    with pytest.raises(OutOfPages, match="needs 2 more pages for 5 tokens and 1 are free"):
-        table.reserve(other, 5)
-    assert np.array_equal(table.full.entries_host, before)
-    assert table.full.num_free_pages == 1
-    table.reserve(other, 4)
 
 
 def test_reserving_for_many_rows_is_all_or_nothing() -> None:
@@ -208,32 +185,6 @@ def test_a_second_free_is_an_error() -> None:
         table.free(0)
 
 
-def test_more_requests_than_rows_name_the_knob() -> None:
-    table = make_table(max_num_seqs=1)
-    table.admit()
-    with pytest.raises(CapacityExceeded, match="max_num_rows"):
-        table.admit()
-
-
-def test_a_row_beyond_the_longest_sequence_names_the_knob() -> None:
-    table = make_table(max_kv_len=20)
-    with pytest.raises(CapacityExceeded, match="max_kv_len"):
-        table.reserve(table.admit(), 21)
-
-
-def test_whole_pages_of_a_prefix_are_shared_and_freed_once() -> None:
-    table = make_table()
-    parent = table.admit()
-    table.reserve(parent, 8)
-    child = table.fork(parent, 8)
-    assert table.pages_of(child).tolist() == table.pages_of(parent).tolist()
-    assert table.full.num_free_pages == 6
-    table.free(parent)
-    assert table.full.num_free_pages == 6
-    table.free(child)
-    assert table.full.num_free_pages == 8
-
-
 def test_a_partly_filled_page_is_copied_before_either_side_writes() -> None:
     table = make_table()
     parent = table.admit()
@@ -247,16 +198,6 @@ def test_a_partly_filled_page_is_copied_before_either_side_writes() -> None:
     assert table.full.pending.copies == {own: shared}
     table.reserve(parent, 7)
     assert table.pages_of(parent)[1] == shared, "the last holder writes in place"
-
-
-def test_a_copy_that_no_row_waits_for_any_more_is_dropped() -> None:
-    table = make_table()
-    parent = table.admit()
-    table.reserve(parent, 6)
-    child = table.fork(parent, 6)
-    table.reserve(child, 7)
-    table.free(child)
-    assert table.full.pending.copies == {}
 
 
 def test_a_page_that_is_still_to_be_copied_is_not_handed_out() -> None:
@@ -398,19 +339,6 @@ def test_what_is_short_of_pages_says_how_many() -> None:
     table.reserve(other, 16)
 
 
-def test_a_row_that_is_none_is_not_admitted() -> None:
-    table = make_table()
-    row = table.admit()
-    assert [table.is_admitted(each) for each in (-3, -1, 0, row, row + 1, 99)] == [
-        False,
-        False,
-        False,
-        True,
-        False,
-        False,
-    ]
-
-
 def test_updates_carry_the_newest_entry_of_a_cell() -> None:
     table = make_table()
     row = table.admit()
@@ -423,100 +351,6 @@ def test_updates_carry_the_newest_entry_of_a_cell() -> None:
     for r, column, entry in table.full.pending_updates().tolist():
         device[r, column] = entry
     assert np.array_equal(device, table.full.entries_host)
-
-
-class Requests(RuleBasedStateMachine):
-    """Random admissions, growth, sharing and frees; contents of pages are modelled as the tokens written to them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = make_table(num_pages=12, page_size=3, max_num_seqs=4, max_kv_len=15)
-        self.content: dict[int, list[int]] = {}  # page -> token of each offset, as the device would hold them
-        self.tokens: dict[int, list[int]] = {}  # row -> its tokens
-        self.next_token = 1
-
-    def pages_wanted(self, row: int, stop: int) -> int:
-        """Returns the pages that row lacks for `stop` tokens, and one more if its next token's page is shared."""
-        held, length = self.table.pages_of(row).tolist(), len(self.tokens[row])
-        others = {page for other in self.tokens if other != row for page in self.table.pages_of(other).tolist()}
-        is_copied = stop > length and length % 3 > 0 and held[length // 3] in others
-        return max(0, -(-stop // 3) - len(held)) + is_copied
-
-    def flush(self) -> None:
-        copied = {target: list(self.content[source]) for target, source in self.table.full.pending.copies.items()}
-        self.content.update(copied)
-        self.table.full.pending.copies.clear()
-        self.table.full.pending.cells.clear()
-
-    @rule()
-    def admit(self) -> None:
-        if self.table.num_free_rows:
-            self.tokens[self.table.admit()] = []
-
-    @rule(pick=st.integers(0, 3), new=st.integers(0, 5), flush=st.booleans())
-    def write(self, pick: int, new: int, flush: bool) -> None:
-        row = self.pick(pick)
-        if row is None:
-            return
-        start, stop = len(self.tokens[row]), len(self.tokens[row]) + new
-        if stop > 15 or self.pages_wanted(row, stop) > self.table.full.num_free_pages:
-            with pytest.raises(CapacityExceeded):
-                self.table.reserve(row, stop)
-            return
-        self.table.reserve(row, stop)
-        if not flush and not new:
-            return
-        self.flush()
-        pages = self.table.pages_of(row)
-        for index in range(start, stop):
-            self.content.setdefault(int(pages[index // 3]), [0, 0, 0])[index % 3] = self.next_token
-            self.tokens[row].append(self.next_token)
-            self.next_token += 1
-
-    @rule(pick=st.integers(0, 3), length=st.integers(0, 15))
-    def fork(self, pick: int, length: int) -> None:
-        row = self.pick(pick)
-        if row is None or not self.table.num_free_rows:
-            return
-        length = min(length, len(self.tokens[row]))
-        self.tokens[self.table.fork(row, length)] = self.tokens[row][:length]
-
-    @rule(pick=st.integers(0, 3))
-    def free(self, pick: int) -> None:
-        row = self.pick(pick)
-        if row is not None:
-            self.table.free(row)
-            del self.tokens[row]
-
-    def pick(self, number: int) -> int | None:
-        rows = sorted(self.tokens)
-        return rows[number % len(rows)] if rows else None
-
-    @invariant()
-    def every_row_reads_its_own_tokens(self) -> None:
-        waiting = self.table.full.pending.copies
-        for row, tokens in self.tokens.items():
-            pages = self.table.pages_of(row)
-            read = [
-                self.content[waiting.get(int(pages[i // 3]), int(pages[i // 3]))][i % 3] for i in range(len(tokens))
-            ]
-            assert read == tokens
-
-    @invariant()
-    def no_page_leaks(self) -> None:
-        held = {int(page) for row in self.tokens for page in self.table.pages_of(row)}
-        assert len(held) + self.table.full.num_free_pages == 11
-        assert 0 not in held
-
-    def teardown(self) -> None:
-        for row in list(self.tokens):
-            self.table.free(row)
-        assert self.table.full.num_free_pages == 11
-        assert not self.table.full.entries_host.any()
-
-
-TestRequests = Requests.TestCase
-TestRequests.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_a_row_that_got_pages_by_itself_keeps_them_when_all_rows_are_reserved_for_less() -> None:

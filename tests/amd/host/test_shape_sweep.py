@@ -17,7 +17,6 @@ from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_lab.bench.prepared import step_kind
 from rocm_lab.benchmarks import random_shapes as sweep
 from rocm_lab.benchmarks.shape_sweep import (
-    LAUNCHES_US,
     MOST_BYTES,
     MOST_FLOPS,
     TUNED_DIMS,
@@ -26,9 +25,7 @@ from rocm_lab.benchmarks.shape_sweep import (
     Shape,
     Timed,
     Work,
-    nearest,
     random_shapes,
-    worst,
 )
 
 SHAPES = random_shapes(300, 14)
@@ -60,47 +57,11 @@ def test_every_shape_is_legal_and_no_larger_than_it_may_be() -> None:
             assert each.needs.flops <= MOST_FLOPS, each
 
 
-def test_the_shapes_go_as_far_as_the_kernels_do() -> None:
-    assert {shape.work for shape in SHAPES} == set(Work)
-    assert {1, 16} <= {shape.num_kv_heads for shape in SHAPES}
-    assert {1, 128} <= {shape.page_size for shape in SHAPES}
-    assert {16, 512} <= {shape.head_dim for shape in SHAPES}
-    assert max(shape.num_q_heads for shape in SHAPES) == 128
-    assert 0.1 < sum(shape.is_windowed for shape in SHAPES) / len(SHAPES) < 0.4
-    assert sum(len(set(shape.kv_len)) > 1 for shape in SHAPES) > 100
-
-
-def test_a_works_shapes_are_of_that_work() -> None:
-    for shape in SHAPES:
-        if shape.work is Work.DECODE:
-            assert set(shape.q_len) == {1}, shape
-        elif shape.work is Work.MIXED:
-            assert min(shape.q_len) == 1 < max(shape.q_len), shape
-
-
 @pytest.mark.parametrize("window_left", [UNLIMITED_WINDOW, 0, 2, 8, 9, 100])
 def test_products_are_counted_for_each_key_that_a_token_sees(window_left: int) -> None:
     shape = replace(PLAIN, window_left=window_left)
     assert shape.powers == 8 * pairs_one_by_one(shape)
     assert shape.needs.flops == 4 * 64 * shape.powers
-
-
-def test_many_query_heads_are_compared_with_layouts_of_many_where_tiles_were_tuned_for_them() -> None:
-    decode = replace(PLAIN, work=Work.DECODE, num_q_heads=2 * 24)
-    assert decode.neighbour().num_q_heads == 2 * 32
-    assert replace(decode, work=Work.VERIFY).neighbour().num_q_heads == 2 * 16
-
-
-def test_bytes_are_those_of_keys_that_are_seen_queries_and_results() -> None:
-    assert PLAIN.needs.num_bytes == 2 * 64 * (2 * 13 * 2 + 2 * 7 * 8)
-    assert replace(PLAIN, window_left=2).needs.num_bytes == 2 * 64 * (2 * (6 + 3) * 2 + 2 * 7 * 8)
-
-
-def test_a_limit_is_the_slower_one_of_memory_and_products() -> None:
-    by_bytes = PLAIN.limit_us(bytes_per_s=1e6, flops_per_s=1e15)
-    by_flops = PLAIN.limit_us(bytes_per_s=1e15, flops_per_s=1e6)
-    assert by_bytes == pytest.approx(PLAIN.needs.num_bytes + LAUNCHES_US)
-    assert by_flops == pytest.approx(PLAIN.needs.flops + LAUNCHES_US)
 
 
 def test_a_neighbour_has_the_nearest_tuned_layout_and_the_same_step() -> None:
@@ -115,41 +76,14 @@ def test_a_neighbour_has_the_nearest_tuned_layout_and_the_same_step() -> None:
         assert (neighbour.kv_len, neighbour.q_len, neighbour.page_size) == (each.kv_len, each.q_len, each.page_size)
 
 
-def test_the_nearest_is_counted_in_doublings() -> None:
-    assert nearest(96, (64, 128)) == 128
-    assert nearest(90, (64, 128)) == 64
-    assert nearest(2, (1, 4)) == 4
-    assert nearest(1000, TUNED_DIMS) == 512
-
-
 def timed(name: str, us: float, neighbour_us: float, peer_us: float = 0.0) -> Timed:
     return Timed(name, us, 10.0, "neighbour", neighbour_us, 20.0, peer_us=peer_us)
-
-
-def test_a_shape_is_compared_with_its_neighbour_by_what_both_must_cost() -> None:
-    assert timed("a", 30.0, 20.0).x_neighbour == pytest.approx(3.0)
-    assert timed("a", 15.0, 30.0).x_neighbour == pytest.approx(1.0)
-    assert timed("a", 15.0, 30.0).x_peer == 0.0
 
 
 def test_a_cliff_is_far_from_its_neighbour_or_from_the_best_peer() -> None:
     assert not timed("neither", 15.0, 30.0, peer_us=15.0).is_cliff
     assert timed("neighbour", 24.0, 30.0, peer_us=24.0).is_cliff
     assert timed("peer", 15.0, 30.0, peer_us=9.0).is_cliff
-
-
-def test_powers_are_a_limit_beside_memory_and_products() -> None:
-    assert PLAIN.powers_us(1e6) == pytest.approx(PLAIN.powers + LAUNCHES_US)
-    slow = replace(timed("a", 30.0, 20.0), powers_us=30.0, neighbour_powers_us=5.0)
-    assert slow.x_neighbour == pytest.approx(1.0)
-    assert not slow.is_cliff
-    assert slow.without_powers.is_cliff
-
-
-def test_the_worst_come_first_whichever_they_are_worse_than() -> None:
-    rows = [timed("fine", 15.0, 30.0), timed("neighbour", 60.0, 30.0), timed("peer", 15.0, 30.0, peer_us=3.0)]
-    assert [row.name for row in worst(rows, 2)] == ["peer", "neighbour"]
-    assert [row.name for row in worst(reversed(rows), 10)] == ["peer", "neighbour", "fine"]
 
 
 class Gpu:

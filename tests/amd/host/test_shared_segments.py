@@ -60,24 +60,11 @@ def test_a_step_of_few_rows_leaves_no_program_all_segments_of_one(
     assert extend.cut.sharing.most_keys == extend.tiles.shared_segments * extend.tiles.segment_len
 
 
-def test_rows_that_fill_every_compute_unit_several_times_are_not_shared() -> None:
-    cut, _ = longest(bound("gfx942", LAYER), 9000, 4096)
-    assert cut == 0
-
-
 def test_blocks_of_query_heads_that_are_not_equal_are_one_programs_each() -> None:
     """The merge finds the heads of a block by its place. A block has 128 rows, so 129 heads leave one over."""
     of_equal, of_unequal = (bound("gfx942", replace(LAYER, num_q_heads=heads, num_kv_heads=1)) for heads in (128, 129))
     assert of_equal.cut.sharing.programs == 304
     assert of_unequal.cut.sharing.programs == 0
-
-
-def test_masked_steps_and_gpus_on_which_nothing_was_looked_at_share_nothing() -> None:
-    """A window counted from a draft's depth begins before the keys that a row's cost covers."""
-    masked = bind_masked(replace(LAYER, custom_mask=True), known_target("gfx942"), POOL)
-    assert "programs=304" in bound("gfx942", LAYER).describe()
-    assert "programs=304" not in masked.describe()
-    assert bound("sm_80", LAYER).cut.sharing.programs == 0
 
 
 def test_the_workspace_has_a_slot_for_each_segment_of_a_share_and_no_word_less() -> None:
@@ -89,3 +76,11 @@ def test_the_workspace_has_a_slot_for_each_segment_of_a_share_and_no_word_less()
     args = tensors.args(garbage(extend.cut.words(5, 1), torch.device("cpu")), torch.empty(words - 1))
     with pytest.raises(AssertionError):
         launch_segment_extend(args, scores=tensors.scores, cut=extend.cut, tiles=extend.tiles)
+
+
+def test_masked_steps_and_gpus_on_which_nothing_was_looked_at_share_nothing() -> None:
+    """A window counted from a draft's depth begins before the keys that a row's cost covers."""
+    masked = bind_masked(replace(LAYER, custom_mask=True), known_target("gfx942"), POOL)
+    assert "programs=304" in bound("gfx942", LAYER).describe()
+    assert "programs=304" not in masked.describe()
+    assert bound("sm_80", LAYER).cut.sharing.programs == 0

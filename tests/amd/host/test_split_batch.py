@@ -72,12 +72,6 @@ def test_no_other_cut_shares_the_tokens_better(q_len: list[int], spare: int) -> 
     assert larger(split_point(np.array(q_len, np.int32), most)) == min(map(larger, cuts))
 
 
-@pytest.mark.parametrize("count", range(10))
-def test_the_first_half_of_a_decode_step_has_the_odd_sequence(count: int) -> None:
-    first, second = split_batch(batch([1] * count), 5)
-    assert (first.num_seqs, second.num_seqs) == ((count + 1) // 2, count // 2)
-
-
 @given(NEW_TOKENS, st.sampled_from([(1,), (5,), (2, 4, 8), (1, 3, 6)]), st.sampled_from([(1,), (6,), (5, 9, 30)]))
 def test_a_split_shape_has_room_for_both_halves(
     q_len: list[int], seqs: tuple[int, ...], tokens: tuple[int, ...]
@@ -97,12 +91,6 @@ def test_a_split_shape_has_room_for_both_halves(
     )
 
 
-def test_an_odd_size_of_the_ladder_is_rounded_up_once() -> None:
-    policy = PaddingPolicy(SizeLadder((1, 5, 9)), SizeLadder((1,)), 2)
-    sizes = {count: policy.split_shape(batch([1] * count)).num_seqs for count in (0, 1, 2, 3, 6, 7, 10, 11)}
-    assert sizes == {0: 2, 1: 2, 2: 2, 3: 6, 6: 6, 7: 10, 10: 10, 11: 12}
-
-
 def test_a_forced_size_must_be_even_and_large_enough() -> None:
     policy = PaddingPolicy(SizeLadder((4,)), SizeLadder((1,)), 2)
     assert policy.split_shape(batch([1] * 3), pad_to=PadTo(16)) == PaddedShape(StepKind.DECODE, 16, 16, 2)
@@ -110,14 +98,6 @@ def test_a_forced_size_must_be_even_and_large_enough() -> None:
         policy.split_shape(batch([1]), pad_to=PadTo(5))
     with pytest.raises(CapacityExceeded, match="pad to at least 3"):
         policy.split_shape(batch([1] * 3), pad_to=PadTo(2))
-
-
-def test_whole_and_split_steps_of_one_size_differ() -> None:
-    whole, split = PaddedShape(StepKind.DECODE, 8, 8), PaddedShape(StepKind.DECODE, 8, 8, 2)
-    assert whole != split
-    assert whole.child is whole
-    assert split.child == PaddedShape(StepKind.DECODE, 4, 4)
-    assert (shape_name(whole), shape_name(split)) == ("decode of 8 sequences", "decode of 8 sequences in two halves")
 
 
 @pytest.mark.parametrize("alignment", [8, 16])

@@ -39,10 +39,3 @@ def test_a_stride_that_needs_64_bits_is_not_divided() -> None:
     assert args_of(40, pages=far).stride_unit == 1
     near = memory.as_strided((1, 4, 2, 40), ((1 << 31) - 8, 80, 40, 1))
     assert args_of(40, pages=near).stride_unit == 8
-
-
-def test_strides_of_the_table_and_of_lse_are_counted_in_elements() -> None:
-    args = args_of(40)
-    assert args.strides_in(1) == (*args.read_strides, *args.written_strides)
-    of_pages = 320 // 8, 80 // 8, 40 // 8
-    assert args.strides_in(8) == (160 // 8, 40 // 8, *of_pages, *of_pages, 7, 160 // 8, 40 // 8, 4, 1)

@@ -35,18 +35,8 @@ def test_the_version_is_found_under_every_name(site: Path, name: str) -> None:
     assert environment()["versions"]["triton"] == "3.6.0+rocm7.2.git1"
 
 
-def test_two_distributions_of_one_release_are_no_question(site: Path) -> None:
-    install(site, ("pytorch-triton-rocm", "3.6.0"), ("triton", "3.6.0"))
-    assert triton_version() == "3.6.0"
-
-
 def test_of_two_releases_none_is_believed(site: Path) -> None:
     """The last installed one overwrote the other's files, and no file shows which one that was."""
     install(site, ("pytorch-triton-rocm", "3.6.0"), ("triton", "3.9.0"))
     assert triton_version() == ""
     assert installed_releases().triton == UNKNOWN
-
-
-def test_without_a_triton_it_is_empty(site: Path) -> None:
-    assert triton_version() == ""
-    assert environment()["versions"]["triton"] is None

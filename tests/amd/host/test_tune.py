@@ -132,12 +132,6 @@ def test_nothing_is_searched_where_the_row_in_use_is_wrong(tmp_path: Path, capsy
     assert "the row in use: wrong: off" in capsys.readouterr().err
 
 
-def test_pairs_of_what_is_slow_alone_are_left_out(tmp_path: Path) -> None:
-    bench = FakeBench(lambda tiles: 100.0 + 50.0 * (tiles.num_stages == 1))
-    assert not search(tmp_path / "t.json", bench).rows
-    assert sum(tiles.num_stages == 1 for tiles in bench.judged) == 1
-
-
 def test_noise_makes_no_row(tmp_path: Path) -> None:
     class Noisy(FakeBench):
         """A bench in which half of a candidate's rounds are fast."""
@@ -205,24 +199,6 @@ def test_a_damaged_journal_costs_its_lines_alone(tmp_path: Path) -> None:
     assert 1 < len(bench.judged) < len(lines)
 
 
-def test_another_triton_or_commit_is_another_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "t.json"
-    search(place, first := FakeBench(cost))
-    monkeypatch.setattr(command, "_commit", lambda: "another")
-    search(place, second := FakeBench(cost))
-    assert first.judged == second.judged
-
-
-def test_no_candidate_is_begun_when_time_is_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ticks = iter(range(1000))
-    monkeypatch.setattr("rocm_lab.tune.command.time.monotonic", lambda: float(next(ticks)))
-    search(tmp_path / "t.json", bench := FakeBench(cost), "--seconds", "5")
-    assert 1 <= len(bench.judged) <= 5
-    assert "time was up before all were tried" in capsys.readouterr().out
-
-
 def test_a_file_that_is_no_tuning_file_is_not_overwritten(tmp_path: Path) -> None:
     place = tmp_path / "t.json"
     place.write_text("my notes")
@@ -257,9 +233,3 @@ def test_what_cannot_be_is_refused_in_a_sentence(
 ) -> None:
     assert main(["tune", "32x8x128", *given]) == BAD_INPUT
     assert sentence in capsys.readouterr().err
-
-
-def test_what_would_never_be_read_is_not_searched() -> None:
-    # ROCM_ATTN_TUNING is off in tests.
-    with pytest.raises(BadSetting, match="ROCM_ATTN_TUNING is off, so no runtime would read the rows"):
-        command.output_place(None)

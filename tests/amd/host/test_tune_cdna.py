@@ -22,7 +22,7 @@ from rocm_attn.providers.tiles import decode_tiles_of, layer_of
 from rocm_lab.cost.cost import Shape
 from rocm_lab.tune import command
 from rocm_lab.tune.candidates import candidates
-from rocm_lab.tune.jobs import Job, jobs_of
+from rocm_lab.tune.jobs import jobs_of
 from tests.amd.host.test_tune import FakeBench, options
 
 TRITON = "3.9.0"
@@ -113,12 +113,6 @@ def test_paged_decode_serves_where_it_beats_the_best_of_it(tmp_path: Path, capsy
     assert "1 rows written" in capsys.readouterr().out
 
 
-def test_paged_decode_is_not_kept_where_it_beats_the_table_and_not_what_was_found(tmp_path: Path) -> None:
-    place = tmp_path / "t.json"
-    search(place, lambda tiles: cdna_is_best(tiles) if isinstance(tiles, CdnaTiles) else 75.0)
-    assert only_row(place).table is Table.CDNA_DECODE
-
-
 def test_where_it_is_wrong_paged_decode_is_searched_by_itself(tmp_path: Path) -> None:
     place = tmp_path / "t.json"
     bench = search(place, cdna_is_best, lambda tiles: "wrong: off" if isinstance(tiles, CdnaTiles) else "")
@@ -127,25 +121,6 @@ def test_where_it_is_wrong_paged_decode_is_searched_by_itself(tmp_path: Path) ->
     assert isinstance(row.tiles, DecodeTiles)
     assert row.measured.gain == pytest.approx(0.15)
     assert not any(isinstance(tiles, CdnaTiles) for tiles in bench.timed)
-
-
-def test_a_search_that_is_done_is_not_done_again(tmp_path: Path) -> None:
-    place = tmp_path / "t.json"
-    search(place, paged_is_best)
-    again = search(place, paged_is_best)
-    (ours, paged) = jobs_of([layer()], GFX942, [Shape(4, 1025)])[0]
-    assert set(again.judged) == {ours.in_use}
-    assert ours.in_use == paged.in_use
-
-
-@pytest.mark.parametrize(
-    "changed", [{"num_warps": 2}, {"key_block": 64}, {"transposed": True}, {"heads_per_row": 2}, {"max_registers": 168}]
-)
-def test_tiles_that_it_does_not_take_are_refused(changed: dict[str, int]) -> None:
-    tiles = jobs_of([layer()], GFX942, [Shape(4, 1025)])[0][0].tiles
-    assert refusal(Table.CDNA_DECODE, tiles, layer_of(layer())) == ""
-    assert refusal(Table.CDNA_DECODE, replace(tiles, **changed), layer_of(layer()))  # type: ignore[arg-type]
-    assert "are DecodeTiles, not CdnaTiles" in refusal(Table.DECODE, tiles, layer_of(layer()))
 
 
 def test_measured_tiles_of_the_other_arch_do_not_serve(tmp_path: Path) -> None:
@@ -158,8 +133,3 @@ def test_measured_tiles_of_the_other_arch_do_not_serve(tmp_path: Path) -> None:
     assert selection.kernel(StepKind.DECODE).row.name == "triton.decode"
     reasons = {each.reason for each in selection.refusals}
     assert "its measured tiles have blocks of 32 keys, and gfx942 needs 16" in reasons
-
-
-def test_every_job_says_what_it_is_of() -> None:
-    first: Job = jobs_of([layer()], GFX942, [Shape(4, 1025)])[0][0]
-    assert str(first) == "cdna_decode of 8 over 2 heads of 128, bfloat16, pages of 16, at 4x1024+1"

@@ -20,10 +20,9 @@ from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, step_kind
 from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import BadBatch, BadProblem, BadSetting, CapacityExceeded
+from rocm_attn.errors import BadBatch, BadProblem, CapacityExceeded
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.kernels.metadata.step_tensors import Need, Unit
-from rocm_attn.machine.target import detect_target, known_target
 from rocm_attn.paging.index_spaces import Space, num_pages
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.step.buffers import BufferSpec, StepBuffers, TableSizes
@@ -76,11 +75,6 @@ def test_a_problem_that_contradicts_itself_is_refused(changes: dict[str, object]
     }
     with pytest.raises(BadProblem, match=message):
         Problem(**(good | changes))  # type: ignore[arg-type]
-
-
-def test_v_and_scale_are_those_of_the_head_where_nothing_is_said() -> None:
-    problem = Problem(8, 2, 64, torch.bfloat16, 16)
-    assert (problem.v_head_dim, problem.scale) == (64, 0.125)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +146,6 @@ def test_a_padded_shape_holds_its_batch(q_len: list[int]) -> None:
         assert shape.num_tokens == shape.num_seqs
 
 
-def test_a_forced_bucket_that_is_too_small_is_refused() -> None:
-    policy = PaddingPolicy(SizeLadder((2, 4)), SizeLadder((1,)))
-    assert policy.shape(batch([1, 1]), pad_to=PadTo(3)).num_seqs == 3
-    with pytest.raises(CapacityExceeded, match="pad to at least 2"):
-        policy.shape(batch([1, 1]), pad_to=PadTo(1))
-
-
 SIZES = TableSizes(row_width=3, list_tail=0, table_width=3, row_tokens=0, mask_keys=0)
 
 
@@ -218,17 +205,6 @@ def test_a_buffer_has_room_to_spare_unless_it_is_exact() -> None:
         buffers.ensure(decode(6))
 
 
-def test_targets_are_known_by_name_or_detected() -> None:
-    assert known_target("gfx942").lds_bytes == 65536
-    assert known_target("gfx942").is_amd
-    assert not known_target("cpu").is_gpu
-    assert detect_target(CPU).arch in ("cpu", "interpreter")
-    with pytest.raises(BadSetting, match="gfx900"):
-        known_target("gfx900")
-    with pytest.raises(BadSetting, match="meta"):
-        detect_target(torch.device("meta"))
-
-
 def test_a_batch_stays_what_it_was_when_the_callers_arrays_change() -> None:
     """The checked batch and the published one are the same."""
     given = [np.array(values, np.int32) for values in ([1, 2], [7, 9], [1, 2])]
@@ -267,3 +243,10 @@ def test_v_and_scale_are_those_of_most_models_unless_they_are_given() -> None:
     assert (problem.v_head_dim, problem.scale) == (64, 0.125)
     wider = replace(problem, head_dim=128)
     assert (wider.v_head_dim, wider.scale) == (64, 0.125), "they were given by now"
+
+
+def test_a_forced_bucket_that_is_too_small_is_refused() -> None:
+    policy = PaddingPolicy(SizeLadder((2, 4)), SizeLadder((1,)))
+    assert policy.shape(batch([1, 1]), pad_to=PadTo(3)).num_seqs == 3
+    with pytest.raises(CapacityExceeded, match="pad to at least 2"):
+        policy.shape(batch([1, 1]), pad_to=PadTo(1))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, NeverFits, OutOfPages, WrongState
+from rocm_attn.errors import BadBatch, CapacityExceeded, NeverFits, OutOfPages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import PageTable, SpacePages
 from rocm_attn.paging.request_table import RequestTable
@@ -116,18 +116,6 @@ def test_a_row_holds_no_more_than_is_said(q_len: int) -> None:
     assert table.space(Space.FULL).pages.most_held(21, q_len, PAGE_SIZE) == 7
 
 
-def test_a_row_can_begin_after_tokens_that_no_query_sees() -> None:
-    table = make_table(swa_pages=5)
-    row = table.admit()
-    table.evict(ints(row), ints(20))
-    table.reserve(row, 21)
-    # 20 - 5 - 2 = 13 is in page 4
-    assert np.flatnonzero(table.pages_of(row, Space.SWA)).tolist() == [4, 5, 6]
-    assert np.flatnonzero(table.pages_of(row)).tolist() == list(range(7))
-    table.free(row)
-    assert table.space(Space.SWA).num_free_pages == 5
-
-
 def test_running_out_of_one_space_changes_neither_and_names_the_knob() -> None:
     table = make_table(swa_pages=2)
     rows = ints(table.admit(), table.admit())
@@ -164,23 +152,6 @@ def test_a_fork_shares_the_window_and_needs_all_of_it() -> None:
     table.checks.check(StepBatch(ints(nothing), ints(3), ints(3)))
 
 
-def test_a_shared_page_of_a_window_is_copied_in_its_own_space() -> None:
-    table = make_table()
-    row = table.admit()
-    grow(table, row, 0, 4)
-    child = table.fork(row, 4)
-    table.reserve_all(ints(child), ints(5))
-    for space in table.spaces:
-        parents, childs = (table.pages_of(each, space.space) for each in (row, child))
-        assert space.pending.copies == {int(childs[1]): int(parents[1])}
-
-
-def test_rows_that_are_not_admitted_leave_no_window() -> None:
-    table = make_table()
-    with pytest.raises(WrongState, match="row 2 is not admitted"):
-        table.evict(ints(table.admit(), 2), ints(3, 3))
-
-
 @pytest.mark.parametrize("stored", [0, 1, 2, 3, 4, 9, 10, 20])
 def test_room_that_was_reserved_ahead_is_given_back_in_every_space(stored: int) -> None:
     table = make_table()
@@ -201,12 +172,6 @@ def test_room_that_was_reserved_ahead_is_given_back_in_every_space(stored: int) 
     table.reserve(row, stored + 1)
     table.checks.check(StepBatch(ints(row), ints(stored + 1), ints(1)))
     table.checks.check_stored(StepBatch(ints(row), ints(stored + 1), ints(1)), ints(stored))
-
-
-def test_a_table_of_one_space_has_no_other() -> None:
-    table = RequestTable(max_num_seqs=1, max_kv_len=8, num_pages=4, page_size=4, device=torch.device("cpu"))
-    with pytest.raises(BadSetting, match="no pages in the SWA space; build the runtime with swa_pages"):
-        table.space(Space.SWA)
 
 
 @pytest.mark.parametrize(("num_pages", "first_page"), [(1, 1), (4, 4), (4, 0)])

@@ -21,7 +21,7 @@ from tests.amd.docs.commands import (
     shows,
     typed,
 )
-from tests.amd.docs.pages import Block, blocks, pages
+from tests.amd.docs.pages import Block, pages
 from tests.amd.docs.served import against_a_server, served_until_told
 from tests.amd.house.source_tree import ROOT
 
@@ -117,42 +117,3 @@ def test_a_command_within_a_sentence_has_the_flags_that_it_is_given() -> None:
     assert "--suite" in flags_of(["bench", "kernels"])
     with pytest.raises(KeyError):
         flags_of(["bench", "no-such-command"])
-
-
-def test_a_mark_stands_only_over_a_shell_block() -> None:
-    marks = sum(page.read_text().count("<!-- not run: ") for page in pages())
-    assert marks == sum(bool(block.reason) for block in BLOCKS)
-
-
-def test_pages_say_which_language_a_shell_block_is_in() -> None:
-    """No test would run `sh` and `shell`; a block that starts with a prompt or `rocm-attn` is a shell block."""
-    for page in pages():
-        for block in blocks(page):
-            assert block.language not in ("sh", "shell"), block
-            assert block.language in ("bash", "console") or not block.text.startswith(("$ ", "rocm-attn ")), block
-
-
-def test_commands_are_read_as_bash_reads_them() -> None:
-    text = (
-        "A=1 rocm-attn guards --json > out.json  # it's; a list\ngit clone x && cd x | tee 'a; b' $(echo 1; echo 2)\n"
-    )
-    first, *others = commands_of(text)
-    assert (first.variables, first.words, first.output) == ({"A": "1"}, ("rocm-attn", "guards", "--json"), "out.json")
-    assert [command.words[0] for command in others] == ["git", "cd", "tee"]
-    assert others[-1].words[1] == "a; b"
-    (one, _) = commands_of("curl -d '{\n}' x \\\n  -f\nls")
-    assert one.words == ("curl", "-d", "{\n}", "x", "-f")
-    with pytest.raises(ValueError, match="quotes are open"):
-        commands_of("echo 'a\nb")
-
-
-def test_a_wrong_output_a_failing_command_and_a_wrong_flag_are_noticed() -> None:
-    assert shows("one\n...\nthree, ... five\n", "one\ntwo\nthree, four, five\n")
-    assert not shows("one\nthree\n", "one\ntwo\nthree\n")
-    code, output = run("false\necho later")
-    assert (code, output) == (1, "")
-    code, output = run("rocm-attn explain missing.json --arch gfx942")
-    assert code == 2
-    assert "missing.json" in output
-    with pytest.raises(SystemExit):
-        PARSER.parse_args(commands_of("rocm-attn explain --no-such-flag")[0].words[1:])

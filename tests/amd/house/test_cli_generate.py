@@ -16,7 +16,6 @@ import torch
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.cli.parser import build_parser
 from rocm_attn.watch.flight_recorder import read_dump
-from rocm_serve.cli.generate import dtype_of
 from rocm_serve.models.loading import LoadedModel, ModelKind
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
@@ -104,52 +103,6 @@ def test_options_of_serving_change_no_token(capsys: pytest.CaptureFixture[str]) 
         assert generate(capsys, *prompts, "--max-new-tokens", "12", *options)["results"] == plain
 
 
-def test_guessed_tokens_change_none_and_are_reported(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tiny model drafts for itself, and is always right."""
-
-    def load_small(path: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-        assert path == "small"
-        return tiny_model(dtype=dtype, device=device)
-
-    monkeypatch.setattr("rocm_serve.speculation.engines.load_model", load_small)
-    arguments = ["--raw", "--max-new-tokens", "12", "w5 w6", "w7"]
-    plain, drafted, looked_up = (
-        generate(capsys, *arguments, *more)
-        for more in (
-            [],
-            ["--speculative", "draft:small", "--draft-tokens", "5"],
-            ["--speculative", "ngram", "--draft-tokens", "3", "--topk", "2"],
-        )
-    )
-    assert plain["results"] == drafted["results"] == looked_up["results"]
-    assert drafted["report"]["accepted_drafts"] == drafted["report"]["drafts"] > 0
-    assert drafted["report"]["acceptance_length"] > 4
-    assert drafted["report"]["tokens_per_step"] > plain["report"]["tokens_per_step"]
-
-
-def test_the_pages_of_windows_change_no_token_and_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", "windowed", "--raw", "--page-size", "4", "--chunk", "8", "--max-new-tokens", "12"]
-    arguments += ["w5 w6 w7 " * 10, "w1 w2"]
-    chosen, given, shared = (
-        generate(capsys, *arguments, *more) for more in ([], ["--swa-pages", "7"], ["--swa-pages", "0"])
-    )
-    assert chosen["results"] == given["results"] == shared["results"]
-    assert [printed["report"]["swa_pages"] for printed in (given, shared)] == [7, 0]
-    assert chosen["report"]["swa_pages"] > 7
-    for swa_pages, line in (("7", "pages, and 7 for layers with a window\n"), ("0", "pages\n")):
-        assert main(["generate", "--device", "cpu", *arguments, "--swa-pages", swa_pages]) == DONE
-        assert f"{given['report']['num_pages']} {line}" in capsys.readouterr().err
-
-
-def test_the_seed_decides_what_is_sampled(capsys: pytest.CaptureFixture[str]) -> None:
-    sample = ["--temperature", "2", "--top-p", "0.9", "--max-new-tokens", "12", "w5", "w5"]
-    first, again, other = (generate(capsys, "--seed", seed, *sample)["results"] for seed in ("1", "1", "2"))
-    assert first == again != other
-    assert first[0] == first[1], "a prompt's text does not depend on its neighbours"
-
-
 def test_the_flight_record_of_a_served_prompt_is_written_on_a_signal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,11 +129,6 @@ def test_text_goes_to_stdout_and_the_report_to_stderr(capsys: pytest.CaptureFixt
     assert "provider torch on cpu" in printed.err
     assert "decode: torch.decode" in printed.err
     assert "8 new tokens" in printed.err
-
-
-def test_a_single_prompt_prints_nothing_but_its_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--device", "cpu", "--max-new-tokens", "3", "w5"]) == DONE
-    assert len(capsys.readouterr().out.split()) == 3
 
 
 def test_prompts_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,12 +168,6 @@ def test_a_prompt_that_is_no_utf_8_is_refused_by_its_line(
     path.write_bytes(data)
     assert main(["generate", "--prompts-file", str(path)]) == BAD_INPUT
     assert complaint.format(path) in capsys.readouterr().err
-
-
-def test_a_closed_stdin_holds_no_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    assert main(["generate"]) == BAD_INPUT
-    assert "there is no prompt" in capsys.readouterr().err
 
 
 def test_a_prompt_that_fails_is_named_and_the_others_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,29 +275,6 @@ def test_bad_input_is_answered_in_a_sentence(
     assert printed.out == ""
 
 
-def test_an_empty_file_of_prompts_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text("\n \n")
-    assert main(["generate", "--prompts-file", str(path)]) == BAD_INPUT
-    assert "holds no prompt" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "dtype"),
-    [
-        (None, "cpu", torch.float32),
-        (None, "cuda", torch.float16),
-        ("bfloat16", "cuda", torch.bfloat16),
-        ("float16", "cpu", torch.float16),
-    ],
-)
-def test_what_dtype_says_goes_before_the_default(
-    name: str | None, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rocm_serve.cli.generate.model_kind", lambda path: ModelKind.GGUF)
-    assert dtype_of(name, "m.gguf", torch.device(device)) is dtype
-
-
 def test_a_memory_that_is_full_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,22 +286,3 @@ def test_a_memory_that_is_full_is_a_sentence(
     sentence = capsys.readouterr().err.splitlines()[-1]
     assert sentence.startswith("rocm-attn: out of memory (")
     assert sentence.endswith("; lower --max-batch-size, --num-pages or --swa-pages, or use a smaller model")
-
-
-def test_another_error_of_torch_is_not_called_a_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: str, *, dtype: torch.dtype, device: torch.device) -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    monkeypatch.setattr("rocm_serve.cli.generate.load_model", fail)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        main(["generate", "--device", "cpu", "w5"])
-
-
-def test_a_sampled_check_is_a_flag_and_its_counts_are_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = ["--raw", "--max-new-tokens", "6", "w5 w6 w7", "w1"]
-    plain, checked = (generate(capsys, *prompts, *more) for more in ([], ["--check-every", "2"]))
-    assert checked["results"] == plain["results"]
-    report = checked["report"]
-    assert report["samples"] == report["steps"] // 2 > 0
-    assert (report["rows_differ"], report["attention_differs"], report["finding"]) == (0, 0, "")
-    assert plain["report"]["samples"] == 0

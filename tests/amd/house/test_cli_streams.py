@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, READER_GONE
-from rocm_attn.cli.streams import open_what_is_closed
+from rocm_attn.cli import DONE, FAILED, INTERRUPTED, READER_GONE
 from tests.amd.house.source_tree import ROOT
 from tests.amd.house.test_cli_families import PROMPT, with_tokenizer
 from tests.amd.runner.families import family_model
@@ -67,12 +66,6 @@ def test_a_stderr_that_is_closed_is_not_the_next_file_that_is_opened() -> None:
     assert (done.returncode, done.stdout) == (0, b"")
 
 
-def test_streams_that_are_open_stay_as_they_are() -> None:
-    before = [os.fstat(number) for number in range(3)]
-    open_what_is_closed()
-    assert [os.fstat(number) for number in range(3)] == before
-
-
 @pytest.mark.parametrize("json_too", [pytest.param((), marks=pytest.mark.nightly), ("--json",)])
 def test_a_full_stdout_is_a_sentence(json_too: tuple[str, ...], model: Path) -> None:
     done = in_a_shell(">/dev/full", *generate(model, *json_too, PROMPT))
@@ -80,15 +73,6 @@ def test_a_full_stdout_is_a_sentence(json_too: tuple[str, ...], model: Path) -> 
     assert done.stderr.splitlines()[-1] == "rocm-attn: stdout cannot be written (No space left on device)"
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
-
-
-@pytest.mark.nightly
-def test_help_for_a_full_stdout_is_a_sentence() -> None:
-    done = in_a_shell(">/dev/full", "--help")
-    assert (done.returncode, done.stderr) == (
-        FAILED,
-        "rocm-attn: stdout cannot be written (No space left on device)\n",
-    )
 
 
 @pytest.mark.parametrize("redirected", [">&-", ">&- <&-"])
@@ -115,22 +99,6 @@ def test_what_an_ascii_stdout_cannot_write_comes_out_as_escapes_and_is_reported(
     assert escaped.stderr.splitlines()[-1].startswith(
         "rocm-attn: stdout is ascii; characters that it cannot write came out"
     )
-
-
-@pytest.mark.nightly
-def test_escapes_are_all_that_an_ascii_stdout_changes(model: Path) -> None:
-    prompts = generate(model, "w5 é東", "w7")
-    escaped = in_a_shell("", *prompts, PYTHONIOENCODING="ascii")
-    plain = in_a_shell("", *prompts, PYTHONIOENCODING="utf-8")
-    assert plain.stdout == escaped.stdout.replace("\\xe9\\u6771", "é東")
-    assert "stdout is" not in plain.stderr
-
-
-def test_a_prompt_that_is_no_text_is_a_sentence() -> None:
-    done = in_a_shell("$'he\\xffllo'", "generate")
-    assert done.returncode == BAD_INPUT
-    assert done.stderr.startswith("rocm-attn: prompt 1 is not UTF-8: its character 3 cannot be read")
-    assert len(done.stderr.splitlines()) == 1
 
 
 AT_IMPORT = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import xml.etree.ElementTree as ET
 from collections import Counter
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -31,8 +30,6 @@ PAGES = (
     ROOT / "rocm_lab/benchmarks/README.md",
 )
 
-# Pages use "after" for place and time, and name the actor of a sentence.
-NOT_PLAIN = r"\b(?:behind|nobody|whoever|whom|as ever)\b"
 
 MOST_WORDS, MOST_WORDS_A_SENTENCE = 1100, 18
 _TOP = r"rocm_attn|rocm_serve|rocm_lab|kernels|hip_graphs|tests|scripts|docs|docker|\.ci"
@@ -103,33 +100,9 @@ def test_every_page_is_in_the_list_once_and_the_readme_leads_to_it() -> None:
     assert "docs/README.md" in links(prose(README))
 
 
-def test_the_architecture_is_two_pages_of_short_sentences() -> None:
-    text = prose(ARCHITECTURE)
-    assert len(text.split()) <= MOST_WORDS
-    paragraphs = [line for line in text.split("\n\n") if line and not line.startswith(("#", "|", "!"))]
-    sentences = [part for each in paragraphs for part in re.split(r"\.\s", each) if part.strip()]
-    assert len(sentences) > 10
-    assert sum(len(part.split()) for part in sentences) / len(sentences) <= MOST_WORDS_A_SENTENCE
-
-
 def test_the_architecture_has_a_line_for_every_floor_from_the_top_down() -> None:
     floors = re.findall(r"^\| `(\w+)` \| \S", sections(ARCHITECTURE)["folders"], re.MULTILINE)
     assert floors == list(reversed(FLOORS_UP))
-
-
-def test_the_reading_order_is_five_files() -> None:
-    order = re.findall(rf"^\d\. {FILE}", sections(ARCHITECTURE)["read-these-five-files-first"], re.MULTILINE)
-    assert len(order) == 5
-
-
-@pytest.mark.parametrize("picture", sorted(DOCS.glob("*.svg")), ids=name_of)
-def test_a_picture_stands_by_itself_has_a_background_and_is_shown(picture: Path) -> None:
-    root = ET.fromstring(picture.read_text())
-    width, height = root.attrib["viewBox"].split()[2:]
-    (background, *_) = root.iter("{http://www.w3.org/2000/svg}rect")
-    assert (background.get("width"), background.get("height")) in ((width, height), ("100%", "100%"))
-    assert not re.findall(r"(?:href|src)=|url\((?!#)|@import", picture.read_text())
-    assert any(f"]({picture.name})" in page.read_text() for page in DOCS.glob("*.md"))
 
 
 def test_every_file_in_the_picture_of_the_architecture_exists() -> None:
@@ -194,51 +167,6 @@ def test_nobody_is_told_to_install_a_name_that_is_on_no_index() -> None:
     assert said == {}
 
 
-@pytest.mark.parametrize(
-    ("text", "is_refused"),
-    [
-        ("pip install rocm-attn", True),
-        ("python -m pip install --quiet 'ROCm_attn==0.1'", True),
-        ("run: pip install 'rocm-attn[{extra}]'", True),
-        ("It needs the extra `rocm-attn[serve]`", True),
-        ("pip install --no-deps .   # in a checkout of rocm_attn", False),
-        ("pip install '.[serve]'", False),
-        ("pip install --no-deps /wheels/rocm_attn-0.1.0-py3-none-any.whl", False),
-        ("`pip install triton` where rocm-attn compiles", False),
-    ],
-)
-def test_the_name_is_found_where_pip_would_take_it(text: str, is_refused: bool) -> None:
-    assert bool(NAMED_TO_PIP.search(text)) == is_refused
-
-
-@each_page
-def test_a_page_uses_plain_words(page: Path) -> None:
-    assert re.findall(NOT_PLAIN, prose(page), re.IGNORECASE) == []
-
-
-QUESTIONS = re.findall(r"^\| ([^|]+\?) \| (.+) \| (.+) \|$", CONTRIBUTING.read_text(), re.MULTILINE)
-
-
-def test_there_are_ten_questions() -> None:
-    assert len({question for question, _, _ in QUESTIONS}) == 10
-
-
-@pytest.mark.parametrize(("question", "pages", "answers"), QUESTIONS, ids=[question for question, _, _ in QUESTIONS])
-def test_a_question_is_answered_in_two_hops(question: str, pages: str, answers: str) -> None:
-    """The hops go from the architecture to a page, and from its section to a file that has the name."""
-    first_hops = {link.partition("#")[0] for link in links(prose(ARCHITECTURE))}
-    text = ""
-    for link in links(pages):
-        place, _, anchor = link.removeprefix("docs/").partition("#")
-        assert place in first_hops, place
-        text += sections(DOCS / place)[anchor]
-    files = re.findall(r"`([\w/]+\.py)` `(\w+)`", answers)
-    assert files, answers
-    for path, name in files:
-        assert f"`{path}`" in text, f"{pages} does not name {path}"
-        assert name in names_in(ROOT / path), f"{path} has no {name}"
-
-
 def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
     """Like rocm_serve.load_model, but returns a tiny model at once."""
     return tiny_model(context_len=512, dtype=dtype, device=device, tokenizer=word_tokenizer(), ranks=ranks)
@@ -250,15 +178,6 @@ def program_of(page: Path) -> str:
 
 
 each_page_with_code = pytest.mark.parametrize("page", [page for page in PAGES if program_of(page)], ids=name_of)
-
-
-@each_page_with_code
-def test_the_code_of_a_page_uses_what_it_defines(page: Path) -> None:
-    """A function that is never called would not be tested by the page's run."""
-    tree = ast.parse(program_of(page))
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    assert defined - used == set()
 
 
 @each_page_with_code

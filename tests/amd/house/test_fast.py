@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.amd.fast import cover, leave_to_the_night, spread, values_of
+from tests.amd.fast import cover, leave_to_the_night
 
 KINDS, SIZES, GRAPHS = ("dense", "latent", "sparse"), (1, 5, 16, 64), (False, True)
 
@@ -18,27 +18,6 @@ def test_each_value_of_each_parameter_stays_in_few_cases() -> None:
     chosen = cover(cases)
     assert [set(values) for values in zip(*chosen, strict=True)] == [set(KINDS), set(SIZES), set(GRAPHS)]
     assert len(chosen) == len(SIZES)
-
-
-def test_where_values_do_not_meet_all_their_cases_stay() -> None:
-    cases = [(name, (name,)) for name in KINDS]
-    assert cover(cases) == list(KINDS)
-
-
-def test_a_value_that_only_one_case_has_stays() -> None:
-    cases = [(values, values) for values in [("dense", 1), ("dense", 5), ("latent", 1)]]
-    assert set(cover(cases)) >= {("dense", 5), ("latent", 1)}
-
-
-def test_every_process_chooses_the_same() -> None:
-    cases = [(values, values) for values in product(KINDS, SIZES)]
-    assert cover(cases) == cover(list(cases))
-
-
-def test_tests_with_the_same_cases_have_them_in_different_pairs() -> None:
-    cases = [(values, values) for values in product("ab", "cd")]
-    chosen = {frozenset(cover(cases, f"tests/test_it.py::test_{name}")) for name in "abcdefgh"}
-    assert chosen == {frozenset({("a", "c"), ("b", "d")}), frozenset({("a", "d"), ("b", "c")})}
 
 
 class Collected:
@@ -106,32 +85,3 @@ def test_every_run_has_as_many_cases_as_their_mark_says(monkeypatch: pytest.Monk
     assert left(fast(2, interpreted=1)) == [False, True, True, interpreted]
     assert left(fast(interpreted=0)) == [interpreted, True, True, interpreted]
     assert left(fast(1), fast(interpreted=0)) == [interpreted, True, True, True]
-
-
-@pytest.mark.parametrize("interpreted", [False, True])
-def test_a_test_without_parameters_may_be_left_out_under_the_interpreter(
-    monkeypatch: pytest.MonkeyPatch, interpreted: bool
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
-    item = item_of((), pytest.mark.fast(interpreted=0))
-    leave_to_the_night([item])
-    assert item.add_marker.called == interpreted
-
-
-def test_few_cases_have_values_that_differ_and_lie_apart() -> None:
-    assert spread([(name, (name,)) for name in "abcdef"], 3) == ["a", "f", "c"]
-    assert spread([(name, (name,)) for name in "ab"], 3) == ["a", "b"]
-    kinds = [(values, values) for values in product(KINDS, GRAPHS)]
-    assert {graphs for _, graphs in spread(kinds, 2)} == set(GRAPHS)
-    assert {kind for kind, _ in spread(kinds, 3)} == set(KINDS)
-
-
-@pytest.mark.parametrize(("dims", "kind"), [([64, 64], "dense"), ([64, 64], "latent")])
-@pytest.mark.parametrize("graphs", GRAPHS)
-def test_a_case_of_several_parameters_is_one_value(
-    dims: list[int], kind: str, graphs: bool, request: pytest.FixtureRequest
-) -> None:
-    """Lists are not hashable, and these two are equal: a case is identified by its objects."""
-    item = request.node
-    assert isinstance(item, pytest.Function)
-    assert set(values_of(item)) == {(id(dims), id(kind)), (id(graphs),)}

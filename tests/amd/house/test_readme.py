@@ -23,13 +23,6 @@ def test_the_python_example_runs() -> None:
     assert namespace["out"].abs().sum() > 0
 
 
-def test_ci_runs_the_test_command_as_it_is_printed() -> None:
-    commands = [line for block in code_blocks("bash") for line in block.splitlines()]
-    assert "bash scripts/demo.sh" in commands
-    assert "bash scripts/test.sh" in commands
-    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "bash scripts/test.sh"
-
-
 def test_every_folder_of_tests_belongs_to_a_stage() -> None:
     script = (ROOT / "scripts" / "test.sh").read_text()
     stages = {name for names in re.findall(r"tests/amd/(?:\{([\w,]+)\}|\w+)", script) for name in names.split(",")}

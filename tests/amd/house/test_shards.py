@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from tests.amd.fast import of_shard
 from tests.amd.house.source_tree import ROOT
 
-SCRIPT = (ROOT / "scripts" / "test.sh").read_text()
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
 
 
@@ -30,17 +28,6 @@ def test_each_case_is_in_one_shard_and_a_group_in_the_same_one() -> None:
     assert sorted(id(item) for shard in shards for item in shard) == sorted(map(id, items))
     assert all(len(shard) > 3 for shard in shards)
     assert sum(items[0] in shard and items[8] in shard for shard in shards) == 1
-
-
-@pytest.mark.parametrize("stage", ["driver-long", "soak-long", "simulator@3.6.0", "host-long"])
-def test_a_stage_without_tests_is_whole_in_one_shard(stage: str) -> None:
-    (function,) = re.findall(r"^is_anothers\(\) \{$.*?^\}$", SCRIPT, re.MULTILINE | re.DOTALL)
-    left_out = [
-        subprocess.run(["bash", "-c", f"SHARD={number}/3\n{function}\nis_anothers {stage}"], check=False).returncode
-        == 0
-        for number in (1, 2, 3)
-    ]
-    assert left_out.count(True) == (0 if stage == "host-long" else 2)
 
 
 def test_a_shard_that_passed_is_not_run_again_at_its_commit(tmp_path: Path) -> None:

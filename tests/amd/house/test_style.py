@@ -1,11 +1,9 @@
-"""Properties of every file: a size, docstrings, types."""
+"""Properties of every file: docstrings, and annotations that Triton reads."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
-
-import pytest
 
 from tests.amd.house.source_tree import ROOT, python_files, sources
 
@@ -40,18 +38,6 @@ def test_every_public_function_and_class_says_what_it_is() -> None:
         assert not silent, f"{source.module}: no docstring on {silent}"
 
 
-def test_every_function_but_the_jitted_ones_is_typed() -> None:
-    """mypy checks it too, except in kernels/, where it must ignore jitted bodies."""
-    for source in sources():
-        for node in ast.walk(source.tree):
-            if not isinstance(node, Function) or is_jitted(node):
-                continue
-            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            untyped = [argument.arg for argument in arguments if not argument.annotation]
-            assert set(untyped) <= {"self", "cls"}, f"{source.module}:{node.lineno} {node.name}: {untyped}"
-            assert node.returns, f"{source.module}:{node.lineno} {node.name} has no return type"
-
-
 def refused_annotations(tree: ast.Module) -> list[str]:
     """Returns annotations in jitted functions that Triton would look up as names that a kernel uses, and refuse."""
     refused = []
@@ -78,35 +64,3 @@ def test_annotations_in_jitted_functions_are_those_that_triton_reads() -> None:
         if (found := refused_annotations(ast.parse(path.read_text(), str(path))))
     }
     assert refused == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "refused"),
-    [
-        ("@triton.jit\ndef f(x: Any): pass", ["f: Any"]),
-        ("@triton.jit\ndef f(x: int, *, N: tl.constexpr): pass", ["f: int"]),
-        ("@gluon.jit(do_not_specialize=['x'])\ndef f(x, G: gl.constexpr) -> int: pass", ["f: int"]),
-        ("@triton.jit\ndef f(x):\n    y: Any = x\n    N: tl.constexpr = 4", ["f: Any"]),
-        ("@constexpr_function\ndef f(n: int) -> Any: pass", ["f: Any"]),
-        ("@constexpr_function\ndef f(n: int) -> tl.dtype: pass", []),
-        ("@triton.jit\ndef f(x: tl.const, N: tl.constexpr) -> None: pass\ndef g(x: Any) -> Any: pass", []),
-    ],
-)
-def test_annotations_that_triton_does_not_read_are_found(text: str, refused: list[str]) -> None:
-    assert refused_annotations(ast.parse(text)) == refused
-
-
-def test_what_kernels_are_compiled_for_has_no_strings() -> None:
-    """Triton 3.6 passes no tuple with a string to a function. Fields of such tuples are written in capitals."""
-    for source in sources():
-        strings = [
-            f"{node.name}.{field.target.id}"
-            for node in ast.walk(source.tree)
-            if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "NamedTuple" for base in node.bases)
-            for field in node.body
-            if isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and field.target.id.isupper()
-            and ast.unparse(field.annotation) == "str"
-        ]
-        assert not strings, f"{source.module}: {', '.join(strings)}: use a number"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.errors import Unsupported
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
@@ -21,6 +22,7 @@ from rocm_attn.watch.few_sequences import LayerOfStep
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import (
     CPU,
+    GFX942,
     in_eight_bits,
     latent_problem,
     partly_torch,
@@ -273,3 +275,9 @@ def test_the_probe_finds_a_factor_that_is_left_out(function: str, aiter: StandIn
     wrong = random_run(partly_torch(PROBED[function]), CPU)
     assert wrong is not None
     assert function in wrong.kernel
+
+
+def test_what_no_kernel_reads_is_refused_with_every_reason() -> None:
+    with pytest.raises(Unsupported) as caught:
+        select(replace(VECTORISED, kv_encoding=KVEncoding.E4M3FN), GFX942, "aiter")
+    assert any("which halves float8_e4m3fn values" in reason for reason in caught.value.reasons)

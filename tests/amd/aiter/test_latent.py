@@ -10,14 +10,14 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import BadProblem, BadTensor
+from rocm_attn.errors import BadProblem, BadTensor, Unsupported
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter.mla import bind_latent_decode
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from tests.amd.aiter.checks import ContractBroken
-from tests.amd.aiter.serving import CPU, latent_problem, world
+from tests.amd.aiter.serving import CPU, GFX942, latent_problem, world
 from tests.amd.aiter.signatures import V0_1_10
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.worlds.world import World
@@ -108,6 +108,12 @@ def test_a_schedule_of_other_lengths_is_noticed(aiter: StandIn) -> None:
     aiter.bodies["get_mla_metadata_v1"] = lambda call: None
     with pytest.raises(ContractBroken):
         serving.step(requests, [1, 1])
+
+
+def test_more_heads_than_the_kernels_have_are_refused() -> None:
+    with pytest.raises(Unsupported) as caught:
+        select(latent_problem(160), GFX942, "aiter")
+    assert "decode: aiter.mla_decode_fwd: 160 query heads share a KV head; at most 128 may" in caught.value.reasons
 
 
 def test_rows_with_gaps_over_a_latent_pool_are_served(aiter: StandIn) -> None:

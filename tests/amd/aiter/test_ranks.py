@@ -12,7 +12,7 @@ from torch import Tensor
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.machine.agreement import found_by_any
+from rocm_attn.machine.agreement import alone, found_by_any
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.aiter.serving import CPU, GFX942, plain_problem
@@ -26,7 +26,7 @@ def test_findings_of_one_rank_hold_for_all_and_name_it() -> None:
     assert found_by_any([{}, {"kernel": "wrong"}, {"kernel": "also wrong"}]) == {"kernel": "on rank 1: wrong"}
 
 
-def kernels_of(rank: int) -> list[str]:
+def kernels_of(rank: int, agree_with_others: bool) -> list[str]:
     """Returns the lines of a rank's selection. On the second rank, AITER's decode kernel gives zeros."""
     with pytest.MonkeyPatch.context() as patch:
         aiter = install(E4048607, patch)
@@ -43,7 +43,7 @@ def kernels_of(rank: int) -> list[str]:
             RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=64, provider="aiter"),
             device=CPU,
             target=GFX942,
-            agree=among_all(),
+            agree=among_all() if agree_with_others else alone,
         )
         return runtime.selections[0].lines()
 
@@ -60,10 +60,16 @@ def graphs_of(rank: int) -> list[str]:
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_is_used_on_none(tmp_path: Path) -> None:
-    first, second = on_every_rank(kernels_of, tmp_path)
+    first, second = on_every_rank(kernels_of, tmp_path, True)
     assert first == second
     assert f"{StepKind.DECODE.value}: aiter.unified_attention" in first
     assert any("paged_attention_ragged: on rank 1: switched off by its probe" in line for line in first)
+
+
+def test_ranks_that_do_not_ask_each_other_take_different_kernels(tmp_path: Path) -> None:
+    first, second = on_every_rank(kernels_of, tmp_path, False)
+    assert "decode: aiter.paged_attention_ragged" in first
+    assert "decode: aiter.unified_attention" in second
 
 
 def test_a_graph_that_is_wrong_on_one_rank_serves_on_none(tmp_path: Path) -> None:

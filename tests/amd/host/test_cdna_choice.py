@@ -98,6 +98,14 @@ def test_what_it_does_not_serve_paged_decode_does_and_the_reason_is_said(
     assert any(reason.startswith(why) for reason in reasons(selection)), reasons(selection)
 
 
+def test_heads_of_256_have_tiles_where_they_gain() -> None:
+    wide = replace(LAYER, head_dim=256, v_head_dim=256)
+    assert names(select(wide, on("gfx942"), "triton")) == CDNA
+    selection = select(wide, on("gfx950"), "triton")
+    assert names(selection) == PLAIN
+    assert reasons(selection) == {"it has no faster tiles for heads of 256 on gfx950"}
+
+
 @pytest.mark.parametrize("said", ["3.6.0", "3.8.0", "3.9.1", "3.9.0+git1234567", "3.9.0.dev20260801", ""])
 def test_with_another_triton_paged_decode_serves_and_the_reason_is_said(said: str) -> None:
     selection = select(LAYER, on("gfx942", Release.of(said)), "triton")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rocm_attn.cli import DONE, main
+from rocm_attn.cli import DONE, FAILED, main
 from tests.amd.house.source_tree import ROOT
 
 CHOICE = """
@@ -85,3 +85,12 @@ def test_a_capture_is_planned_without_triton_as_with_it(
     assert (done.returncode, done.stderr) == (DONE, "")
     assert main(command) == DONE
     assert done.stdout == capsys.readouterr().out
+
+
+def test_prewarm_says_in_a_sentence_that_it_needs_triton() -> None:
+    done = without_triton("prewarm", config_of("llama-3-8b"), "--arch", "gfx942")
+    assert (done.returncode, done.stdout) == (FAILED, "")
+    *_, sentence = done.stderr.splitlines()
+    assert sentence.startswith("rocm-attn: triton is not installed; it compiles kernels; torch for a GPU ")
+    assert sentence.endswith("run: pip install triton")
+    assert "Traceback" not in done.stderr

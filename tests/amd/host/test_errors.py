@@ -65,3 +65,17 @@ def test_what_others_hold_fits_later_and_what_the_pool_cannot_hold_never() -> No
             reserve(one, 41)
     table.free(other)
     table.reserve(one, 20)
+
+
+def test_a_window_that_never_fits_says_how_a_row_gets_there_all_the_same() -> None:
+    table = make_table(num_pages=20, swa_pages=5)
+    row = table.admit()
+    message = (
+        r"row 1 needs 8 pages of the SWA space for 32 tokens and there are 4; raise swa_pages, or continue by fewer "
+    )
+    with pytest.raises(NeverFits, match=message):
+        table.reserve(row, 32)
+    for kv_len in range(8, 33, 4):
+        table.evict(rows_of(row), rows_of(kv_len - 4))
+        table.reserve(row, kv_len)
+    assert table.num_held(row, Space.SWA) == 3

@@ -199,6 +199,24 @@ def test_a_damaged_journal_costs_its_lines_alone(tmp_path: Path) -> None:
     assert 1 < len(bench.judged) < len(lines)
 
 
+def test_another_triton_or_commit_is_another_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "t.json"
+    search(place, first := FakeBench(cost))
+    monkeypatch.setattr(command, "_commit", lambda: "another")
+    search(place, second := FakeBench(cost))
+    assert first.judged == second.judged
+
+
+def test_no_candidate_is_begun_when_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ticks = iter(range(1000))
+    monkeypatch.setattr("rocm_lab.tune.command.time.monotonic", lambda: float(next(ticks)))
+    search(tmp_path / "t.json", bench := FakeBench(cost), "--seconds", "5")
+    assert 1 <= len(bench.judged) <= 5
+    assert "time was up before all were tried" in capsys.readouterr().out
+
+
 def test_a_file_that_is_no_tuning_file_is_not_overwritten(tmp_path: Path) -> None:
     place = tmp_path / "t.json"
     place.write_text("my notes")
@@ -233,3 +251,9 @@ def test_what_cannot_be_is_refused_in_a_sentence(
 ) -> None:
     assert main(["tune", "32x8x128", *given]) == BAD_INPUT
     assert sentence in capsys.readouterr().err
+
+
+def test_what_would_never_be_read_is_not_searched() -> None:
+    # ROCM_ATTN_TUNING is off in tests.
+    with pytest.raises(BadSetting, match="ROCM_ATTN_TUNING is off, so no runtime would read the rows"):
+        command.output_place(None)

@@ -123,6 +123,16 @@ def test_where_it_is_wrong_paged_decode_is_searched_by_itself(tmp_path: Path) ->
     assert not any(isinstance(tiles, CdnaTiles) for tiles in bench.timed)
 
 
+@pytest.mark.parametrize(
+    "changed", [{"num_warps": 2}, {"key_block": 64}, {"transposed": True}, {"heads_per_row": 2}, {"max_registers": 168}]
+)
+def test_tiles_that_it_does_not_take_are_refused(changed: dict[str, int]) -> None:
+    tiles = jobs_of([layer()], GFX942, [Shape(4, 1025)])[0][0].tiles
+    assert refusal(Table.CDNA_DECODE, tiles, layer_of(layer())) == ""
+    assert refusal(Table.CDNA_DECODE, replace(tiles, **changed), layer_of(layer()))  # type: ignore[arg-type]
+    assert "are DecodeTiles, not CdnaTiles" in refusal(Table.DECODE, tiles, layer_of(layer()))
+
+
 def test_measured_tiles_of_the_other_arch_do_not_serve(tmp_path: Path) -> None:
     """The size of their blocks is that of one matrix product of that arch."""
     place = tmp_path / "t.json"

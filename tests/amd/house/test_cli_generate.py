@@ -16,6 +16,7 @@ import torch
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.cli.parser import build_parser
 from rocm_attn.watch.flight_recorder import read_dump
+from rocm_serve.cli.generate import dtype_of
 from rocm_serve.models.loading import LoadedModel, ModelKind
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
@@ -275,6 +276,29 @@ def test_bad_input_is_answered_in_a_sentence(
     assert printed.out == ""
 
 
+def test_an_empty_file_of_prompts_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n \n")
+    assert main(["generate", "--prompts-file", str(path)]) == BAD_INPUT
+    assert "holds no prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype"),
+    [
+        (None, "cpu", torch.float32),
+        (None, "cuda", torch.float16),
+        ("bfloat16", "cuda", torch.bfloat16),
+        ("float16", "cpu", torch.float16),
+    ],
+)
+def test_what_dtype_says_goes_before_the_default(
+    name: str | None, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rocm_serve.cli.generate.model_kind", lambda path: ModelKind.GGUF)
+    assert dtype_of(name, "m.gguf", torch.device(device)) is dtype
+
+
 def test_a_memory_that_is_full_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,3 +310,12 @@ def test_a_memory_that_is_full_is_a_sentence(
     sentence = capsys.readouterr().err.splitlines()[-1]
     assert sentence.startswith("rocm-attn: out of memory (")
     assert sentence.endswith("; lower --max-batch-size, --num-pages or --swa-pages, or use a smaller model")
+
+
+def test_another_error_of_torch_is_not_called_a_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str, *, dtype: torch.dtype, device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr("rocm_serve.cli.generate.load_model", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        main(["generate", "--device", "cpu", "w5"])

@@ -141,3 +141,13 @@ def test_a_replay_of_draft_steps_allocates_nothing(topk: int, engine: Engine, de
     steps.init_forward_metadata_out_graph(batch, in_capture=True)
     with no_allocation(device):
         steps.init_forward_metadata_out_graph(batch)
+
+
+def test_a_step_of_more_sequences_than_were_built_for_is_refused(engine: Engine) -> None:
+    one = engine.admit()
+    batch = engine.batch(Mode.TARGET_VERIFY, [one], [DRAFTS])
+    batch.batch_size = 99
+    batch.req_pool_indices = batch.req_pool_indices.repeat(99)
+    batch.seq_lens = batch.seq_lens.repeat(99)
+    with pytest.raises(NeverFits, match="99 sequences and the most is"):
+        engine.hooks.init_forward_metadata(batch)

@@ -49,7 +49,7 @@ def test_aiter_by_name_is_refused_for_what_it_does_not_serve_with_every_reason()
     with pytest.raises(Unsupported, match="serves decode steps of") as caught:
         select(plain_problem(16, dims=(128, 128), wants_lse=True), GFX942, "aiter")
     for kernel in ("paged_attention_ragged", "unified_attention"):
-        assert f"decode: aiter.{kernel}: it gives no log-sum-exp" in caught.value.reasons
+        assert f"decode: aiter.{kernel}: it returns no log-sum-exp" in caught.value.reasons
 
 
 def test_what_fell_back_is_said_once_with_its_reason(aiter: StandIn, caplog: pytest.LogCaptureFixture) -> None:

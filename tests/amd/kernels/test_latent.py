@@ -291,7 +291,7 @@ def test_who_runs_a_segment_changes_no_bit(kernel_device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"heads": (129, 1)}, "129 query heads; at most 128"),
+        ({"heads": (129, 1)}, "129 query heads are too many; at most 128"),
         ({"dims": (576, 448)}, r"head_dim is 576; it must be from v_head_dim to v_head_dim \+ 64"),
         ({"dims": (544, 520)}, "v_head_dim is 520"),
         ({"page_size": 256}, "page_size is 256"),

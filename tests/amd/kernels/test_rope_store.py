@@ -284,7 +284,7 @@ def test_a_table_of_frequencies_turns_each_pair_by_its_angle() -> None:
         (lambda: RopeTable(torch.zeros(4, 8, dtype=torch.float64)), "cos_sin is torch.float64; it must be one of"),
         (lambda: RopeTable.of_frequencies(torch.zeros(4).double(), 3), "inv_freq is torch.float64"),
         (lambda: RowNorm(torch.zeros(2, 4), 1e-6), r"a norm's weight is torch.float32 \[2, 4\]; it must be contiguous"),
-        (lambda: RowNorm(torch.zeros(4), float("nan")), "a norm's eps is nan; it is at least 0"),
+        (lambda: RowNorm(torch.zeros(4), float("nan")), "a norm's eps is nan; it must be at least 0"),
     ],
 )
 def test_work_that_cannot_be_done_is_refused(make: Callable[[], Any], words: str) -> None:

@@ -70,7 +70,7 @@ def test_one_graph_serves_all_groups_of_its_size(provider: str, device: torch.de
     assert runner.counters.replays == len(GROUPINGS) + 1, runner.counters
     graphs = [b for b in runner.capture_report().buckets if b.key.shape.kind is StepKind.SHARED]
     assert [shape_name(graph.key.shape) for graph in graphs] == ["shared of 8 sequences"]
-    assert "equal to eager bitwise in 3 draws" in graphs[0].check
+    assert "equal to the eager run bitwise in 3 random batches" in graphs[0].check
     tiny.runtime.check_device()
 
 

@@ -148,7 +148,7 @@ def test_split_shapes_are_captured_ahead_and_predicted(provider: str, device: to
     shapes = [bucket.key.shape for bucket in report.buckets]
     assert shapes == list(capture_shapes(tiny.runtime.padding))
     assert sum(shape.num_children == 2 for shape in shapes) >= len(shapes) // 3
-    assert all("bitwise in 3 draws" in bucket.check for bucket in report.buckets)
+    assert all("bitwise in 3 random batches" in bucket.check for bucket in report.buckets)
     assert any("decode of 6 sequences in two halves" in line for line in report.lines())
     plan = plan_capture(
         [tiny.problem] * 2,
@@ -215,7 +215,7 @@ def test_a_split_forward_that_is_not_bitwise_is_replaced_with_a_reason(provider:
         return run
 
     for broken, reason in (
-        (inexact, "because the given split_forward is not bitwise the same"),
+        (inexact, "because the given split_forward is not bitwise equal"),
         (wrong, "in two halves differs from the eager run"),
         (counts, "cannot repeat on replay"),
     ):

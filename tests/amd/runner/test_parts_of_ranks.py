@@ -69,7 +69,7 @@ def test_the_cost_of_a_cut_is_said() -> None:
     assert cost_of_cut(smollm2, 4) == ("9 query heads over 3 KV heads are padded to 12 over 4, 25% of them zeros",)
     assert cost_of_cut(CONFIG, 4)[0] == "4 query heads over 2 KV heads: each KV head is held by 2 ranks"
     assert cost_of_cut(replace(CONFIG, vocab_size=101), 2) == (
-        "the output matrix of 101 tokens takes the place of 112, 10% of them zeros",
+        "the output matrix of 101 tokens is padded to 112, 10% of them zeros",
     )
 
 
